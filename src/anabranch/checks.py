@@ -1,0 +1,43 @@
+"""What the four nouns check in the same way: finite times, and meta that any JSON reader understands."""
+
+from collections.abc import Mapping
+from math import isfinite
+from types import MappingProxyType
+from typing import Any
+
+Scalar = str | int | float | bool | None
+Meta = Mapping[str, Scalar]
+
+MAX_SECONDS = 1e9  # sums of such numbers stay finite
+MAX_NBYTES = 1 << 53
+
+# How files.py validates the nouns: nothing unknown, nothing converted, nothing infinite.
+STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+
+def frozen_meta(meta: Mapping[str, Any]) -> Meta:
+    """A read-only copy of ``meta``, refused unless it maps strings to finite JSON scalars."""
+    for key, value in meta.items():
+        if not isinstance(key, str) or not isinstance(value, str | int | float | bool | None):
+            raise ValueError(f"meta[{key!r}] is {value!r}: meta maps strings to text, numbers, booleans or None")
+        if isinstance(value, float) and not isfinite(value):
+            raise ValueError(f"meta[{key!r}] is {value}: a number in meta must be finite")
+    return MappingProxyType(dict(meta))
+
+
+def check_seconds(what: str, value: float) -> None:
+    """Refuse a duration, or a cost per byte, that is negative, beyond thirty years or not a number."""
+    if not 0 <= value <= MAX_SECONDS:
+        raise ValueError(f"{what} is {value}: expected a number from 0 to {MAX_SECONDS:g}")
+
+
+def check_nbytes(what: str, value: int) -> None:
+    """Refuse a size that is negative or that a float could not hold exactly."""
+    if not 0 <= value <= MAX_NBYTES:
+        raise ValueError(f"{what} has {value} bytes: expected 0 to 2**53")
+
+
+def check_positive(what: str, value: float) -> None:
+    """Refuse a factor that is not a finite number above zero."""
+    if not (isfinite(value) and value > 0):
+        raise ValueError(f"{what} is {value}: expected a finite number above zero")

@@ -1,0 +1,25 @@
+"""The errors of this library, so that a program can tell a bad file from a bad plan.
+
+    AnabranchError
+    ├── FileError      a file that cannot be read, understood or (over)written
+    ├── PlanError      a plan that does not fit the gradients it is meant for
+    └── NetworkError   a network that cannot price what it is asked for
+
+A bad argument is a plain ``ValueError``, as everywhere in Python.
+"""
+
+
+class AnabranchError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class FileError(AnabranchError):
+    """A file is missing, malformed, of another kind or version, or already there."""
+
+
+class PlanError(AnabranchError):
+    """A plan does not put every gradient of a trace into exactly one bucket."""
+
+
+class NetworkError(AnabranchError):
+    """A network has no cost for a collective, or cannot be carried to another world size."""

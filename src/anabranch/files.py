@@ -1,0 +1,162 @@
+"""The four nouns to and from versioned JSON files, validated on the way in, atomic on the way out."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from anabranch.errors import FileError
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.timeline import Timeline
+from anabranch.trace import Trace
+
+Noun = Trace | Network | Plan | Timeline
+
+VERSION = 1
+KINDS: Mapping[str, type[Noun]] = {"trace": Trace, "network": Network, "plan": Plan, "timeline": Timeline}
+MAX_NBYTES = 256 << 20  # a trace of a million tensors has about 150 MB; more is a mistake or an attack
+
+
+def load(path: str | os.PathLike[str]) -> Noun:
+    """The noun in a file; FileError, naming file and field, if it does not hold exactly one valid noun."""
+    path = Path(path)
+    return loads(_read(path), str(path))
+
+
+def loads(text: bytes, where: str) -> Noun:
+    """The noun in a JSON text; ``where`` names its origin in errors."""
+    document = _parse(text, where)
+    if not isinstance(document, dict):
+        raise FileError(
+            f"{where}: holds a {type(document).__name__}, expected a JSON object with 'format' and 'version'"
+        )
+    kind = document.pop("format", None)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise FileError(f"{where}: 'format' is {_brief(kind)}, expected one of {', '.join(KINDS)}")
+    version = document.pop("version", None)
+    if version != VERSION or isinstance(version, bool):
+        raise FileError(
+            f"{where}: 'version' is {_brief(version)}, this program reads version {VERSION}; upgrade or re-create it"
+        )
+    return _validate(KINDS[kind], document, where)
+
+
+def dumps(noun: Noun) -> str:
+    """The file content of a noun: fields in the order of their declaration, floats that read back the same."""
+    kind = next((name for name, cls in KINDS.items() if isinstance(noun, cls)), None)
+    if kind is None:
+        raise ValueError(
+            f"cannot save a {type(noun).__name__}: expected a {', '.join(c.__name__ for c in KINDS.values())}"
+        )
+    document = {"format": kind, "version": VERSION, **_plain(noun)}
+    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def save(noun: Noun, path: str | os.PathLike[str], force: bool = False) -> None:
+    """Write a noun. An existing file is replaced only with ``force``; a crash leaves the old file or the new."""
+    write_text(dumps(noun), path, force)
+
+
+def write_text(text: str, path: str | os.PathLike[str], force: bool = False) -> None:
+    """Write any output file under the same promises as ``save``."""
+    write_bytes(text.encode(), path, force)
+
+
+def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = False) -> None:
+    """Write any output file under the same promises as ``save``."""
+    path = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise FileError(f"{path}: cannot write there ({error.strerror}); is the folder there and writable?") from error
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        if force:
+            temporary.replace(path)
+        else:
+            os.link(temporary, path)  # unlike rename, fails if the file is there
+    except FileExistsError as error:
+        raise FileError(
+            f"{path}: is already there; choose another name, or overwrite it with --force (force=True)"
+        ) from error
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written ({error.strerror})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_NBYTES + 1)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(text) > MAX_NBYTES:
+        raise FileError(
+            f"{path}: is larger than {MAX_NBYTES >> 20} MiB, which no file of ours is; is this the right file?"
+        )
+    return text
+
+
+def _parse(text: bytes, where: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a JSON number")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = dict(pairs)
+        if len(names) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(f"the field {_brief(next(k for k in keys if keys.count(k) > 1))} is there twice")
+        return names
+
+    try:
+        return json.loads(text.decode("utf-8"), parse_constant=refuse, object_pairs_hook=once)
+    except RecursionError as error:
+        raise FileError(f"{where}: is nested too deeply to be one of our files") from error
+    except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
+        raise FileError(f"{where}: is not valid JSON: {error}") from error
+
+
+def _validate(cls: type[Noun], document: dict[str, Any], where: str) -> Noun:
+    from pydantic import TypeAdapter, ValidationError  # a tenth of a second that most commands need not spend
+
+    try:
+        # Once more through JSON, since only from there a list may become a tuple and nothing else may become anything.
+        return TypeAdapter(cls).validate_json(json.dumps(document))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = ".".join(str(part) for part in first["loc"]) or cls.__name__.lower()
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise FileError(f"{where}: {at}: {first['msg']}, found {_brief(first['input'])}{more}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Frozen values as JSON understands them."""
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _brief(value: object) -> str:
+    """A value from a file, short enough for one line of an error, its control characters escaped."""
+    text = repr(value) if value is not None else "missing"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,306 @@
+"""Network: what a collective costs, by itself and beside others, at a given world size."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple, Self
+
+from anabranch.checks import STRICT, Meta, check_nbytes, check_positive, check_seconds, frozen_meta
+from anabranch.errors import NetworkError
+from anabranch.links import AlphaBeta, TwoLevel
+
+Points = Iterable[tuple[int, float] | tuple[int, float, float]]
+
+
+class Segment(NamedTuple):
+    """From ``nbytes`` up to the next segment a message costs seconds + s_per_byte · (its bytes − nbytes)."""
+
+    nbytes: int
+    seconds: float
+    s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """A message of ``nbytes`` took ``seconds`` (median), give or take ``spread_s`` (interquartile range)."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    nbytes: int
+    seconds: float
+    spread_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_nbytes("a point of a curve", self.nbytes)
+        check_seconds(f"cost of {self.nbytes} bytes", self.seconds)
+        check_seconds(f"spread at {self.nbytes} bytes", self.spread_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Bytes to seconds: flat below the first point, straight lines between points, the tail slope beyond.
+
+    Never falls: a longer message is never cheaper, which planners rely on.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    points: tuple[CurvePoint, ...]
+    tail_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "points", tuple(self.points))
+        check_seconds("tail_s_per_byte", self.tail_s_per_byte)
+        if not self.points:
+            raise ValueError("a curve has no points: expected at least one")
+        for low, high in zip(self.points, self.points[1:], strict=False):
+            if high.nbytes <= low.nbytes:
+                raise ValueError(f"a curve goes from {low.nbytes} to {high.nbytes} bytes: expected rising sizes")
+            if high.seconds < low.seconds:
+                raise ValueError(
+                    f"a curve falls from {low.seconds} s at {low.nbytes} bytes to {high.seconds} s at "
+                    f"{high.nbytes}: build it with Curve.through(points), which smooths noise"
+                )
+
+    @classmethod
+    def linear(cls, start_s: float, s_per_byte: float) -> Self:
+        """T(M) = start_s + s_per_byte · M."""
+        return cls((CurvePoint(0, start_s),), s_per_byte)
+
+    @classmethod
+    def through(cls, points: Points) -> Self:
+        """A curve through measured (nbytes, seconds[, spread_s]) points, made non-falling.
+
+        Where noise makes a longer message look cheaper, neighbours are averaged until it does not (isotonic
+        regression by pooling adjacent violators). The tail continues the line through the last two points.
+        """
+        measured = sorted((CurvePoint(*point) for point in points), key=lambda point: point.nbytes)
+        if len(measured) < 2:
+            raise ValueError(f"a measured curve has {len(measured)} points: expected at least two")
+        pools: list[tuple[float, int]] = []  # (mean seconds, how many points share it)
+        for point in measured:
+            mean, count = point.seconds, 1
+            while pools and pools[-1][0] > mean:
+                other, n = pools.pop()
+                mean, count = (mean * count + other * n) / (count + n), count + n
+            pools.append((mean, count))
+        level = [mean for mean, count in pools for _ in range(count)]
+        smooth = tuple(replace(p, seconds=s) for p, s in zip(measured, level, strict=True))
+        rise_s = smooth[-1].seconds - smooth[-2].seconds
+        return cls(smooth, rise_s / (smooth[-1].nbytes - smooth[-2].nbytes))
+
+    @property
+    def start_s(self) -> float:
+        """What the smallest message costs: the part of every message that moves no bytes."""
+        return self.points[0].seconds
+
+    def seconds(self, nbytes: int) -> float:
+        """Cost of one message of ``nbytes``."""
+        check_nbytes("a message", nbytes)
+        at = bisect_right(self.points, nbytes, key=lambda point: point.nbytes) - 1
+        if at < 0:
+            return self.start_s
+        low = self.points[at]
+        if at + 1 == len(self.points):
+            return low.seconds + self.tail_s_per_byte * (nbytes - low.nbytes)
+        high = self.points[at + 1]
+        return low.seconds + (high.seconds - low.seconds) / (high.nbytes - low.nbytes) * (nbytes - low.nbytes)
+
+    def segments(self) -> list[Segment]:
+        """The straight lines of the curve, from zero bytes on; the last one has no end."""
+        lines = [] if self.points[0].nbytes == 0 else [Segment(0, self.start_s, 0.0)]
+        for low, high in zip(self.points, self.points[1:], strict=False):
+            slope = (high.seconds - low.seconds) / (high.nbytes - low.nbytes)
+            lines.append(Segment(low.nbytes, low.seconds, slope))
+        last = self.points[-1]
+        return [*lines, Segment(last.nbytes, last.seconds, self.tail_s_per_byte)]
+
+    def line(self) -> tuple[float, float]:
+        """(start_s, s_per_byte) of the straight line nearest to the points, by least squares; neither negative.
+
+        The published planners know only such a line. A curve of one point is its own line.
+        """
+        if len(self.points) == 1:
+            only = self.points[0]
+            return max(0.0, only.seconds - self.tail_s_per_byte * only.nbytes), self.tail_s_per_byte
+        n = len(self.points)
+        mean_x = sum(p.nbytes for p in self.points) / n
+        mean_y = sum(p.seconds for p in self.points) / n
+        covariance = sum((p.nbytes - mean_x) * (p.seconds - mean_y) for p in self.points)
+        slope = covariance / sum((p.nbytes - mean_x) ** 2 for p in self.points)
+        return max(0.0, mean_y - slope * mean_x), slope
+
+    def least_s_per_byte(self, nbytes: int) -> float:
+        """The fewest seconds per byte, start-up aside, at which any message of up to ``nbytes`` travels."""
+        sizes = [p.nbytes for p in self.points if 0 < p.nbytes < nbytes] + [max(nbytes, 1)]
+        return min((self.seconds(size) - self.start_s) / size for size in sizes)
+
+    def shifted(self, spreads: float) -> Self:
+        """The curve with ``spreads`` times each point's spread added: how bad, or good, it may be."""
+        moved = [(p.nbytes, max(0.0, p.seconds + spreads * p.spread_s), p.spread_s) for p in self.points]
+        if len(moved) < 2:
+            return replace(self, points=(CurvePoint(*moved[0]),))
+        return type(self).through(moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """How simultaneous messages slow each other: k at once each take ``slowdown(k)`` times as long to transfer.
+
+    ``slowdowns[k-1]`` is given for the first few k; beyond them it keeps rising by the last step. The published law
+    1 + η(k−1) is ``slowdowns=(1, 1+η)``. ``link_cap`` is what the link carries in all, in units of what one message
+    takes by itself: k messages never exceed it together. Start-up costs overlap freely.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    slowdowns: tuple[float, ...] = (1.0, 2.0)
+    link_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slowdowns", tuple(self.slowdowns))
+        if not self.slowdowns or self.slowdowns[0] != 1:
+            raise ValueError(f"slowdowns are {self.slowdowns}: the first must be 1, a message by itself")
+        for before, after in zip(self.slowdowns, self.slowdowns[1:], strict=False):
+            check_positive("a slowdown", after)
+            if after < before:
+                raise ValueError(f"slowdowns fall from {before} to {after}: more messages are never faster each")
+        if self.link_cap is not None:
+            check_positive("link_cap", self.link_cap)
+            if self.link_cap < 1:
+                raise ValueError(f"link_cap is {self.link_cap}: one message alone already takes 1, expected ≥ 1")
+
+    @classmethod
+    def law(cls, eta: float, link_cap: float | None = None) -> Self:
+        """1 + η(k−1): η = 0 is no interference, η = 1 a link that one message fills."""
+        check_seconds("eta", eta)
+        return cls((1.0, 1.0 + eta), link_cap)
+
+    def slowdown(self, k: int) -> float:
+        """How many times longer each of ``k`` simultaneous transfers takes than by itself."""
+        known = self.slowdowns
+        if k <= len(known):
+            own = known[max(k, 1) - 1]
+        else:
+            own = known[-1] + (known[-1] - known[-2] if len(known) > 1 else 1.0) * (k - len(known))
+        return own if self.link_cap is None else max(own, k / self.link_cap)
+
+
+FULL_LINK = Contention()  # what is assumed where nothing was measured: one message fills the link
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What each kind of collective costs among ``world_size`` ranks.
+
+    ``curves`` are per collective and hold at this world size only; ``model``, where there is one, is the formula
+    they came from, and lets ``at`` price another world size. Unless told otherwise (``eta``), one message is taken
+    to fill the link, so that simultaneous messages gain nothing but their start-up.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    world_size: int
+    curves: Mapping[str, Curve] = field(hash=False)
+    contention: Contention = FULL_LINK
+    model: AlphaBeta | TwoLevel | None = None
+    meta: Meta = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "curves", MappingProxyType(dict(self.curves)))
+        object.__setattr__(self, "meta", frozen_meta(self.meta))
+        if self.world_size < 1:
+            raise ValueError(f"world_size is {self.world_size}: expected at least 1")
+        if "dense" not in self.curves:
+            raise ValueError(f"a network prices {sorted(self.curves)}: expected at least 'dense', the plain all-reduce")
+
+    @classmethod
+    def linear(cls, world_size: int, start_s: float, s_per_byte: float, *, eta: float = 1.0,
+               link_cap: float | None = None) -> Self:  # fmt: skip
+        """T(M) = start_s + s_per_byte · M for M bytes."""
+        return cls(world_size, {"dense": Curve.linear(start_s, s_per_byte)}, Contention.law(eta, link_cap))
+
+    @classmethod
+    def ring(cls, world_size: int, alpha_s: float, beta_s_per_byte: float, gamma_s_per_byte: float = 0.0, *,
+             eta: float = 1.0, link_cap: float | None = None) -> Self:  # fmt: skip
+        """Ring all-reduce: 2(N−1) steps of latency α; every byte crosses a link 2(N−1)/N times."""
+        model = AlphaBeta("ring", alpha_s, beta_s_per_byte, gamma_s_per_byte)
+        return cls.modelled(world_size, model, Contention.law(eta, link_cap))
+
+    @classmethod
+    def tree(cls, world_size: int, alpha_s: float, beta_s_per_byte: float, gamma_s_per_byte: float = 0.0, *,
+             eta: float = 1.0, link_cap: float | None = None) -> Self:  # fmt: skip
+        """Binary tree, reduce then broadcast: few steps, but each carries the whole message."""
+        model = AlphaBeta("tree", alpha_s, beta_s_per_byte, gamma_s_per_byte)
+        return cls.modelled(world_size, model, Contention.law(eta, link_cap))
+
+    @classmethod
+    def halving_doubling(cls, world_size: int, alpha_s: float, beta_s_per_byte: float,
+                         gamma_s_per_byte: float = 0.0, *, eta: float = 1.0,
+                         link_cap: float | None = None) -> Self:  # fmt: skip
+        """Recursive halving and doubling: the ring's volume in logarithmically many steps."""
+        model = AlphaBeta("halving_doubling", alpha_s, beta_s_per_byte, gamma_s_per_byte)
+        return cls.modelled(world_size, model, Contention.law(eta, link_cap))
+
+    @classmethod
+    def two_level(cls, world_size: int, ranks_per_node: int, inside: AlphaBeta, across: AlphaBeta, *,
+                  eta: float = 1.0, link_cap: float | None = None) -> Self:  # fmt: skip
+        """Reduce-scatter inside each node, all-reduce across nodes, all-gather inside (links.TwoLevel)."""
+        return cls.modelled(world_size, TwoLevel(ranks_per_node, inside, across), Contention.law(eta, link_cap))
+
+    @classmethod
+    def modelled(cls, world_size: int, model: AlphaBeta | TwoLevel, contention: Contention = FULL_LINK) -> Self:
+        """A network whose dense curve comes from a formula."""
+        return cls(world_size, {"dense": Curve.linear(*model.line(world_size))}, contention, model)
+
+    @classmethod
+    def measured(cls, world_size: int, curves: Points | Mapping[str, Points], *,
+                 contention: Contention = FULL_LINK, meta: Meta = MappingProxyType({})) -> Self:  # fmt: skip
+        """From measured (nbytes, seconds[, spread_s]) points, of the dense all-reduce or by kind of collective."""
+        by_kind = curves if isinstance(curves, Mapping) else {"dense": curves}
+        through = {kind: Curve.through(points) for kind, points in by_kind.items()}
+        return cls(world_size, through, contention, None, meta)
+
+    def curve(self, collective: str) -> Curve:
+        """The cost curve of one kind of collective."""
+        if collective not in self.curves:
+            raise NetworkError(
+                f"this network has no cost for the collective {collective!r}, only for {sorted(self.curves)}: "
+                "measure it, or plan with one of those"
+            )
+        return self.curves[collective]
+
+    def seconds(self, collective: str, nbytes: int) -> float:
+        """Cost of one message by itself."""
+        return self.curve(collective).seconds(nbytes)
+
+    def allreduce_s(self, nbytes: int) -> float:
+        """Cost of one dense all-reduce of ``nbytes`` by itself."""
+        return self.curves["dense"].seconds(nbytes)
+
+    def at(self, world_size: int) -> Self:
+        """The same links with another number of ranks.
+
+        A network with a model follows it. A measured one is taken to be a ring whose latency and bandwidth are those
+        of its straight-line fit; meta['assumption'] then says so. Only the dense collective can be carried over.
+        """
+        if world_size == self.world_size:
+            return self
+        if self.model is not None:
+            return replace(type(self).modelled(world_size, self.model, self.contention), meta=self.meta)
+        if self.world_size < 2:
+            raise NetworkError(
+                f"a network of {self.world_size} rank cannot be carried to {world_size}: it has no links; "
+                "measure at least 2 ranks, or give a model such as Network.ring"
+            )
+        model = AlphaBeta.ring_like(self.world_size, *self.curves["dense"].line())
+        note = (
+            f"ring fitted to {self.world_size} ranks: alpha {model.alpha_s:.3g} s, beta {model.beta_s_per_byte:.3g} s/B"
+        )
+        carried = type(self).modelled(world_size, model, self.contention)
+        return replace(carried, meta={**self.meta, "assumption": note})
+
+    def shifted(self, spreads: float) -> Self:
+        """Every curve moved by ``spreads`` times its measured spread: the pessimist's network, or the optimist's."""
+        return replace(self, curves={kind: curve.shifted(spreads) for kind, curve in self.curves.items()}, model=None)

@@ -1,0 +1,60 @@
+"""Planners for simultaneous messages: the published ASC-WFBP rule, and a search with the simulator as its judge."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.planners.merge import mgwfbp, optimal, published
+from anabranch.planners.search import Search
+from anabranch.trace import Trace
+
+# What the search pretends a start-up and a byte to cost, in units of the real costs: dearer start-ups give fewer
+# buckets and cheaper bytes later ones, as suits lanes that hide each other's start-up and share the link.
+START_FACTORS = (0.5, 1.0, 4.0)
+BYTE_FACTORS = (0.1, 0.3, 1.0)
+
+
+def asc(trace: Trace, network: Network, lanes: int = 2) -> Plan:
+    """The published rule for simultaneous communication (ASC-WFBP): merge only what need not wait.
+
+    The next gradient joins a group iff it is ready before the group could start. The buckets go to ``lanes`` lanes in
+    turn. When a group could start is computed as if there were one lane, as published, and with the straight line
+    nearest to the curve; how much lanes slow each other is not looked at.
+    """
+    _check(lanes)
+    start_s, s_per_byte = network.curve("dense").line()
+    return published(trace, start_s, s_per_byte, patience_s=0.0, lanes=lanes)
+
+
+def lanes(trace: Trace, network: Network, lanes: int = 4, polish: int = 300) -> Plan:
+    """Merging and 1 … ``lanes`` lanes together: the best of many candidates in the simulator, improved by small moves.
+
+    Candidates are the published rules and the exact one-lane optimum under pretended costs, dealt to every number of
+    lanes; the best is then polished in at most ``polish`` trials (``planners.search``). Never worse than ``optimal``;
+    fewer lanes, then fewer buckets, win ties. Not proven best: benchmarks/ has its gap to brute force. It believes
+    what the network says of contention, which for a network that was not measured is that one message fills the link.
+    """
+    _check(lanes)
+    search = Search(trace, network)
+    for layout in dict.fromkeys(map(search.layout, _candidates(trace, network))):
+        for count in range(1, lanes + 1):
+            search.offer(layout.dealt(count))
+    search.polish(polish, lanes)
+    return search.best.plan(trace)
+
+
+def _candidates(trace: Trace, network: Network) -> Iterator[Plan]:
+    yield optimal(trace, network)
+    yield mgwfbp(trace, network)
+    start_s, s_per_byte = network.curve("dense").line()
+    for start_factor, byte_factor in product(START_FACTORS, BYTE_FACTORS):
+        a, b = start_factor * start_s, byte_factor * s_per_byte
+        yield optimal(trace, Network.linear(network.world_size, a, b))
+        yield published(trace, a, b, patience_s=a)
+        yield published(trace, a, b, patience_s=0.0)
+
+
+def _check(lanes: int) -> None:
+    if lanes < 1:
+        raise ValueError(f"lanes is {lanes}: expected at least 1")

@@ -1,0 +1,172 @@
+"""The exact optimum of merging on one lane, by dynamic programming over where to cut.
+
+With r[i] the instant at which the i-th gradient is ready, S[i] the bytes of the first i gradients, and T the cost of a
+message, the earliest instant at which the first i gradients can have travelled is
+
+    f[0] = 0        f[i] = min over j < i of  max(f[j], r[i]) + T(S[i] − S[j])
+
+because finishing a prefix earlier never delays the rest. T never falls, hence neither does f, which leaves little to
+try:
+
+*  of the cuts with f[j] ≤ r[i] (the channel is free when gradient i comes) only the last one matters, since it
+   leaves the smallest message;
+*  for the others the term is f[j] + T(S[i] − S[j]). On one straight line of T, with slope s, the best cut is the one
+   with the least f[j] − s·S[j]; and the cuts whose message falls on that line are a window that only moves forward
+   as i grows. So its minimum is kept in a monotone queue, at constant cost per gradient.
+
+That is O(n·K) for n gradients and a curve of K lines. Among all plans that finish at f[n] one with fewest buckets is
+then found by the same recurrence in layers, f_c[i] being the optimum with at most c buckets: the least c with
+f_c[n] = f[n].
+"""
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from operator import itemgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.network import Segment
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Sums taken in another order differ in their last bits: two plans this close, relatively, finish together.
+SAME = 1e-12
+
+
+def best_cuts(
+    ready_s: Sequence[float],
+    nbytes: Sequence[int],
+    segments: Sequence[Segment],
+    cap_nbytes: int | None = None,
+) -> list[int]:
+    """Where to open new buckets, so that the last one finishes first, with as few buckets as that allows."""
+    problem = _Problem(ready_s, nbytes, segments, cap_nbytes)
+    return problem.fewest(problem.earliest())
+
+
+class _Problem:
+    """Ready times, prefix sums and cost curve, as both recurrences want them."""
+
+    def __init__(
+        self, ready_s: Sequence[float], nbytes: Sequence[int], segments: Sequence[Segment], cap: int | None
+    ) -> None:
+        self.n = len(ready_s)
+        self.ready = np.array([0.0, *ready_s])
+        self.total = np.concatenate(([0], np.cumsum(np.array(nbytes, dtype=np.int64))))
+        self.at = np.array([segment.nbytes for segment in segments], dtype=np.int64)
+        self.seconds = np.array([segment.seconds for segment in segments])
+        self.slope = np.array([segment.s_per_byte for segment in segments])
+        # The first cut that a bucket ending at i may have under the cap; a tensor may always travel by itself.
+        self.least = np.zeros(self.n + 1, dtype=np.int64)
+        if cap is not None:
+            within = np.searchsorted(self.total, self.total - cap, side="left")
+            self.least = np.minimum(within, np.maximum(np.arange(self.n + 1) - 1, 0))
+
+    def cost(self, nbytes: Ints) -> Floats:
+        """T of each message."""
+        k = np.searchsorted(self.at, nbytes, side="right") - 1
+        return np.asarray(self.seconds[k] + self.slope[k] * (nbytes - self.at[k]))
+
+    def earliest(self) -> float:
+        """f[n], by the recurrence with monotone queues, in plain numbers: faster than arrays at this grain."""
+        ready, total, least = self.ready.tolist(), self.total.tolist(), self.least.tolist()
+        lines = list(zip(self.at.tolist(), self.seconds.tolist(), self.slope.tolist(), strict=True))
+        ends = [*self.at.tolist()[1:], math.inf]
+        queues: list[deque[tuple[float, int]]] = [deque() for _ in lines]  # (f[j] − s·S[j], j), both rising
+        entered = [0] * len(lines)  # the next cut to enter each queue
+        f = [0.0]
+        free = 0
+        for i in range(1, self.n + 1):
+            now, sent = ready[i], total[i]
+            while free + 1 < i and f[free + 1] <= now:
+                free += 1
+            best = math.inf
+            if least[i] <= free:
+                size = sent - total[free]
+                start, seconds, slope = lines[bisect_right(lines, size, key=itemgetter(0)) - 1]
+                best = now + seconds + slope * (size - start)
+            oldest = max(free + 1, least[i])
+            longest = sent - total[oldest] if oldest < i else -1
+            for k, (start, seconds, slope) in enumerate(lines):
+                if longest < start:
+                    break
+                queue = queues[k]
+                j = max(entered[k], oldest)
+                while j < i and sent - total[j] >= start:
+                    key = f[j] - slope * total[j]
+                    while queue and queue[-1][0] >= key:
+                        queue.pop()
+                    queue.append((key, j))
+                    j += 1
+                entered[k] = j
+                while queue and (queue[0][1] < oldest or sent - total[queue[0][1]] >= ends[k]):
+                    queue.popleft()
+                if queue:
+                    best = min(best, queue[0][0] + seconds + slope * (sent - start))
+            f.append(best)
+        return f[-1]
+
+    def fewest(self, finish: float) -> list[int]:
+        """The cuts of a plan with fewest buckets among those that finish by ``finish``."""
+        layers = [np.full(self.n + 1, math.inf)]
+        layers[0][0] = 0.0
+        windows = self._windows()
+        while layers[-1][-1] > finish * (1 + SAME):
+            layers.append(self._one_more_bucket(layers[-1], windows))
+        cuts: list[int] = []
+        i = self.n
+        for before in reversed(layers[:-1]):
+            low = self.least[i]
+            candidates = np.maximum(before[low:i], self.ready[i]) + self.cost(self.total[i] - self.total[low:i])
+            # Of equally good cuts the latest: it leaves the shorter message to wait for.
+            i = int(i - 1 - np.argmin(candidates[::-1]))
+            if i == 0:
+                break
+            cuts.append(i)
+        return cuts[::-1]
+
+    def _windows(self) -> list[tuple[Ints, Ints, Ints, Floats, float]]:
+        """Per line of T: the ends i that have cuts on it, their first and last-plus-one cut, T less its slope·S[j]."""
+        ends = np.arange(self.n + 1)
+        high = ends
+        result = []
+        for k, (start, seconds, slope) in enumerate(zip(self.at, self.seconds, self.slope, strict=True)):
+            beyond = self.at[k + 1] if k + 1 < len(self.at) else self.total[-1] + 1
+            low = np.maximum(np.searchsorted(self.total, self.total - beyond, side="right"), self.least)
+            some = np.flatnonzero(low < high)
+            base = seconds + slope * (self.total[some] - start)
+            result.append((some, low[some], high[some], base, float(slope)))
+            high = np.minimum(low, high)
+        return result
+
+    def _one_more_bucket(self, f: Floats, windows: list[tuple[Ints, Ints, Ints, Floats, float]]) -> Floats:
+        """f_{c+1} from f_c, for all i at once; the queues' windows become range minima."""
+        last = np.maximum(np.arange(self.n + 1) - 1, 0)
+        free = np.minimum(np.searchsorted(f, self.ready, side="right") - 1, last)
+        at_once = self.ready + self.cost(self.total - self.total[free])
+        best = np.minimum(f, np.where(self.least <= free, at_once, math.inf))
+        for ends, low, high, base, slope in windows:
+            queued = np.maximum(low, free[ends] + 1)
+            some = np.flatnonzero(queued < high)
+            if some.size:
+                least = _range_min(f - slope * self.total, queued[some], high[some])
+                best[ends[some]] = np.minimum(best[ends[some]], least + base[some])
+        best[0] = 0.0
+        return best
+
+
+def _range_min(values: Floats, low: Ints, high: Ints) -> Floats:
+    """min(values[low:high]) for many non-empty ranges, from the minima over all windows of 1, 2, 4, … values."""
+    level = np.frexp((high - low).astype(np.float64))[1] - 1
+    result = np.empty(len(low))
+    window = values
+    for power in range(int(level.max()) + 1):
+        chosen = np.flatnonzero(level == power)
+        if chosen.size:
+            result[chosen] = np.minimum(window[low[chosen]], window[high[chosen] - (1 << power)])
+        window = np.minimum(window[: -(1 << power) or None], window[1 << power :])
+    return result

@@ -1,0 +1,122 @@
+"""One training step, event by event, under the runtime's launch rule and the network's costs, and nothing else.
+
+Launch rule: bucket i is launched when its gradients are all there and bucket i−1 has been launched. A lane carries
+its buckets one at a time, in launch order. A message first spends the start-up cost of its curve, using no
+bandwidth, and then transfers; while k messages transfer at once, each advances at 1/slowdown(k) of full speed.
+
+On one lane this is the recurrence  end[i] = max(end[i−1], ready[i]) + T(bytes[i]).
+"""
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+from anabranch.network import Contention, Network
+from anabranch.plan import Plan
+from anabranch.timeline import COMPUTE, Interval, Span, Timeline
+from anabranch.trace import Trace
+
+
+class Message(NamedTuple):
+    """A bucket as the event loop sees it; ``transfer_s`` is what the transfer takes with the link to itself."""
+
+    ready_s: float
+    lane: int
+    start_s: float
+    transfer_s: float
+
+
+def simulate(trace: Trace, plan: Plan, network: Network) -> Timeline:
+    """The predicted timeline of one step of ``trace`` under ``plan`` on ``network``. Deterministic."""
+    plan.check(trace)
+    spans = [Span(COMPUTE, "forward", -trace.forward_s, 0.0)] if trace.forward_s > 0 else []
+    busy_until = 0.0
+    for tensor in trace.tensors:
+        spans.append(Span(COMPUTE, f"backward {tensor.name}", busy_until, tensor.ready_s))
+        busy_until = tensor.ready_s
+    intervals = schedule(messages(trace, plan, network), network.contention)
+    for index, (bucket, (start_s, end_s)) in enumerate(zip(plan.buckets, intervals, strict=True)):
+        label = f"bucket {index}: {bucket.collective}, {len(bucket.names)} tensors, {bucket.names[-1]}"
+        spans.append(Span(f"lane {bucket.lane}", label, start_s, end_s))
+    return Timeline(tuple(spans), {"source": "simulated", "world_size": network.world_size})
+
+
+def finish_s(trace: Trace, plan: Plan, network: Network) -> float:
+    """``simulate(...).finish_s`` without building the timeline: what planners and sweeps minimise."""
+    intervals = schedule(messages(trace, plan, network), network.contention)
+    return max(trace.backward_s, max(end_s for _, end_s in intervals))
+
+
+def messages(trace: Trace, plan: Plan, network: Network) -> list[Message]:
+    """The buckets of ``plan`` with their ready times and costs."""
+    tensors = {tensor.name: tensor for tensor in trace.tensors}
+    result = []
+    for bucket in plan.buckets:
+        curve = network.curve(bucket.collective)
+        members = [tensors[name] for name in bucket.names]
+        cost_s = curve.seconds(sum(tensor.nbytes for tensor in members))
+        ready_s = max(tensor.ready_s for tensor in members)
+        result.append(Message(ready_s, bucket.lane, curve.start_s, cost_s - curve.start_s))
+    return result
+
+
+def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]:
+    """When each message starts and ends. The next event is always the least one: no tolerance decides an order.
+
+    All transfers of an instant advance at one speed, so a clock of work done at that speed (``work_s``) says when
+    each is over: a transfer that begins at work w is done at work w + transfer_s, whoever comes and goes in between.
+    """
+    lanes = 1 + max(message.lane for message in queue)
+    slowdown = [contention.slowdown(k) for k in range(lanes + 1)]
+    waiting: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]  # per lane: (launch time, index)
+    launch_s = 0.0
+    for index, message in enumerate(queue):
+        launch_s = max(launch_s, message.ready_s)
+        waiting[message.lane].append((launch_s, index))
+    for line in waiting:
+        line.reverse()  # so that pop() takes the next one
+
+    begun, ended = [0.0] * len(queue), [0.0] * len(queue)
+    current = [-1] * lanes  # the message on each lane
+    known_s = [line[-1][0] if line else inf for line in waiting]  # when it arrives, or has started up
+    done_work_s = [inf] * lanes  # the work at which its transfer is over
+    now, work_s, transferring, unfinished = 0.0, 0.0, 0, len(queue)
+    while unfinished:
+        soonest_s, least_work_s = min(known_s), min(done_work_s)
+        over_s = now + (least_work_s - work_s) * slowdown[transferring]
+        if over_s <= soonest_s:  # a message has arrived; its lane turns to the next one
+            lane = done_work_s.index(least_work_s)
+            transferring -= 1
+            now, work_s = over_s, least_work_s if transferring else 0.0  # from zero again: no digits lost
+            done_work_s[lane] = inf
+            unfinished -= 1
+            ended[current[lane]] = now
+            current[lane] = -1
+            if waiting[lane]:
+                known_s[lane] = max(now, waiting[lane][-1][0])
+            continue
+        work_s += (soonest_s - now) / slowdown[transferring] if transferring else 0.0
+        now = soonest_s
+        lane = known_s.index(soonest_s)
+        if current[lane] < 0:  # the lane is free and its next bucket has been launched
+            current[lane] = waiting[lane].pop()[1]
+            begun[current[lane]] = now
+            known_s[lane] = now + queue[current[lane]].start_s
+        else:  # start-up is over, the transfer begins
+            known_s[lane] = inf
+            done_work_s[lane] = work_s + queue[current[lane]].transfer_s
+            transferring += 1
+    return list(zip(begun, ended, strict=True))
+
+
+def lower_bound_s(trace: Trace, network: Network, lanes: int = 1, collective: str = "dense") -> float:
+    """No plan on up to ``lanes`` lanes finishes backward and communication sooner than this.
+
+    The last gradient must still travel after backward, and all bytes must pass the link, at the best rate per byte
+    that the curve and ``lanes`` simultaneous messages offer, after the first gradient is ready.
+    """
+    curve = network.curve(collective)
+    nbytes = trace.nbytes
+    aggregate = max(k / network.contention.slowdown(k) for k in range(1, lanes + 1))
+    through_s = curve.start_s + curve.least_s_per_byte(nbytes) * nbytes / max(1.0, aggregate)
+    return max(trace.backward_s + curve.seconds(trace.tensors[-1].nbytes), trace.tensors[0].ready_s + through_s)

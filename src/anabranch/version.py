@@ -1,0 +1,3 @@
+"""The one place that states the version of the package."""
+
+__version__ = "0.1.0"
