@@ -1,0 +1,42 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each makes its own virtual environment first.
+# GPU users choose their torch: make demo TORCH=torch==2.11.0
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CLUSTER := ring:ranks=16,alpha=30us,rate=10gbit
+
+.PHONY: demo test static check format clean
+
+demo: $(READY)
+	mkdir -p demo
+	$(BIN)/anabranch compare --trace densenet201 --network $(CLUSTER)
+	$(BIN)/anabranch scale --trace densenet201 --network $(CLUSTER) --plot demo/scaling.svg --force
+	@echo "The picture is in demo/scaling.svg. Try another model: $(BIN)/anabranch compare --trace resnet50 ..."
+
+test: $(READY)
+	$(BIN)/pytest
+
+static: $(READY)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+check: static test
+
+format: $(READY)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+$(READY): pyproject.toml constraints.txt Makefile
+	@echo "Setting up $(VENV) with $(TORCH): a minute or two, once."
+	$(PYTHON) -m venv $(VENV)
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	echo '$(TORCH)' >> $(VENV)/constraints.txt
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,46 @@
+"""Records the traces that ship with the package; run on a machine with an NVIDIA GPU, torchvision and transformers.
+
+python benchmarks/record_traces.py OUTPUT_FOLDER [model[-bf16] ...]
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from anabranch.checks import Scalar
+from anabranch.files import save
+from anabranch.runtime.record import record
+from anabranch.runtime.zoo import IMAGES, MODELS, SEQUENCES, build
+
+BF16 = ("resnet50-bf16", "bert-base-bf16", "gpt2-bf16", "bert-large-bf16")
+
+
+def main() -> None:
+    """Record each model and print its forward and backward time."""
+    folder, *names = sys.argv[1:]
+    device = torch.device("cuda", 0)
+    for full_name in names or (*MODELS, *BF16):
+        torch.manual_seed(0)
+        name = full_name.removesuffix("-bf16")
+        half = full_name.endswith("-bf16")
+        model, step = build(name, device, torch.bfloat16 if half else None)
+        length = SEQUENCES[name][1] if name in SEQUENCES else None
+        batch = SEQUENCES[name][0] if name in SEQUENCES else IMAGES[name]
+        precision = "bf16 autocast, fp32 parameters and gradients" if half else "fp32"
+        meta: dict[str, Scalar] = {"model": name, "batch": batch, "precision": precision, "optimizer": "none"}
+        if length is not None:
+            meta["sequence_length"] = length
+        trace = record(model, step, steps=30, warmup=10, meta=meta)
+        save(trace, Path(folder) / f"{full_name}.json", force=True)
+        print(
+            f"{full_name}: {len(trace)} tensors, {trace.nbytes / 1e6:.1f} MB, "
+            f"forward {trace.forward_s * 1e3:.2f} ms, backward {trace.backward_s * 1e3:.2f} ms",
+            flush=True,
+        )
+        del model, step
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

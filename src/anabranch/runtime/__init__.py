@@ -1,0 +1,1 @@
+"""What touches a live model and a process group."""

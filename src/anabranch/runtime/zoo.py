@@ -1,0 +1,88 @@
+"""Well-known models by name with a synthetic batch, where torchvision or transformers is installed."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+# Batch per rank: images, or sequences with their length. The sizes that the literature and our lab use.
+IMAGES = {
+    "googlenet": 64,
+    "resnet50": 64,
+    "resnet152": 64,
+    "densenet161": 32,
+    "densenet201": 32,
+    "inception_v3": 32,
+    "vgg16": 64,
+}
+SEQUENCES = {"bert-base": (8, 128), "bert-large": (8, 128), "gpt2": (8, 512)}
+
+MODELS = (*IMAGES, *SEQUENCES)
+
+
+def build(
+    name: str, device: torch.device, autocast: torch.dtype | None = None, batch: int | None = None
+) -> tuple[nn.Module, Callable[[], None]]:
+    """A freshly initialised model in training mode, and a function that runs one forward and backward of it."""
+    if name in IMAGES:
+        model, loss = _image_model(name, device, batch or IMAGES[name])
+    elif name in SEQUENCES:
+        model, loss = _language_model(name, device, batch or SEQUENCES[name][0], SEQUENCES[name][1])
+    else:
+        raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            value = loss()
+        value.backward()
+
+    return model, step
+
+
+def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    models = _needs("torchvision.models", name)
+    side = 299 if name == "inception_v3" else 224
+    options = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    model: nn.Module = getattr(models, name)(weights=None, **options).to(device).train()
+    images = torch.randn(batch, 3, side, side, device=device)
+    labels = torch.randint(1000, (batch,), device=device)
+
+    def loss() -> torch.Tensor:
+        outputs = model(images)
+        heads = [outputs] if isinstance(outputs, torch.Tensor) else [head for head in outputs if head is not None]
+        return torch.stack([cross_entropy(head.float(), labels) for head in heads]).sum()
+
+    return model, loss
+
+
+def _language_model(
+    name: str, device: torch.device, batch: int, length: int
+) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    transformers: Any = _needs("transformers", name)
+    if name == "gpt2":
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    elif name == "bert-large":
+        size = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**size))
+    else:
+        model = transformers.BertForMaskedLM(transformers.BertConfig())
+    model = model.to(device).train()
+    tokens = torch.randint(30_000, (batch, length), device=device)
+
+    def loss() -> torch.Tensor:
+        result: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return result
+
+    return model, loss
+
+
+def _needs(library: str, name: str) -> Any:
+    try:
+        return import_module(library)
+    except ImportError as error:
+        package = library.partition(".")[0]
+        raise ValueError(f"the model {name} needs {package}, which is not installed: pip install {package}") from error
