@@ -1,9 +1,10 @@
 """The errors of this library, so that a program can tell a bad file from a bad plan.
 
     AnabranchError
-    ├── FileError      a file that cannot be read, understood or (over)written
-    ├── PlanError      a plan that does not fit the gradients it is meant for
-    └── NetworkError   a network that cannot price what it is asked for
+    ├── FileError          a file that cannot be read, understood or (over)written
+    ├── PlanError          a plan that does not fit the gradients it is meant for
+    ├── NetworkError       a network that cannot price what it is asked for
+    └── DisagreementError  ranks that do not hold the same thing
 
 A bad argument is a plain ``ValueError``, as everywhere in Python.
 """
@@ -23,3 +24,7 @@ class PlanError(AnabranchError):
 
 class NetworkError(AnabranchError):
     """A network has no cost for a collective, or cannot be carried to another world size."""
+
+
+class DisagreementError(AnabranchError):
+    """Ranks of one process group hold different models, settings or plans."""

@@ -1,0 +1,99 @@
+"""Agreement: rank 0 decides, everyone receives the same bytes, and differences are named before anything hangs on them.
+
+What travels is tensors of bytes, never pickles. Every wait ends with the process group's own timeout.
+"""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from anabranch.errors import DisagreementError
+from anabranch.files import dumps, loads
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.trace import Trace
+
+Group = dist.ProcessGroup
+AnyNoun = TypeVar("AnyNoun", Trace, Network, Plan)
+
+
+def wire_device(group: Group) -> torch.device:
+    """Where tensors for the group's small messages must live: NCCL carries nothing from host memory."""
+    if "gloo" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def from_rank_0(payload: bytes | None, group: Group) -> bytes:
+    """Rank 0's payload, on every rank; what other ranks pass is not looked at."""
+    device = wire_device(group)
+    leader = dist.get_rank(group) == 0
+    content = payload if leader and payload is not None else b""
+    size = torch.tensor([len(content)], dtype=torch.int64, device=device)
+    dist.broadcast(size, group_src=0, group=group)
+    data = _tensor(content, int(size.item()), device)
+    dist.broadcast(data, group_src=0, group=group)
+    return _bytes(data)
+
+
+def from_all_ranks(payload: bytes, group: Group) -> list[bytes]:
+    """Every rank's payload, in rank order, on every rank."""
+    device = wire_device(group)
+    ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=group)
+    lengths = [int(size.item()) for size in sizes]
+    longest = max(lengths)
+    parts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    dist.all_gather(parts, _tensor(payload, longest, device), group=group)
+    return [_bytes(part)[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def check_same(what: str, lines: Sequence[str], group: Group) -> None:
+    """DisagreementError, on every rank alike, unless all ranks pass the same lines; it names the first difference."""
+    text = "\n".join(lines).encode()
+    digests = from_all_ranks(sha256(text).digest(), group)
+    if len(set(digests)) == 1:
+        return
+    versions = [part.decode().split("\n") for part in from_all_ranks(text, group)]
+    others = [rank for rank, version in enumerate(versions) if version != versions[0]]
+    mine, theirs = versions[0], versions[others[0]]
+    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    raise DisagreementError(
+        f"{what} is not the same on all ranks: rank 0 has {_line(mine, at)}, rank {others[0]} has {_line(theirs, at)}; "
+        f"ranks {_ranks(others)} differ from rank 0. Build it the same way on every rank"
+    )
+
+
+def agree_on(kind: type[AnyNoun], noun: AnyNoun | None, group: Group) -> AnyNoun:
+    """Rank 0's noun on every rank, equal to the last bit; what other ranks pass is not looked at."""
+    word = kind.__name__.lower()
+    mine = dumps(noun).encode() if noun is not None and dist.get_rank(group) == 0 else None
+    text = from_rank_0(mine, group)
+    check_same(f"the {word} received from rank 0", [sha256(text).hexdigest()], group)
+    received = loads(text, f"the {word} of rank 0")
+    if not isinstance(received, kind):
+        raise DisagreementError(f"rank 0 sent a {type(received).__name__} where a {word} was expected")
+    return received
+
+
+def _tensor(content: bytes, size: int, device: torch.device) -> torch.Tensor:
+    if size == 0:
+        return torch.zeros(0, dtype=torch.uint8, device=device)
+    return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+
+
+def _bytes(data: torch.Tensor) -> bytes:
+    return data.cpu().numpy().tobytes()
+
+
+def _line(lines: Sequence[str], at: int) -> str:
+    return f"{lines[at]!r} (item {at})" if at < len(lines) else f"nothing after item {at - 1}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,0 +1,59 @@
+"""The dense collectives: what a bucket can name, each leaving the average of the group in the buffer it was given.
+
+A collective is a generator of steps. Each step issues one asynchronous operation and yields its work; whoever drives
+it (the ordered executor on Gloo, the comm hook itself on NCCL) sees to it that the work is done, or ordered on the
+stream, before asking for the next step. So no collective ever waits inside another's callback.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup
+Steps = Iterator[dist.Work]
+Collective = Callable[[torch.Tensor, Group, float], Steps]
+
+
+def dense(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+    """All-reduce in the buffer's own precision; scaled first, as DDP does, so the sum of many ranks cannot overflow."""
+    buffer.mul_(1.0 / divisor)
+    yield _issued(dist.all_reduce(buffer, group=group, async_op=True))
+
+
+def bf16(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+    """bfloat16 on the wire, sums in float32: half the bytes of float32, and rounding that does not grow with ranks.
+
+    Every rank rounds its contribution, receives all contributions to its own share, adds them in float32, rounds the
+    average, and everyone gathers the shares. Each value is rounded twice, however many ranks there are; all ranks end
+    with the same bits. A buffer that is not float32 goes by ``dense``.
+    """
+    if buffer.dtype != torch.float32:
+        yield from dense(buffer, group, divisor)
+        return
+    ranks = dist.get_world_size(group)
+    share = -(-buffer.numel() // ranks)
+    offered = torch.zeros(ranks * share, dtype=torch.bfloat16, device=buffer.device)
+    offered[: buffer.numel()].copy_(buffer)
+    received = torch.empty_like(offered)
+    yield _issued(dist.all_to_all_single(received, offered, group=group, async_op=True))
+    average = received.view(ranks, share).sum(dim=0, dtype=torch.float32).mul_(1.0 / divisor)
+    yield _issued(gather(offered, average.to(torch.bfloat16), group))
+    buffer.copy_(offered[: buffer.numel()])
+
+
+COLLECTIVES: Mapping[str, Collective] = {"dense": dense, "bf16": bf16}
+
+
+def gather(output: torch.Tensor, part: torch.Tensor, group: Group) -> dist.Work | None:
+    """All-gather of equal parts into one tensor; torch 2.13 renamed the operation and warns about the old name."""
+    operation = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = operation(output, part, group=group, async_op=True)
+    return work
+
+
+def _issued(work: dist.Work | None) -> dist.Work:
+    """The work of an asynchronous operation; torch returns None to a rank that is not in the group."""
+    if work is None:
+        raise RuntimeError("this rank is not a member of the process group that its bucket was sent on")
+    return work
