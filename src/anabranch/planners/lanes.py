@@ -5,6 +5,7 @@ from itertools import product
 
 from anabranch.network import Network
 from anabranch.plan import Plan
+from anabranch.planners.fixed import by_bytes
 from anabranch.planners.merge import mgwfbp, optimal, published
 from anabranch.planners.search import Search
 from anabranch.trace import Trace
@@ -13,6 +14,9 @@ from anabranch.trace import Trace
 # buckets and cheaper bytes later ones, as suits lanes that hide each other's start-up and share the link.
 START_FACTORS = (0.5, 1.0, 4.0)
 BYTE_FACTORS = (0.1, 0.3, 1.0)
+
+# Buckets of equal size, which no rule above gives: best where lanes do not slow each other.
+EQUAL_PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def asc(trace: Trace, network: Network, lanes: int = 2) -> Plan:
@@ -47,6 +51,8 @@ def lanes(trace: Trace, network: Network, lanes: int = 4, polish: int = 300) -> 
 def _candidates(trace: Trace, network: Network) -> Iterator[Plan]:
     yield optimal(trace, network)
     yield mgwfbp(trace, network)
+    for parts in EQUAL_PARTS:
+        yield by_bytes(trace, network, cap_nbytes=max(1, trace.nbytes // parts))
     start_s, s_per_byte = network.curve("dense").line()
     for start_factor, byte_factor in product(START_FACTORS, BYTE_FACTORS):
         a, b = start_factor * start_s, byte_factor * s_per_byte

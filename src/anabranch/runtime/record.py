@@ -11,10 +11,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from anabranch.checks import Scalar
-from anabranch.runtime.clock import Clock, clock_for
+from anabranch.runtime.clock import clock_for
+from anabranch.runtime.layout import tensors_in
 from anabranch.trace import TensorSpec, Trace
 
 
@@ -33,7 +33,7 @@ def record(
         raise ValueError(f"steps is {steps} and warmup {warmup}: expected at least 1 and 0")
     for _ in range(warmup):
         step()
-    with Recorder(model) as recorder:
+    with Recorder(dict(model.named_parameters()), model) as recorder:
         for _ in range(steps):
             step()
     return recorder.trace(meta)
@@ -49,29 +49,31 @@ class _Step:
 
 
 class Recorder:
-    """Watches forward and backward of a module while it is entered, one mark per gradient and step.
+    """Watches forward and backward while it is entered, one mark per gradient and step.
 
     Forward lasts from the module's call to the first gradient of its output, so it includes the loss. A step without
-    backward is not counted. Works under DDP, where it sees gradients before they are averaged.
+    backward is not counted. With ``module`` it watches every call of that module; without, its owner calls
+    ``forward_begins`` and ``forward_ended``. Sees gradients as this rank has computed them, before they are averaged.
     """
 
-    def __init__(self, module: nn.Module, clock: Clock | None = None) -> None:
-        self._module = module
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    def __init__(self, parameters: Mapping[str, nn.Parameter], module: nn.Module | None = None) -> None:
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         if not self._parameters:
-            raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient: nothing to record")
+            raise ValueError("no parameter requires a gradient: nothing to record")
+        self._module = module
         self._device = next(iter(self._parameters.values())).device
-        self._clock = clock or clock_for(self._device)
+        self._clock = clock_for(self._device)
         self._steps: list[_Step] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
-        self._handles = [
-            self._module.register_forward_pre_hook(self._forward_begins),
-            self._module.register_forward_hook(self._forward_ends),
-        ]
         for name, parameter in self._parameters.items():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._marker(name)))
+        if self._module is not None:
+            self._handles += [
+                self._module.register_forward_pre_hook(lambda *_: self.forward_begins()),
+                self._module.register_forward_hook(lambda _module, _args, output: self.forward_ended(output)),
+            ]
         return self
 
     def __exit__(
@@ -142,19 +144,23 @@ class Recorder:
             facts["without_gradient"] = f"{unused[0]}" + (f" and {len(unused) - 1} more" if len(unused) > 1 else "")
         return facts
 
-    def _forward_begins(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 (torch gives both)
+    def forward_begins(self) -> None:
+        """A forward begins; the step before it counts only if it had a backward."""
         if self._steps and not self._steps[-1].ready:
-            self._steps.pop()  # a forward that no backward followed
+            self._steps.pop()
         self._steps.append(_Step(self._clock.mark()))
 
-    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+    def forward_ended(self, output: object) -> None:
+        """A forward has returned ``output``."""
+        if not self._steps:
+            return
         step = self._steps[-1]
 
         def backward_begins(gradient: torch.Tensor) -> None:  # noqa: ARG001
             if step.backward is None:
                 step.backward = self._clock.mark()
 
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for tensor in tensors:
             tensor.register_hook(backward_begins)
         if not tensors:  # an output we cannot look into: the end of forward is the best we know

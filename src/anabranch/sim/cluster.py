@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from anabranch.checks import check_positive, check_seconds
+from anabranch.checks import check_positive
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.sim.iteration import finish_s
@@ -14,6 +14,8 @@ from anabranch.trace import Trace
 
 Planner = Callable[[Trace, Network], Plan]
 Scaling = Literal["weak", "strong"]
+
+MAX_JITTER = 3.0  # ranks that differ twentyfold; beyond, nothing is being modelled any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ def sweep(
     computes 1/N of it, and computing time is taken to be proportional to the batch. Plans are made from the quiet
     trace, as a planner would see it, and run with jitter and stragglers (``slowest_rank``).
     """
+    if scaling not in ("weak", "strong"):
+        raise ValueError(f"scaling is {scaling!r}: expected 'weak' or 'strong'")
     alone_s = trace.forward_s + trace.backward_s
     for world_size in world_sizes:
         here = network.at(world_size)
@@ -83,7 +87,10 @@ def slowest_rank(
     Each piece of each rank's computation takes exp(jitter·z) times as long, z standard normal; the first ``stragglers``
     ranks compute ``straggler_factor`` times as long besides. The same seed gives the same trace.
     """
-    check_seconds("jitter", jitter)
+    if not 0 <= jitter <= MAX_JITTER:
+        raise ValueError(
+            f"jitter is {jitter}: expected 0 to {MAX_JITTER:g}, the spread of the logarithm of computing time"
+        )
     check_positive("straggler_factor", straggler_factor)
     if not 0 <= stragglers <= world_size:
         raise ValueError(f"stragglers is {stragglers}: expected 0 to {world_size}, the world size")

@@ -1,0 +1,72 @@
+"""anabranch compare: every planner side by side."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from anabranch.cli import lineup, specs
+from anabranch.cli.output import JsonOption, print_json, progress, show_tables
+from anabranch.network import Network
+from anabranch.sim import finish_s, lower_bound_s
+from anabranch.sim import simulate as predict
+from anabranch.trace import Trace
+
+if TYPE_CHECKING:
+    from anabranch.report.comparison import Row
+
+
+def compare(trace: specs.TraceOption, network: specs.NetworkOption, as_json: JsonOption = False) -> None:
+    """Compare every planner on one trace and network, and with the bound that none can beat."""
+    from anabranch.report import comparison
+
+    gradients, links = specs.trace(trace), specs.network(network)
+    rows = _rows(gradients, links)
+    best = comparison.best(rows)
+    if as_json:
+        document = {
+            "command": "compare",
+            "world_size": links.world_size,
+            "forward_s": gradients.forward_s,
+            "backward_s": gradients.backward_s,
+            "best": best.name,
+            "rows": [asdict(row) for row in rows],
+        }
+        print_json(document)
+    else:
+        show_tables(comparison.comparison_report(rows))
+
+
+def _rows(trace: Trace, network: Network) -> "list[Row]":
+    from anabranch.report.figures import has_spread
+
+    ddp = lineup.LINEUP[lineup.DDP_DEFAULT].function(trace, network)
+    ddp_s = trace.forward_s + finish_s(trace, ddp, network)
+    around = (network.shifted(-1), network.shifted(+1)) if has_spread(network) else None
+    names = progress(list(lineup.LINEUP), len(lineup.LINEUP), "planning")
+    return [_row(name, trace, network, ddp_s, around) for name in names]
+
+
+def _row(name: str, trace: Trace, network: Network, ddp_s: float, around: tuple[Network, Network] | None) -> "Row":
+    from anabranch.report.comparison import Row
+    from anabranch.report.figures import ratio
+
+    entry = lineup.LINEUP[name]
+    made = entry.function(trace, network)
+    timeline = predict(trace, made, network)
+    bound_s = lower_bound_s(trace, network, made.lanes)
+    low_s, high_s = (trace.forward_s + finish_s(trace, made, at) for at in around) if around else (None, None)
+    return Row(
+        name=name,
+        planner=entry.planner,
+        options=dict(entry.options),
+        fingerprint=made.fingerprint,
+        buckets=len(made),
+        lanes=made.lanes,
+        finish_s=timeline.finish_s,
+        exposed_s=timeline.exposed_s,
+        iteration_s=timeline.iteration_s,
+        speedup=ratio(ddp_s, timeline.iteration_s),
+        lower_bound_s=bound_s,
+        above_bound=timeline.finish_s / bound_s - 1 if bound_s else 0.0,
+        iteration_low_s=low_s,
+        iteration_high_s=high_s,
+    )

@@ -1,0 +1,91 @@
+"""The console command ``anabranch``: its verbs, and the one place where an error becomes a line and an exit code."""
+
+import os
+import sys
+from typing import Annotated, cast
+
+import typer
+from typer.main import get_command
+
+from anabranch.cli.compare import compare
+from anabranch.cli.plan import plan
+from anabranch.cli.scale import scale
+from anabranch.cli.show import show
+from anabranch.cli.simulate import simulate
+from anabranch.errors import AnabranchError
+from anabranch.version import __version__
+
+FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 1
+
+# Its base class for every wrong use. Some versions of typer bring their own click, others import it: typer's own
+# name for one of the subclasses is there in all.
+_ClickException = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
+
+app = typer.Typer(
+    name="anabranch",
+    help="Plan how gradients travel in data-parallel training, and predict what that costs at any number of GPUs.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verb in (plan, simulate, compare, scale, show):
+    app.command()(verb)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"anabranch {__version__}")
+        raise typer.Exit
+
+
+def _help(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        print(context.get_help())
+        raise typer.Exit
+
+
+VERSION = typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+# Our own instead of typer's, which imports pydantic to learn that nobody asked for it.
+HELP = typer.Option("--help", "-h", help="Show this message and exit.", callback=_help, is_eager=True)
+
+
+@app.callback(invoke_without_command=True, add_help_option=False)
+def start(
+    context: typer.Context,
+    version: Annotated[bool, VERSION] = False,  # noqa: ARG001 (its callback has acted)
+    wants_help: Annotated[bool, HELP] = False,
+) -> None:
+    _help(context, wants_help or context.invoked_subcommand is None)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 after an error, 130 after Ctrl-C, 1 if the reader went away."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?" instead of failing
+    try:
+        code = get_command(app).main(args=argv, prog_name="anabranch", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except SystemExit as stop:  # rich and click leave this way when the reader of a pipe has gone
+        return stop.code if isinstance(stop.code, int) else FAILED
+    except BrokenPipeError:
+        # Whatever is left in the buffer would fail once more when Python closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except _ClickException as error:
+        context = getattr(error, "ctx", None)
+        verb = context.command_path if context is not None else "anabranch"
+        return _fail(f"{error.format_message().rstrip('.')}; try: {verb} --help")
+    except (AnabranchError, ValueError, ArithmeticError, OSError) as error:
+        return _fail(str(error))
+
+
+def _fail(message: str) -> int:
+    from anabranch.report.cells import plain  # rich, which --help without colours need not load
+
+    # A message may quote a file: all of it goes on one line, and none of it to the terminal's controls.
+    print(f"anabranch: error: {plain(' '.join(message.split()))}", file=sys.stderr)
+    return FAILED

@@ -1,0 +1,61 @@
+"""Where results go: tables or one JSON document on stdout, progress on stderr, files only where none is."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from anabranch.errors import FileError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Item = TypeVar("Item")
+
+PIPED_WIDTH = 240  # a file or another program has no edge at which to fold
+
+JsonOption = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON document instead of tables; names end in their unit (_s: seconds)."),
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite output files that are already there.")]
+
+
+def show_tables(*parts: "RenderableType") -> None:
+    """Print to stdout, an empty line between the parts. No text is read as markup, wherever it came from."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
+    for index, part in enumerate(parts):
+        if index:
+            console.print()
+        console.print(part)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print one JSON document in ASCII, so that no terminal and no locale changes what a program reads."""
+    print(json.dumps(document, indent=1, allow_nan=False))
+
+
+def check_free(paths: Iterable[str | os.PathLike[str] | None], force: bool) -> None:
+    """Refuse, before any work is done, an output file that is already there."""
+    for path in paths:
+        if path is not None and not force and Path(path).exists():
+            raise FileError(f"{path}: is already there; choose another name, or overwrite it with --force")
+
+
+def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """The items, with a bar on stderr while they come, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        yield from bar.track(items, total=total, description=what)

@@ -1,0 +1,83 @@
+"""anabranch plan: decide which gradients travel together, and say what that should cost."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anabranch.cli import lineup, specs
+from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.files import save
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.sim import finish_s, lower_bound_s
+from anabranch.sim import simulate as predict
+from anabranch.trace import Trace
+
+
+def plan(
+    trace: specs.TraceOption,
+    network: specs.NetworkOption,
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(lineup.LINEUP)}.")] = "optimal",
+    lanes: Annotated[int | None, typer.Option(help="How many lanes (lanes: at most); for asc and lanes.")] = None,
+    cap_mb: Annotated[float | None, typer.Option(help="Bucket cap in MiB, as DDP's; for by_bytes and optimal.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a plan: which gradients travel together, on which lane, in which order, and what that should cost."""
+    check_free([output], force)
+    entry = lineup.entry(planner, lanes, cap_mb)
+    gradients, links = specs.trace(trace), specs.network(network)
+    made = entry.function(gradients, links)
+    document = {
+        "command": "plan",
+        "planner": entry.planner,
+        "options": dict(entry.options),
+        **_prediction(gradients, made, links),
+        "written": str(output) if output else None,
+    }
+    if output:
+        save(made, output, force)
+    if as_json:
+        print_json(document)
+    else:
+        _print(planner, document)
+
+
+def _prediction(trace: Trace, made: Plan, network: Network) -> dict[str, Any]:
+    """What the plan is and what it should cost; speed-ups are ratios of iteration times."""
+    from anabranch.report.figures import bucket_figures, ratio, timeline_figures
+
+    timeline = predict(trace, made, network)
+    over = {
+        name: trace.forward_s + finish_s(trace, lineup.LINEUP[name].function(trace, network), network)
+        for name in (lineup.DDP_DEFAULT, lineup.NO_MERGING)
+    }
+    return {
+        "world_size": network.world_size,
+        "fingerprint": made.fingerprint,
+        "lanes": made.lanes,
+        **timeline_figures(timeline),
+        "lower_bound_s": lower_bound_s(trace, network, made.lanes),
+        "speedup_over_ddp_default": ratio(over[lineup.DDP_DEFAULT], timeline.iteration_s),
+        "speedup_over_per_tensor": ratio(over[lineup.NO_MERGING], timeline.iteration_s),
+        "buckets": bucket_figures(trace, made, timeline),
+    }
+
+
+def _print(planner: str, document: dict[str, Any]) -> None:
+    from anabranch.report.cells import count, factor, plain, seconds
+    from anabranch.report.tables import bucket_table, duration_pairs, facts
+
+    buckets, lanes = count(len(document["buckets"]), "bucket"), count(document["lanes"], "lane")
+    ddp, alone = factor(document["speedup_over_ddp_default"]), factor(document["speedup_over_per_tensor"])
+    pairs = [
+        *duration_pairs(document),
+        ("lower bound", f"{seconds(document['lower_bound_s'])} for the finish of any plan on {lanes}"),
+        ("speed-up", f"{ddp} over DDP's default, {alone} over no merging"),
+        ("fingerprint", document["fingerprint"]),
+        *([("written to", plain(document["written"]))] if document["written"] else []),
+    ]
+    title = f"Plan by {planner}: {buckets} on {lanes}, {count(document['world_size'], 'rank')}"
+    show_tables(bucket_table(document["buckets"]), facts(title, pairs))

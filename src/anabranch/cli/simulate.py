@@ -1,0 +1,69 @@
+"""anabranch simulate: predict one training step under a plan, as a timeline."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anabranch.cli import lineup, specs
+from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.files import save, write_text
+from anabranch.sim import simulate as predict
+from anabranch.timeline import Timeline
+
+
+def simulate(
+    trace: specs.TraceOption,
+    network: specs.NetworkOption,
+    plan: Annotated[Path | None, typer.Option(help="A plan file.")] = None,
+    planner: Annotated[str | None, typer.Option(help="Plan first, with one of the planners; default: optimal.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the timeline to this file.")] = None,
+    chrome: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict one training step under a plan: when each bucket travels, and what of that is exposed."""
+    if plan is not None and planner is not None:
+        raise ValueError(f"--plan {plan} and --planner {planner} are both given: expected one of them")
+    check_free([output, chrome], force)
+    gradients, links = specs.trace(trace), specs.network(network)
+    made = specs.plan(plan) if plan else lineup.entry(planner or "optimal").function(gradients, links)
+    timeline = predict(gradients, made, links)
+    written = _write(timeline, output, chrome, force)
+    from anabranch.report.figures import bucket_figures, timeline_figures
+
+    document = {
+        "command": "simulate",
+        "plan": str(plan) if plan else None,
+        "planner": None if plan else planner or "optimal",
+        "world_size": links.world_size,
+        "fingerprint": made.fingerprint,
+        "lanes": made.lanes,
+        **timeline_figures(timeline),
+        "buckets": bucket_figures(gradients, made, timeline),
+        "written": written,
+    }
+    if as_json:
+        print_json(document)
+    else:
+        _print(document, timeline)
+
+
+def _write(timeline: Timeline, output: Path | None, chrome: Path | None, force: bool) -> list[str]:
+    if output:
+        save(timeline, output, force)
+    if chrome:
+        write_text(json.dumps(timeline.trace_events(), allow_nan=False) + "\n", chrome, force)
+    return [str(path) for path in (output, chrome) if path]
+
+
+def _print(document: dict[str, Any], timeline: Timeline) -> None:
+    from anabranch.report.cells import count, plain
+    from anabranch.report.gantt import Gantt
+    from anabranch.report.tables import bucket_table, duration_pairs, facts
+
+    pairs = [*duration_pairs(document), ("fingerprint", document["fingerprint"])]
+    pairs += [("written to", plain(path)) for path in document["written"]]
+    title = f"One step among {count(document['world_size'], 'rank')}, predicted"
+    show_tables(bucket_table(document["buckets"]), Gantt(timeline), facts(title, pairs))

@@ -1,0 +1,90 @@
+"""What --trace, --network and FILE mean: a path, a trace that comes with the package, or a network in a line."""
+
+import os
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anabranch.cli import links
+from anabranch.errors import FileError
+from anabranch.files import Noun, load, loads
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.trace import Trace
+
+TraceOption = Annotated[
+    str, typer.Option("--trace", metavar="T", help="A trace file, or the name of a trace that comes with anabranch.")
+]
+NetworkOption = Annotated[
+    str,
+    typer.Option("--network", metavar="N", help=f"A network file, or a description: {links.EXAMPLES['ring']}."),
+]
+
+
+def trace(text: str) -> Trace:
+    """The trace in a file, or the bundled one of this name."""
+    noun = _file_or_bundled(text)
+    if not isinstance(noun, Trace):
+        raise FileError(f"{text}: holds a {_kind(noun)}, expected a trace")
+    return noun
+
+
+def network(text: str) -> Network:
+    """The network in a file, or the one that the text describes."""
+    if links.is_spec(text):
+        return links.network(text)
+    if not _is_file(text):
+        raise FileError(
+            f"network {text!r}: no such file, and no description of a network, such as {links.EXAMPLES['ring']} "
+            f"(also {', '.join(kind for kind in links.EXAMPLES if kind != 'ring')})"
+        )
+    noun = load(text)
+    if not isinstance(noun, Network):
+        raise FileError(f"{text}: holds a {_kind(noun)}, expected a network")
+    return noun
+
+
+def plan(path: Path) -> Plan:
+    """The plan in a file."""
+    noun = load(path)
+    if not isinstance(noun, Plan):
+        raise FileError(f"{path}: holds a {_kind(noun)}, expected a plan")
+    return noun
+
+
+def anything(text: str) -> Noun:
+    """Whatever a file, a bundled name or a description of a network says."""
+    return links.network(text) if links.is_spec(text) else _file_or_bundled(text)
+
+
+def bundled() -> dict[str, Traversable]:
+    """The traces that come with the package, by name."""
+    folder = resources.files("anabranch") / "traces"
+    if not folder.is_dir():
+        return {}
+    found = {entry.name.removesuffix(".json"): entry for entry in folder.iterdir() if entry.name.endswith(".json")}
+    return dict(sorted(found.items()))
+
+
+def _file_or_bundled(text: str) -> Noun:
+    if _is_file(text):
+        return load(text)
+    names = bundled()
+    if text in names:
+        return loads(names[text].read_bytes(), f"bundled trace {text}")
+    if os.path.isdir(text):  # noqa: PTH112 (unlike Path.is_dir, answers for a name too long to be one)
+        raise FileError(f"{text}: is a folder, expected a file")
+    listed = f"anabranch brings {', '.join(names)}" if names else "anabranch brings none"
+    raise FileError(f"{text}: no such file, and no trace of this name: {listed}")
+
+
+def _is_file(text: str) -> bool:
+    """Not ``isfile``: the shell's <(...) is a pipe. Not ``Path`` either, which fails on a very long name."""
+    return os.path.exists(text) and not os.path.isdir(text)  # noqa: PTH110, PTH112
+
+
+def _kind(noun: Noun) -> str:
+    return type(noun).__name__.lower()

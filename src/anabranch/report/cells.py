@@ -1,0 +1,86 @@
+"""Values as short, harmless text: numbers in the unit that suits them, names that cannot touch the terminal."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import floor, log10
+
+from rich.text import Text
+
+MAX_NAME = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """One unit and one number of decimals for a whole column, so that its numbers compare at a glance."""
+
+    unit: str
+    per_second: float
+    decimals: int
+
+    def __call__(self, value_s: float, /) -> str:
+        return f"{value_s * self.per_second:.{self.decimals}f}"
+
+
+def time_scale(values_s: Iterable[float]) -> Scale:
+    """The unit that suits the largest of these times, with the decimals that give the smallest a few digits."""
+    sizes_s = [abs(value) for value in values_s if value] or [0.0]
+    # A column is easier to read as 64.2 and 4172.3 ms than as 0.0642 and 4.1723 s: hence ten of a unit, not one.
+    unit, per_second = _unit(max(sizes_s) / 10)
+    smallest = min(sizes_s) * per_second
+    whole = 1 + floor(log10(smallest)) if smallest >= 1 else 1
+    return Scale(unit, per_second, min(3, max(1, 4 - whole)))
+
+
+def seconds(value_s: float) -> str:
+    """One time with its unit and four digits: 12.34 ms."""
+    unit, per_second = _unit(abs(value_s))
+    value = value_s * per_second
+    whole = 1 + floor(log10(abs(value))) if abs(value) >= 1 else 1
+    return f"{value:.{min(3, max(0, 4 - whole))}f} {unit}"
+
+
+def _unit(size_s: float) -> tuple[str, float]:
+    return ("s", 1.0) if size_s >= 1 else ("ms", 1e3) if size_s >= 1e-3 else ("µs", 1e6)
+
+
+def size(nbytes: int) -> str:
+    """A number of bytes with a binary unit: 25.0 MiB."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def bandwidth(nbytes: int, seconds: float) -> str:
+    """What a message of ``nbytes`` that took ``seconds`` achieved, in Gbit/s; a dash where that is no number."""
+    return f"{nbytes * 8e-9 / seconds:.3g} Gbit/s" if nbytes and seconds else "-"
+
+
+def percent(share: float) -> str:
+    """A share of one as a percentage; rounding noise around zero is zero."""
+    return f"{max(share, 0.0):.1%}"
+
+
+def factor(ratio: float | None) -> str:
+    """How many times as fast: 1.25×; a dash for a comparison with nothing."""
+    return "-" if ratio is None else f"{ratio:.2f}×" if ratio < 100 else f"{ratio:.0f}×"
+
+
+def count(number: int, thing: str) -> str:
+    """1 bucket, 2 buckets."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def plain(text: str) -> str:
+    """``text`` on one line, with whatever could move a cursor, turn text around or hide in it spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def label(text: str) -> Text:
+    """A name from a file as a table cell: no markup, no control characters, its middle left out if very long."""
+    shown = plain(text)
+    if len(shown) > MAX_NAME:
+        shown = shown[: MAX_NAME // 2] + "…" + shown[1 - MAX_NAME // 2 :]
+    return Text(shown, overflow="fold")

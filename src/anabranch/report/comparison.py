@@ -1,0 +1,91 @@
+"""Every planner side by side on one trace and network."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from anabranch.report.cells import factor, percent, time_scale
+from anabranch.report.tables import columns
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One planner's plan and what is predicted of it.
+
+    ``speedup`` is over DDP's default. ``lower_bound_s`` is what no plan on as many lanes can finish before, and
+    ``above_bound`` how much later, as a share of it, this one does. The low and high iteration times are those of
+    the same plan on a network one measured spread faster and slower; None where no spread was measured.
+    """
+
+    name: str
+    planner: str
+    options: dict[str, Any]
+    fingerprint: str
+    buckets: int
+    lanes: int
+    finish_s: float
+    exposed_s: float
+    iteration_s: float
+    speedup: float | None
+    lower_bound_s: float
+    above_bound: float
+    iteration_low_s: float | None = None
+    iteration_high_s: float | None = None
+
+
+def best(rows: Sequence[Row], seconds: Callable[[Row], float | None] = lambda row: row.iteration_s) -> Row:
+    """The fastest; among equals the one with fewest lanes, then buckets, then the first."""
+    return min(rows, key=lambda row: (seconds(row) or 0.0, row.lanes, row.buckets))
+
+
+def comparison_report(rows: Sequence[Row]) -> RenderableType:
+    """The table, and a second one where the network's spread was measured."""
+    parts: list[RenderableType] = [_planners(rows)]
+    if rows[0].iteration_high_s is not None:
+        parts += [Text(), _spread(rows)]
+    return Group(*parts)
+
+
+def _planners(rows: Sequence[Row]) -> Table:
+    scale = time_scale(row.iteration_s for row in rows)
+    times = [f"{what}\n{scale.unit}" for what in ("finish", "exposed", "iteration")]
+    table = columns("Planners", "planner", "buckets", "lanes", *times, "speed-\nup", "above\nbound", left=["planner"])
+    winner = best(rows)
+    for row in rows:
+        cells = [
+            ("* " if row is winner else "  ") + row.name, f"{row.buckets:,}", str(row.lanes),
+            scale(row.finish_s), scale(row.exposed_s), scale(row.iteration_s),
+            factor(row.speedup), percent(row.above_bound),
+        ]  # fmt: skip
+        table.add_row(*map(Text, cells), style="bold" if row is winner else None)
+    table.caption = Text(
+        "* best. Speed-up: iteration against by_bytes, torch DDP's default (25 MiB, first bucket 1 MiB); horovod: "
+        "128 MiB. Above bound: how much later than the earliest finish conceivable on that many lanes."
+    )
+    return table
+
+
+def _spread(rows: Sequence[Row]) -> Table:
+    scale = time_scale(row.iteration_high_s or 0.0 for row in rows)
+    headers = [f"{what}\n{scale.unit}" for what in ("fast network", "median", "slow network")]
+    table = columns("Iteration across the measured spread", "planner", *headers, left=["planner"])
+    views: list[Callable[[Row], float | None]] = [
+        lambda row: row.iteration_low_s,
+        lambda row: row.iteration_s,
+        lambda row: row.iteration_high_s,
+    ]
+    winners = [best(rows, view) for view in views]
+    for row in rows:
+        cells = [
+            ("* " if row is winner else "") + scale(view(row) or 0.0)
+            for view, winner in zip(views, winners, strict=True)
+        ]
+        table.add_row(Text(row.name), *map(Text, cells))
+    table.caption = Text(
+        "Each plan as made for the median, on costs one spread lower and higher; * best of its column."
+    )
+    return table

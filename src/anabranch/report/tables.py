@@ -1,0 +1,164 @@
+"""The four nouns as terminal tables that fit 80 columns."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from anabranch.links import AlphaBeta, TwoLevel
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.report.cells import bandwidth, count, label, percent, plain, seconds, size, time_scale
+from anabranch.report.figures import Figures, samples, small_tensors, timeline_figures
+from anabranch.report.gantt import Gantt
+from anabranch.timeline import Timeline
+from anabranch.trace import Trace
+
+MAX_ROWS = 200  # more is for --json, not for eyes
+LARGEST = 8
+
+Cells = Sequence[str | Text]
+
+
+def columns(title: str, *headers: str, left: Sequence[str] = ()) -> Table:
+    """A table of numbers under these headers; those in ``left`` hold words, and may fold where space is short."""
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.title_justify, table.title_style, table.caption_justify = "left", "bold", "left"
+    for header in headers:
+        words = header in left
+        table.add_column(Text(header), justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    return table
+
+
+def facts(title: str, pairs: Iterable[tuple[str, str | Text]]) -> Table:
+    """Names and values, one pair a line."""
+    table = Table(title=Text(title), box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.title_justify, table.title_style = "left", "bold"
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        table.add_row(Text(name), Text(value) if isinstance(value, str) else value)
+    return table
+
+
+def add_rows(table: Table, rows: Iterable[Cells], total: int, thing: str) -> Table:
+    """The rows that fit a screenful or two; the caption says how many were left out."""
+    for index, row in enumerate(rows):
+        if index == MAX_ROWS:
+            table.caption = Text(f"and {count(total - MAX_ROWS, thing)} more: --json lists all")
+            break
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+def trace_report(trace: Trace) -> RenderableType:
+    """Where it came from, its totals, and the gradients that dominate it."""
+    small = small_tensors(trace)
+    small_nbytes = sum(tensor.nbytes for tensor in small)
+    kinds = [part[0].dtype or f"{part[0].itemsize}-byte elements" for part in trace.by_kind()]
+    pairs: list[tuple[str, str | Text]] = [
+        ("gradients", f"{count(len(trace), 'tensor')}, {size(trace.nbytes)} ({trace.nbytes:,} bytes)"),
+        ("types", label(", ".join(kinds))),
+        ("forward", seconds(trace.forward_s)),
+        ("backward", seconds(trace.backward_s)),
+        ("under 64 KiB", f"{percent(len(small) / len(trace))} of the tensors, "
+                         f"{percent(small_nbytes / max(trace.nbytes, 1))} of the bytes"),
+    ]  # fmt: skip
+    largest = sorted(trace.tensors, key=lambda tensor: -tensor.nbytes)[:LARGEST]
+    scale = time_scale(tensor.ready_s for tensor in largest)
+    table = columns("Largest", "size", "share", f"ready, {scale.unit}", "name", left=["name"])
+    for tensor in largest:
+        share = percent(tensor.nbytes / max(trace.nbytes, 1))
+        table.add_row(size(tensor.nbytes), share, scale(tensor.ready_s), label(tensor.name))
+    return Group(facts("Trace", [*pairs, *meta_pairs(trace.meta)]), Text(), table)
+
+
+def network_report(network: Network) -> RenderableType:
+    """Its curves with what they achieve, and what it says of simultaneous messages."""
+    slowdowns = ", ".join(f"{k} at once {network.contention.slowdown(k):.3g}×" for k in (2, 3, 4))
+    cap = network.contention.link_cap
+    pairs: list[tuple[str, str | Text]] = [
+        ("ranks", f"{network.world_size:,}"),
+        ("costs from", _model(network.model)),
+        ("transfer time", f"{slowdowns}" + ("" if cap is None else f"; link carries {cap:g}× one message")),
+    ]
+    parts: list[RenderableType] = [facts("Network", [*pairs, *meta_pairs(network.meta)])]
+    for kind, curve in network.curves.items():
+        points = samples(curve)
+        scale = time_scale(s for _, s, _ in points)
+        spread = any(spread_s for _, _, spread_s in points)
+        headers = ["message", f"time, {scale.unit}", *([f"spread, {scale.unit}"] if spread else []), "effective"]
+        what = "measured" if len(curve.points) > 1 else "computed"
+        table = columns(f"Collective {plain(kind)[:60]} ({what})", *headers)
+        rows = (
+            [size(n), scale(s), *([scale(spread_s)] if spread else []), bandwidth(n, s)] for n, s, spread_s in points
+        )
+        add_rows(table, rows, len(points), "point")
+        parts += [Text(), table]
+    return Group(*parts)
+
+
+def plan_report(plan: Plan) -> RenderableType:
+    """A plan by itself: it has names but no sizes and no times."""
+    tensors = sum(len(bucket.names) for bucket in plan.buckets)
+    pairs = [
+        ("buckets", f"{len(plan):,}, on {count(plan.lanes, 'lane')}, of {count(tensors, 'tensor')}"),
+        ("fingerprint", plan.fingerprint),
+    ]
+    table = columns("Launch order", "#", "lane", "tensors", "by", "first", "last", left=["by", "first", "last"])
+    rows: Iterable[Cells] = (
+        [str(i), str(b.lane), str(len(b.names)), label(b.collective), label(b.names[0]), label(b.names[-1])]
+        for i, b in enumerate(plan.buckets)
+    )
+    return Group(facts("Plan", pairs), Text(), add_rows(table, rows, len(plan), "bucket"))
+
+
+def timeline_report(timeline: Timeline) -> RenderableType:
+    """Durations, and the step drawn in characters."""
+    figures = timeline_figures(timeline)
+    pairs = [*duration_pairs(figures), *meta_pairs(timeline.meta)]
+    return Group(facts("Timeline", pairs), Text(), Gantt(timeline))
+
+
+def duration_pairs(figures: Figures) -> list[tuple[str, str | Text]]:
+    """What ``timeline_figures`` found, in words."""
+    hidden = f"{seconds(figures['communication_s'])}, {percent(figures['overlap'])} of it behind computation"
+    return [
+        ("forward", seconds(figures["forward_s"])),
+        ("backward", seconds(figures["backward_s"])),
+        ("communication", hidden),
+        ("exposed", seconds(figures["exposed_s"])),
+        ("finish", f"{seconds(figures['finish_s'])} after the start of backward"),
+        ("iteration", seconds(figures["iteration_s"])),
+    ]
+
+
+def bucket_table(buckets: Sequence[Figures]) -> Table:
+    """The rows of ``bucket_figures``; times count from the start of backward."""
+    scale = time_scale(bucket["end_s"] for bucket in buckets)
+    headers = ["#", "lane", "tensors", "size", *(f"{what}\n{scale.unit}" for what in ("ready", "start", "end"))]
+    table = columns("Buckets in launch order", *headers, "first tensor", left=["first tensor"])
+    rows: Iterable[Cells] = (
+        [str(b["index"]), str(b["lane"]), f"{b['tensors']:,}", size(b["nbytes"]),
+         scale(b["ready_s"]), scale(b["start_s"]), scale(b["end_s"]), label(b["names"][0])]
+        for b in buckets
+    )  # fmt: skip
+    return add_rows(table, rows, len(buckets), "bucket")
+
+
+def meta_pairs(meta: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
+    """What a file says of its origin, harmless."""
+    return [(label(key).plain, label(str(value))) for key, value in meta.items()]
+
+
+def _model(model: AlphaBeta | TwoLevel | None) -> str:
+    if model is None:
+        return "curves at this world size"
+    if isinstance(model, TwoLevel):
+        inside, across = _model(model.inside), _model(model.across)
+        return f"{count(model.ranks_per_node, 'rank')} a node; inside {inside}; across {across}"
+    gbit = f"{8e-9 / model.beta_s_per_byte:.3g} Gbit/s" if model.beta_s_per_byte else "no transfer cost"
+    return f"{model.algorithm}, latency {seconds(model.alpha_s)}, {gbit}"

@@ -1,0 +1,83 @@
+"""Buffers (BatchNorm's running statistics) sent behind the gradients instead of before the forward.
+
+DDP lets every forward see rank 0's buffers by broadcasting them, one message per dtype, before the forward, where
+nothing hides it. Here rank 0's buffers travel behind the last gradient bucket, in one message, and the next forward
+installs them. Between the two a program may change rank 0's buffers (load a checkpoint, reset statistics); so that
+every forward still sees exactly what DDP would show it, rank 0 confirms with one byte that they are unchanged, and if
+they are not, all ranks broadcast as DDP does.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from anabranch.runtime.agree import Group
+from anabranch.runtime.dense import Steps
+from anabranch.runtime.lanes import Lane
+
+
+class BehindBuffers:
+    """One model's buffers on their way from rank 0; ``control`` is a group that carries host memory."""
+
+    def __init__(self, current: Callable[[], Sequence[torch.Tensor]], lane: Lane, control: Group) -> None:
+        self._current, self._lane, self._control = current, lane, control
+        self._sent: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._message: torch.Tensor | None = None
+        self._arrived: torch.futures.Future[torch.Tensor] | None = None
+
+    def send(self) -> None:
+        """Broadcast rank 0's buffers behind what the lane already carries. Every rank calls it in the same step."""
+        if self._arrived is not None:
+            return
+        # Widest elements first, so that each buffer starts at a multiple of its own element's size.
+        self._sent = sorted(self._current(), key=lambda buffer: -buffer.element_size())
+        if not self._sent:
+            return
+        with torch.no_grad():
+            self._message = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in self._sent])
+        self._versions = [buffer._version for buffer in self._sent]
+        self._arrived = self._lane.submit(_broadcast(self._message, self._lane.group), self._message)
+
+    def install(self) -> bool:
+        """Put what arrived into the buffers; False, on all ranks alike, if DDP's own broadcast is needed instead."""
+        arrived, self._arrived = self._arrived, None
+        if arrived is None:
+            return False
+        arrived.wait()
+        message = self._message
+        assert message is not None
+        if not self._same_shapes() or not self._unchanged_on_rank_0():
+            return False
+        if dist.get_rank(self._lane.group) != 0:
+            parts = message.split([buffer.numel() * buffer.element_size() for buffer in self._sent])
+            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._sent)):
+                for buffer, part in zip(self._sent, parts, strict=True):
+                    buffer.copy_(part.view(buffer.dtype).view_as(buffer))
+        return True
+
+    def _same_shapes(self) -> bool:
+        """Buffers that were added, removed or replaced: DDP needs that to happen alike on every rank, and so do we."""
+        now = sorted(self._current(), key=lambda buffer: -buffer.element_size())
+        same = len(now) == len(self._sent) and all(
+            new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
+            for new, old in zip(now, self._sent, strict=True)
+        )
+        if same and any(new is not old for new, old in zip(now, self._sent, strict=True)):
+            self._sent, self._versions = now, [-1] * len(now)  # replaced: not what was sent
+        return same
+
+    def _unchanged_on_rank_0(self) -> bool:
+        """Whether rank 0's buffers are still those it sent, by version counter (writes through .data go unseen)."""
+        unchanged = self._versions == [buffer._version for buffer in self._sent]
+        answer = torch.tensor([unchanged], dtype=torch.uint8)
+        dist.broadcast(answer, group_src=0, group=self._control)
+        return bool(answer.item())
+
+
+def _broadcast(message: torch.Tensor, group: Group) -> Steps:
+    work = dist.broadcast(message, group_src=0, group=group, async_op=True)
+    assert work is not None
+    yield work

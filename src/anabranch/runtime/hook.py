@@ -1,0 +1,46 @@
+"""The comm hook that runs a plan: each bucket by its collective, on its lane.
+
+No ``from __future__ import annotations`` here: DDP refuses hooks whose annotations are text.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from anabranch.plan import Plan
+from anabranch.runtime.dense import COLLECTIVES
+from anabranch.runtime.lanes import Lanes
+from anabranch.runtime.watch import StepWatch
+
+
+class PlanHook:
+    """Runs one plan on the reducer that was laid out for it, whose bucket i is the plan's bucket i."""
+
+    def __init__(self, plan: Plan, lanes: Lanes, watch: StepWatch, after_last: Callable[[], None]) -> None:
+        self.plan = plan
+        self.divisor: Callable[[], int] | None = None  # where it is not the world size: under join()
+        self.look = False  # whether to mark when each bucket is launched and done
+        self._lanes, self._watch, self._after_last = lanes, watch, after_last
+        self._world_size = dist.get_world_size(lanes[0].group)
+
+    def run(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
+        """The hook itself; DDP calls it in plan order, on every rank alike."""
+        planned = self.plan.buckets[bucket.index()]
+        lane = self._lanes[planned.lane]
+        buffer = bucket.buffer()
+        divisor = self.divisor() if self.divisor is not None else self._world_size
+        steps = COLLECTIVES[planned.collective](buffer, lane.group, divisor)
+        future = lane.submit(steps, buffer, self._marker(bucket.index()))
+        if bucket.is_last():
+            self._after_last()
+        return future
+
+    def _marker(self, index: int) -> Callable[[], None] | None:
+        step = self._watch.current
+        if not self.look or step is None:
+            return None
+        clock = self._watch.clock
+        launched = clock.mark()
+        return lambda: step.buckets.append((index, launched, clock.mark()))

@@ -1,0 +1,177 @@
+"""Lanes: process groups that each carry one message at a time, in the order in which they were given.
+
+On a CPU group a lane is a thread that waits; on NCCL it is a stream on which the waiting is ordered. Either way every
+collective of a lane is issued from one place in one order, and none from a future's callback: there, Gloo's own threads
+would wait for themselves, and ranks would issue in different orders.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from anabranch.runtime.dense import Group, Steps
+
+Job = tuple[Steps, torch.Tensor, Future[torch.Tensor], Callable[[], None] | None]
+
+
+class Lane(Protocol):
+    """One message after another."""
+
+    group: Group
+
+    def submit(
+        self, steps: Steps, result: torch.Tensor, on_end: Callable[[], None] | None = None
+    ) -> Future[torch.Tensor]:
+        """Run a collective behind those already submitted; the future gives ``result`` when it is done."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the lane go; False if it still waits in a collective after that time."""
+        ...
+
+
+class HostLane:
+    """A daemon thread that runs collectives to their end. After one has failed it starts no other."""
+
+    def __init__(self, group: Group, name: str) -> None:
+        self.group = group
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, steps: Steps, result: torch.Tensor, on_end: Callable[[], None] | None = None
+    ) -> Future[torch.Tensor]:
+        """See ``Lane``."""
+        if self._failed is not None:
+            raise RuntimeError("no further collective: an earlier one failed on this rank") from self._failed
+        done: Future[torch.Tensor] = Future()
+        # The reducer cannot read an exception that was set on a future; one that is raised in then() it can.
+        shown = done.then(lambda future: future.wait())
+        self._queue.put((steps, result, done, on_end))
+        return shown
+
+    def close(self, timeout_s: float) -> bool:
+        """See ``Lane``. The thread is a daemon: a program's exit does not wait for it."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        while (job := self._queue.get()) is not None:
+            steps, result, done, on_end = job
+            try:
+                if self._failed is not None:
+                    raise RuntimeError("not started: an earlier collective failed on this rank") from self._failed
+                for work in steps:
+                    work.wait()
+                if on_end is not None:
+                    on_end()
+            except BaseException as error:
+                self._failed = error
+                done.set_exception(error)  # type: ignore[arg-type]
+            else:
+                done.set_result(result)
+            # While get() blocks, nothing here may keep the last bucket alive.
+            del job, steps, result, done, on_end
+
+
+class StreamLane:
+    """A side stream: collectives are issued at once by the caller, and wait for one another on the device."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group = group
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def submit(
+        self, steps: Steps, result: torch.Tensor, on_end: Callable[[], None] | None = None
+    ) -> Future[torch.Tensor]:
+        """See ``Lane``."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for work in steps:
+                work.wait()  # orders the stream; the host goes on
+            if on_end is not None:
+                on_end()
+            done: Future[torch.Tensor] = Future(devices=[self._device])
+            done.set_result(result)
+        return done
+
+    def close(self, timeout_s: float) -> bool:  # noqa: ARG002
+        """See ``Lane``."""
+        return True
+
+
+class Lanes:
+    """The lanes of one model: the first on the given group, the others on groups of the same ranks, made once."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._device = device
+        self._made: list[Group] = []
+        self._lanes: list[Lane] = [self._lane(group, 0)]
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def __getitem__(self, index: int) -> Lane:
+        return self._lanes[index]
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The process group of each lane."""
+        return [lane.group for lane in self._lanes]
+
+    def grow(self, count: int) -> None:
+        """Have at least ``count`` lanes. Collective: every rank of the group calls it at the same point."""
+        main = self._lanes[0].group
+        if count > 1 and dist.get_backend(main) == "nccl":
+            # Several communicators in one process must launch in the order of the program on every rank.
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        while len(self._lanes) < count:
+            everyone = main == dist.group.WORLD
+            group = dist.new_group(
+                None if everyone else dist.get_process_group_ranks(main),
+                timeout=timeout_of(main),
+                backend=dist.get_backend(main),
+                use_local_synchronization=not everyone,
+                group_desc=f"anabranch lane {len(self._lanes)}",
+            )
+            self._made.append(group)
+            self._lanes.append(self._lane(group, len(self._lanes)))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the threads and destroy the groups that were made here."""
+        ended = [lane.close(timeout_s) for lane in self._lanes]
+        self._lanes = self._lanes[:1]
+        made, self._made = self._made, []
+        for group in made:
+            # A group whose collective never ended cannot be destroyed without waiting for it; the process's end does
+            # it.
+            if all(ended) and dist.is_initialized():
+                with suppress(ValueError, AssertionError):  # destroyed already, with the default group
+                    dist.destroy_process_group(group)
+
+    def _lane(self, group: Group, number: int) -> Lane:
+        if self._device.type == "cuda":
+            return StreamLane(group, self._device)
+        return HostLane(group, f"anabranch-lane-{number}")
+
+
+def timeout_of(group: Group) -> timedelta | None:
+    """The deadline of a group's collectives, where its backend tells."""
+    for kind in ("cpu", "cuda"):
+        with suppress(RuntimeError, AttributeError):
+            timeout = group._get_backend(torch.device(kind)).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
+    return None

@@ -1,0 +1,130 @@
+"""Bucket layouts of a live DDP: the one place that touches private names of torch's DDP and its reducer.
+
+torch builds buckets from sizes, once, and rebuilds them from rank 0's observed order before the second step. Here
+that one rebuild is spent on a layout of our choosing, so that it holds from the next step on, for any partition of
+the gradients. Tested against every supported torch version.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from anabranch.errors import PlanError
+from anabranch.plan import Plan
+
+dist: Any = torch.distributed  # its private names are in no type stub
+
+Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
+Layout = list[list[int]]  # buckets of indices into the reducer's parameters, in launch order
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters whose gradients the reducer averages, by name, in its own order; shared ones once."""
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    return {names[parameter]: parameter for parameter in ddp._build_params_for_reducer()[0]}
+
+
+def layout_of(plan: Plan, names: Sequence[str]) -> Layout:
+    """The buckets of ``plan`` as indices into ``names``, which it must partition."""
+    index = {name: i for i, name in enumerate(names)}
+    planned = [name for bucket in plan.buckets for name in bucket.names]
+    if unknown := [name for name in planned if name not in index]:
+        raise PlanError(f"the plan names {unknown[0]}, which this model does not train; plan for this model")
+    if missing := sorted(index.keys() - set(planned)):
+        raise PlanError(f"the plan leaves out {missing[0]} and {len(missing) - 1} more; plan for this model")
+    return [[index[name] for name in bucket.names] for bucket in plan.buckets]
+
+
+def relayout(ddp: Any, layout: Layout | None, hook: Hook | None) -> None:
+    """Give a live DDP these buckets and this comm hook from its next step on; None and None are DDP's own.
+
+    Does not communicate: the caller sees to it that every rank passes the same layout before the same forward. To be
+    called at the start of a forward that will be differentiated and synchronised, never between a forward and its
+    backward.
+    """
+    ddp._check_reducer_finalized()  # raises DDP's own message if a backward did not finish
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._remove_autograd_hooks()
+    ddp.reducer = None  # the old buckets go before the new ones come
+    ddp.logger = None
+    with _first_layout(layout) if layout is not None else nullcontext():
+        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = layout is not None
+    if ddp.static_graph:
+        # Else the new reducer would wait for a callback that only the first iteration installs, and never reduce.
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+    if layout is not None and (ddp.static_graph or not ddp.find_unused_parameters):
+        _spend_rebuild(ddp, layout)
+    ddp._comm_hooks = []
+    if hook is not None:
+        ddp._comm_hooks.append((hook, None))
+        ddp.logger._set_comm_hook_name(hook.__qualname__)
+        dist._register_comm_hook(ddp.reducer, None, hook)
+
+
+def tensors_in(output: object) -> list[torch.Tensor]:
+    """The tensors in whatever a model returned, found as DDP finds them."""
+    return list(_find_tensors(output))
+
+
+def layout_in_force(ddp: DistributedDataParallel) -> Layout:
+    """The buckets as the reducer holds them now. Allocates them once more: for tests, not for every step."""
+    index = {parameter: i for i, parameter in enumerate(ddp._build_params_for_reducer()[0])}
+    return [[index[p] for p in bucket.parameters()] for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
+
+
+@contextmanager
+def _first_layout(layout: Layout) -> Iterator[None]:
+    """While open, DDP's helper builds this layout; it reverses what the patched function returns."""
+    real = dist._compute_bucket_assignment_by_size
+    dist._compute_bucket_assignment_by_size = lambda *_, **__: (layout[::-1], [0] * len(layout))
+    try:
+        yield
+    finally:
+        dist._compute_bucket_assignment_by_size = real
+
+
+def _spend_rebuild(ddp: Any, layout: Layout) -> None:
+    """Use up the reducer's one rebuild now, on the layout, so that it never rebuilds by itself."""
+    answers = _Answers(layout)  # Python must hold it until the rebuild is over, or its override is gone
+    ddp.reducer._push_all_rebuilt_params()
+    ddp.reducer._update_process_group(answers)
+    rebuilt = ddp.reducer._rebuild_buckets()
+    ddp.reducer._update_process_group(ddp.process_group)
+    if not rebuilt:
+        raise RuntimeError(
+            f"torch {torch.__version__} did not take the planned buckets; please report this, and pass profile_steps=0 "
+            "to run with DDP's own buckets until it is mended"
+        )
+
+
+class _Answers(dist.ProcessGroup):  # type: ignore[misc]
+    """A group of one that answers the reducer's two questions "what did rank 0 build?" with a layout.
+
+    They are broadcasts: first the indices of all buckets in a row and the number of buckets, then the buckets' lengths.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(0, 1)
+        flat = [index for bucket in layout for index in bucket]
+        self._answers = [[*flat, len(layout)], [len(bucket) for bucket in layout]]
+        self._done = _Done()
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # noqa: ARG002
+        tensors[0].copy_(torch.tensor(self._answers.pop(0), dtype=tensors[0].dtype))
+        return self._done
+
+
+class _Done(dist.Work):  # type: ignore[misc]
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
+        return True

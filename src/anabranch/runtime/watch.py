@@ -1,0 +1,71 @@
+"""Watches the steps of a live model: forward, backward, end of communication, and every gradient when asked to."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd import Variable
+
+from anabranch.runtime.clock import Clock
+from anabranch.runtime.layout import tensors_in
+
+
+@dataclass(slots=True)
+class StepMarks:
+    """Instants of one synchronised step; buckets are (index in the plan, launch, end)."""
+
+    forward: object
+    backward: object | None = None
+    computed: object | None = None  # backward is over
+    averaged: object | None = None  # so is communication: backward() returns
+    buckets: list[tuple[int, object, object]] = field(default_factory=list)
+
+
+class StepWatch:
+    """Marks each synchronised step and counts those whose backward has run, which all ranks do equally often.
+
+    A hook on the output fires when backward begins; callbacks queued in the autograd engine run when it ends, ours
+    first, then DDP's own that waits for communication, then the one that ours has queued.
+    """
+
+    def __init__(self, clock: Clock, keep: int = 64) -> None:
+        self.clock = clock
+        self.done = 0
+        self.current: StepMarks | None = None
+        self._steps: deque[StepMarks] = deque(maxlen=keep)
+
+    def forward_begins(self) -> None:
+        """To be called before a forward that will be differentiated and synchronised."""
+        self.current = StepMarks(self.clock.mark())
+
+    def forward_ended(self, output: object) -> None:
+        """To be called with that forward's output."""
+        step = self.current
+        if step is None:
+            return
+
+        def backward_begins(gradient: torch.Tensor) -> None:  # noqa: ARG001
+            if step.backward is None:
+                step.backward = self.clock.mark()
+                Variable._execution_engine.queue_callback(lambda: self._computed(step))
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(backward_begins)
+
+    def take(self, count: int) -> list[StepMarks]:
+        """The last ``count`` steps, or as many as there are."""
+        return list(self._steps)[-count:] if count else []
+
+    def forget(self) -> None:
+        """Steps so far were run under other conditions than those to come."""
+        self._steps.clear()
+
+    def _computed(self, step: StepMarks) -> None:
+        step.computed = self.clock.mark()
+        Variable._execution_engine.queue_callback(lambda: self._averaged(step))
+
+    def _averaged(self, step: StepMarks) -> None:
+        step.averaged = self.clock.mark()
+        self._steps.append(step)
+        self.done += 1

@@ -1,0 +1,66 @@
+"""anabranch compare: every planner, the bound, and what the measured spread changes."""
+
+from pathlib import Path
+
+import pytest
+
+from anabranch import plan, save, simulate
+from anabranch.cli import links
+from anabranch.cli.main import main
+from anabranch.planners.fixed import HOROVOD_CAP_NBYTES
+from anabranch.sim import lower_bound_s
+from cli.nouns import RING, json_of, measured, small_trace, trace_file
+
+ROWS = ["per_tensor", "single", "by_bytes", "horovod", "mgwfbp", "optimal", "asc", "lanes"]
+
+
+def test_rows_are_what_the_library_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network, trace = links.network(RING), small_trace()
+    document = json_of(capsys, "compare", "--trace", trace_file(tmp_path), "--network", RING)
+    rows = {row["name"]: row for row in document["rows"]}
+    assert list(rows) == ROWS
+    ddp_s = simulate(trace, plan(trace, network, "by_bytes"), network).iteration_s
+    for row in rows.values():
+        made = plan(trace, network, row["planner"], **row["options"])
+        timeline = simulate(trace, made, network)
+        bound_s = lower_bound_s(trace, network, made.lanes)
+        assert (row["buckets"], row["lanes"], row["fingerprint"]) == (len(made), made.lanes, made.fingerprint)
+        assert (row["finish_s"], row["exposed_s"]) == (timeline.finish_s, timeline.exposed_s)
+        assert row["speedup"] == pytest.approx(ddp_s / timeline.iteration_s, rel=1e-12)
+        assert row["lower_bound_s"] == bound_s and row["above_bound"] == timeline.finish_s / bound_s - 1
+        assert row["above_bound"] >= -1e-12
+        assert row["iteration_low_s"] is None
+    assert rows["horovod"]["options"] == {"cap_nbytes": HOROVOD_CAP_NBYTES, "closes": "before"}
+    assert rows[document["best"]]["iteration_s"] == min(row["iteration_s"] for row in rows.values())
+
+
+def test_the_best_row_has_a_mark_that_is_not_a_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = trace_file(tmp_path)
+    best = json_of(capsys, "compare", "--trace", trace, "--network", RING)["best"]
+    assert main(["compare", "--trace", trace, "--network", RING]) == 0
+    out = capsys.readouterr().out
+    marked = [line for line in out.splitlines() if line.startswith("* ") and not line.startswith("* best.")]
+    assert [line.split()[1] for line in marked] == [best]
+    assert "\x1b" not in out and all(name in out for name in ROWS)
+    assert "spread" not in out
+
+
+def test_a_measured_spread_gives_a_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network, trace, path = measured(), small_trace(), str(tmp_path / "network.json")
+    save(network, path)
+    argv = ["compare", "--trace", trace_file(tmp_path), "--network", path]
+    for row in json_of(capsys, *argv)["rows"]:
+        made = plan(trace, network, row["planner"], **row["options"])
+        assert row["iteration_low_s"] == simulate(trace, made, network.shifted(-1)).iteration_s
+        assert row["iteration_high_s"] == simulate(trace, made, network.shifted(+1)).iteration_s
+        assert row["iteration_low_s"] <= row["iteration_s"] <= row["iteration_high_s"]
+    assert main(argv) == 0
+    assert "measured spread" in capsys.readouterr().out
+
+
+def test_a_step_that_takes_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(small_trace().scaled(1e-320), tmp_path / "instant.json")
+    argv = ["compare", "--trace", str(tmp_path / "instant.json"), "--network", "linear:ranks=2,start=0,s_per_byte=0"]
+    document = json_of(capsys, *argv)
+    assert all(row["speedup"] is None or row["speedup"] >= 0 for row in document["rows"])
+    assert main(argv) == 0

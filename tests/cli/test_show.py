@@ -1,0 +1,67 @@
+"""anabranch show: each of the four files, and text that stays text."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from anabranch import Bucket, Network, Plan, Span, Timeline, Trace, plan, save, simulate
+from anabranch.cli.main import main
+from anabranch.files import Noun, dumps
+from cli.nouns import HOSTILE, RING, json_of, measured, small_trace
+
+NETWORK = Network.ring(16, 50e-6, 8e-10)
+PLAN = plan(small_trace(), NETWORK, "asc")
+NOUNS: dict[str, tuple[Noun, list[str]]] = {
+    "trace": (small_trace(), ["20 tensors", "forward", "20.00 ms", "60.0% of the tensors", "layer.2"]),
+    "network": (measured(), ["ranks", "8", "2 at once 2×", "1.0 KiB", "spread, ms", "Gbit/s"]),
+    "plan": (PLAN, [PLAN.fingerprint, "2 lanes", "layer.0", "dense"]),
+    "timeline": (simulate(small_trace(), PLAN, NETWORK), ["exposed", "iteration", "compute", "lane 1", "fff", "bbb"]),
+}
+
+
+@pytest.mark.parametrize(("noun", "words"), NOUNS.values(), ids=NOUNS.keys())
+def test_each_file_is_readable(
+    noun: Noun, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "noun.json"
+    save(noun, path)
+    assert main(["show", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in words)
+    document = json_of(capsys, "show", str(path))
+    assert document["content"] == json.loads(dumps(noun))
+
+
+def test_summaries_are_the_nouns_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summaries = {}
+    for name, (noun, _) in NOUNS.items():
+        save(noun, tmp_path / name)
+        summaries[name] = json_of(capsys, "show", str(tmp_path / name))["summary"]
+    trace, timeline = small_trace(), simulate(small_trace(), PLAN, NETWORK)
+    assert (summaries["trace"]["nbytes"], summaries["trace"]["small_tensors"]) == (trace.nbytes, 12)
+    assert summaries["plan"] == {"fingerprint": PLAN.fingerprint, "buckets": len(PLAN), "lanes": 2, "tensors": 20}
+    assert summaries["timeline"]["exposed_s"] == timeline.exposed_s
+    point = summaries["network"]["collectives"]["dense"][-1]
+    assert point["bits_per_s"] == 8 * point["nbytes"] / measured().allreduce_s(point["nbytes"])
+
+
+def test_a_description_of_a_network_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert json_of(capsys, "show", RING)["summary"]["world_size"] == 16
+
+
+@pytest.mark.parametrize(
+    "noun",
+    [
+        Trace(small_trace(HOSTILE).tensors, 0.0, {HOSTILE: HOSTILE}),
+        Network(2, {"dense": measured().curves["dense"], HOSTILE: measured().curves["dense"]}, meta={"m": HOSTILE}),
+        Plan((Bucket((HOSTILE, HOSTILE * 100), collective=HOSTILE),)),
+        Timeline((Span("compute", HOSTILE, 0.0, 1.0), Span(HOSTILE, HOSTILE, 0.0, 1.0)), {HOSTILE: HOSTILE}),
+    ],
+)
+def test_hostile_text_is_spelled_out(noun: Noun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(noun, tmp_path / "noun.json")
+    assert main(["show", str(tmp_path / "noun.json")]) == 0
+    out = capsys.readouterr().out
+    assert "[red]\\x1b[2" in out
+    assert not set("\x1b\x07\u202e") & set(out)

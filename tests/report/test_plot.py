@@ -1,0 +1,43 @@
+"""The scaling plot: readable labels in a file that opens."""
+
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.report.plot import LABEL_GAP, _apart, scaling_plot
+
+CURVES = {
+    "per_tensor": {4: 0.1, 8: 0.2, 2048: 5.0},
+    "optimal": {4: 0.1, 8: 0.11, 2048: 0.3},
+    "字": {4: 0.1, 8: 0.1, 2048: 0.1},
+}
+SHARES = {name: {n: 1 / (1 + s) for n, s in curve.items()} for name, curve in CURVES.items()}
+
+
+def test_svg_names_every_line_title_and_unit() -> None:
+    content = scaling_plot("resnet $50$", "weak", CURVES, SHARES, "svg")
+    assert ElementTree.fromstring(content).tag.endswith("svg")
+    comments = content.decode()  # matplotlib notes each text beside its outlines
+    for text in ("per_tensor", "optimal", "resnet $50$", "ranks (logarithmic)", "iteration, ms", "Scaling efficiency"):
+        assert text in comments
+    assert content == scaling_plot("resnet $50$", "weak", CURVES, SHARES, "svg")
+
+
+@pytest.mark.parametrize("curves", [CURVES, {"one": {4: 0.0}}], ids=["several", "one point of no time"])
+def test_png_has_its_signature(curves: dict[str, dict[int, float]]) -> None:
+    assert scaling_plot("title", "", curves, curves).startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_labels_stay_apart_and_inside(heights: list[float]) -> None:
+    places = _apart(sorted(heights))
+    assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
+    assert all(high - low >= LABEL_GAP - 1e-9 for low, high in pairwise(places))
+
+
+def test_labels_that_are_apart_do_not_move() -> None:
+    assert _apart([0.1, 0.5, 0.9]) == pytest.approx([0.1, 0.5, 0.9])
+    assert _apart([0.5, 0.5]) == pytest.approx([0.5 - LABEL_GAP / 2, 0.5 + LABEL_GAP / 2])

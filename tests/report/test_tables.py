@@ -1,0 +1,96 @@
+"""Reports fit 80 columns, and their text is text on a real terminal too."""
+
+import io
+
+import pytest
+from rich.console import Console, RenderableType
+
+from anabranch import Bucket, Network, Plan, Span, TensorSpec, Timeline, Trace, simulate
+from anabranch.report.comparison import Row, best, comparison_report
+from anabranch.report.figures import bucket_figures, timeline_figures
+from anabranch.report.gantt import Gantt
+from anabranch.report.scaling import scaling_report
+from anabranch.report.tables import (
+    MAX_ROWS,
+    bucket_table,
+    duration_pairs,
+    facts,
+    network_report,
+    plan_report,
+    timeline_report,
+    trace_report,
+)
+
+NAME = "[red]\x1b[2J:smile:" + "transformer.h.11.attention.query.weight"
+TRACE = Trace(tuple(TensorSpec(f"{NAME}.{k}", 10**7, 4, 0.01 * k, "float32") for k in range(300)), 1.0, {NAME: NAME})
+NETWORK = Network.measured(512, [(1 << k, 1e-3 + (1 << k) * 1e-9, 1e-4) for k in range(10, 31)], meta={NAME: NAME})
+PLAN = Plan(tuple(Bucket((t.name,), k % 3) for k, t in enumerate(TRACE.tensors)))
+TIMELINE = simulate(TRACE, PLAN, NETWORK)
+
+
+def row(name: str, iteration_s: float, **more: float) -> Row:
+    """A row of a comparison in which only the name and the times matter."""
+    return Row(name, name, {}, "f", 1234, 4, iteration_s, iteration_s, iteration_s, 0.5, 1.0, 12.345, **more)
+
+
+CURVES = {name: {4: 0.1, 2048: 4.0} for name in ("per_tensor", "by_bytes", "mgwfbp", "optimal", "lanes", "asc")}
+REPORTS: dict[str, RenderableType] = {
+    "trace": trace_report(TRACE),
+    "network": network_report(NETWORK),
+    "plan": plan_report(PLAN),
+    "timeline": timeline_report(TIMELINE),
+    "buckets": bucket_table(bucket_figures(TRACE, PLAN, TIMELINE)),
+    "durations": facts("Durations", [*duration_pairs(timeline_figures(TIMELINE)), ("fingerprint", "f" * 64)]),
+    "comparison": comparison_report(
+        [row(name, 1.5, iteration_low_s=1.0, iteration_high_s=2.0) for name in ("per_tensor", "horovod", "optimal")]
+    ),
+    "scaling": scaling_report(CURVES, CURVES, CURVES),
+}
+
+
+def rendered(report: RenderableType, width: int, terminal: bool = False) -> str:
+    """What a console of this width shows, markup switched on."""
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=terminal, color_system="truecolor" if terminal else None).print(
+        report
+    )
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS.keys())
+def test_80_columns_hold_all_of_it(report: RenderableType) -> None:
+    narrow, wide = rendered(report, 80), rendered(report, 240)
+    assert max(map(len, narrow.splitlines())) <= 80
+    # A drawing has as many characters as there is room for; every number of a table must still be there.
+    numbers = [word for word in wide.split() if len(word) < 12 and word.replace(".", "").replace(",", "").isdigit()]
+    assert numbers and all(number in narrow for number in numbers)
+
+
+@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS.keys())
+def test_no_text_acts_on_a_terminal(report: RenderableType) -> None:
+    shown = rendered(report, 240, terminal=True)
+    assert "\x1b[2J" not in shown and "\x1b[31m" not in shown and "😄" not in shown
+
+
+def test_a_long_list_says_what_it_leaves_out() -> None:
+    assert f"and {300 - MAX_ROWS} buckets more" in rendered(REPORTS["plan"], 120)
+
+
+def test_best_prefers_fewer_lanes_among_equals() -> None:
+    first, second = row("first", 1.0), row("second", 1.0)
+    assert best([first, second]) is first
+    assert best([row("slow", 2.0), second]) is second
+
+
+def test_the_star_of_a_scaling_row_is_the_best_of_all_planners() -> None:
+    fast = {**CURVES, "asc": {4: 0.05, 2048: 4.0}}
+    table = rendered(scaling_report(fast, CURVES, CURVES), 80)
+    assert table.count("* 50.0") == 1
+
+
+def test_gantt_columns() -> None:
+    compute = (Span("compute", "forward", -1.0, 0.0), Span("compute", "backward", 0.0, 2.0))
+    lanes = (Span("lane 0", "a", 1.0, 2.0), Span("lane 0", "b", 3.0, 4.0), Span("lane 1", "c", 2.0, 2.0))
+    lines = Gantt(Timeline(compute + lanes)).lines(10)
+    assert lines == {"compute": "ffbbbb....", "lane 0": "....00..11", "lane 1": "......2..."}
+    assert set(Gantt(Timeline((Span("compute", "x", 0.0, 0.0),))).lines(4)["compute"]) == {"#", "."}

@@ -1,0 +1,224 @@
+"""Who imports whom, and the shape of the source: architecture.md §3 and §5, read from the syntax trees."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import anabranch
+
+SRC = Path(anabranch.__file__).parent
+FILES = sorted(SRC.rglob("*.py"))
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+
+BASE = {"errors", "checks"}
+NOUNS = {*BASE, "trace", "links", "network", "plan", "timeline"}
+EVERYTHING = {"*"}
+
+# Part (a module, else its folder) → the parts of anabranch it may import; its own folder is always allowed.
+MAY_IMPORT: dict[str, set[str]] = {
+    "__init__": EVERYTHING,  # the front door
+    "__main__": EVERYTHING,
+    "version": set(),
+    "errors": set(),
+    "checks": {"errors"},
+    "trace": BASE,
+    "timeline": BASE,
+    "links": BASE,
+    "network": {*BASE, "links"},
+    "plan": {*BASE, "trace"},
+    "files": NOUNS,
+    "sim": NOUNS,
+    "planners": {*NOUNS, "sim"},
+    "report": NOUNS,
+    "runtime": {*NOUNS, "files"},
+    "runtime.parallel": EVERYTHING,  # the composition root
+    "sparse": {*NOUNS, "runtime.lanes"},
+    "memory": {*NOUNS, "runtime", "sparse"},
+    "lab": set(),
+    "integrations": EVERYTHING,
+    "cli": EVERYTHING,
+}
+TORCH_AT_MODULE_LEVEL = {"runtime", "sparse", "memory", "integrations"}
+TORCH_NEVER = {"errors", "checks", "trace", "timeline", "links", "network", "plan", "files", "sim", "planners", "lab"}
+
+
+def module_of(path: Path) -> str:
+    """ "sim.iteration" for sim/iteration.py, "sim.__init__" for the folder's own file."""
+    return ".".join(path.relative_to(SRC).with_suffix("").parts)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Every imported module with its full name, and whether that happens as soon as the importing one is loaded."""
+    lazy = {
+        id(node)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _only_for_types(outer)
+        for node in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) not in lazy
+        elif isinstance(node, ast.ImportFrom):
+            yield ("." * node.level) + (node.module or ""), id(node) not in lazy
+            if node.module == "anabranch":  # from anabranch import planners
+                for alias in node.names:
+                    yield f"anabranch.{alias.name}", id(node) not in lazy
+
+
+def _only_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def violations(module: str, tree: ast.AST) -> list[str]:
+    """What this module imports and may not."""
+    part = module.partition(".")[0]
+    allowed = MAY_IMPORT.get(module, MAY_IMPORT.get(part))
+    if allowed is None:
+        return [f"{module} has no rule: give it one in MAY_IMPORT"]
+    found = []
+    for name, at_once in imports(tree):
+        root, _, rest = name.partition(".")
+        if name.startswith("."):
+            found.append(f"{module} imports {name}: imports are absolute")
+        elif root == "torch" and (part in TORCH_NEVER or (at_once and part not in TORCH_AT_MODULE_LEVEL)):
+            found.append(f"{module} imports {name}")
+        elif root == "anabranch" and allowed != EVERYTHING:
+            if not rest and part != "__init__":
+                continue  # "from anabranch import x" is judged by x
+            wanted = rest.partition(".")[0]
+            if wanted != part and wanted not in allowed and rest not in allowed:
+                found.append(f"{module} imports {name}")
+    return found
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+# ------------------------------------------------------------------------------------------------- the checker
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("trace", "from anabranch.plan import Plan"),
+        ("trace", "import anabranch.network"),
+        ("plan", "from anabranch import network"),
+        ("network", "from anabranch.sim.iteration import simulate"),
+        ("sim.iteration", "from anabranch.planners import optimal"),
+        ("sim.iteration", "def f():\n    from anabranch.planners import optimal"),
+        ("sim.iteration", "def f():\n    import torch"),
+        ("planners.merge", "import torch.nn as nn"),
+        ("planners.merge", "from anabranch.files import load"),
+        ("report.html", "from anabranch.sim import simulate"),
+        ("runtime.lanes", "from anabranch.planners import optimal"),
+        ("runtime.agree", "import anabranch.sim"),
+        ("sparse.oktopk", "from anabranch.runtime.parallel import DataParallel"),
+        ("cli.plan", "import torch"),
+        ("files", "from .trace import Trace"),
+        ("helpers", "import json"),
+    ],
+)
+def test_the_checker_sees_a_bad_import(module: str, source: str) -> None:
+    assert violations(module, ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("plan", "from anabranch.trace import Trace\nimport json"),
+        ("planners.merge", "from anabranch.planners.fixed import single\nfrom anabranch.sim import finish_s"),
+        ("cli.measure", "def run() -> None:\n    import torch"),
+        ("cli.plan", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("runtime.lanes", "import torch.distributed as dist"),
+        ("sparse.oktopk", "from anabranch.runtime.lanes import Lanes\nimport torch"),
+        ("runtime.parallel", "from anabranch.planners import optimal"),
+    ],
+)
+def test_the_checker_lets_a_good_import_pass(module: str, source: str) -> None:
+    assert violations(module, ast.parse(source)) == []
+
+
+# --------------------------------------------------------------------------------------------------- the source
+
+
+def ids(path: Path) -> str:
+    return module_of(path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_imports_keep_to_their_layer(path: Path) -> None:
+    assert violations(module_of(path), parsed(path)) == []
+
+
+def test_every_part_is_found() -> None:
+    assert {"trace", "files", "sim.iteration", "planners.merge"} <= {module_of(path) for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_files_are_short(path: Path, request: pytest.FixtureRequest) -> None:
+    if module_of(path) == "network":
+        request.applymarker(pytest.mark.xfail(strict=True, reason="network.py has 306 lines: Curve could move out"))
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_functions_are_short(path: Path) -> None:
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno + 1 <= MAX_FUNCTION_LINES, node.name
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    """Public functions, classes and methods without a docstring; the module itself as "module"."""
+    found = [] if ast.get_docstring(tree) else ["module"]
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    for body in [tree.body, *(outer.body for outer in classes)]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                public = not node.name.startswith("_")
+                if public and not ast.get_docstring(node):
+                    found.append(node.name)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_everything_public_is_documented(path: Path) -> None:
+    assert undocumented(parsed(path)) == []
+
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+
+
+def dangers(tree: ast.AST) -> list[str]:
+    """Anything that would run what a file says."""
+    found = [name for name, _ in imports(tree) if name.partition(".")[0] in FORBIDDEN_MODULES]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
+            found.append(node.func.id)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_no_file_can_run_code(path: Path) -> None:
+    assert dangers(parsed(path)) == []
+
+
+def test_these_checkers_see_bad_examples() -> None:
+    assert dangers(ast.parse("import pickle\nfrom marshal import loads\neval('1')\nexec('')")) == [
+        "pickle",
+        "marshal",
+        "eval",
+        "exec",
+    ]
+    assert undocumented(ast.parse("def f(): ...\nclass A:\n    def g(self): ...\n    def _h(self): ...")) == [
+        "module",
+        "f",
+        "A",
+        "g",
+    ]
