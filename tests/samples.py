@@ -17,9 +17,7 @@ POINTS: dict[str, list[tuple[int, float, float]]] = {
 }
 EXAMPLES: list[Noun] = [
     TRACE,
-    Network.measured(
-        4, {"dense": [(0, 1.0, 0.5), (8, 2.0)], "x": [(0, 1.0), (1, 1.0)]}, contention=Contention((1.0, 1.2))
-    ),
+    Network.measured(4, POINTS, contention=Contention((1.0, 1.2))),
     Network.two_level(64, 8, *RINGS, eta=0.5, link_cap=1.5),
     plan_of([bucket_of(["a.weight"], 1), bucket_of(["b"], 0, "oktopk")]),
     timeline_of([Span("compute", "forward", -0.25, 0.0), Span("lane 0", "bucket", 0.5, 1.5)], {"source": "hand"}),

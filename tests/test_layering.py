@@ -14,7 +14,7 @@ MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
 
 BASE = {"errors", "checks"}
-NOUNS = {*BASE, "trace", "links", "network", "plan", "timeline"}
+NOUNS = {*BASE, "trace", "links", "curve", "network", "plan", "timeline"}
 EVERYTHING = {"*"}
 
 # Part (a module, else its folder) → the parts of anabranch it may import; its own folder is always allowed.
@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trace": BASE,
     "timeline": BASE,
     "links": BASE,
-    "network": {*BASE, "links"},
+    "curve": BASE,
+    "network": {*BASE, "links", "curve"},
     "plan": {*BASE, "trace"},
     "files": NOUNS,
     "sim": NOUNS,
@@ -42,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": EVERYTHING,
 }
 TORCH_AT_MODULE_LEVEL = {"runtime", "sparse", "memory", "integrations"}
-TORCH_NEVER = {"errors", "checks", "trace", "timeline", "links", "network", "plan", "files", "sim", "planners", "lab"}
+TORCH_NEVER = {*NOUNS, "files", "sim", "planners", "report", "lab"}
 
 
 def module_of(path: Path) -> str:
@@ -160,9 +161,7 @@ def test_every_part_is_found() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
-def test_files_are_short(path: Path, request: pytest.FixtureRequest) -> None:
-    if module_of(path) == "network":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="network.py has 306 lines: Curve could move out"))
+def test_files_are_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
 
 

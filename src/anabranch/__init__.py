@@ -5,10 +5,11 @@ turns a Plan into a Timeline, and files for all of them. Nothing here imports to
 """
 
 from anabranch import planners
+from anabranch.curve import Curve, CurvePoint
 from anabranch.errors import AnabranchError, FileError, NetworkError, PlanError
 from anabranch.files import load, save
 from anabranch.links import AlphaBeta, TwoLevel
-from anabranch.network import Contention, Curve, CurvePoint, Network
+from anabranch.network import Contention, Network
 from anabranch.plan import Bucket, Plan
 from anabranch.planners import plan
 from anabranch.sim import simulate

@@ -7,7 +7,7 @@ from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.planners.fixed import by_bytes, per_tensor, single
 from anabranch.planners.lanes import asc, lanes
-from anabranch.planners.merge import mgwfbp, optimal
+from anabranch.planners.merge import mgwfbp, optimal, using
 from anabranch.trace import Trace
 
 PLANNERS: Mapping[str, Callable[..., Plan]] = {
@@ -28,4 +28,4 @@ def plan(trace: Trace, network: Network, planner: str = "optimal", **options: An
     return PLANNERS[planner](trace, network, **options)
 
 
-__all__ = ["PLANNERS", "asc", "by_bytes", "lanes", "mgwfbp", "optimal", "per_tensor", "plan", "single"]
+__all__ = ["PLANNERS", "asc", "by_bytes", "lanes", "mgwfbp", "optimal", "per_tensor", "plan", "single", "using"]

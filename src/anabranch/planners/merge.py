@@ -42,10 +42,14 @@ def optimal(trace: Trace, network: Network, cap_nbytes: int | None = None, colle
         cuts = best_cuts([t.ready_s for t in tensors], [t.nbytes for t in tensors], segments, cap_nbytes)
         parts += runs(tensors, cuts)
     best = using(in_ready_order(trace, parts), collective)
-    if len(kinds) == 1 or cap_nbytes is not None:
+    if len(kinds) == 1:
         return best
-    rivals = [best, *(using(rival(trace, network), collective) for rival in (single, by_bytes, per_tensor))]
-    return min(rivals, key=lambda plan: finish_s(trace, plan, network))
+    rivals = [per_tensor(trace, network)]
+    if cap_nbytes is None:
+        rivals += [single(trace, network), by_bytes(trace, network), mgwfbp(trace, network)]
+    else:
+        rivals.append(by_bytes(trace, network, cap_nbytes, closes="before"))
+    return min([best, *(using(rival, collective) for rival in rivals)], key=lambda plan: finish_s(trace, plan, network))
 
 
 def using(plan: Plan, collective: str) -> Plan:

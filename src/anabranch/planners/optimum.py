@@ -22,19 +22,22 @@ f_c[n] = f[n].
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.network import Segment
+from anabranch.curve import Segment
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # Sums taken in another order differ in their last bits: two plans this close, relatively, finish together.
 SAME = 1e-12
+# A line on which f − s·S would lose more digits than that, S·s being so much larger than f.
+STEEP = 1e3
 
 
 def best_cuts(
@@ -76,7 +79,7 @@ class _Problem:
         ready, total, least = self.ready.tolist(), self.total.tolist(), self.least.tolist()
         lines = list(zip(self.at.tolist(), self.seconds.tolist(), self.slope.tolist(), strict=True))
         ends = [*self.at.tolist()[1:], math.inf]
-        queues: list[deque[tuple[float, int]]] = [deque() for _ in lines]  # (f[j] − s·S[j], j), both rising
+        queues: list[deque[int]] = [deque() for _ in lines]  # cuts j, rising, and with them f[j] − s·S[j]
         entered = [0] * len(lines)  # the next cut to enter each queue
         f = [0.0]
         free = 0
@@ -97,16 +100,16 @@ class _Problem:
                 queue = queues[k]
                 j = max(entered[k], oldest)
                 while j < i and sent - total[j] >= start:
-                    key = f[j] - slope * total[j]
-                    while queue and queue[-1][0] >= key:
+                    # f[q] − s·S[q] ≥ f[j] − s·S[j], written as differences, which lose no digits.
+                    while queue and f[queue[-1]] - f[j] >= slope * (total[queue[-1]] - total[j]):
                         queue.pop()
-                    queue.append((key, j))
+                    queue.append(j)
                     j += 1
                 entered[k] = j
-                while queue and (queue[0][1] < oldest or sent - total[queue[0][1]] >= ends[k]):
+                while queue and (queue[0] < oldest or sent - total[queue[0]] >= ends[k]):
                     queue.popleft()
                 if queue:
-                    best = min(best, queue[0][0] + seconds + slope * (sent - start))
+                    best = min(best, f[queue[0]] + (seconds + slope * (sent - total[queue[0]] - start)))
             f.append(best)
         return f[-1]
 
@@ -129,44 +132,55 @@ class _Problem:
             cuts.append(i)
         return cuts[::-1]
 
-    def _windows(self) -> list[tuple[Ints, Ints, Ints, Floats, float]]:
-        """Per line of T: the ends i that have cuts on it, their first and last-plus-one cut, T less its slope·S[j]."""
-        ends = np.arange(self.n + 1)
-        high = ends
+    def _windows(self) -> list[tuple[Ints, Ints, Ints]]:
+        """Per line of T: the ends i that have cuts on it, and their first and last-plus-one cut."""
+        high = np.arange(self.n + 1)
         result = []
-        for k, (start, seconds, slope) in enumerate(zip(self.at, self.seconds, self.slope, strict=True)):
-            beyond = self.at[k + 1] if k + 1 < len(self.at) else self.total[-1] + 1
+        for beyond in [*self.at[1:], self.total[-1] + 1]:
             low = np.maximum(np.searchsorted(self.total, self.total - beyond, side="right"), self.least)
             some = np.flatnonzero(low < high)
-            base = seconds + slope * (self.total[some] - start)
-            result.append((some, low[some], high[some], base, float(slope)))
+            result.append((some, low[some], high[some]))
             high = np.minimum(low, high)
         return result
 
-    def _one_more_bucket(self, f: Floats, windows: list[tuple[Ints, Ints, Ints, Floats, float]]) -> Floats:
+    def _one_more_bucket(self, f: Floats, windows: list[tuple[Ints, Ints, Ints]]) -> Floats:
         """f_{c+1} from f_c, for all i at once; the queues' windows become range minima."""
         last = np.maximum(np.arange(self.n + 1) - 1, 0)
         free = np.minimum(np.searchsorted(f, self.ready, side="right") - 1, last)
         at_once = self.ready + self.cost(self.total - self.total[free])
         best = np.minimum(f, np.where(self.least <= free, at_once, math.inf))
-        for ends, low, high, base, slope in windows:
+        for k, (ends, low, high) in enumerate(windows):
             queued = np.maximum(low, free[ends] + 1)
             some = np.flatnonzero(queued < high)
             if some.size:
-                least = _range_min(f - slope * self.total, queued[some], high[some])
-                best[ends[some]] = np.minimum(best[ends[some]], least + base[some])
+                here = ends[some]
+                best[here] = np.minimum(best[here], self._least(f, k, here, queued[some], high[some]))
         best[0] = 0.0
         return best
 
+    def _least(self, f: Floats, k: int, ends: Ints, low: Ints, high: Ints) -> Floats:
+        """min over j in [low, high) of f[j] + T(S[i] − S[j]) on line k, for each i of ``ends``; no range is empty."""
+        slope, total, origin = self.slope[k], self.total, self.total[low.min()]
+        if slope * (total[high.max() - 1] - origin) <= STEEP * self.ready[-1]:
+            key = _range_min(f - slope * (total - origin), low, high, np.minimum)
+            return np.asarray(key + (self.seconds[k] + slope * (total[ends] - origin - self.at[k])))
 
-def _range_min(values: Floats, low: Ints, high: Ints) -> Floats:
-    """min(values[low:high]) for many non-empty ranges, from the minima over all windows of 1, 2, 4, … values."""
+        def better(a: Ints, b: Ints) -> Ints:  # on a steep line f − s·S would cancel: compare differences
+            return np.where(f[a] - f[b] <= slope * (total[a] - total[b]), a, b)
+
+        with np.errstate(invalid="ignore"):  # two cuts that cannot be reached: inf − inf, and either will do
+            cut = _range_min(np.arange(self.n + 1), low, high, better)
+        return np.asarray(f[cut] + (self.seconds[k] + slope * (total[ends] - total[cut] - self.at[k])))
+
+
+def _range_min(values: Any, low: Ints, high: Ints, least: Callable[[Any, Any], Any]) -> Any:
+    """The least of values[low:high] for many non-empty ranges, from the least of all windows of 1, 2, 4, … values."""
     level = np.frexp((high - low).astype(np.float64))[1] - 1
-    result = np.empty(len(low))
+    result = np.empty(len(low), dtype=values.dtype)
     window = values
     for power in range(int(level.max()) + 1):
         chosen = np.flatnonzero(level == power)
         if chosen.size:
-            result[chosen] = np.minimum(window[low[chosen]], window[high[chosen] - (1 << power)])
-        window = np.minimum(window[: -(1 << power) or None], window[1 << power :])
+            result[chosen] = least(window[low[chosen]], window[high[chosen] - (1 << power)])
+        window = least(window[: -(1 << power)], window[1 << power :])
     return result

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from anabranch.network import Curve, Network
+from anabranch.curve import Curve
+from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.timeline import Timeline
 from anabranch.trace import TensorSpec, Trace

@@ -21,14 +21,14 @@ from anabranch.runtime.lanes import Lane
 class BehindBuffers:
     """One model's buffers on their way from rank 0; ``control`` is a group that carries host memory."""
 
-    def __init__(self, current: Callable[[], Sequence[torch.Tensor]], lane: Lane, control: Group) -> None:
-        self._current, self._lane, self._control = current, lane, control
+    def __init__(self, current: Callable[[], Sequence[torch.Tensor]], control: Group) -> None:
+        self._current, self._control = current, control
         self._sent: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._message: torch.Tensor | None = None
         self._arrived: torch.futures.Future[torch.Tensor] | None = None
 
-    def send(self) -> None:
+    def send(self, lane: Lane) -> None:
         """Broadcast rank 0's buffers behind what the lane already carries. Every rank calls it in the same step."""
         if self._arrived is not None:
             return
@@ -39,7 +39,12 @@ class BehindBuffers:
         with torch.no_grad():
             self._message = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in self._sent])
         self._versions = [buffer._version for buffer in self._sent]
-        self._arrived = self._lane.submit(_broadcast(self._message, self._lane.group), self._message)
+        self._arrived = lane.submit(_broadcast(self._message, lane.group), self._message)
+
+    def drain(self) -> None:
+        """Wait until what was sent has arrived."""
+        if self._arrived is not None:
+            self._arrived.wait()
 
     def install(self) -> bool:
         """Put what arrived into the buffers; False, on all ranks alike, if DDP's own broadcast is needed instead."""
@@ -51,7 +56,7 @@ class BehindBuffers:
         assert message is not None
         if not self._same_shapes() or not self._unchanged_on_rank_0():
             return False
-        if dist.get_rank(self._lane.group) != 0:
+        if dist.get_rank(self._control) != 0:
             parts = message.split([buffer.numel() * buffer.element_size() for buffer in self._sent])
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._sent)):
                 for buffer, part in zip(self._sent, parts, strict=True):

@@ -21,6 +21,10 @@ class Clock(Protocol):
         """Seconds from ``start`` to ``end``, both taken from this clock."""
         ...
 
+    def settled(self, mark: object) -> bool:
+        """Whether this mark has a time already."""
+        ...
+
 
 class HostClock:
     """For work that runs where it is called: the CPU."""
@@ -36,6 +40,10 @@ class HostClock:
         """Seconds between two host times."""
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
+
+    def settled(self, mark: object) -> bool:
+        """Always: the host knows its time."""
+        return mark is not None
 
 
 class CudaClock:
@@ -58,6 +66,10 @@ class CudaClock:
         """Seconds between two events."""
         assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
         return float(start.elapsed_time(end)) / 1e3
+
+    def settled(self, mark: object) -> bool:
+        """Whether the device has passed the event."""
+        return isinstance(mark, torch.cuda.Event) and mark.query()
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -11,14 +11,14 @@ from torch._C._distributed_c10d import GradBucket
 
 from anabranch.plan import Plan
 from anabranch.runtime.dense import COLLECTIVES
-from anabranch.runtime.lanes import Lanes
+from anabranch.runtime.lanes import Lane, Lanes
 from anabranch.runtime.watch import StepWatch
 
 
 class PlanHook:
     """Runs one plan on the reducer that was laid out for it, whose bucket i is the plan's bucket i."""
 
-    def __init__(self, plan: Plan, lanes: Lanes, watch: StepWatch, after_last: Callable[[], None]) -> None:
+    def __init__(self, plan: Plan, lanes: Lanes, watch: StepWatch, after_last: Callable[[Lane], None]) -> None:
         self.plan = plan
         self.divisor: Callable[[], int] | None = None  # where it is not the world size: under join()
         self.look = False  # whether to mark when each bucket is launched and done
@@ -34,7 +34,7 @@ class PlanHook:
         steps = COLLECTIVES[planned.collective](buffer, lane.group, divisor)
         future = lane.submit(steps, buffer, self._marker(bucket.index()))
         if bucket.is_last():
-            self._after_last()
+            self._after_last(self._lanes[0])
         return future
 
     def _marker(self, index: int) -> Callable[[], None] | None:

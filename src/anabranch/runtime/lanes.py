@@ -113,12 +113,17 @@ class StreamLane:
 
 
 class Lanes:
-    """The lanes of one model: the first on the given group, the others on groups of the same ranks, made once."""
+    """The lanes of one model, made when they are first needed.
+
+    A host lane issues from its own thread, at no fixed point of the program, so it must have a group to itself: on
+    the user's group, a loss that the program all-reduces after backward could meet a bucket. A stream lane issues
+    where the program is, and the first one uses the user's group, as DDP does.
+    """
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self._device = device
+        self._main, self._device = group, device
         self._made: list[Group] = []
-        self._lanes: list[Lane] = [self._lane(group, 0)]
+        self._lanes: list[Lane] = []
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -133,38 +138,46 @@ class Lanes:
 
     def grow(self, count: int) -> None:
         """Have at least ``count`` lanes. Collective: every rank of the group calls it at the same point."""
-        main = self._lanes[0].group
-        if count > 1 and dist.get_backend(main) == "nccl":
+        if count > 1 and dist.get_backend(self._main) == "nccl":
             # Several communicators in one process must launch in the order of the program on every rank.
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         while len(self._lanes) < count:
-            everyone = main == dist.group.WORLD
-            group = dist.new_group(
-                None if everyone else dist.get_process_group_ranks(main),
-                timeout=timeout_of(main),
-                backend=dist.get_backend(main),
-                use_local_synchronization=not everyone,
-                group_desc=f"anabranch lane {len(self._lanes)}",
-            )
-            self._made.append(group)
-            self._lanes.append(self._lane(group, len(self._lanes)))
+            number = len(self._lanes)
+            if self._device.type == "cuda":
+                group = self._main if number == 0 else self._made_group(number)
+                self._lanes.append(StreamLane(group, self._device))
+            else:
+                self._lanes.append(HostLane(self._made_group(number), f"anabranch-lane-{number}"))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the threads and destroy the groups that were made here."""
         ended = [lane.close(timeout_s) for lane in self._lanes]
-        self._lanes = self._lanes[:1]
-        made, self._made = self._made, []
+        made, self._made, self._lanes = self._made, [], []
         for group in made:
-            # A group whose collective never ended cannot be destroyed without waiting for it; the process's end does
-            # it.
+            # One whose collective never ended cannot be destroyed without waiting for it; the process's end does that.
             if all(ended) and dist.is_initialized():
-                with suppress(ValueError, AssertionError):  # destroyed already, with the default group
+                with suppress(ValueError, AssertionError):  # gone already, with the default group
                     dist.destroy_process_group(group)
 
-    def _lane(self, group: Group, number: int) -> Lane:
-        if self._device.type == "cuda":
-            return StreamLane(group, self._device)
-        return HostLane(group, f"anabranch-lane-{number}")
+    def _made_group(self, number: int) -> Group:
+        group = same_ranks(self._main, dist.get_backend(self._main), f"anabranch lane {number}")
+        self._made.append(group)
+        return group
+
+
+def same_ranks(group: Group, backend: str, description: str) -> Group:
+    """A new group of the same ranks with the same deadline. Collective among them."""
+    everyone = dist.get_world_size(group) == dist.get_world_size()
+    made = dist.new_group(
+        None if everyone else dist.get_process_group_ranks(group),
+        timeout=timeout_of(group),
+        backend=backend,
+        use_local_synchronization=not everyone,
+        group_desc=description,
+    )
+    if not isinstance(made, dist.ProcessGroup):
+        raise RuntimeError(f"rank {dist.get_rank()} is not in the process group that it was to copy for {description}")
+    return made
 
 
 def timeout_of(group: Group) -> timedelta | None:

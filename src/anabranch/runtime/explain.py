@@ -1,0 +1,79 @@
+"""What a DataParallel does and why, in words and numbers a person can check."""
+
+from typing import TYPE_CHECKING
+
+from anabranch.plan import Plan
+from anabranch.trace import Trace
+
+if TYPE_CHECKING:
+    from anabranch.runtime.pilot import Pilot
+
+MIB = 1 << 20
+
+
+def explanation(pilot: "Pilot") -> str:
+    """Stage, trace, network, every layout that was tried with prediction and measurement, and the plan in force."""
+    lines = [f"anabranch: {pilot.stage}."]
+    trace, network = pilot.trace, pilot.network
+    if trace is not None:
+        lines.append(
+            f"Model: {len(trace)} gradients, {trace.nbytes / MIB:.1f} MiB; forward {trace.forward_s * 1e3:.2f} ms, "
+            f"backward {trace.backward_s * 1e3:.2f} ms (slowest rank)."
+        )
+        if name := trace.meta.get("order_changed_at"):
+            lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
+    if network is not None:
+        whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0
+        lines.append(
+            f"Network: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
+            f"{whole_s * 1e3:.2f} ms for all gradients at once; {_lanes(pilot)}."
+        )
+    if pilot.trials and network is not None:
+        lines += ["", *_trials(pilot)]
+    if pilot.hook is not None and trace is not None:
+        lines += ["", *_buckets(pilot.hook.plan, trace)]
+    return "\n".join(lines)
+
+
+def _lanes(pilot: "Pilot") -> str:
+    network = pilot.network
+    assert network is not None
+    slowdown = network.contention.slowdown(2)
+    if slowdown >= 2 * 0.98:
+        return "two messages at once take as long as one after the other, so one lane is used"
+    gain = 2 / slowdown
+    return f"two messages at once take {slowdown:.2f} times as long as one, so a second lane gains up to {gain:.2f}×"
+
+
+def _trials(pilot: "Pilot") -> list[str]:
+    stock = pilot.trials[0]
+    table = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up")]
+    for trial in pilot.trials:
+        predicted_s = pilot.predicted_s(trial.plan)
+        shape = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
+        table.append((
+            "*" if trial is pilot.kept else "", trial.label, *shape,
+            f"{predicted_s * 1e3:.2f} ms", f"{trial.step_s * 1e3:.2f} ms",
+            f"{predicted_s / trial.step_s - 1:+.0%}", f"{trial.timeline.exposed_s * 1e3:.2f} ms",
+            f"{stock.step_s / trial.step_s:.2f}×",
+        ))  # fmt: skip
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return [*lines, "* in force. Step: start of forward to averaged gradients, median of the trial, rank 0's clock."]
+
+
+def _buckets(plan: Plan, trace: Trace) -> list[str]:
+    tensors = {tensor.name: tensor for tensor in trace.tensors}
+    lines = [f"Plan {plan.fingerprint[:12]}:"]
+    for index, bucket in enumerate(plan.buckets):
+        members = [tensors[name] for name in bucket.names]
+        ready_s = max(tensor.ready_s for tensor in members)
+        mib = sum(tensor.nbytes for tensor in members) / MIB
+        lines.append(
+            f"  {index:3d}  lane {bucket.lane}  {bucket.collective:6s} {mib:9.3f} MiB  {len(members):4d} gradients, "
+            f"ready at {ready_s * 1e3:8.2f} ms, to {bucket.names[-1]}"
+        )
+    return lines

@@ -1,0 +1,250 @@
+"""DataParallel: a DistributedDataParallel that records, measures, plans, agrees, runs, explains and re-plans."""
+
+import weakref
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch.errors import NetworkError, PlanError
+from anabranch.network import Network
+from anabranch.plan import MAX_LANES, Plan
+from anabranch.planners import PLANNERS
+from anabranch.runtime.agree import check_same
+from anabranch.runtime.dense import COLLECTIVES
+from anabranch.runtime.explain import explanation
+from anabranch.runtime.lanes import same_ranks
+from anabranch.runtime.layout import layout_of, reduced_parameters
+from anabranch.runtime.pilot import Pilot, Planner, Wishes
+from anabranch.timeline import Timeline
+from anabranch.trace import Trace
+
+# Options of DDP under which its reducer does not run the buckets as we know them.
+OWN_WAYS = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
+CLOSED = "it was closed"
+
+
+class DataParallel(DistributedDataParallel):
+    """Drop-in for ``DistributedDataParallel``: all its arguments, and it is one.
+
+    The first steps run DDP's own buckets and are recorded; then the network is measured (a few seconds, once), rank 0
+    plans, every rank lays its buckets out alike, and the plan is kept if live steps show that it is faster than DDP. If
+    not, DDP's own buckets stay. When the step time drifts by more than 10 %, all of this happens again.
+
+    planner: a name from ``anabranch.planners`` or a function (trace, network) -> Plan.
+    plan: run this plan, whatever comes of it. network: use this instead of measuring.
+    lanes: at most so many simultaneous messages; None tries two where the measurement says that they pay.
+    compress: "bf16" sends bfloat16 and adds in float32. profile_steps: steps per trial; 0 never plans.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *args: Any,
+        planner: str | Planner = "optimal",
+        plan: Plan | None = None,
+        network: Network | None = None,
+        lanes: int | None = None,
+        compress: str | None = None,
+        profile_steps: int = 10,
+        **options: Any,
+    ) -> None:
+        wishes = Wishes(planner, plan, network, lanes, compress, profile_steps)
+        _check(wishes)
+        given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
+        if given.get("device_mesh") is None:
+            group = given.get("process_group") or dist.group.WORLD
+            if group is None:
+                raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
+            check_same("the model", _described(module), group)
+            check_same("the settings of DataParallel", _settings(wishes), group)
+        super().__init__(module, *args, **options)
+        self._pilot: Pilot | None = None
+        self._idle = self._why_not(given, wishes)
+        if dist.get_world_size(self.process_group) == 1:
+            self.require_backward_grad_sync = False  # as under no_sync(): gradients are already their own average
+        if not self._idle:
+            _check_fits(wishes, self)
+            control = same_ranks(self.process_group, "gloo", "anabranch control")
+            self._pilot = Pilot(self, wishes, control)
+            self._release = weakref.finalize(self, _release, self._pilot, control)
+
+    def _why_not(self, given: dict[str, Any], wishes: Wishes) -> str:
+        """Why there is nothing to plan here; empty if there is."""
+        if dist.get_world_size(self.process_group) == 1:
+            return "there is one rank, so nothing to send"
+        if wishes.profile_steps == 0:
+            return "profile_steps is 0"
+        if used := [name for name in OWN_WAYS if given.get(name)]:
+            return f"DDP's {used[0]} arranges communication its own way"
+        return ""
+
+    # What came out of it.
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None while DDP's own buckets run."""
+        return self._pilot.hook.plan if self._pilot is not None and self._pilot.hook is not None else None
+
+    @property
+    def trace(self) -> Trace | None:
+        """The recorded trace, the slowest rank's at every gradient; None before profiling is over."""
+        return self._pilot.trace if self._pilot is not None else None
+
+    @property
+    def network(self) -> Network | None:
+        """The network as measured or given; None before."""
+        return self._pilot.network if self._pilot is not None else None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """A measured step of what is in force; None before there is one."""
+        return self._pilot.kept.timeline if self._pilot is not None and self._pilot.kept is not None else None
+
+    def explain(self) -> str:
+        """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
+        if self._pilot is None:
+            return f"No plan: {self._idle}. Gradients travel as under DistributedDataParallel."
+        return explanation(self._pilot)
+
+    def replan(self) -> None:
+        """Profile and plan again from the next step on. Every rank must call it between the same two steps."""
+        if self._pilot is not None:
+            self._pilot.replan_asked = True
+
+    def close(self) -> None:
+        """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
+        if self._pilot is not None:
+            self._release()
+        self._pilot, self._idle = None, CLOSED
+        self._remove_autograd_hooks()
+
+    # DDP's seams.
+
+    @_disable_dynamo(recursive=False)
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._idle == CLOSED:
+            raise RuntimeError("this DataParallel was closed: wrap the module again")
+        pilot = self._pilot
+        if pilot is not None:
+            pilot.drain_buffers()
+            if pilot.hook is not None and not self._join_config.enable:
+                pilot.hook.divisor = None
+            if self._will_average():
+                pilot.before_forward()
+        return super()._pre_forward(*inputs, **kwargs)
+
+    @_disable_dynamo(recursive=False)
+    def _post_forward(self, output: Any) -> Any:
+        output = super()._post_forward(output)
+        if self._pilot is not None and self._will_average():
+            self._pilot.after_forward(output)
+        return output
+
+    def _will_average(self) -> bool:
+        """Whether this forward's backward will be averaged among all ranks."""
+        return torch.is_grad_enabled() and self.require_backward_grad_sync and not self._join_config.enable
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
+        """As DDP's, but keeps the sum: in a synchronised step it is the number of ranks that have not joined."""
+        hook = self._pilot.hook if self._pilot is not None else None
+        if is_joined_rank or hook is None or self._divide_by_initial_world_size:
+            return super()._check_global_requires_backward_grad_sync(is_joined_rank)
+        active = torch.full((1,), float(self.require_backward_grad_sync), device=self.device)
+        work = dist.all_reduce(active, group=self.process_group, async_op=True)
+
+        def remaining() -> int:
+            work.wait()
+            return max(1, int(active.item()))
+
+        hook.divisor = remaining
+        return None
+
+    def _sync_buffers(self) -> None:
+        own_way = self._join_config.enable or hasattr(self, "buffer_hook")
+        if self._pilot is None or own_way or not self._pilot.sync_buffers():
+            super()._sync_buffers()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Run your own hook with DDP's own buckets: there will be no plan."""
+        if self._pilot is not None:
+            if self._pilot.hook is not None:
+                raise RuntimeError("DataParallel runs a plan already: register a comm hook before the first step")
+            self._release()
+            self._pilot, self._idle = None, f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
+        self.require_backward_grad_sync = True
+        super().register_comm_hook(state, hook)
+
+    def __getstate__(self) -> dict[str, Any]:
+        attributes: dict[str, Any] = super().__getstate__()
+        for name in ("_pilot", "_release"):
+            attributes.pop(name, None)
+        return attributes
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pilot, self._idle = None, "it is a copy"
+
+
+def _release(pilot: Pilot, control: dist.ProcessGroup) -> None:
+    pilot.close()
+    if dist.is_initialized():
+        dist.destroy_process_group(control)
+
+
+def _check(wishes: Wishes) -> None:
+    """Refuse what no rank could mean."""
+    if isinstance(wishes.planner, str) and wishes.planner not in PLANNERS:
+        raise ValueError(f"planner is {wishes.planner!r}: expected one of {', '.join(PLANNERS)}, or a function")
+    if not isinstance(wishes.planner, str) and not callable(wishes.planner):
+        raise ValueError(f"planner is {wishes.planner!r}: expected a name or a function (trace, network) -> Plan")
+    if wishes.lanes is not None and not 1 <= wishes.lanes <= MAX_LANES:
+        raise ValueError(f"lanes is {wishes.lanes}: expected 1 to {MAX_LANES}, or None to choose")
+    if wishes.compress is not None and wishes.compress not in COLLECTIVES:
+        raise ValueError(f"compress is {wishes.compress!r}: expected one of {', '.join(COLLECTIVES)}, or None")
+    if wishes.profile_steps < 0:
+        raise ValueError(f"profile_steps is {wishes.profile_steps}: expected 0 or more")
+
+
+def _check_fits(wishes: Wishes, ddp: DistributedDataParallel) -> None:
+    """Refuse a plan or network that is not for this model and these ranks, before the first step."""
+    ranks = dist.get_world_size(ddp.process_group)
+    if wishes.network is not None and wishes.network.world_size != ranks:
+        raise NetworkError(
+            f"the network was measured among {wishes.network.world_size} ranks and these are {ranks}: "
+            f"measure it here, or give network.at({ranks})"
+        )
+    if wishes.plan is not None:
+        parameters = reduced_parameters(ddp)
+        layout_of(wishes.plan, list(parameters))
+        for bucket in wishes.plan.buckets:
+            kinds = {parameters[name].dtype for name in bucket.names}
+            if len(kinds) > 1:
+                raise PlanError(f"the bucket of {bucket.names[0]} mixes {', '.join(map(str, kinds))}: split it")
+            if bucket.collective not in COLLECTIVES:
+                raise PlanError(
+                    f"the plan sends {bucket.names[0]} by {bucket.collective!r}: expected {', '.join(COLLECTIVES)}"
+                )
+
+
+def _described(module: nn.Module) -> list[str]:
+    """A line per parameter and buffer, such that ranks with equal lines can train together."""
+    parameters = [f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad}" for n, p in module.named_parameters()]
+    return parameters + [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()]
+
+
+def _settings(wishes: Wishes) -> list[str]:
+    planner = wishes.planner
+    return [
+        f"planner {planner if isinstance(planner, str) else getattr(planner, '__qualname__', 'a function')}",
+        f"plan {wishes.plan.fingerprint if wishes.plan is not None else None}",
+        f"network given {wishes.network is not None}",
+        f"lanes {wishes.lanes}",
+        f"compress {wishes.compress}",
+        f"profile_steps {wishes.profile_steps}",
+    ]

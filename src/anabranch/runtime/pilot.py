@@ -1,0 +1,295 @@
+"""The life of a DataParallel: profile under DDP's own buckets, plan, try, keep what is fastest, watch, plan again.
+
+Every rank takes the same course, counted in synchronised backward passes, which by their nature happen equally often on
+each. Whatever depends on a measurement is decided by rank 0 and sent to the others before anyone acts on it.
+"""
+
+import json
+import logging
+import weakref
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anabranch import planners
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.runtime.agree import agree_on, from_rank_0
+from anabranch.runtime.buffers import BehindBuffers
+from anabranch.runtime.clock import clock_for
+from anabranch.runtime.hook import PlanHook
+from anabranch.runtime.lanes import Lane, Lanes
+from anabranch.runtime.layout import layout_of, reduced_parameters, relayout
+from anabranch.runtime.measure import LARGEST_NBYTES, measure
+from anabranch.runtime.record import Recorder
+from anabranch.runtime.trial import Trial
+from anabranch.runtime.watch import StepWatch
+from anabranch.sim import finish_s
+from anabranch.trace import Trace
+
+log = logging.getLogger("anabranch")
+
+SETTLE_STEPS = 3  # after a change of layout: DDP rebuilds in the second step, and caches warm up
+WATCH_STEPS = 50  # how often rank 0 looks whether the step time has drifted
+DRIFT = 0.10
+MARGIN = 0.01  # a plan must gain this much to be kept: less is noise, and stock DDP is the safer choice
+LANES_MUST_GAIN = 0.02  # predicted, before a second lane is tried at all
+
+Planner = Callable[[Trace, Network], Plan]
+Course = Generator[None, None, None]
+Trying = Generator[None, None, Trial]
+DDP_BUCKETS = "DDP's own buckets"
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user asked for."""
+
+    planner: str | Planner
+    plan: Plan | None
+    network: Network | None
+    lanes: int | None
+    compress: str | None
+    profile_steps: int
+
+
+class Pilot:
+    """Steers one DataParallel, which calls ``before_forward``, ``after_forward`` and ``sync_buffers``.
+
+    ``control`` is a group of the same ranks that carries host memory and that nobody else uses.
+    """
+
+    def __init__(self, ddp: Any, wishes: Wishes, control: dist.ProcessGroup) -> None:
+        self._owner = weakref.ref(ddp)  # not the other way round: a dropped model must be able to go
+        self._wishes, self._control = wishes, control
+        self._parameters = reduced_parameters(ddp)
+        self._device = next(iter(self._parameters.values())).device
+        self._lanes = Lanes(ddp.process_group, self._device)
+        self._watch = StepWatch(clock_for(self._device))
+        self._buffers = BehindBuffers(self._module_buffers, control)
+        self._recorder: Recorder | None = None
+        self._seen = 0
+        self.hook: PlanHook | None = None
+        self.trace: Trace | None = None
+        self.network: Network | None = None
+        self.trials: list[Trial] = []
+        self.kept: Trial | None = None
+        self.stage = "settling"
+        self.replan_asked = False
+        self._course = self._life()
+        next(self._course)
+
+    @property
+    def _ddp(self) -> Any:
+        ddp = self._owner()
+        if ddp is None:
+            raise RuntimeError("the DataParallel of this pilot is gone")
+        return ddp
+
+    # What DataParallel calls.
+
+    def before_forward(self) -> None:
+        """A forward that will be differentiated and synchronised is about to begin."""
+        while self._seen < self._watch.done:
+            self._seen += 1
+            next(self._course)
+        self._watch.forward_begins()
+        if self._recorder is not None:
+            self._recorder.forward_begins()
+
+    def after_forward(self, output: object) -> None:
+        """That forward has returned."""
+        self._watch.forward_ended(output)
+        if self._recorder is not None:
+            self._recorder.forward_ended(output)
+
+    def drain_buffers(self) -> None:
+        """Wait for buffers on their way, so that what is sent next cannot meet them."""
+        self._buffers.drain()
+
+    def sync_buffers(self) -> bool:
+        """Whether rank 0's buffers are in place; if not, DDP must broadcast them."""
+        return self._buffers.install()
+
+    def close(self) -> None:
+        """Let go of hooks, threads and groups."""
+        self._course.close()
+        self._lanes.close()
+
+    # The course: one yield per synchronised step.
+
+    def _life(self) -> Course:
+        yield from self._steps(SETTLE_STEPS)
+        if self._wishes.plan is not None:
+            yield from self._as_told()
+        while True:
+            self.stage = "profiling"
+            self.trials = [(yield from self._profile())]
+            self._measure()
+            self.stage = "planning"
+            for label, plan in (yield from self._think()):
+                self.stage = f"trying {label}"
+                self._run(plan)
+                yield from self._steps(SETTLE_STEPS)
+                self.trials.append((yield from self._try(label, plan)))
+            self._keep()
+            yield from self._until_drift()
+            self._run(None)
+            yield from self._steps(SETTLE_STEPS)
+
+    def _as_told(self) -> Course:
+        """Run the user's plan, whatever comes of it."""
+        plan = agree_on(Plan, self._wishes.plan, self._control)
+        self._run(plan)
+        self.stage = "running the plan it was given"
+        yield from self._steps(SETTLE_STEPS)
+        while True:
+            self.kept = yield from self._try("the plan it was given", plan)
+            self.trials = [self.kept]
+            yield from self._steps(WATCH_STEPS)
+
+    def _steps(self, count: int) -> Course:
+        for _ in range(count):
+            yield
+
+    def _profile(self) -> Trying:
+        """DDP's own buckets: the trace, and the step time to beat."""
+        with Recorder(self._parameters) as self._recorder:
+            recorder = self._recorder
+            try:
+                trial = yield from self._try(DDP_BUCKETS, None)
+            finally:
+                self._recorder = None
+        trace = recorder.trace({"model": type(self._ddp.module).__name__})
+        self.trace = agree_on(Trace, self._slowest(trace), self._control)
+        return trial
+
+    def _try(self, label: str, plan: Plan | None) -> Trying:
+        """Time some steps of the layout in force."""
+        count = self._wishes.profile_steps
+        if self.hook is not None:
+            self.hook.look = True
+        yield from self._steps(count)
+        if self.hook is not None:
+            self.hook.look = False
+        self._watch.clock.settle()
+        return Trial.of(label, plan, self._watch.take(count), self._watch.clock)
+
+    def _slowest(self, trace: Trace) -> Trace:
+        """A collective starts when the last rank is ready: each instant is the latest over all ranks."""
+        mine = {tensor.name: tensor for tensor in trace.tensors}
+        ready_s = [mine[name].ready_s for name in self._parameters]
+        instants = torch.tensor([trace.forward_s, *ready_s], dtype=torch.float64)
+        dist.all_reduce(instants, op=dist.ReduceOp.MAX, group=self._control)
+        forward_s, *ready_s = instants.tolist()
+        tensors = [replace(mine[name], ready_s=s) for name, s in zip(self._parameters, ready_s, strict=True)]
+        tensors.sort(key=lambda tensor: tensor.ready_s)
+        return replace(trace, tensors=tuple(tensors), forward_s=forward_s)
+
+    def _measure(self) -> None:
+        """What the network costs, unless the user said; and how much lanes slow each other."""
+        assert self.trace is not None
+        self._lanes.grow(self._wishes.lanes or 2)
+        if self._wishes.network is not None:
+            self.network = agree_on(Network, self._wishes.network, self._control)
+            return
+        self.stage = "measuring the network"
+        kinds = ("dense",) if self._wishes.compress is None else ("dense", self._wishes.compress)
+        largest = min(max(self.trace.nbytes, 1 << 16), LARGEST_NBYTES)
+        self.network = measure(self._lanes.groups, self._device, largest, collectives=kinds)
+
+    def _think(self) -> Generator[None, None, list[tuple[str, Plan]]]:
+        """Rank 0 plans beside the next steps; then everyone has its candidates."""
+        leader = dist.get_rank(self._control) == 0
+        with ThreadPoolExecutor(1, "anabranch-planner") as pool:
+            thought = pool.submit(self._candidates) if leader else None
+            yield from self._steps(2)
+            mine = thought.result() if thought is not None else []
+        labels = json.loads(from_rank_0(json.dumps([label for label, _ in mine]).encode(), self._control))
+        plans = [agree_on(Plan, mine[i][1] if leader else None, self._control) for i in range(len(labels))]
+        return list(zip(labels, plans, strict=True))
+
+    def _candidates(self) -> list[tuple[str, Plan]]:
+        """What is worth trying, by the simulator's judgement."""
+        trace, network, wishes = self.trace, self.network, self._wishes
+        assert trace is not None and network is not None
+        planner = planners.PLANNERS[wishes.planner] if isinstance(wishes.planner, str) else wishes.planner
+        label = wishes.planner if isinstance(wishes.planner, str) else getattr(planner, "__name__", "your planner")
+        found = [(label, planner(trace, network))]
+        if wishes.lanes != 1:
+            several = planners.lanes(trace, network, lanes=wishes.lanes or 2)
+            gain = 1 - self.predicted_s(several) / self.predicted_s(found[0][1])
+            if several.lanes > 1 and gain > LANES_MUST_GAIN:
+                found.append((f"{several.lanes} lanes", several))
+        if wishes.compress is not None:
+            kind = wishes.compress
+            found = [*((f"{name}, {kind}", planners.using(plan, kind)) for name, plan in found), *found]
+        return [(name, plan.check(trace)) for name, plan in found]
+
+    def predicted_s(self, plan: Plan | None) -> float:
+        """Predicted time from the start of forward to averaged gradients."""
+        assert self.trace is not None and self.network is not None
+        plan = plan or planners.by_bytes(self.trace, self.network)
+        return self.trace.forward_s + finish_s(self.trace, plan, self.network)
+
+    def _keep(self) -> None:
+        """Go on with whatever was fastest on rank 0: DDP's own buckets, unless a plan beats them clearly."""
+        stock, *planned = self.trials
+        best = min(planned, key=lambda trial: trial.step_s)
+        mine = self.trials.index(best) if best.step_s < stock.step_s * (1 - MARGIN) else 0
+        self.kept = self.trials[from_rank_0(bytes([mine]), self._control)[0]]
+        self._run(self.kept.plan)
+        if self.kept is stock:
+            self.stage = "running DDP's own buckets: no plan was faster"
+        else:
+            self.stage = f"running {self.kept.label}"
+        if dist.get_rank(self._control) == 0:
+            log.info(
+                "anabranch: %s (%s)", self.stage, ", ".join(f"{t.label} {t.step_s * 1e3:.2f} ms" for t in self.trials)
+            )
+
+    def _until_drift(self) -> Course:
+        """Return when rank 0 sees the step time leave its range, or when the user asks for a new plan."""
+        yield from self._steps(SETTLE_STEPS)
+        usual_s: float | None = None
+        while not self.replan_asked:
+            for _ in range(WATCH_STEPS):
+                yield
+                if self.replan_asked:
+                    break
+            marks = [step for step in self._watch.take(WATCH_STEPS) if self._watch.clock.settled(step.averaged)]
+            if not marks:
+                continue
+            now_s = median(self._watch.clock.between(step.forward, step.averaged) for step in marks)
+            usual_s = usual_s or now_s
+            if from_rank_0(bytes([abs(now_s / usual_s - 1) > DRIFT]), self._control)[0]:
+                break
+        self.replan_asked = False
+
+    def _run(self, plan: Plan | None) -> None:
+        """Lay the buckets out anew for the next step; no plan means DDP's own."""
+        self._buffers.drain()
+        self._watch.forget()
+        if plan is None:
+            if self.hook is not None:
+                self.hook = None
+                relayout(self._ddp, None, None)
+            return
+        if self.hook is not None and self.hook.plan == plan:
+            return
+        self._lanes.grow(plan.lanes)
+        self.hook = PlanHook(plan, self._lanes, self._watch, self._send_buffers)
+        relayout(self._ddp, layout_of(plan, list(self._parameters)), self.hook.run)
+
+    def _module_buffers(self) -> list[torch.Tensor]:
+        self._ddp._assign_modules_buffers()  # as DDP does before it sends them: they may have been replaced
+        return list(self._ddp.modules_buffers)
+
+    def _send_buffers(self, lane: Lane) -> None:
+        if self._ddp.will_sync_module_buffers() and not hasattr(self._ddp, "buffer_hook"):
+            self._buffers.send(lane)

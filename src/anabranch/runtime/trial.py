@@ -1,0 +1,50 @@
+"""Trial: how one layout did on the live model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from anabranch.plan import Plan
+from anabranch.runtime.clock import Clock
+from anabranch.runtime.watch import StepMarks
+from anabranch.timeline import COMPUTE, Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Times from the start of forward to averaged gradients, and a median step; no plan: DDP's own buckets."""
+
+    label: str
+    plan: Plan | None
+    steps_s: tuple[float, ...]
+    timeline: Timeline
+
+    @classmethod
+    def of(cls, label: str, plan: Plan | None, steps: Sequence[StepMarks], clock: Clock) -> "Trial":
+        """From the marks of some steps, which must be settled."""
+        seconds = [clock.between(step.forward, step.averaged) for step in steps]
+        typical = steps[sorted(range(len(steps)), key=seconds.__getitem__)[len(steps) // 2]]
+        return cls(label, plan, tuple(seconds), _timeline(typical, plan, clock))
+
+    @property
+    def step_s(self) -> float:
+        """Median step."""
+        return median(self.steps_s)
+
+
+def _timeline(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
+    """A measured timeline; without a plan only the time that communication exposed is known, not its buckets."""
+
+    def at(mark: object) -> float:
+        return clock.between(step.backward, mark)
+
+    computed_s = max(0.0, at(step.computed))
+    spans = [Span(COMPUTE, "forward", min(0.0, at(step.forward)), 0.0), Span(COMPUTE, "backward", 0.0, computed_s)]
+    if plan is None:
+        spans.append(Span("lane 0", "exposed communication", computed_s, max(computed_s, at(step.averaged))))
+    else:
+        for index, launched, ended in sorted(step.buckets, key=lambda item: item[0]):
+            bucket = plan.buckets[index]
+            label = f"bucket {index}: {bucket.collective}, {len(bucket.names)} tensors, {bucket.names[-1]}"
+            spans.append(Span(f"lane {bucket.lane}", label, at(launched), max(at(launched), at(ended))))
+    return Timeline(tuple(spans), {"source": "measured"})
