@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": NOUNS,
     "runtime": {*NOUNS, "files"},
     "runtime.parallel": EVERYTHING,  # the composition root
+    "runtime.candidates": {*NOUNS, "planners", "sim"},  # and what it has to choose from
     "sparse": {*NOUNS, "runtime.lanes"},
     "memory": {*NOUNS, "runtime", "sparse"},
     "lab": set(),

@@ -102,7 +102,6 @@ def test_order_lane_and_collective_are_in_the_fingerprint() -> None:
     assert len({plan.fingerprint for plan in variants}) == len(variants)
 
 
-@pytest.mark.xfail(strict=True, reason="lane=True and lane=1.0 pass Bucket's check, equal lane=1, and print otherwise")
 @pytest.mark.parametrize("lane", [True, 1.0])
 def test_equal_lanes_have_equal_text(lane: int) -> None:
     try:

@@ -1,7 +1,7 @@
 """Curve: what a message costs by its size, through measured points or along a straight line."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, NamedTuple, Self
@@ -80,15 +80,7 @@ class Curve:
         if len(set(sizes)) < len(sizes):
             twice = next(low for low, high in pairwise(sizes) if low == high)
             raise ValueError(f"{twice} bytes were measured twice: give one point per size")
-        pools: list[tuple[float, int]] = []  # (mean seconds, how many points share it)
-        for point in measured:
-            mean, count = point.seconds, 1
-            while pools and pools[-1][0] > mean:
-                other, n = pools.pop()
-                mean, count = (mean * count + other * n) / (count + n), count + n
-            pools.append((mean, count))
-        level = [mean for mean, count in pools for _ in range(count)]
-        smooth = tuple(replace(p, seconds=s) for p, s in zip(measured, level, strict=True))
+        smooth = _never_falling(measured)
         rise_s = smooth[-1].seconds - smooth[-2].seconds
         return cls(smooth, rise_s / (smooth[-1].nbytes - smooth[-2].nbytes))
 
@@ -140,7 +132,18 @@ class Curve:
 
     def shifted(self, spreads: float) -> Self:
         """The curve with ``spreads`` times each point's spread added: how bad, or good, it may be."""
-        moved = [(p.nbytes, max(0.0, p.seconds + spreads * p.spread_s), p.spread_s) for p in self.points]
-        if len(moved) < 2:
-            return replace(self, points=(CurvePoint(*moved[0]),))
-        return type(self).through(moved)
+        moved = [replace(p, seconds=max(0.0, p.seconds + spreads * p.spread_s)) for p in self.points]
+        return replace(self, points=_never_falling(moved))
+
+
+def _never_falling(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
+    """The nearest points that do not fall: neighbours that do share their mean (pooling adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # (mean seconds, how many points share it)
+    for point in points:
+        mean, count = point.seconds, 1
+        while pools and pools[-1][0] > mean:
+            other, n = pools.pop()
+            mean, count = (mean * count + other * n) / (count + n), count + n
+        pools.append((mean, count))
+    level = [mean for mean, count in pools for _ in range(count)]
+    return tuple(replace(p, seconds=s) for p, s in zip(points, level, strict=True))

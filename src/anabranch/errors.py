@@ -4,7 +4,8 @@
     ├── FileError          a file that cannot be read, understood or (over)written
     ├── PlanError          a plan that does not fit the gradients it is meant for
     ├── NetworkError       a network that cannot price what it is asked for
-    └── DisagreementError  ranks that do not hold the same thing
+    ├── DisagreementError  ranks that do not hold the same thing
+    └── CollectiveError    a message that did not get through
 
 A bad argument is a plain ``ValueError``, as everywhere in Python.
 """
@@ -28,3 +29,7 @@ class NetworkError(AnabranchError):
 
 class DisagreementError(AnabranchError):
     """Ranks of one process group hold different models, settings or plans."""
+
+
+class CollectiveError(AnabranchError):
+    """A collective failed or timed out: another rank died, stalled or took another way."""

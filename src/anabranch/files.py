@@ -31,16 +31,14 @@ def loads(text: bytes, where: str) -> Noun:
     """The noun in a JSON text; ``where`` names its origin in errors."""
     document = _parse(text, where)
     if not isinstance(document, dict):
-        raise FileError(
-            f"{where}: holds a {type(document).__name__}, expected a JSON object with 'format' and 'version'"
-        )
+        raise _refused(where, f"holds a {type(document).__name__}, expected a JSON object with 'format' and 'version'")
     kind = document.pop("format", None)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise FileError(f"{where}: 'format' is {_brief(kind)}, expected one of {', '.join(KINDS)}")
+        raise _refused(where, f"'format' is {_brief(kind)}, expected one of {', '.join(KINDS)}")
     version = document.pop("version", None)
     if version != VERSION or isinstance(version, bool):
-        raise FileError(
-            f"{where}: 'version' is {_brief(version)}, this program reads version {VERSION}; upgrade or re-create it"
+        raise _refused(
+            where, f"'version' is {_brief(version)}, this program reads version {VERSION}; upgrade or re-create it"
         )
     return _validate(KINDS[kind], document, where)
 
@@ -58,7 +56,11 @@ def dumps(noun: Noun) -> str:
 
 def save(noun: Noun, path: str | os.PathLike[str], force: bool = False) -> None:
     """Write a noun. An existing file is replaced only with ``force``; a crash leaves the old file or the new."""
-    write_text(dumps(noun), path, force)
+    try:
+        content = dumps(noun).encode()
+    except UnicodeEncodeError as error:
+        raise _refused(str(path), f"a name or text cannot be written as UTF-8: {error}") from error
+    write_bytes(content, path, force)
 
 
 def write_text(text: str, path: str | os.PathLike[str], force: bool = False) -> None:
@@ -72,7 +74,9 @@ def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = Fals
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise FileError(f"{path}: cannot write there ({error.strerror}); is the folder there and writable?") from error
+        raise _refused(
+            str(path), f"cannot write there ({error.strerror}); is the folder there and writable?"
+        ) from error
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -85,11 +89,11 @@ def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = Fals
         else:
             os.link(temporary, path)  # unlike rename, fails if the file is there
     except FileExistsError as error:
-        raise FileError(
-            f"{path}: is already there; choose another name, or overwrite it with --force (force=True)"
+        raise _refused(
+            str(path), "is already there; choose another name, or overwrite it with --force (force=True)"
         ) from error
     except OSError as error:
-        raise FileError(f"{path}: cannot be written ({error.strerror})") from error
+        raise _refused(str(path), f"cannot be written ({error.strerror})") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -99,10 +103,10 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as file:
             text = file.read(MAX_NBYTES + 1)
     except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+        raise _refused(str(path), f"cannot be read ({error.strerror})") from error
     if len(text) > MAX_NBYTES:
-        raise FileError(
-            f"{path}: is larger than {MAX_NBYTES >> 20} MiB, which no file of ours is; is this the right file?"
+        raise _refused(
+            str(path), f"is larger than {MAX_NBYTES >> 20} MiB, which no file of ours is; is this the right file?"
         )
     return text
 
@@ -112,18 +116,19 @@ def _parse(text: bytes, where: str) -> Any:
         raise ValueError(f"{constant} is not a JSON number")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = dict(pairs)
-        if len(names) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"the field {_brief(next(k for k in keys if keys.count(k) > 1))} is there twice")
-        return names
+        fields: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in fields:
+                raise ValueError(f"the field {_brief(key)} is there twice")
+            fields[key] = value
+        return fields
 
     try:
         return json.loads(text.decode("utf-8"), parse_constant=refuse, object_pairs_hook=once)
     except RecursionError as error:
-        raise FileError(f"{where}: is nested too deeply to be one of our files") from error
+        raise _refused(where, "is nested too deeply to be one of our files") from error
     except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
-        raise FileError(f"{where}: is not valid JSON: {error}") from error
+        raise _refused(where, f"is not valid JSON: {error}") from error
 
 
 def _validate(cls: type[Noun], document: dict[str, Any], where: str) -> Noun:
@@ -133,10 +138,18 @@ def _validate(cls: type[Noun], document: dict[str, Any], where: str) -> Noun:
         # Once more through JSON, since only from there a list may become a tuple and nothing else may become anything.
         return TypeAdapter(cls).validate_json(json.dumps(document))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        at = ".".join(str(part) for part in first["loc"]) or cls.__name__.lower()
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise FileError(f"{where}: {at}: {first['msg']}, found {_brief(first['input'])}{more}") from error
+        found = _of_one_branch(error.errors(include_url=False))
+        at = ".".join(str(part) for part in found[0]["loc"]) or cls.__name__.lower()
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise _refused(where, f"{at}: {found[0]['msg']}, found {_brief(found[0]['input'])}{more}") from error
+
+
+def _of_one_branch(errors: list[Any]) -> list[Any]:
+    """Where a field may be one of several things, pydantic reports what is wrong with each: keep the likeliest."""
+    branches: dict[Any, list[Any]] = {}
+    for error in errors:
+        branches.setdefault(error["loc"][:2] if error["loc"][:1] == ("model",) else (), []).append(error)
+    return min(branches.values(), key=len)
 
 
 def _plain(value: Any) -> Any:
@@ -150,10 +163,20 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _refused(where: str, why: str) -> FileError:
+    """An error about the content of a file, on one line, whatever the file put into it."""
+    return FileError(f"{_harmless(where, 200)}: {_harmless(why, 260)}")
+
+
 def _brief(value: object) -> str:
-    """A value from a file, short enough for one line of an error, its control characters escaped."""
-    text = repr(value) if value is not None else "missing"
-    return text if len(text) <= 80 else text[:77] + "..."
+    """A value from a file, short."""
+    return _harmless(repr(value) if value is not None else "missing", 80)
+
+
+def _harmless(text: str, longest: int) -> str:
+    """Text from outside as one line of printable characters."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: longest + 1])
+    return shown if len(shown) <= longest else shown[: longest - 3] + "..."
 
 
 def _umask() -> int:

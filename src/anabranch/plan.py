@@ -29,7 +29,7 @@ class Bucket:
         object.__setattr__(self, "names", tuple(self.names))
         if not self.names:
             raise ValueError("a bucket has no names: expected at least one gradient")
-        if not 0 <= self.lane < MAX_LANES:
+        if type(self.lane) is not int or not 0 <= self.lane < MAX_LANES:  # True or 1.0 would print otherwise
             raise ValueError(f"the bucket of {self.names[0]} is on lane {self.lane}: expected 0 to {MAX_LANES - 1}")
         if not self.collective:
             raise ValueError(f"the bucket of {self.names[0]} names no collective: expected e.g. 'dense'")

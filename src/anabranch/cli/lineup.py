@@ -22,6 +22,7 @@ class Entry(NamedTuple):
 
     @property
     def function(self) -> Callable[[Trace, Network], Plan]:
+        """The planner with its options."""
         return partial(PLANNERS[self.planner], **self.options)
 
 

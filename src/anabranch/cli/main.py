@@ -50,7 +50,7 @@ HELP = typer.Option("--help", "-h", help="Show this message and exit.", callback
 
 
 @app.callback(invoke_without_command=True, add_help_option=False)
-def start(
+def _start(
     context: typer.Context,
     version: Annotated[bool, VERSION] = False,  # noqa: ARG001 (its callback has acted)
     wants_help: Annotated[bool, HELP] = False,

@@ -52,6 +52,13 @@ def from_all_ranks(payload: bytes, group: Group) -> list[bytes]:
     return [_bytes(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
+def from_any_rank(flag: bool, group: Group) -> bool:
+    """Whether any rank says so, on every rank."""
+    flags = torch.tensor([flag], dtype=torch.int32, device=wire_device(group))
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return bool(flags.item())
+
+
 def check_same(what: str, lines: Sequence[str], group: Group) -> None:
     """DisagreementError, on every rank alike, unless all ranks pass the same lines; it names the first difference."""
     text = "\n".join(lines).encode()

@@ -15,7 +15,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from anabranch.runtime.agree import Group
 from anabranch.runtime.dense import Steps
-from anabranch.runtime.lanes import Lane
+from anabranch.runtime.lanes import Lane, Message
 
 
 class BehindBuffers:
@@ -39,12 +39,18 @@ class BehindBuffers:
         with torch.no_grad():
             self._message = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in self._sent])
         self._versions = [buffer._version for buffer in self._sent]
-        self._arrived = lane.submit(_broadcast(self._message, lane.group), self._message)
+        steps = _broadcast(self._message, lane.group)
+        self._arrived = lane.submit(Message(steps, self._message, "the broadcast of buffers from rank 0"))
 
     def drain(self) -> None:
         """Wait until what was sent has arrived."""
         if self._arrived is not None:
             self._arrived.wait()
+
+    def discard(self) -> None:
+        """Let go of what was sent: under join() rank 0 may not be the one whose buffers count."""
+        self.drain()
+        self._arrived = None
 
     def install(self) -> bool:
         """Put what arrived into the buffers; False, on all ranks alike, if DDP's own broadcast is needed instead."""

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from anabranch.plan import Plan
 from anabranch.runtime.dense import COLLECTIVES
-from anabranch.runtime.lanes import Lane, Lanes
+from anabranch.runtime.lanes import Lane, Lanes, Message
 from anabranch.runtime.watch import StepWatch
 
 
@@ -32,7 +32,11 @@ class PlanHook:
         buffer = bucket.buffer()
         divisor = self.divisor() if self.divisor is not None else self._world_size
         steps = COLLECTIVES[planned.collective](buffer, lane.group, divisor)
-        future = lane.submit(steps, buffer, self._marker(bucket.index()))
+        label = (
+            f"bucket {bucket.index()} of {len(self.plan)} ({len(planned.names)} gradients to {planned.names[-1]}, "
+            f"{planned.collective} on lane {planned.lane})"
+        )
+        future = lane.submit(Message(steps, buffer, label, self._marker(bucket.index())))
         if bucket.is_last():
             self._after_last(self._lanes[0])
         return future

@@ -8,29 +8,40 @@ would wait for themselves, and ranks would issue in different orders.
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from time import monotonic
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from anabranch.errors import CollectiveError
 from anabranch.runtime.dense import Group, Steps
 
-Job = tuple[Steps, torch.Tensor, Future[torch.Tensor], Callable[[], None] | None]
+HELD_WORKS = 64
+
+
+class Message(NamedTuple):
+    """A collective to run: its steps, the tensor that will hold its result, what to call it in errors, whom to tell."""
+
+    steps: Steps
+    result: torch.Tensor
+    label: str
+    on_end: Callable[[], None] | None = None
 
 
 class Lane(Protocol):
     """One message after another."""
 
     group: Group
+    failed: CollectiveError | None
 
-    def submit(
-        self, steps: Steps, result: torch.Tensor, on_end: Callable[[], None] | None = None
-    ) -> Future[torch.Tensor]:
-        """Run a collective behind those already submitted; the future gives ``result`` when it is done."""
+    def submit(self, message: Message) -> Future[torch.Tensor]:
+        """Run a collective behind those already submitted; the future gives its result when it is done."""
         ...
 
     def close(self, timeout_s: float) -> bool:
@@ -43,21 +54,21 @@ class HostLane:
 
     def __init__(self, group: Group, name: str) -> None:
         self.group = group
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._failed: BaseException | None = None
+        self.failed: CollectiveError | None = None
+        self._queue: queue.SimpleQueue[tuple[Message, Future[torch.Tensor]] | None] = queue.SimpleQueue()
+        # Gloo's own threads must not be the last to let go of a work: as the interpreter ends, they would abort it.
+        self._held: deque[dist.Work] = deque(maxlen=HELD_WORKS)
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def submit(
-        self, steps: Steps, result: torch.Tensor, on_end: Callable[[], None] | None = None
-    ) -> Future[torch.Tensor]:
+    def submit(self, message: Message) -> Future[torch.Tensor]:
         """See ``Lane``."""
-        if self._failed is not None:
-            raise RuntimeError("no further collective: an earlier one failed on this rank") from self._failed
+        if self.failed is not None:
+            raise self.failed
         done: Future[torch.Tensor] = Future()
         # The reducer cannot read an exception that was set on a future; one that is raised in then() it can.
         shown = done.then(lambda future: future.wait())
-        self._queue.put((steps, result, done, on_end))
+        self._queue.put((message, done))
         return shown
 
     def close(self, timeout_s: float) -> bool:
@@ -68,43 +79,53 @@ class HostLane:
 
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
-            steps, result, done, on_end = job
+            message, done = job
             try:
-                if self._failed is not None:
-                    raise RuntimeError("not started: an earlier collective failed on this rank") from self._failed
-                for work in steps:
-                    work.wait()
-                if on_end is not None:
-                    on_end()
+                self._run(message)
             except BaseException as error:
-                self._failed = error
                 done.set_exception(error)  # type: ignore[arg-type]
             else:
-                done.set_result(result)
-            # While get() blocks, nothing here may keep the last bucket alive.
-            del job, steps, result, done, on_end
+                done.set_result(message.result)
+            del job, message, done  # while get() blocks, nothing here may keep the last bucket alive
+
+    def _run(self, message: Message) -> None:
+        if self.failed is not None:
+            raise self.failed
+        begun = monotonic()
+        try:
+            for work in message.steps:
+                self._held.append(work)
+                work.wait()
+        except Exception as error:
+            self.failed = CollectiveError(
+                f"{message.label} did not get through after {monotonic() - begun:.1f} s: {error}. Another rank has "
+                "died, stalled or left this step: look for the first error among all ranks. Nothing more is sent here"
+            )
+            raise self.failed from error
+        if message.on_end is not None:
+            message.on_end()
 
 
 class StreamLane:
     """A side stream: collectives are issued at once by the caller, and wait for one another on the device."""
+
+    failed: CollectiveError | None = None  # on NCCL a failure shows in torch's own watchdog
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def submit(
-        self, steps: Steps, result: torch.Tensor, on_end: Callable[[], None] | None = None
-    ) -> Future[torch.Tensor]:
+    def submit(self, message: Message) -> Future[torch.Tensor]:
         """See ``Lane``."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for work in steps:
+            for work in message.steps:
                 work.wait()  # orders the stream; the host goes on
-            if on_end is not None:
-                on_end()
+            if message.on_end is not None:
+                message.on_end()
             done: Future[torch.Tensor] = Future(devices=[self._device])
-            done.set_result(result)
+            done.set_result(message.result)
         return done
 
     def close(self, timeout_s: float) -> bool:  # noqa: ARG002
@@ -135,6 +156,12 @@ class Lanes:
     def groups(self) -> Sequence[Group]:
         """The process group of each lane."""
         return [lane.group for lane in self._lanes]
+
+    def check(self) -> None:
+        """Raise what stopped a lane, if anything did."""
+        for lane in self._lanes:
+            if lane.failed is not None:
+                raise lane.failed
 
     def grow(self, count: int) -> None:
         """Have at least ``count`` lanes. Collective: every rank of the group calls it at the same point."""

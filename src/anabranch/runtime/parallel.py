@@ -16,11 +16,12 @@ from anabranch.network import Network
 from anabranch.plan import MAX_LANES, Plan
 from anabranch.planners import PLANNERS
 from anabranch.runtime.agree import check_same
+from anabranch.runtime.candidates import Planner, Wishes
 from anabranch.runtime.dense import COLLECTIVES
 from anabranch.runtime.explain import explanation
 from anabranch.runtime.lanes import same_ranks
 from anabranch.runtime.layout import layout_of, reduced_parameters
-from anabranch.runtime.pilot import Pilot, Planner, Wishes
+from anabranch.runtime.pilot import Pilot
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
 
@@ -80,6 +81,8 @@ class DataParallel(DistributedDataParallel):
             return "there is one rank, so nothing to send"
         if wishes.profile_steps == 0:
             return "profile_steps is 0"
+        if any(self._build_params_for_reducer()[1]):
+            return "an embedding has sparse gradients, which DDP sends by themselves"
         if used := [name for name in OWN_WAYS if given.get(name)]:
             return f"DDP's {used[0]} arranges communication its own way"
         return ""
@@ -137,6 +140,8 @@ class DataParallel(DistributedDataParallel):
                 pilot.hook.divisor = None
             if self._will_average():
                 pilot.before_forward()
+            elif torch.is_grad_enabled():
+                pilot.accumulating = True
         return super()._pre_forward(*inputs, **kwargs)
 
     @_disable_dynamo(recursive=False)
@@ -166,8 +171,13 @@ class DataParallel(DistributedDataParallel):
         return None
 
     def _sync_buffers(self) -> None:
-        own_way = self._join_config.enable or hasattr(self, "buffer_hook")
-        if self._pilot is None or own_way or not self._pilot.sync_buffers():
+        done = False
+        if self._pilot is not None:
+            if self._join_config.enable or hasattr(self, "buffer_hook"):
+                self._pilot.discard_buffers()
+            else:
+                done = self._pilot.sync_buffers()
+        if not done:
             super()._sync_buffers()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

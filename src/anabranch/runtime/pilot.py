@@ -7,20 +7,20 @@ each. Whatever depends on a measurement is decided by rank 0 and sent to the oth
 import json
 import logging
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from anabranch import planners
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.runtime.agree import agree_on, from_rank_0
+from anabranch.runtime.agree import agree_on, from_any_rank, from_rank_0
 from anabranch.runtime.buffers import BehindBuffers
+from anabranch.runtime.candidates import Wishes, candidates, predicted_s
 from anabranch.runtime.clock import clock_for
 from anabranch.runtime.hook import PlanHook
 from anabranch.runtime.lanes import Lane, Lanes
@@ -29,7 +29,6 @@ from anabranch.runtime.measure import LARGEST_NBYTES, measure
 from anabranch.runtime.record import Recorder
 from anabranch.runtime.trial import Trial
 from anabranch.runtime.watch import StepWatch
-from anabranch.sim import finish_s
 from anabranch.trace import Trace
 
 log = logging.getLogger("anabranch")
@@ -38,24 +37,10 @@ SETTLE_STEPS = 3  # after a change of layout: DDP rebuilds in the second step, a
 WATCH_STEPS = 50  # how often rank 0 looks whether the step time has drifted
 DRIFT = 0.10
 MARGIN = 0.01  # a plan must gain this much to be kept: less is noise, and stock DDP is the safer choice
-LANES_MUST_GAIN = 0.02  # predicted, before a second lane is tried at all
 
-Planner = Callable[[Trace, Network], Plan]
 Course = Generator[None, None, None]
 Trying = Generator[None, None, Trial]
 DDP_BUCKETS = "DDP's own buckets"
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the user asked for."""
-
-    planner: str | Planner
-    plan: Plan | None
-    network: Network | None
-    lanes: int | None
-    compress: str | None
-    profile_steps: int
 
 
 class Pilot:
@@ -81,6 +66,7 @@ class Pilot:
         self.kept: Trial | None = None
         self.stage = "settling"
         self.replan_asked = False
+        self.accumulating = False  # gradients of unsynchronised backward passes are waiting for the next one
         self._course = self._life()
         next(self._course)
 
@@ -95,9 +81,11 @@ class Pilot:
 
     def before_forward(self) -> None:
         """A forward that will be differentiated and synchronised is about to begin."""
+        self._lanes.check()
         while self._seen < self._watch.done:
             self._seen += 1
             next(self._course)
+        self.accumulating = False
         self._watch.forward_begins()
         if self._recorder is not None:
             self._recorder.forward_begins()
@@ -111,6 +99,10 @@ class Pilot:
     def drain_buffers(self) -> None:
         """Wait for buffers on their way, so that what is sent next cannot meet them."""
         self._buffers.drain()
+
+    def discard_buffers(self) -> None:
+        """Someone else sees to the buffers this time."""
+        self._buffers.discard()
 
     def sync_buffers(self) -> bool:
         """Whether rank 0's buffers are in place; if not, DDP must broadcast them."""
@@ -134,17 +126,21 @@ class Pilot:
             self.stage = "planning"
             for label, plan in (yield from self._think()):
                 self.stage = f"trying {label}"
+                yield from self._until_whole()
                 self._run(plan)
                 yield from self._steps(SETTLE_STEPS)
                 self.trials.append((yield from self._try(label, plan)))
+            yield from self._until_whole()
             self._keep()
             yield from self._until_drift()
+            yield from self._until_whole()
             self._run(None)
             yield from self._steps(SETTLE_STEPS)
 
     def _as_told(self) -> Course:
         """Run the user's plan, whatever comes of it."""
         plan = agree_on(Plan, self._wishes.plan, self._control)
+        yield from self._until_whole()
         self._run(plan)
         self.stage = "running the plan it was given"
         yield from self._steps(SETTLE_STEPS)
@@ -155,6 +151,11 @@ class Pilot:
 
     def _steps(self, count: int) -> Course:
         for _ in range(count):
+            yield
+
+    def _until_whole(self) -> Course:
+        """Wait for a step that does not continue an accumulation on any rank: a new reducer would not know of it."""
+        while from_any_rank(self.accumulating, self._control):
             yield
 
     def _profile(self) -> Trying:
@@ -205,37 +206,20 @@ class Pilot:
 
     def _think(self) -> Generator[None, None, list[tuple[str, Plan]]]:
         """Rank 0 plans beside the next steps; then everyone has its candidates."""
+        assert self.trace is not None and self.network is not None
         leader = dist.get_rank(self._control) == 0
         with ThreadPoolExecutor(1, "anabranch-planner") as pool:
-            thought = pool.submit(self._candidates) if leader else None
+            thought = pool.submit(candidates, self._wishes, self.trace, self.network) if leader else None
             yield from self._steps(2)
             mine = thought.result() if thought is not None else []
         labels = json.loads(from_rank_0(json.dumps([label for label, _ in mine]).encode(), self._control))
         plans = [agree_on(Plan, mine[i][1] if leader else None, self._control) for i in range(len(labels))]
         return list(zip(labels, plans, strict=True))
 
-    def _candidates(self) -> list[tuple[str, Plan]]:
-        """What is worth trying, by the simulator's judgement."""
-        trace, network, wishes = self.trace, self.network, self._wishes
-        assert trace is not None and network is not None
-        planner = planners.PLANNERS[wishes.planner] if isinstance(wishes.planner, str) else wishes.planner
-        label = wishes.planner if isinstance(wishes.planner, str) else getattr(planner, "__name__", "your planner")
-        found = [(label, planner(trace, network))]
-        if wishes.lanes != 1:
-            several = planners.lanes(trace, network, lanes=wishes.lanes or 2)
-            gain = 1 - self.predicted_s(several) / self.predicted_s(found[0][1])
-            if several.lanes > 1 and gain > LANES_MUST_GAIN:
-                found.append((f"{several.lanes} lanes", several))
-        if wishes.compress is not None:
-            kind = wishes.compress
-            found = [*((f"{name}, {kind}", planners.using(plan, kind)) for name, plan in found), *found]
-        return [(name, plan.check(trace)) for name, plan in found]
-
     def predicted_s(self, plan: Plan | None) -> float:
         """Predicted time from the start of forward to averaged gradients."""
         assert self.trace is not None and self.network is not None
-        plan = plan or planners.by_bytes(self.trace, self.network)
-        return self.trace.forward_s + finish_s(self.trace, plan, self.network)
+        return predicted_s(self.trace, plan, self.network)
 
     def _keep(self) -> None:
         """Go on with whatever was fastest on rank 0: DDP's own buckets, unless a plan beats them clearly."""

@@ -1,0 +1,47 @@
+"""What is worth trying on a live model, given what the user wished for and what was recorded and measured."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from anabranch import planners
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.sim import finish_s
+from anabranch.trace import Trace
+
+LANES_MUST_GAIN = 0.02  # predicted, before more than one lane is tried at all
+
+Planner = Callable[[Trace, Network], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The arguments of DataParallel that are not DDP's."""
+
+    planner: str | Planner
+    plan: Plan | None
+    network: Network | None
+    lanes: int | None
+    compress: str | None
+    profile_steps: int
+
+
+def candidates(wishes: Wishes, trace: Trace, network: Network) -> list[tuple[str, Plan]]:
+    """Plans to try, with what to call them: the planner's, and one with several lanes if predicted to pay."""
+    planner = planners.PLANNERS[wishes.planner] if isinstance(wishes.planner, str) else wishes.planner
+    name = wishes.planner if isinstance(wishes.planner, str) else getattr(planner, "__name__", "your planner")
+    found = [(name, planner(trace, network))]
+    if wishes.lanes != 1:
+        several = planners.lanes(trace, network, lanes=wishes.lanes or 2)
+        gain = 1 - predicted_s(trace, several, network) / predicted_s(trace, found[0][1], network)
+        if several.lanes > 1 and gain > LANES_MUST_GAIN:
+            found.append((f"{several.lanes} lanes", several))
+    if wishes.compress is not None:
+        kind = wishes.compress
+        found = [*((f"{label}, {kind}", planners.using(plan, kind)) for label, plan in found), *found]
+    return [(label, plan.check(trace)) for label, plan in found]
+
+
+def predicted_s(trace: Trace, plan: Plan | None, network: Network) -> float:
+    """Predicted time from the start of forward to averaged gradients; without a plan, under DDP's own buckets."""
+    return trace.forward_s + finish_s(trace, plan or planners.by_bytes(trace, network), network)
