@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from anabranch.checks import Scalar
 from anabranch.files import save
 from anabranch.runtime.record import record
-from anabranch.runtime.zoo import IMAGES, MODELS, SEQUENCES, build
+from anabranch.runtime.zoo import MODELS, build, facts
 
 BF16 = ("resnet50-bf16", "bert-base-bf16", "gpt2-bf16", "bert-large-bf16")
 
@@ -25,13 +24,7 @@ def main() -> None:
         name = full_name.removesuffix("-bf16")
         half = full_name.endswith("-bf16")
         model, step = build(name, device, torch.bfloat16 if half else None)
-        length = SEQUENCES[name][1] if name in SEQUENCES else None
-        batch = SEQUENCES[name][0] if name in SEQUENCES else IMAGES[name]
-        precision = "bf16 autocast, fp32 parameters and gradients" if half else "fp32"
-        meta: dict[str, Scalar] = {"model": name, "batch": batch, "precision": precision, "optimizer": "none"}
-        if length is not None:
-            meta["sequence_length"] = length
-        trace = record(model, step, steps=30, warmup=10, meta=meta)
+        trace = record(model, step, steps=30, warmup=10, meta=facts(name, half))
         save(trace, Path(folder) / f"{full_name}.json", force=True)
         print(
             f"{full_name}: {len(trace)} tensors, {trace.nbytes / 1e6:.1f} MB, "

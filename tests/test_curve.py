@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch import Curve, CurvePoint
+from anabranch import Curve, CurvePoint, Network, TensorSpec, Trace, planners
 from strategies import curves, measured_curves, measured_points
 
 sizes = st.one_of(st.integers(0, 50), st.integers(0, 1 << 34))
@@ -82,6 +82,16 @@ def test_the_line_of_a_curve(curve: Curve) -> None:
         slope, intercept = np.polyfit([p.nbytes for p in curve.points], [p.seconds for p in curve.points], 1)
         assert s_per_byte == pytest.approx(slope, rel=1e-6, abs=1e-12)
         assert start_s == pytest.approx(max(0.0, intercept), rel=1e-6, abs=1e-6)
+
+
+def test_the_line_of_a_flat_curve_does_not_fall() -> None:
+    """Rounding alone made the slope −6e-38, which Network.at and planners.lanes then refused."""
+    flat = Curve.through([(n, 0.5024285989524275) for n in (95050, 543160, 711533, 794659, 832721, 844219)])
+    assert flat.line() == pytest.approx((0.5024285989524275, 0.0))
+    assert flat.line()[1] >= 0
+    network = Network(8, {"dense": flat})
+    assert network.at(64).allreduce_s(0) == pytest.approx(0.5024285989524275 * 63 / 7)
+    assert len(planners.lanes(Trace((TensorSpec("a", 10, 4, 1.0),), 0.0), network)) == 1
 
 
 def test_lines_by_hand() -> None:

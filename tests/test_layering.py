@@ -37,13 +37,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {*NOUNS, "files"},
     "runtime.parallel": EVERYTHING,  # the composition root
     "runtime.candidates": {*NOUNS, "planners", "sim"},  # and what it has to choose from
+    "demo": EVERYTHING,
     "sparse": {*NOUNS, "runtime.lanes"},
     "memory": {*NOUNS, "runtime", "sparse"},
     "lab": set(),
+    "demo": EVERYTHING,
     "integrations": EVERYTHING,
     "cli": EVERYTHING,
 }
-TORCH_AT_MODULE_LEVEL = {"runtime", "sparse", "memory", "integrations"}
+TORCH_AT_MODULE_LEVEL = {"runtime", "demo", "sparse", "memory", "integrations"}
 TORCH_NEVER = {*NOUNS, "files", "sim", "planners", "report", "lab"}
 
 

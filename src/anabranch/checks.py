@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 from math import isfinite
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Never, Self
 
 Scalar = str | int | float | bool | None
 Meta = Mapping[str, Scalar]
@@ -15,6 +14,18 @@ MAX_NBYTES = 1 << 53
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 
+class ReadOnly(dict[str, Any]):
+    """A dict that cannot be changed but, unlike a mapping proxy, can be copied and pickled."""
+
+    def _refuse(self, *args: object, **kwargs: object) -> Never:  # noqa: ARG002
+        raise TypeError("this mapping belongs to a frozen value: build a new one with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[Self], tuple[dict[str, Any]]]:
+        return type(self), (dict(self),)
+
+
 def frozen_meta(meta: Mapping[str, Any]) -> Meta:
     """A read-only copy of ``meta``, refused unless it maps strings to finite JSON scalars."""
     for key, value in meta.items():
@@ -22,7 +33,10 @@ def frozen_meta(meta: Mapping[str, Any]) -> Meta:
             raise ValueError(f"meta[{key!r}] is {value!r}: meta maps strings to text, numbers, booleans or None")
         if isinstance(value, float) and not isfinite(value):
             raise ValueError(f"meta[{key!r}] is {value}: a number in meta must be finite")
-    return MappingProxyType(dict(meta))
+    return ReadOnly(meta)
+
+
+NO_META: Meta = ReadOnly()
 
 
 def check_seconds(what: str, value: float) -> None:

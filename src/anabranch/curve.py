@@ -122,7 +122,7 @@ class Curve:
         mean_x = sum(p.nbytes for p in self.points) / n
         mean_y = sum(p.seconds for p in self.points) / n
         covariance = sum((p.nbytes - mean_x) * (p.seconds - mean_y) for p in self.points)
-        slope = covariance / sum((p.nbytes - mean_x) ** 2 for p in self.points)
+        slope = max(0.0, covariance / sum((p.nbytes - mean_x) ** 2 for p in self.points))  # flat, but for rounding
         return max(0.0, mean_y - slope * mean_x), slope
 
     def least_s_per_byte(self, nbytes: int) -> float:

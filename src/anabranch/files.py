@@ -36,7 +36,7 @@ def loads(text: bytes, where: str) -> Noun:
     if not isinstance(kind, str) or kind not in KINDS:
         raise _refused(where, f"'format' is {_brief(kind)}, expected one of {', '.join(KINDS)}")
     version = document.pop("version", None)
-    if version != VERSION or isinstance(version, bool):
+    if type(version) is not int or version != VERSION:
         raise _refused(
             where, f"'version' is {_brief(version)}, this program reads version {VERSION}; upgrade or re-create it"
         )
@@ -102,8 +102,8 @@ def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_NBYTES + 1)
-    except OSError as error:
-        raise _refused(str(path), f"cannot be read ({error.strerror})") from error
+    except (OSError, ValueError) as error:
+        raise _refused(str(path), f"cannot be read ({_why(error)})") from error
     if len(text) > MAX_NBYTES:
         raise _refused(
             str(path), f"is larger than {MAX_NBYTES >> 20} MiB, which no file of ours is; is this the right file?"
@@ -161,6 +161,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def _why(error: OSError | ValueError) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _refused(where: str, why: str) -> FileError:

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import ClassVar, Self
 
-from anabranch.checks import STRICT, Meta, check_positive, check_seconds, frozen_meta
+from anabranch.checks import NO_META, STRICT, Meta, ReadOnly, check_positive, check_seconds, frozen_meta
 from anabranch.curve import Curve, Points
 from anabranch.errors import NetworkError
 from anabranch.links import AlphaBeta, TwoLevel
@@ -75,7 +74,7 @@ class Network:
     meta: Meta = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "curves", MappingProxyType(dict(self.curves)))
+        object.__setattr__(self, "curves", ReadOnly(self.curves))
         object.__setattr__(self, "meta", frozen_meta(self.meta))
         if self.world_size < 1:
             raise ValueError(f"world_size is {self.world_size}: expected at least 1")
@@ -123,7 +122,7 @@ class Network:
 
     @classmethod
     def measured(cls, world_size: int, curves: Points | Mapping[str, Points], *,
-                 contention: Contention = FULL_LINK, meta: Meta = MappingProxyType({})) -> Self:  # fmt: skip
+                 contention: Contention = FULL_LINK, meta: Meta = NO_META) -> Self:  # fmt: skip
         """From measured (nbytes, seconds[, spread_s]) points, of the dense all-reduce or by kind of collective."""
         by_kind = curves if isinstance(curves, Mapping) else {"dense": curves}
         through = {kind: Curve.through(points) for kind, points in by_kind.items()}

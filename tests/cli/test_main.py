@@ -12,7 +12,7 @@ from anabranch.cli import specs
 from anabranch.cli.main import main
 from cli.nouns import HOSTILE, RING, error_of, small_trace, trace_file
 
-VERBS = ["plan", "simulate", "compare", "scale", "show"]
+VERBS = ["record", "measure", "plan", "simulate", "compare", "scale", "show", "demo"]
 
 
 @pytest.mark.parametrize("verb", [[], *([verb] for verb in VERBS)])

@@ -8,7 +8,10 @@ import typer
 from typer.main import get_command
 
 from anabranch.cli.compare import compare
+from anabranch.cli.demo import demo
+from anabranch.cli.measure import measure
 from anabranch.cli.plan import plan
+from anabranch.cli.record import record
 from anabranch.cli.scale import scale
 from anabranch.cli.show import show
 from anabranch.cli.simulate import simulate
@@ -28,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (plan, simulate, compare, scale, show):
+for verb in (record, measure, plan, simulate, compare, scale, show, demo):
     app.command()(verb)
 
 

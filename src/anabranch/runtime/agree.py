@@ -4,6 +4,7 @@ What travels is tensors of bytes, never pickles. Every wait ends with the proces
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import TypeVar
 
@@ -57,6 +58,19 @@ def from_any_rank(flag: bool, group: Group) -> bool:
     flags = torch.tensor([flag], dtype=torch.int32, device=wire_device(group))
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return bool(flags.item())
+
+
+def latest(trace: Trace, group: Group) -> Trace:
+    """A collective starts when the last rank is ready: this trace with every instant the latest over all ranks."""
+    by_name = sorted(trace.tensors, key=lambda tensor: tensor.name)  # the same order on every rank
+    instants = torch.tensor([trace.forward_s, *(t.ready_s for t in by_name)], dtype=torch.float64)
+    instants = instants.to(wire_device(group))
+    dist.all_reduce(instants, op=dist.ReduceOp.MAX, group=group)
+    forward_s, *ready_s = instants.tolist()
+    place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
+    tensors = [replace(tensor, ready_s=s) for tensor, s in zip(by_name, ready_s, strict=True)]
+    tensors.sort(key=lambda tensor: (tensor.ready_s, place[tensor.name]))
+    return replace(trace, tensors=tuple(tensors), forward_s=forward_s)
 
 
 def check_same(what: str, lines: Sequence[str], group: Group) -> None:

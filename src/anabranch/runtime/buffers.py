@@ -8,9 +8,11 @@ they are not, all ranks broadcast as DDP does.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from anabranch.runtime.agree import Group
@@ -32,12 +34,12 @@ class BehindBuffers:
         """Broadcast rank 0's buffers behind what the lane already carries. Every rank calls it in the same step."""
         if self._arrived is not None:
             return
-        # Widest elements first, so that each buffer starts at a multiple of its own element's size.
-        self._sent = sorted(self._current(), key=lambda buffer: -buffer.element_size())
+        self._sent = _widest_first(self._current())
         if not self._sent:
             return
         with torch.no_grad():
-            self._message = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in self._sent])
+            flat = [_flatten_dense_tensors(alike) for alike in _alike(self._sent)]
+            self._message = torch.cat([part.view(torch.uint8) for part in flat])
         self._versions = [buffer._version for buffer in self._sent]
         steps = _broadcast(self._message, lane.group)
         self._arrived = lane.submit(Message(steps, self._message, "the broadcast of buffers from rank 0"))
@@ -63,15 +65,16 @@ class BehindBuffers:
         if not self._same_shapes() or not self._unchanged_on_rank_0():
             return False
         if dist.get_rank(self._control) != 0:
-            parts = message.split([buffer.numel() * buffer.element_size() for buffer in self._sent])
+            groups = _alike(self._sent)
+            parts = message.split([sum(b.numel() * b.element_size() for b in alike) for alike in groups])
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._sent)):
-                for buffer, part in zip(self._sent, parts, strict=True):
-                    buffer.copy_(part.view(buffer.dtype).view_as(buffer))
+                for alike, part in zip(groups, parts, strict=True):  # a kernel per dtype, not one per buffer
+                    torch._foreach_copy_(alike, _unflatten_dense_tensors(part.view(alike[0].dtype), alike))
         return True
 
     def _same_shapes(self) -> bool:
         """Buffers that were added, removed or replaced: DDP needs that to happen alike on every rank, and so do we."""
-        now = sorted(self._current(), key=lambda buffer: -buffer.element_size())
+        now = _widest_first(self._current())
         same = len(now) == len(self._sent) and all(
             new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
             for new, old in zip(now, self._sent, strict=True)
@@ -86,6 +89,16 @@ class BehindBuffers:
         answer = torch.tensor([unchanged], dtype=torch.uint8)
         dist.broadcast(answer, group_src=0, group=self._control)
         return bool(answer.item())
+
+
+def _widest_first(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """In the order of the message: each dtype together, and none at an odd address for its elements."""
+    return sorted(buffers, key=lambda buffer: (-buffer.element_size(), str(buffer.dtype)))
+
+
+def _alike(buffers: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Runs of the same dtype."""
+    return [list(run) for _, run in groupby(buffers, key=lambda buffer: buffer.dtype)]
 
 
 def _broadcast(message: torch.Tensor, group: Group) -> Steps:

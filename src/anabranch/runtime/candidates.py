@@ -39,7 +39,8 @@ def candidates(wishes: Wishes, trace: Trace, network: Network) -> list[tuple[str
     if wishes.compress is not None:
         kind = wishes.compress
         found = [*((f"{label}, {kind}", planners.using(plan, kind)) for label, plan in found), *found]
-    return [(label, plan.check(trace)) for label, plan in found]
+    again = ", refined" if "refined" in network.meta else ""
+    return [(label + again, plan.check(trace)) for label, plan in found]
 
 
 def predicted_s(trace: Trace, plan: Plan | None, network: Network) -> float:

@@ -4,6 +4,7 @@ from time import perf_counter
 from typing import Protocol
 
 import torch
+from torch.distributed import Work
 
 
 class Clock(Protocol):
@@ -25,6 +26,14 @@ class Clock(Protocol):
         """Whether this mark has a time already."""
         ...
 
+    def mark_end(self, works: list[Work]) -> object:
+        """When these works, one after the other, are over; ``until`` reads it."""
+        ...
+
+    def until(self, start: object, free_s: float, launched: object, end: object) -> float:
+        """Seconds from ``start`` to an end from ``mark_end``, of works launched at a mark on a lane free at free_s."""
+        ...
+
 
 class HostClock:
     """For work that runs where it is called: the CPU."""
@@ -44,6 +53,14 @@ class HostClock:
     def settled(self, mark: object) -> bool:
         """Always: the host knows its time."""
         return mark is not None
+
+    def mark_end(self, works: list[Work]) -> float:  # noqa: ARG002
+        """Now: a host lane has waited for them."""
+        return perf_counter()
+
+    def until(self, start: object, free_s: float, launched: object, end: object) -> float:  # noqa: ARG002
+        """The end was marked when it came."""
+        return self.between(start, end)
 
 
 class CudaClock:
@@ -70,6 +87,15 @@ class CudaClock:
     def settled(self, mark: object) -> bool:
         """Whether the device has passed the event."""
         return isinstance(mark, torch.cuda.Event) and mark.query()
+
+    def mark_end(self, works: list[Work]) -> list[Work]:
+        """The works themselves, which know how long they took: an event behind them could hold up computation."""
+        return works
+
+    def until(self, start: object, free_s: float, launched: object, end: object) -> float:
+        """They began when launched and the lane was free, and took as long as they say."""
+        assert isinstance(end, list)
+        return max(self.between(start, launched), free_s) + float(sum(work._get_duration() for work in end)) / 1e3
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -61,19 +61,19 @@ def _trials(pilot: "Pilot") -> list[str]:
     lines = []
     for row in table:
         cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return [*lines, "* in force. Step: start of forward to averaged gradients, median of the trial, rank 0's clock."]
+        lines.append(" ".join(cells).rstrip())
+    return [*lines, "* in force. From the start of forward to averaged gradients; median on rank 0."]
 
 
 def _buckets(plan: Plan, trace: Trace) -> list[str]:
     tensors = {tensor.name: tensor for tensor in trace.tensors}
-    lines = [f"Plan {plan.fingerprint[:12]}:"]
+    lines = [f"Plan {plan.fingerprint[:12]}:", "  # lane by          MiB gradients ready, ms last gradient"]
     for index, bucket in enumerate(plan.buckets):
         members = [tensors[name] for name in bucket.names]
         ready_s = max(tensor.ready_s for tensor in members)
         mib = sum(tensor.nbytes for tensor in members) / MIB
         lines.append(
-            f"  {index:3d}  lane {bucket.lane}  {bucket.collective:6s} {mib:9.3f} MiB  {len(members):4d} gradients, "
-            f"ready at {ready_s * 1e3:8.2f} ms, to {bucket.names[-1]}"
+            f"{index:3d} {bucket.lane:4d} {bucket.collective:6s} {mib:8.3f} {len(members):9d} {ready_s * 1e3:9.2f} "
+            f"{bucket.names[-1]}"
         )
     return lines

@@ -41,10 +41,10 @@ class PlanHook:
             self._after_last(self._lanes[0])
         return future
 
-    def _marker(self, index: int) -> Callable[[], None] | None:
+    def _marker(self, index: int) -> Callable[[list[dist.Work]], None] | None:
         step = self._watch.current
         if not self.look or step is None:
             return None
         clock = self._watch.clock
         launched = clock.mark()
-        return lambda: step.buckets.append((index, launched, clock.mark()))
+        return lambda works: step.buckets.append((index, launched, clock.mark_end(works)))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,16 @@ HELD_WORKS = 64
 
 
 class Message(NamedTuple):
-    """A collective to run: its steps, the tensor that will hold its result, what to call it in errors, whom to tell."""
+    """A collective to run: its steps, the tensor that will hold its result, what to call it in errors, whom to tell.
+
+    ``on_end`` gets the works of the collective: when they are done on a host lane, when they are issued on a stream
+    lane, where they know how long they took once they are done.
+    """
 
     steps: Steps
     result: torch.Tensor
     label: str
-    on_end: Callable[[], None] | None = None
+    on_end: Callable[[list[dist.Work]], None] | None = None
 
 
 class Lane(Protocol):
@@ -74,7 +78,8 @@ class HostLane:
     def close(self, timeout_s: float) -> bool:
         """See ``Lane``. The thread is a daemon: a program's exit does not wait for it."""
         self._queue.put(None)
-        self._thread.join(timeout_s)
+        if self._thread is not threading.current_thread():  # where the garbage collector may have run
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
@@ -92,8 +97,10 @@ class HostLane:
         if self.failed is not None:
             raise self.failed
         begun = monotonic()
+        works = []
         try:
             for work in message.steps:
+                works.append(work)
                 self._held.append(work)
                 work.wait()
         except Exception as error:
@@ -103,11 +110,17 @@ class HostLane:
             )
             raise self.failed from error
         if message.on_end is not None:
-            message.on_end()
+            message.on_end(works)
 
 
 class StreamLane:
-    """A side stream: collectives are issued at once by the caller, and wait for one another on the device."""
+    """A side stream on which collectives are waited for; nothing on the host waits.
+
+    The first step is issued from the caller's stream, so that the communicator has the next message at once: issued
+    from the side stream, it would get it only after that stream has seen the last one end. For the same reason
+    nothing else is put on the side stream, not even an event: with few hardware queues (under MPS, or
+    CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can hold up the computation behind it.
+    """
 
     failed: CollectiveError | None = None  # on NCCL a failure shows in torch's own watchdog
 
@@ -115,15 +128,18 @@ class StreamLane:
         self.group = group
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
+        cast(Any, group)._enable_collectives_timing()  # a name that torch's type stubs do not have
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
         """See ``Lane``."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        works = [next(message.steps)]
         with torch.cuda.stream(self._stream):
+            works[0].wait()  # orders the stream; the host goes on
             for work in message.steps:
-                work.wait()  # orders the stream; the host goes on
+                works.append(work)
+                work.wait()
             if message.on_end is not None:
-                message.on_end()
+                message.on_end(works)
             done: Future[torch.Tensor] = Future(devices=[self._device])
             done.set_result(message.result)
         return done

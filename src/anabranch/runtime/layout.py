@@ -77,6 +77,15 @@ def tensors_in(output: object) -> list[torch.Tensor]:
     return list(_find_tensors(output))
 
 
+def built_by_ddp(ddp: DistributedDataParallel) -> Layout | None:
+    """The buckets that DDP itself has built from the order it saw; None before that, or where it never does.
+
+    Going back to them instead of to None leaves nothing to rebuild, which would communicate in the next forward.
+    """
+    told = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    return [[int(index) for index in bucket.split()] for bucket in told.split(",")] if told else None
+
+
 def layout_in_force(ddp: DistributedDataParallel) -> Layout:
     """The buckets as the reducer holds them now. Allocates them once more: for tests, not for every step."""
     index = {parameter: i for i, parameter in enumerate(ddp._build_params_for_reducer()[0])}

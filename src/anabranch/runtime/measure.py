@@ -135,11 +135,11 @@ def _probe_nbytes(points: Sequence[tuple[int, float, float]]) -> int:
 def _sizes(largest_nbytes: int) -> list[int]:
     """Powers of two in between, closer where the curve bends, and the largest itself."""
     sizes = []
-    nbytes = SMALLEST_NBYTES
+    nbytes, largest_nbytes = SMALLEST_NBYTES, largest_nbytes // 4 * 4  # whole float32 elements
     while nbytes < largest_nbytes:
         sizes.append(nbytes)
         nbytes *= 2 if nbytes < 4 << 20 else 4
-    return [*sizes, largest_nbytes // 4 * 4]
+    return [*sizes, largest_nbytes]
 
 
 def _facts(

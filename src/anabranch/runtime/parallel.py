@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -43,6 +44,10 @@ class DataParallel(DistributedDataParallel):
     compress: "bf16" sends bfloat16 and adds in float32. profile_steps: steps per trial; 0 never plans.
     """
 
+    _pilot: Pilot | None = None  # DDP's constructor may register a comm hook before ours is through
+    _idle = ""
+    _joining = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -65,7 +70,6 @@ class DataParallel(DistributedDataParallel):
             check_same("the model", _described(module), group)
             check_same("the settings of DataParallel", _settings(wishes), group)
         super().__init__(module, *args, **options)
-        self._pilot: Pilot | None = None
         self._idle = self._why_not(given, wishes)
         if dist.get_world_size(self.process_group) == 1:
             self.require_backward_grad_sync = False  # as under no_sync(): gradients are already their own average
@@ -113,7 +117,8 @@ class DataParallel(DistributedDataParallel):
         """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
         if self._pilot is None:
             return f"No plan: {self._idle}. Gradients travel as under DistributedDataParallel."
-        return explanation(self._pilot)
+        join = "\nInside join() nothing is planned: ranks that have run out of inputs could take no part in it."
+        return explanation(self._pilot) + (join if self._inside_join() else "")
 
     def replan(self) -> None:
         """Profile and plan again from the next step on. Every rank must call it between the same two steps."""
@@ -136,12 +141,8 @@ class DataParallel(DistributedDataParallel):
         pilot = self._pilot
         if pilot is not None:
             pilot.drain_buffers()
-            if pilot.hook is not None and not self._join_config.enable:
-                pilot.hook.divisor = None
-            if self._will_average():
-                pilot.before_forward()
-            elif torch.is_grad_enabled():
-                pilot.accumulating = True
+            if torch.is_grad_enabled() and not self._inside_join():
+                pilot.before_forward(averaged=self.require_backward_grad_sync)
         return super()._pre_forward(*inputs, **kwargs)
 
     @_disable_dynamo(recursive=False)
@@ -153,22 +154,34 @@ class DataParallel(DistributedDataParallel):
 
     def _will_average(self) -> bool:
         """Whether this forward's backward will be averaged among all ranks."""
-        return torch.is_grad_enabled() and self.require_backward_grad_sync and not self._join_config.enable
+        return torch.is_grad_enabled() and self.require_backward_grad_sync and not self._inside_join()
+
+    def _inside_join(self) -> bool:
+        return self._joining and self._join_config.enable  # which torch leaves enabled when a join() has ended
+
+    def join_hook(self, **options: Any) -> Any:
+        """As DDP's; called when a join() begins."""
+        self._joining = True
+        return super().join_hook(**options)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        super()._sync_final_model(is_last_joiner)
+        self._joining = False
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
         """As DDP's, but keeps the sum: in a synchronised step it is the number of ranks that have not joined."""
         hook = self._pilot.hook if self._pilot is not None else None
-        if is_joined_rank or hook is None or self._divide_by_initial_world_size:
+        if hook is None:
             return super()._check_global_requires_backward_grad_sync(is_joined_rank)
-        active = torch.full((1,), float(self.require_backward_grad_sync), device=self.device)
+        active = torch.full((1,), float(self.require_backward_grad_sync and not is_joined_rank), device=self.device)
         work = dist.all_reduce(active, group=self.process_group, async_op=True)
 
         def remaining() -> int:
             work.wait()
-            return max(1, int(active.item()))
+            return int(active.item())
 
-        hook.divisor = remaining
-        return None
+        hook.divisor = None if self._divide_by_initial_world_size else remaining
+        return remaining() != 0 if is_joined_rank else None
 
     def _sync_buffers(self) -> None:
         done = False
@@ -194,6 +207,8 @@ class DataParallel(DistributedDataParallel):
         attributes: dict[str, Any] = super().__getstate__()
         for name in ("_pilot", "_release"):
             attributes.pop(name, None)
+        if self._pilot is not None:
+            attributes["_comm_hooks"] = []  # ours: the copy has none
         return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -204,7 +219,8 @@ class DataParallel(DistributedDataParallel):
 def _release(pilot: Pilot, control: dist.ProcessGroup) -> None:
     pilot.close()
     if dist.is_initialized():
-        dist.destroy_process_group(control)
+        with suppress(ValueError, AssertionError):  # gone already, with the default group
+            dist.destroy_process_group(control)
 
 
 def _check(wishes: Wishes) -> None:
@@ -244,8 +260,10 @@ def _check_fits(wishes: Wishes, ddp: DistributedDataParallel) -> None:
 
 def _described(module: nn.Module) -> list[str]:
     """A line per parameter and buffer, such that ranks with equal lines can train together."""
-    parameters = [f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad}" for n, p in module.named_parameters()]
-    return parameters + [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()]
+    parameters = {n: f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad}" for n, p in module.named_parameters()}
+    buffers = {n: f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()}
+    own_affair = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # DDP leaves these to each rank
+    return [line for name, line in (parameters | buffers).items() if name not in own_affair]
 
 
 def _settings(wishes: Wishes) -> list[str]:

@@ -1,11 +1,14 @@
 """The life of a DataParallel: profile under DDP's own buckets, plan, try, keep what is fastest, watch, plan again.
 
 Every rank takes the same course, counted in synchronised backward passes, which by their nature happen equally often on
-each. Whatever depends on a measurement is decided by rank 0 and sent to the others before anyone acts on it.
+each. The course goes on, and ranks talk to each other, at the end of such a backward and nowhere else: a forward may be
+one rank's private affair. Whatever depends on a measurement is decided by rank 0 and sent to the others before anyone
+acts on it.
 """
 
 import json
 import logging
+import math
 import weakref
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +21,16 @@ import torch.distributed as dist
 
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.runtime.agree import agree_on, from_any_rank, from_rank_0
+from anabranch.runtime.agree import agree_on, from_rank_0, latest
 from anabranch.runtime.buffers import BehindBuffers
 from anabranch.runtime.candidates import Wishes, candidates, predicted_s
 from anabranch.runtime.clock import clock_for
 from anabranch.runtime.hook import PlanHook
 from anabranch.runtime.lanes import Lane, Lanes
-from anabranch.runtime.layout import layout_of, reduced_parameters, relayout
+from anabranch.runtime.layout import Layout, built_by_ddp, layout_of, reduced_parameters, relayout
 from anabranch.runtime.measure import LARGEST_NBYTES, measure
 from anabranch.runtime.record import Recorder
+from anabranch.runtime.refine import bucket_seconds, refined
 from anabranch.runtime.trial import Trial
 from anabranch.runtime.watch import StepWatch
 from anabranch.trace import Trace
@@ -55,10 +59,11 @@ class Pilot:
         self._parameters = reduced_parameters(ddp)
         self._device = next(iter(self._parameters.values())).device
         self._lanes = Lanes(ddp.process_group, self._device)
-        self._watch = StepWatch(clock_for(self._device))
+        self._watch = StepWatch(clock_for(self._device), self._step_done)
         self._buffers = BehindBuffers(self._module_buffers, control)
         self._recorder: Recorder | None = None
-        self._seen = 0
+        self._due: tuple[Plan | None] | None = None  # what the next forward lays the buckets out for
+        self._stock: Layout | None = None  # DDP's own buckets, once there are others
         self.hook: PlanHook | None = None
         self.trace: Trace | None = None
         self.network: Network | None = None
@@ -66,7 +71,6 @@ class Pilot:
         self.kept: Trial | None = None
         self.stage = "settling"
         self.replan_asked = False
-        self.accumulating = False  # gradients of unsynchronised backward passes are waiting for the next one
         self._course = self._life()
         next(self._course)
 
@@ -79,19 +83,23 @@ class Pilot:
 
     # What DataParallel calls.
 
-    def before_forward(self) -> None:
-        """A forward that will be differentiated and synchronised is about to begin."""
+    def before_forward(self, averaged: bool) -> None:
+        """A forward that will be differentiated is about to begin, and whether its gradients will be averaged."""
         self._lanes.check()
-        while self._seen < self._watch.done:
-            self._seen += 1
-            next(self._course)
-        self.accumulating = False
-        self._watch.forward_begins()
-        if self._recorder is not None:
-            self._recorder.forward_begins()
+        if self.hook is not None:
+            self.hook.divisor = None
+        # This is the first forward after a synchronised backward, so nothing was accumulated that a new reducer would
+        # not know of. With static_graph it would average after its first backward even under no_sync(), so not there.
+        if self._due is not None and (averaged or not self._ddp.static_graph):
+            (plan,), self._due = self._due, None
+            self._lay_out(plan)
+        if averaged:
+            self._watch.forward_begins()
+            if self._recorder is not None:
+                self._recorder.forward_begins()
 
     def after_forward(self, output: object) -> None:
-        """That forward has returned."""
+        """A forward whose gradients will be averaged has returned."""
         self._watch.forward_ended(output)
         if self._recorder is not None:
             self._recorder.forward_ended(output)
@@ -113,34 +121,50 @@ class Pilot:
         self._course.close()
         self._lanes.close()
 
+    def _step_done(self) -> None:
+        next(self._course, None)  # a course that ended (closed, or an error that was shown) leaves things as they are
+
     # The course: one yield per synchronised step.
 
     def _life(self) -> Course:
         yield from self._steps(SETTLE_STEPS)
         if self._wishes.plan is not None:
             yield from self._as_told()
-        while True:
+        while self._trains_the_same():
             self.stage = "profiling"
             self.trials = [(yield from self._profile())]
             self._measure()
-            self.stage = "planning"
-            for label, plan in (yield from self._think()):
+            yield from self._try_all(replace(self._wishes, lanes=1))
+            self._refine()
+            yield from self._try_all(self._wishes)
+            self._keep()
+            yield from self._until_drift()
+            self._run(None)
+            yield from self._steps(SETTLE_STEPS)
+
+    def _try_all(self, wishes: Wishes) -> Course:
+        """Try every candidate that has not been tried yet."""
+        self.stage = "planning"
+        for label, plan in (yield from self._think(wishes)):
+            if all(trial.plan != plan for trial in self.trials):
                 self.stage = f"trying {label}"
-                yield from self._until_whole()
                 self._run(plan)
                 yield from self._steps(SETTLE_STEPS)
                 self.trials.append((yield from self._try(label, plan)))
-            yield from self._until_whole()
-            self._keep()
-            yield from self._until_drift()
-            yield from self._until_whole()
-            self._run(None)
-            yield from self._steps(SETTLE_STEPS)
+
+    def _refine(self) -> None:
+        """Correct the network by what the first plan's buckets took, on the rank that had to wait for no other."""
+        assert self.trace is not None and self.network is not None
+        plan, took_s = self.trials[1].plan, bucket_seconds(self.trials[1].timeline)
+        assert plan is not None
+        seconds = torch.tensor(took_s if len(took_s) == len(plan) else [math.nan] * len(plan), dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MIN, group=self._control)
+        if plan.lanes == 1 and not seconds.isnan().any():
+            self.network = agree_on(Network, refined(self.network, self.trace, plan, seconds.tolist()), self._control)
 
     def _as_told(self) -> Course:
         """Run the user's plan, whatever comes of it."""
         plan = agree_on(Plan, self._wishes.plan, self._control)
-        yield from self._until_whole()
         self._run(plan)
         self.stage = "running the plan it was given"
         yield from self._steps(SETTLE_STEPS)
@@ -153,11 +177,6 @@ class Pilot:
         for _ in range(count):
             yield
 
-    def _until_whole(self) -> Course:
-        """Wait for a step that does not continue an accumulation on any rank: a new reducer would not know of it."""
-        while from_any_rank(self.accumulating, self._control):
-            yield
-
     def _profile(self) -> Trying:
         """DDP's own buckets: the trace, and the step time to beat."""
         with Recorder(self._parameters) as self._recorder:
@@ -167,7 +186,7 @@ class Pilot:
             finally:
                 self._recorder = None
         trace = recorder.trace({"model": type(self._ddp.module).__name__})
-        self.trace = agree_on(Trace, self._slowest(trace), self._control)
+        self.trace = agree_on(Trace, latest(trace, self._control), self._control)
         return trial
 
     def _try(self, label: str, plan: Plan | None) -> Trying:
@@ -181,17 +200,6 @@ class Pilot:
         self._watch.clock.settle()
         return Trial.of(label, plan, self._watch.take(count), self._watch.clock)
 
-    def _slowest(self, trace: Trace) -> Trace:
-        """A collective starts when the last rank is ready: each instant is the latest over all ranks."""
-        mine = {tensor.name: tensor for tensor in trace.tensors}
-        ready_s = [mine[name].ready_s for name in self._parameters]
-        instants = torch.tensor([trace.forward_s, *ready_s], dtype=torch.float64)
-        dist.all_reduce(instants, op=dist.ReduceOp.MAX, group=self._control)
-        forward_s, *ready_s = instants.tolist()
-        tensors = [replace(mine[name], ready_s=s) for name, s in zip(self._parameters, ready_s, strict=True)]
-        tensors.sort(key=lambda tensor: tensor.ready_s)
-        return replace(trace, tensors=tuple(tensors), forward_s=forward_s)
-
     def _measure(self) -> None:
         """What the network costs, unless the user said; and how much lanes slow each other."""
         assert self.trace is not None
@@ -204,12 +212,12 @@ class Pilot:
         largest = min(max(self.trace.nbytes, 1 << 16), LARGEST_NBYTES)
         self.network = measure(self._lanes.groups, self._device, largest, collectives=kinds)
 
-    def _think(self) -> Generator[None, None, list[tuple[str, Plan]]]:
+    def _think(self, wishes: Wishes) -> Generator[None, None, list[tuple[str, Plan]]]:
         """Rank 0 plans beside the next steps; then everyone has its candidates."""
         assert self.trace is not None and self.network is not None
         leader = dist.get_rank(self._control) == 0
         with ThreadPoolExecutor(1, "anabranch-planner") as pool:
-            thought = pool.submit(candidates, self._wishes, self.trace, self.network) if leader else None
+            thought = pool.submit(candidates, wishes, self.trace, self.network) if leader else None
             yield from self._steps(2)
             mine = thought.result() if thought is not None else []
         labels = json.loads(from_rank_0(json.dumps([label for label, _ in mine]).encode(), self._control))
@@ -240,40 +248,56 @@ class Pilot:
     def _until_drift(self) -> Course:
         """Return when rank 0 sees the step time leave its range, or when the user asks for a new plan."""
         yield from self._steps(SETTLE_STEPS)
-        usual_s: float | None = None
+        usual_s = 0.0
         while not self.replan_asked:
             for _ in range(WATCH_STEPS):
                 yield
                 if self.replan_asked:
                     break
             marks = [step for step in self._watch.take(WATCH_STEPS) if self._watch.clock.settled(step.averaged)]
-            if not marks:
-                continue
-            now_s = median(self._watch.clock.between(step.forward, step.averaged) for step in marks)
+            seconds = [self._watch.clock.between(step.forward, step.averaged) for step in marks]
+            now_s = median(seconds) if seconds else usual_s
             usual_s = usual_s or now_s
-            if from_rank_0(bytes([abs(now_s / usual_s - 1) > DRIFT]), self._control)[0]:
+            if from_rank_0(bytes([abs(now_s - usual_s) > DRIFT * usual_s]), self._control)[0]:
                 break
         self.replan_asked = False
 
     def _run(self, plan: Plan | None) -> None:
-        """Lay the buckets out anew for the next step; no plan means DDP's own."""
-        self._buffers.drain()
+        """Have the next forward lay the buckets out for this plan; no plan means DDP's own."""
+        if plan is not None:
+            self._lanes.grow(plan.lanes)
+        self._due = (plan,)
+
+    def _lay_out(self, plan: Plan | None) -> None:
+        """Lay the buckets out anew; does not communicate."""
+        if not self._trains_the_same():
+            self._course.close()
+            return
         self._watch.forget()
         if plan is None:
             if self.hook is not None:
                 self.hook = None
-                relayout(self._ddp, None, None)
+                relayout(self._ddp, self._stock, None)
             return
         if self.hook is not None and self.hook.plan == plan:
             return
-        self._lanes.grow(plan.lanes)
+        if self.hook is None:
+            self._stock = self._stock or built_by_ddp(self._ddp)
         self.hook = PlanHook(plan, self._lanes, self._watch, self._send_buffers)
         relayout(self._ddp, layout_of(plan, list(self._parameters)), self.hook.run)
+
+    def _trains_the_same(self) -> bool:
+        """Whether the model trains what it was wrapped with; if not, its buckets must stay as they are."""
+        same = list(reduced_parameters(self._ddp)) == list(self._parameters)
+        if not same:
+            self.stage = "no longer planning: parameters were frozen or unfrozen after the model was wrapped"
+        return same
 
     def _module_buffers(self) -> list[torch.Tensor]:
         self._ddp._assign_modules_buffers()  # as DDP does before it sends them: they may have been replaced
         return list(self._ddp.modules_buffers)
 
     def _send_buffers(self, lane: Lane) -> None:
-        if self._ddp.will_sync_module_buffers() and not hasattr(self._ddp, "buffer_hook"):
+        ddp = self._ddp
+        if ddp.will_sync_module_buffers() and not hasattr(ddp, "buffer_hook") and not ddp._join_config.enable:
             self._buffers.send(lane)

@@ -63,6 +63,7 @@ class Recorder:
         self._module = module
         self._device = next(iter(self._parameters.values())).device
         self._clock = clock_for(self._device)
+        self._input = ""  # shape and dtype of the module's first tensor, which tells the batch
         self._steps: list[_Step] = []
         self._handles: list[Any] = []
 
@@ -71,7 +72,7 @@ class Recorder:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._marker(name)))
         if self._module is not None:
             self._handles += [
-                self._module.register_forward_pre_hook(lambda *_: self.forward_begins()),
+                self._module.register_forward_pre_hook(self._called, with_kwargs=True),
                 self._module.register_forward_hook(lambda _module, _args, output: self.forward_ended(output)),
             ]
         return self
@@ -117,6 +118,8 @@ class Recorder:
                 )
             )  # fmt: skip
         facts = {**_facts(self._device), **self._order_facts(steps), "steps": len(steps), **(meta or {})}
+        if self._input:
+            facts["input"] = self._input
         facts["forward_spread_s"] = float(np.subtract(*np.percentile(forward, [75, 25])))
         return Trace(tuple(tensors), float(np.median(forward)), facts)
 
@@ -143,6 +146,11 @@ class Recorder:
         if unused := [name for name in self._parameters if any(name not in step.ready for step in steps)]:
             facts["without_gradient"] = f"{unused[0]}" + (f" and {len(unused) - 1} more" if len(unused) > 1 else "")
         return facts
+
+    def _called(self, module: nn.Module, args: object, kwargs: object) -> None:  # noqa: ARG002
+        if not self._input and (tensors := tensors_in([args, kwargs])):
+            self._input = f"{'x'.join(map(str, tensors[0].shape))} {str(tensors[0].dtype).removeprefix('torch.')}"
+        self.forward_begins()
 
     def forward_begins(self) -> None:
         """A forward begins; the step before it counts only if it had a backward."""

@@ -43,8 +43,12 @@ def _timeline(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
     if plan is None:
         spans.append(Span("lane 0", "exposed communication", computed_s, max(computed_s, at(step.averaged))))
     else:
-        for index, launched, ended in sorted(step.buckets, key=lambda item: item[0]):
+        free_s = dict.fromkeys(range(plan.lanes), 0.0)
+        for index, launched, end in sorted(step.buckets, key=lambda item: item[0]):
             bucket = plan.buckets[index]
             label = f"bucket {index}: {bucket.collective}, {len(bucket.names)} tensors, {bucket.names[-1]}"
-            spans.append(Span(f"lane {bucket.lane}", label, at(launched), max(at(launched), at(ended))))
+            end_s = max(at(launched), clock.until(step.backward, free_s[bucket.lane], launched, end))
+            begin_s = min(max(at(launched), free_s[bucket.lane]), end_s)
+            spans.append(Span(f"lane {bucket.lane}", label, begin_s, end_s))
+            free_s[bucket.lane] = end_s
     return Timeline(tuple(spans), {"source": "measured"})

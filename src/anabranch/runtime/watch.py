@@ -1,6 +1,7 @@
 """Watches the steps of a live model: forward, backward, end of communication, and every gradient when asked to."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,16 +23,16 @@ class StepMarks:
 
 
 class StepWatch:
-    """Marks each synchronised step and counts those whose backward has run, which all ranks do equally often.
+    """Marks each synchronised step, and calls ``after_step`` when its gradients are averaged: all ranks are there then.
 
     A hook on the output fires when backward begins; callbacks queued in the autograd engine run when it ends, ours
     first, then DDP's own that waits for communication, then the one that ours has queued.
     """
 
-    def __init__(self, clock: Clock, keep: int = 64) -> None:
+    def __init__(self, clock: Clock, after_step: Callable[[], None], keep: int = 64) -> None:
         self.clock = clock
-        self.done = 0
-        self.current: StepMarks | None = None
+        self.current: StepMarks | None = None  # between forward and the end of its backward
+        self._after_step = after_step
         self._steps: deque[StepMarks] = deque(maxlen=keep)
 
     def forward_begins(self) -> None:
@@ -68,4 +69,6 @@ class StepWatch:
     def _averaged(self, step: StepMarks) -> None:
         step.averaged = self.clock.mark()
         self._steps.append(step)
-        self.done += 1
+        if self.current is step:
+            self.current = None
+        self._after_step()

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from anabranch.checks import Scalar
+
 # Batch per rank: images, or sequences with their length. The sizes that the literature and our lab use.
 IMAGES = {
     "googlenet": 64,
@@ -41,6 +43,14 @@ def build(
         value.backward()
 
     return model, step
+
+
+def facts(name: str, half: bool = False, batch: int | None = None) -> dict[str, Scalar]:
+    """What to note beside a trace of ``build(name, ...)``; ``half`` where it was built with bfloat16 autocast."""
+    usual, length = SEQUENCES[name] if name in SEQUENCES else (IMAGES[name], None)
+    precision = "bf16 autocast, fp32 parameters and gradients" if half else "fp32"
+    noted: dict[str, Scalar] = {"model": name, "batch": batch or usual, "precision": precision, "optimizer": "none"}
+    return noted if length is None else {**noted, "sequence_length": length}
 
 
 def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Callable[[], torch.Tensor]]:

@@ -1,0 +1,122 @@
+"""anabranch demo: a real training on this machine, under DistributedDataParallel and under DataParallel."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import quantiles
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from anabranch.cli.output import JsonOption, print_json, show_tables
+from anabranch.errors import AnabranchError
+
+FEWEST_STEPS = 60  # DataParallel needs about as many to profile, plan, try and choose
+DEADLINE_S = 900
+
+WorkersOption = Annotated[int, typer.Option(min=2, max=64, help="Worker processes, all on this machine.")]
+StepsOption = Annotated[int, typer.Option(min=FEWEST_STEPS, help="Steps of each training before both take turns.")]
+
+
+def demo(workers: WorkersOption = 4, steps: StepsOption = 80, as_json: JsonOption = False) -> None:
+    """Train a small transformer on this machine's CPU twice, as DDP and as DataParallel, and compare the two."""
+    if not as_json:
+        print(f"{workers} workers train a small transformer on Python's own sources: as DDP, then as DataParallel.\n")
+        sys.stdout.flush()
+    with TemporaryDirectory(prefix="anabranch-") as folder:
+        runs = _train(workers, steps, Path(folder) / "runs.json")
+    losses = zip(runs["ddp"]["losses"], runs["anabranch"]["losses"], strict=True)
+    document = {
+        "command": "demo",
+        "workers": workers,
+        "steps": len(runs["ddp"]["losses"]),
+        "parameters": runs["parameters"],
+        "runs": {"DistributedDataParallel": _figures(runs["ddp"]), "DataParallel": _figures(runs["anabranch"])},
+        "largest_loss_difference": max(abs(a - b) for a, b in losses),
+        "step_ratio": _ratio(runs["anabranch"]["rounds_s"], runs["ddp"]["rounds_s"]),
+        "plan": runs["plan"],
+        "explanation": runs["explanation"],
+        "notes": runs["notes"],
+    }
+    if as_json:
+        print_json(document)
+    else:
+        _print(document)
+
+
+def _train(workers: int, steps: int, output: Path) -> dict[str, Any]:
+    """Both trainings, by torchrun, in worker processes of one thread each."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    program = ["-m", "anabranch.demo.train", str(output), str(steps)]
+    command = [sys.executable, *torchrun, "--nproc-per-node", str(workers), *program]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=DEADLINE_S, check=False)
+    if done.returncode or not output.exists():
+        raise AnabranchError(f"the demo's workers ended with exit code {done.returncode}: their own words are above")
+    runs: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return runs
+
+
+def _figures(run: dict[str, Any]) -> dict[str, float]:
+    """First and last loss; a step's quartiles over the rounds in which both took turns."""
+    low_s, middle_s, high_s = quantiles(run["rounds_s"])
+    return {
+        "first_loss": run["losses"][0],
+        "last_loss": run["losses"][-1],
+        "step_s": middle_s,
+        "step_low_s": low_s,
+        "step_high_s": high_s,
+    }
+
+
+def _ratio(ours_s: Sequence[float], theirs_s: Sequence[float]) -> dict[str, float]:
+    """Quartiles of the ratio of both steps, round by round."""
+    low, middle, high = quantiles(ours / theirs for ours, theirs in zip(ours_s, theirs_s, strict=True))
+    return {"low": low, "median": middle, "high": high}
+
+
+def _print(document: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    from anabranch.report.cells import plain, time_scale
+    from anabranch.report.tables import columns
+
+    runs = document["runs"]
+    scale = time_scale(run["step_s"] for run in runs.values())
+    title = f"{document['parameters']:,} parameters, {document['workers']} workers, {document['steps']} steps"
+    headers = ("first loss", "last loss", f"step, {scale.unit}", "half between")
+    table = columns(title, "trained as", *headers, left=["trained as"])
+    for name, run in runs.items():
+        half = f"{scale(run['step_low_s'])} – {scale(run['step_high_s'])}"
+        table.add_row(name, f"{run['first_loss']:.4f}", f"{run['last_loss']:.4f}", scale(run["step_s"]), half)
+    explanation = "\n".join(plain(line) for line in document["explanation"].splitlines())
+    notes = [f"Note: {plain(note)}." for note in document["notes"]]
+    show_tables(
+        Text("What DataParallel did, in its own words (model.explain()):", style="bold"),
+        Text("\n".join([explanation, *notes])),
+        table,
+        Text("\n".join(_verdict(document))),
+    )
+
+
+def _verdict(document: dict[str, Any]) -> Sequence[str]:
+    """What the table means, for someone who sees it for the first time."""
+    apart, ratio = document["largest_loss_difference"], document["step_ratio"]
+    equal = (
+        f"Same losses, to rounding: at no step do they differ by more than {apart:.0e}." if apart else "Same losses."
+    )
+    times = (
+        f"A step of DataParallel takes {ratio['median']:.2f} of the time of one of DDP (half of the rounds: "
+        f"{ratio['low']:.2f} to {ratio['high']:.2f}), both taking turns once DataParallel had chosen."
+    )
+    if document["plan"] is None:
+        why = (
+            "On this machine no plan beat DDP's own buckets, so DataParallel kept those: both run the same buckets. "
+            "Plans pay where messages cost more than here."
+        )
+    else:
+        why = f"It runs a plan of {len(document['plan']['buckets'])} buckets, which was faster here than DDP's own."
+    return [equal, times, why]

@@ -1,0 +1,107 @@
+"""anabranch measure: the network among the ranks that torchrun has started."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.files import save
+from anabranch.network import Network
+from anabranch.plan import MAX_LANES
+
+# torchrun sets these for every rank.
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MIB = 1 << 20
+MAX_BUDGET_S = 3600.0
+
+OutputOption = Annotated[Path, typer.Option("-o", "--output", help="Write the network to this file, on rank 0.")]
+BudgetOption = Annotated[float, typer.Option(help="About how many seconds to take.")]
+LargestOption = Annotated[float, typer.Option(help="Largest message in MiB: the largest bucket that a plan may have.")]
+LanesOption = Annotated[int, typer.Option(min=1, max=MAX_LANES, help="Send up to so many messages at once, too.")]
+CollectiveOption = Annotated[
+    list[str] | None, typer.Option(help="Measure this beside dense, such as bf16; repeatable.")
+]
+BackendOption = Annotated[str | None, typer.Option(help="gloo or nccl; nccl where there is a GPU.")]
+
+
+def measure(
+    output: OutputOption,
+    budget_s: BudgetOption = 10.0,
+    largest_mb: LargestOption = 64.0,
+    lanes: LanesOption = 4,
+    collective: CollectiveOption = None,
+    backend: BackendOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what messages cost between ranks: torchrun --nproc-per-node 4 -m anabranch measure -o network.json."""
+    if missing := [name for name in RENDEZVOUS if name not in os.environ]:
+        raise ValueError(
+            f"{missing[0]} is not set: measure runs on every rank, so start it with torchrun, such as: "
+            f"torchrun --nproc-per-node 4 -m anabranch measure -o {output}"
+        )
+    if os.environ["WORLD_SIZE"] == "1":
+        raise ValueError(
+            "there is one rank, so nothing to measure: start more, such as torchrun --nproc-per-node 4 ..."
+        )
+    if not 0 < largest_mb <= MIB:
+        raise ValueError(f"--largest-mb is {largest_mb:g}: expected a number of MiB above 0, such as 64")
+    if not 0 < budget_s <= MAX_BUDGET_S:
+        raise ValueError(f"--budget-s is {budget_s:g}: expected seconds above 0 and up to {MAX_BUDGET_S:g}, such as 10")
+    leader = os.environ["RANK"] == "0"
+    if leader:
+        check_free([output], force)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kinds = ["dense", *(kind for kind in collective or [] if kind != "dense")]
+        network = _measured(backend, lanes, round(largest_mb * MIB), budget_s, kinds)
+    if not leader:
+        return
+    save(network, output, force)
+    notes = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    _print(network, output, notes, as_json)
+
+
+def _measured(backend: str | None, lanes: int, largest_nbytes: int, budget_s: float, kinds: Sequence[str]) -> Network:
+    """The network among all ranks, with process groups that exist for as long as this takes."""
+    import torch
+    import torch.distributed as dist
+
+    from anabranch.runtime.dense import COLLECTIVES
+    from anabranch.runtime.lanes import same_ranks
+    from anabranch.runtime.measure import measure as measured
+
+    if unknown := [kind for kind in kinds if kind not in COLLECTIVES]:
+        raise ValueError(f"--collective is {unknown[0]!r}: expected one of {', '.join(COLLECTIVES)}")
+    if backend not in (None, "gloo", "nccl"):
+        raise ValueError(f"--backend is {backend!r}: expected gloo or nccl")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError("--backend is nccl, but torch sees no GPU here: choose gloo")
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    try:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        more = [same_ranks(everyone, backend, f"anabranch lane {lane}") for lane in range(1, lanes)]
+        return measured([everyone, *more], device, largest_nbytes, budget_s, kinds)
+    finally:
+        dist.destroy_process_group()
+
+
+def _print(network: Network, output: Path, notes: Sequence[str], as_json: bool) -> None:
+    from anabranch.report import figures, tables
+
+    if as_json:
+        summary = figures.network_figures(network)
+        print_json({"command": "measure", **summary, "notes": list(notes), "written": str(output)})
+    else:
+        lines = [*(f"Note: {note}." for note in notes), f"Written to {output}."]
+        show_tables(tables.network_report(network), "\n".join(lines))

@@ -1,0 +1,120 @@
+"""anabranch record: the trace of your own model, or of a well-known one."""
+
+import sys
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anabranch.checks import Scalar
+from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, progress, show_tables
+from anabranch.files import save
+
+if TYPE_CHECKING:
+    from torch import nn
+
+EXAMPLE = "a function of yours as module:function, such as train:setup"
+
+
+class Precision(StrEnum):
+    """What a named model computes in; its parameters and gradients are float32 in both."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+WhatArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="A function of yours that returns (model, step), where step() runs one forward and one backward of model; "
+        "or the name of a model of torchvision or transformers, such as resnet50 or bert-base.",
+    ),
+]
+OutputOption = Annotated[Path, typer.Option("-o", "--output", help="Write the trace to this file.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="Steps to record; the trace holds their median and spread.")]
+WarmupOption = Annotated[int, typer.Option(min=0, help="Steps before those, not recorded.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda, for a named model; cuda where there is one.")]
+PrecisionOption = Annotated[Precision | None, typer.Option(help="For a named model; fp32 unless told.")]
+BatchOption = Annotated[int | None, typer.Option(min=1, help="Images or sequences per step, for a named model.")]
+
+
+def record(
+    what: WhatArgument,
+    output: OutputOption,
+    steps: StepsOption = 20,
+    warmup: WarmupOption = 5,
+    device: DeviceOption = None,
+    precision: PrecisionOption = None,
+    batch: BatchOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Record when each gradient of a model is ready, over some live steps on this machine."""
+    check_free([output], force)
+    if ":" in what:
+        given = {"--device": device, "--precision": precision, "--batch": batch}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{wrong[0]} is for named models: your own function decides that for {what}")
+        model, step = _yours(what)
+        meta: Mapping[str, Scalar] = {"model": type(model).__name__, "recorded_from": what}
+    else:
+        model, step, meta = _named(what, device, precision or Precision.fp32, batch)
+    from anabranch.report import figures, tables
+    from anabranch.runtime.record import record as recorded
+
+    calls = progress(range(warmup + steps), warmup + steps, "recording")
+
+    def counted() -> None:
+        next(calls)
+        step()
+
+    trace = recorded(model, counted, steps, warmup, meta)
+    next(calls, None)  # which takes the bar away
+    save(trace, output, force)
+    if as_json:
+        print_json({"command": "record", **figures.trace_figures(trace), "written": str(output)})
+    else:
+        show_tables(tables.trace_report(trace), f"Written to {output}.")
+
+
+def _yours(what: str) -> "tuple[nn.Module, Callable[[], object]]":
+    """What the user's function returns, checked. Its module is looked for in the working directory too."""
+    from torch import nn
+
+    module_name, _, function_name = what.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # for good: the function may import more of what lies there
+    try:
+        module = import_module(module_name)
+    except (ImportError, ValueError) as error:  # ValueError: an empty name
+        raise ValueError(f"{what}: cannot import {module_name!r} ({error}); expected {EXAMPLE}") from error
+    function: Any = getattr(module, function_name, None)
+    if not callable(function):
+        found = f"its {function_name!r} is of type {type(function).__name__}" if function is not None else "not there"
+        raise ValueError(f"{what}: no function {function_name!r} in {module.__file__} ({found}); expected {EXAMPLE}")
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
+        raise ValueError(f"{what}: returned ({kinds}), expected (model, step): a torch module and a function")
+    return made
+
+
+def _named(
+    name: str, device: str | None, precision: Precision, batch: int | None
+) -> "tuple[nn.Module, Callable[[], object], Mapping[str, Scalar]]":
+    import torch
+
+    from anabranch.runtime import zoo
+
+    if name not in zoo.MODELS:
+        raise ValueError(f"{name}: expected {EXAMPLE}, or one of {', '.join(zoo.MODELS)}")
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device is {device!r}: expected cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch sees no GPU here: choose cpu, or install a torch build for CUDA")
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, step = zoo.build(name, where, torch.bfloat16 if precision is Precision.bf16 else None, batch)
+    return model, step, zoo.facts(name, precision is Precision.bf16, batch)

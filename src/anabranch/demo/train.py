@@ -1,0 +1,90 @@
+"""One worker of ``anabranch demo``: the same training twice, under DistributedDataParallel and under DataParallel.
+
+Both start from the same weights and see the same batches. When DataParallel has made its choice, they go on in turn, so
+that their steps can be compared. Rank 0 shows progress on stderr and writes what happened.
+"""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch.demo.text import CharTransformer, StandardLibrary
+from anabranch.files import dumps
+from anabranch.runtime.parallel import DataParallel
+
+ROUNDS, ROUND_STEPS = 10, 4  # side by side, in turn: what slows the machine for a while slows both
+
+
+def main(output: str, steps: int) -> None:
+    """Train twice and, on rank 0, write both runs to ``output`` as JSON."""
+    dist.init_process_group("gloo")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp = _Training(DistributedDataParallel(_model()))
+        ours = _Training(model := DataParallel(_model()))
+        for title, training in (("DistributedDataParallel", ddp), ("DataParallel", ours)):
+            for _ in _progress(steps, title):
+                training.step()
+        for turn in _progress(ROUNDS, "both, in turn"):
+            for training in (ddp, ours) if turn % 2 else (ours, ddp):
+                training.rounds_s.append(sum(training.step() for _ in range(ROUND_STEPS)) / ROUND_STEPS)
+    if dist.get_rank() == 0:
+        result = {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "ddp": {"losses": ddp.losses, "rounds_s": ddp.rounds_s},
+            "anabranch": {"losses": ours.losses, "rounds_s": ours.rounds_s},
+            "plan": json.loads(dumps(model.plan)) if model.plan is not None else None,
+            "explanation": model.explain(),
+            "notes": [str(warning.message) for warning in caught if warning.category is UserWarning],
+        }
+        Path(output).write_text(json.dumps(result), encoding="utf-8")
+    model.close()
+    dist.destroy_process_group()
+
+
+class _Training:
+    """One model on its way; ``losses`` are averages over the ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._text = model, StandardLibrary()
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        self.losses: list[float] = []
+        self.rounds_s: list[float] = []  # a step's mean over a round
+
+    def step(self) -> float:
+        """Seconds from the batch to the update."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        begun = perf_counter()
+        loss = self._model(self._text.batch(len(self.losses), rank, ranks))
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        seconds = perf_counter() - begun
+        mean = loss.detach() / ranks
+        dist.all_reduce(mean)
+        self.losses.append(mean.item())
+        return seconds
+
+
+def _model() -> CharTransformer:
+    torch.manual_seed(0)
+    return CharTransformer()
+
+
+def _progress(count: int, title: str) -> Iterable[int]:
+    quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
+    return track(range(count), title.ljust(23), console=Console(stderr=True), disable=quiet)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,133 @@
+"""Real ranks for tests: a function on N processes joined by Gloo, with a deadline for all of them together."""
+
+import faulthandler
+import io
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+GROUP_TIMEOUT = timedelta(seconds=20)
+GRACE_S = 5.0  # for the other ranks, once one has failed
+
+# Ranks are forked from a server that has imported torch already: half a second for a few of them instead of several.
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch.distributed", "torch._dynamo", "pytest", "anabranch.runtime.parallel"])
+
+
+class RankError(AssertionError):
+    """A rank failed, died or did not end in time; the message holds its traceback."""
+
+
+def on_ranks(function: Callable[..., Result], world_size: int, *args: object, timeout_s: float = 60.0) -> list[Result]:
+    """What ``function(rank, *args)`` returns on each rank of a fresh process group, in rank order.
+
+    ``function`` is a module's own, and returns numbers, texts, tensors, or lists and dicts of them. Warnings are
+    errors. No process is left behind, also not one that hangs as it ends.
+    """
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory(prefix="anabranch-ranks-") as folder:
+        pairs = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            CONTEXT.Process(
+                target=_rank,
+                args=(function, rank, world_size, args, folder, writer, timeout_s),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            for rank, (_, writer) in enumerate(pairs)
+        ]
+        try:
+            for process, (_, writer) in zip(processes, pairs, strict=True):
+                process.start()
+                writer.close()
+            answers = _answers([reader for reader, _ in pairs], deadline)
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()) if len(answers) == world_size else 0.0)
+            return [_result(answers, process, rank, folder) for rank, process in enumerate(processes)]
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+            for reader, _ in pairs:
+                reader.close()
+
+
+def _answers(readers: list[Any], deadline: float) -> dict[int, Any]:
+    """What each rank sent; a failing rank's answer, and those of ranks that failed in its wake, raise RankError."""
+    answers: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    waiting = dict(enumerate(readers))
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        for reader in connection.wait(list(waiting.values()), left_s):
+            rank = readers.index(reader)
+            del waiting[rank]
+            try:
+                kind, value = torch.load(io.BytesIO(reader.recv_bytes()), weights_only=True)
+            except EOFError:
+                kind, value = "error", "it died without a word"
+            if kind == "error":
+                errors[rank] = value
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            else:
+                answers[rank] = value
+    if errors:
+        raise RankError("\n".join(f"rank {rank} failed:\n{text}" for rank, text in errors.items()))
+    return answers
+
+
+def _result(answers: dict[int, Any], process: Any, rank: int, folder: str) -> Any:
+    if rank not in answers or process.exitcode != 0:
+        stacks = Path(folder, f"stacks-{rank}").read_text()
+        when = "did not end in time" if process.exitcode is None else f"ended with {process.exitcode}"
+        raise RankError(f"rank {rank} {when}, {'after' if rank in answers else 'before'} its result; stacks:\n{stacks}")
+    return answers[rank]
+
+
+def _rank(
+    function: Callable[..., object],
+    rank: int,
+    world_size: int,
+    args: tuple[object, ...],
+    folder: str,
+    writer: Any,
+    timeout_s: float,
+) -> None:
+    """One rank's process."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with Path(folder, f"stacks-{rank}").open("w") as stacks:
+        faulthandler.dump_traceback_later(max(1.0, timeout_s - 2.0), file=stacks)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{folder}/rendezvous",
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=GROUP_TIMEOUT,
+                )
+                answer = ("result", function(rank, *args))
+                if dist.is_initialized():
+                    dist.barrier()
+                    dist.destroy_process_group()
+        except BaseException:
+            answer = ("error", traceback.format_exc())
+        parcel = io.BytesIO()
+        torch.save(answer, parcel)
+        writer.send_bytes(parcel.getvalue())
+        if answer[0] == "error":
+            os._exit(1)  # its threads may be waiting for ranks that have gone

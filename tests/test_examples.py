@@ -1,0 +1,114 @@
+"""The examples run as their readers would run them: under torchrun, as DDP and as anabranch, also after a crash."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+DEADLINE_S = 100
+MAX_LINES = 100
+
+# Runs an example, and kills its own rank on the way into the n-th backward: python killer.py RANK N EXAMPLE ...
+KILLER = """
+import os, runpy, signal, sys
+import torch
+
+victim, fatal, *sys.argv = sys.argv[1:]
+backward, calls = torch.Tensor.backward, 0
+
+def mortal(*args, **kwargs):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == victim and calls == int(fatal):
+        os.kill(os.getpid(), signal.SIGKILL)
+    backward(*args, **kwargs)
+
+torch.Tensor.backward = mortal
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def torchrun(ranks: int, *program: str | Path) -> subprocess.CompletedProcess[str]:
+    """Both streams and the exit code of a program under torchrun; in the end none of its processes is left."""
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(ranks),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, *launch, *map(str, program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def losses_of(ranks: int, folder: Path, *program: str | Path) -> tuple[list[float], str]:
+    """The losses that an example wrote and what it printed."""
+    path = folder / "losses.json"
+    done = torchrun(ranks, *program, "--losses", path)
+    assert done.returncode == 0, done.stderr
+    losses: list[float] = json.loads(path.read_text())
+    path.unlink()
+    return losses, done.stdout
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_examples_are_short_and_change_one_line(example: str) -> None:
+    text = (EXAMPLES / example).read_text()
+    assert len(text.splitlines()) < MAX_LINES
+    assert text.count("anabranch.DataParallel(model)  # the one line") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "steps", "prints"),
+    [("char_transformer.py", 40, "after 40 steps on 2 ranks"), ("digits.py", 50, "digits it has not seen")],
+)
+def test_the_losses_are_those_of_ddp(example: str, steps: int, prints: str, tmp_path: Path) -> None:
+    """Of two summands the order does not matter: with two ranks every layout gives the same bits."""
+    program = (EXAMPLES / example, "--steps", str(steps), "--wrap")
+    ddp, _ = losses_of(2, tmp_path, *program, "ddp")
+    ours, out = losses_of(2, tmp_path, *program, "anabranch")
+    assert prints in out
+    assert len(ours) == steps and ours[-1] < ours[0]
+    assert ours == ddp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "victim", "rounding"), [(2, 1, 0.0), (3, 2, 1e-5)])
+def test_a_killed_run_resumes_to_the_losses_of_one_that_was_not(
+    ranks: int, victim: int, rounding: float, tmp_path: Path
+) -> None:
+    """One rank dies in step 17 of 25; the last checkpoint is of step 10. The relaunch records and plans anew.
+
+    The run that was not killed is one of DDP's. Of more than two summands the order matters to the last bit, and it
+    changes with the layout; DDP's own also changes after its first step.
+    """
+    killer, checkpoint = tmp_path / "killer.py", tmp_path / "run.pt"
+    killer.write_text(KILLER)
+    program = (EXAMPLES / "char_transformer.py", "--steps", "25", "--every", "10")
+    whole, _ = losses_of(ranks, tmp_path, *program, "--wrap", "ddp")
+    killed = torchrun(ranks, killer, str(victim), "17", *program, "--checkpoint", checkpoint)
+    assert killed.returncode != 0 and "Signal 9 (SIGKILL)" in killed.stderr
+    assert checkpoint.exists() and not list(tmp_path.glob("*.unfinished"))
+    resumed, out = losses_of(ranks, tmp_path, *program, "--checkpoint", checkpoint)
+    assert f"25 steps on {ranks} ranks" in out
+    assert resumed == pytest.approx(whole, rel=rounding, abs=0.0)
