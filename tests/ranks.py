@@ -71,7 +71,8 @@ def _answers(readers: list[Any], deadline: float) -> dict[int, Any]:
     errors: dict[int, str] = {}
     waiting = dict(enumerate(readers))
     while waiting and (left_s := deadline - time.monotonic()) > 0:
-        for reader in connection.wait(list(waiting.values()), left_s):
+        ready: list[Any] = connection.wait(list(waiting.values()), left_s)
+        for reader in ready:
             rank = readers.index(reader)
             del waiting[rank]
             try:

@@ -41,7 +41,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sparse": {*NOUNS, "runtime.lanes"},
     "memory": {*NOUNS, "runtime", "sparse"},
     "lab": set(),
-    "demo": EVERYTHING,
     "integrations": EVERYTHING,
     "cli": EVERYTHING,
 }

@@ -12,6 +12,7 @@ from anabranch import Network
 from anabranch.files import dumps
 from anabranch.runtime import measure as module
 from anabranch.runtime.agree import Group
+from anabranch.runtime.clock import HostClock
 from anabranch.runtime.lanes import same_ranks
 from anabranch.runtime.measure import measure
 from ranks import on_ranks
@@ -76,40 +77,27 @@ def test_one_lane_and_a_largest_message_that_is_too_small_to_matter() -> None:
     assert first["slowdowns"] == [1.0, 2.0]  # not tried: taken for a link that one message fills
 
 
-class SlowClock:
+class SlowClock(HostClock):
     """Every action takes a second, by this clock."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.marks = 0
+    def between(self, start: object, end: object) -> float:
+        return 1.0
 
-    def mark(self) -> float:
-        self.marks += 1
-        self.now_s += 0.5
-        return self.now_s
 
-    def settle(self) -> None: ...
+class FastClock(HostClock):
+    """Every action takes a microsecond, by this clock."""
 
     def between(self, start: object, end: object) -> float:
-        assert isinstance(start, float) and isinstance(end, float)
-        return 2 * (end - start)
-
-    def settled(self, mark: object) -> bool:
-        return True
+        return 1e-6
 
 
 def repetitions(rank: int) -> list[int]:
     """How often an action that takes a second (by rank 0's clock; others' clocks are far off) is repeated."""
     counts = []
     for budget_s in (0.001, 12.0, 1e9):
-        stopwatch = module._Stopwatch(groups(1)[0], SlowClock() if rank == 0 else _FastClock())
+        stopwatch = module._Stopwatch(groups(1)[0], SlowClock() if rank == 0 else FastClock())
         counts.append(len(stopwatch.repeat(lambda: None, budget_s)))
     return counts
-
-
-class _FastClock(SlowClock):
-    def between(self, start: object, end: object) -> float:
-        return 1e-6
 
 
 def test_the_budget_bounds_the_repetitions_alike_on_every_rank() -> None:

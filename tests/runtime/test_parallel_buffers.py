@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
-from runtime.twins import WIDTH, Feature, Model, Outcome, batch, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from ranks import on_ranks
+from runtime.twins import WIDTH, Feature, Model, Outcome, batch, run
 
 
 class Normed(nn.Module):
@@ -28,8 +29,9 @@ class Normed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.tally += x.double().mean()
-        result: torch.Tensor = self.b(self.norm(self.a(x))) + self.tally.sum()
-        return result
+        result: torch.Tensor = self.b(self.norm(self.a(x)))
+        total: torch.Tensor = self.tally.sum()
+        return result + total.float()
 
 
 class Recomputed(Normed):
@@ -40,7 +42,7 @@ class Recomputed(Normed):
 
 def train(model: Model, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
     optimizer.zero_grad()
-    loss = model(batch(step)).square().mean()
+    loss: torch.Tensor = model(batch(step)).square().mean()
     loss.backward()
     optimizer.step()
     return loss.detach()

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
-from runtime.twins import WIDTH, Feature, batch, different, stage, steps, twins
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
+from ranks import on_ranks
+from runtime.twins import WIDTH, Feature, batch, stage, steps, twins
 
 
 class Net(nn.Module):
@@ -42,7 +42,8 @@ def compiled(rank: int, form: str, optimize_ddp: bool) -> dict[str, Any]:
         net = Net()
         if form == "net.compile()":
             net.compile(backend=backend)
-        _, made = twins(Feature(lambda: torch.compile(net, backend=backend) if form == "DP(compile(net))" else net))
+        wrapped: Any = torch.compile(net, backend=backend) if form == "DP(compile(net))" else net
+        _, made = twins(Feature(lambda: wrapped))
         ours: Any = torch.compile(made, backend=backend) if form == "compile(DP)" else made
         apart, counts = [], []
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
@@ -61,8 +62,10 @@ def compiled(rank: int, form: str, optimize_ddp: bool) -> dict[str, Any]:
         return {"apart": apart, "graphs": counts, "planned": "predicted" in made.explain()}
 
 
-@pytest.mark.parametrize("optimize_ddp", [True, False])
-@pytest.mark.parametrize("form", ["compile(DP)", "DP(compile(net))", "net.compile()"])
+@pytest.mark.parametrize(
+    ("form", "optimize_ddp"),
+    [("compile(DP)", True), ("compile(DP)", False), ("DP(compile(net))", True), ("net.compile()", True)],
+)
 def test_compiled_forms(form: str, optimize_ddp: bool) -> None:
     for answer in on_ranks(compiled, 2, form, optimize_ddp, timeout_s=100):
         assert answer["apart"] == []

@@ -1,15 +1,16 @@
 """bfloat16 on the wire: ranks stay bit-identical, and every gradient is the average but for two roundings."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
-from runtime.twins import WIDTH, Feature, batch, bits, dtypes_of, mlp, plain_train, scatter, stage, steps, twins
 from torch import nn
 
-from anabranch import planners
+from anabranch import Network, planners
+from ranks import on_ranks
+from runtime.twins import WIDTH, Feature, batch, bits, dtypes_of, mlp, plain_train, scatter, stage, steps, twins
 
 ROUNDING = 2.0**-8  # the largest relative error of rounding to bfloat16
 
@@ -26,8 +27,11 @@ class Doubles(nn.Module):
 
 def errors(rank: int, build: str, told: bool) -> dict[str, Any]:
     """How far each gradient is from DDP's, in units of what two roundings may do; models are kept equal."""
-    builder = {"mlp": mlp, "doubles": Doubles}[build]
-    options: dict[str, Any] = {"compress": "bf16"}
+    builders: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "doubles": Doubles}
+    builder = builders[build]
+    points = [(0, 1e-5, 0.0), (1 << 20, 1e-3, 0.0)]
+    network = Network.measured(dist.get_world_size(), {"dense": points, "bf16": points})
+    options: dict[str, Any] = {"compress": "bf16", "network": network}
     if told:
         options["plan"] = planners.using(scatter(dtypes_of(builder())), "bf16")
     worst = {"float32": 0.0, "float64": 0.0}

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
-from runtime.twins import WIDTH, Feature, Model, batch, bits, different, mlp, plain_train, scatter, stage, twins
 from torch import nn
 
 from anabranch import DataParallel
+from ranks import on_ranks
+from runtime.twins import WIDTH, Feature, Model, batch, bits, different, mlp, plain_train, scatter, stage, twins
 
 
 def normed() -> nn.Module:

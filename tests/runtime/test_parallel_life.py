@@ -1,15 +1,17 @@
-"""A DataParallel from wrapping to release: checkpoints, copies, replanning, threads, forwards of one rank alone."""
+"""A DataParallel over a longer time: checkpoints, copies, replanning, 200 steps, forwards of one rank alone."""
 
 import copy
-import gc
 import io
-import threading
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from anabranch import DataParallel
 from ranks import on_ranks
 from runtime.twins import (
     WIDTH,
@@ -19,40 +21,15 @@ from runtime.twins import (
     different,
     mlp,
     plain_train,
+    planned,
     ring,
     scattered,
+    sgd,
     stage,
     stage_of,
     steps,
     twins,
 )
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-from anabranch import DataParallel
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def planned(module: nn.Module | None = None, **options: Any) -> DataParallel:
-    """A model that has decided for a plan."""
-    torch.manual_seed(7)
-    model = DataParallel(
-        module if module is not None else mlp(), planner=scattered, network=ring(), profile_steps=2, **options
-    )
-    optimizer = sgd(model)
-    with stage("keeps the plan"):
-        for step in steps(model):
-            plain_train(model, optimizer, step)
-    assert model.plan is not None
-    return model
-
-
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "anabranch" in thread.name]
 
 
 def to_ddp_and_back(rank: int) -> list[str]:
@@ -133,96 +110,6 @@ def test_deep_copy_of_a_planned_model() -> None:
     assert all("running" in said for said in on_ranks(copy_trains, 2))
 
 
-def wrap_again(rank: int) -> dict[str, Any]:
-    model = planned()
-    running = threads()
-    module = model.module
-    model.close()
-    model.close()
-    left = threads()
-    with pytest.raises(RuntimeError, match="closed: wrap the module again"):
-        model(batch(0))
-    explained = model.explain()
-    again = planned(module)
-    reference = DistributedDataParallel(copy.deepcopy(module))
-    for candidate in (again, reference):
-        plain_train(candidate, sgd(candidate), 3)
-    apart = different(reference, again, 0.0)
-    again.close()
-    plain = DistributedDataParallel(module)  # a closed model's hooks are gone: plain DDP can have the module
-    plain_train(plain, sgd(plain), 4)
-    plain_train(reference, sgd(reference), 4)
-    apart += different(reference, plain, 0.0)
-    return {"running": running, "left": left, "apart": apart, "explained": explained, "at the end": threads()}
-
-
-def test_close_and_wrap_again() -> None:
-    for answer in on_ranks(wrap_again, 2):
-        assert any("anabranch-lane" in name for name in answer["running"])
-        assert answer["left"] == answer["at the end"] == answer["apart"] == []
-        assert "closed" in answer["explained"]
-
-
-def closed_on_the_way(rank: int) -> int:
-    """close() in every stage, with messages on their way; what was wrapped trains on alone."""
-    closed = 0
-    for count in range(1, 14, 2):
-        with stage("keeps the plan"):
-            model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2)
-            optimizer = sgd(model)
-            for step in range(count):
-                plain_train(model, optimizer, step)
-            module = model.module
-            model.close()
-            module(batch(0)).sum().backward()
-            closed += not threads()
-    return closed
-
-
-def test_close_in_every_stage() -> None:
-    assert on_ranks(closed_on_the_way, 2) == [7, 7]
-
-
-def dropped(rank: int) -> list[Any]:
-    model: DataParallel | None = planned()
-    gone = weakref.ref(model)
-    assert threads()
-    model = None
-    gc.collect()
-    return [gone() is None, threads()]
-
-
-def test_a_dropped_model_releases_its_threads() -> None:
-    assert on_ranks(dropped, 2) == [[True, []], [True, []]]
-
-
-def not_closed(rank: int) -> bool:
-    """The program ends with a plan in force and without close(); on_ranks sees whether it hangs or aborts."""
-    global forgotten
-    forgotten = planned()
-    return forgotten.plan is not None
-
-
-forgotten: DataParallel | None = None
-
-
-def test_a_program_may_end_without_close() -> None:
-    assert on_ranks(not_closed, 2) == [True, True]
-
-
-def groups_destroyed_first(rank: int, folder: str) -> list[str]:
-    """destroy_process_group() before close(), and a new default group in between."""
-    model = planned()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=2)
-    model.close()
-    return threads()
-
-
-def test_close_after_the_process_group_is_gone(tmp_path: Any) -> None:
-    assert on_ranks(groups_destroyed_first, 2, str(tmp_path)) == [[], []]
-
-
 def replanned(rank: int) -> dict[str, Any]:
     """replan() on demand: no step is lost, and the losses stay those of DDP."""
     said: list[str] = []
@@ -270,6 +157,9 @@ def alone_on_rank_0(rank: int, kind: str) -> list[str]:
                             model(batch(step))
                     elif kind == "with grad":
                         model(batch(step))
+                    elif kind == "autograd.grad":
+                        x = batch(step).requires_grad_()
+                        torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
                     else:
                         with model.no_sync():
                             model(batch(step)).sum().backward()
@@ -280,7 +170,7 @@ def alone_on_rank_0(rank: int, kind: str) -> list[str]:
     return apart
 
 
-@pytest.mark.parametrize("kind", ["no_grad", "with grad", "no_sync"])
+@pytest.mark.parametrize("kind", ["no_grad", "with grad", "autograd.grad", "no_sync"])
 def test_forwards_of_rank_0_alone(kind: str) -> None:
     assert on_ranks(alone_on_rank_0, 2, kind) == [[], []]
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
-from runtime.twins import WIDTH, Feature, batch, dtypes_of, mlp, plain_train, ring, scatter, scattered, stage, twins
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, DataParallel, Network, Plan, Trace
+from ranks import on_ranks
+from runtime.twins import WIDTH, Feature, batch, dtypes_of, mlp, plain_train, ring, scatter, scattered, stage, twins
 
 
 def refusal(make: Callable[[], object]) -> str:
@@ -42,7 +42,7 @@ class Other(nn.Module):
         if what == "more" and odd:
             self.d = nn.Linear(WIDTH, WIDTH)
         if what == "frozen" and odd:
-            self.a.weight.requires_grad_(False)
+            self.get_parameter("a.weight").requires_grad_(False)
         self.register_buffer("seen", torch.zeros(2 if what == "buffer" and odd else 1))
 
 
@@ -109,6 +109,7 @@ def bad_plans(rank: int) -> dict[str, str]:
         "collective": refusal(lambda: DataParallel(mlp(), plan=Plan((Bucket(tuple(names), 0, "pigeon"),)))),
         "dtypes": refusal(lambda: DataParallel(_two_kinds(), plan=Plan((Bucket(("0.weight", "1.weight")),)))),
         "network": refusal(lambda: DataParallel(mlp(), network=Network.ring(16, 1e-5, 1e-9))),
+        "no cost": refusal(lambda: DataParallel(mlp(), network=ring(), compress="bf16")),
     }
 
 
@@ -122,6 +123,7 @@ def test_plans_and_networks_for_something_else() -> None:
         assert answer["leaves out"].startswith("PlanError: the plan leaves out 4.bias and 1 more")
         assert answer["collective"] == "PlanError: the plan sends 0.weight by 'pigeon': expected dense, bf16"
         assert answer["dtypes"].startswith("PlanError: the bucket of 0.weight mixes torch.float")
+        assert answer["no cost"].startswith("NetworkError: this network has no cost for the collective 'bf16'")
         assert answer["network"].startswith("NetworkError: the network was measured among 16 ranks and these are 2")
 
 
@@ -161,7 +163,7 @@ def test_nothing_to_train_is_refused_as_by_ddp() -> None:
     for theirs, ours, theirs_frozen, ours_frozen in on_ranks(nothing_to_train, 2):
         assert ours == theirs
         assert ours_frozen == theirs_frozen
-        assert "any parameters that require a gradient" in ours
+        assert "doesn't have any parameter that requires a gradient" in ours
 
 
 def failing_planner(trace: Trace, network: Network) -> Plan:
@@ -189,7 +191,8 @@ def planner_fails(rank: int, planner: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("planner", "said"), [("failing_planner", "LookupError: no idea"), ("half_a_plan", "PlanError: the plan leaves out")]
+    ("planner", "said"),
+    [("failing_planner", "LookupError: no idea"), ("half_a_plan", "PlanError: the plan leaves out")],
 )
 def test_a_planner_that_fails(planner: str, said: str) -> None:
     first, _second = on_ranks(planner_fails, 2, planner)

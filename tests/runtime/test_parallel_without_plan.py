@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
-from runtime.twins import WIDTH, Feature, Model, Outcome, batch, bits, mlp, plain_train, run, twins
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
+from ranks import on_ranks
+from runtime.twins import WIDTH, Feature, Model, Outcome, batch, bits, mlp, plain_train, run, twins
 
 
 def one_rank(rank: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +75,7 @@ def plain_sgd(model: Model, optimizer: torch.optim.Optimizer, step: int) -> obje
     loss.backward()
     with torch.no_grad():
         for p in model.parameters():
+            assert p.grad is not None
             p.add_(p.grad, alpha=-0.05)
     return loss.detach()
 
@@ -116,11 +117,7 @@ def own_hook(rank: int, after: int) -> list[str]:
     apart = [n for n, p in ours.module.named_parameters() if bits(p) != bits(theirs.module.get_parameter(n))]
     alive = [thread.name for thread in threading.enumerate() if "anabranch" in thread.name]
     ours.close()
-    return [ours_says for ours_says in (*apart, *alive)] or [explained(ours)]
-
-
-def explained(model: DataParallel) -> str:
-    return model.explain()
+    return [*apart, *alive] or [ours.explain()]
 
 
 def hook_says(rank: int) -> str:
@@ -131,7 +128,10 @@ def hook_says(rank: int) -> str:
 
 @pytest.mark.parametrize("after", [0, 5])
 def test_a_comm_hook_of_the_users(after: int) -> None:
-    assert on_ranks(own_hook, 2, after) == [["No plan: it was closed. Gradients travel as under DistributedDataParallel."]] * 2
+    assert (
+        on_ranks(own_hook, 2, after)
+        == [["No plan: it was closed. Gradients travel as under DistributedDataParallel."]] * 2
+    )
 
 
 def test_a_comm_hook_is_named() -> None:
@@ -145,7 +145,7 @@ def ignored_parameters(rank: int) -> bool:
         torch.manual_seed(7)
         module = nn.ModuleDict({"shared": nn.Linear(WIDTH, WIDTH), "own": nn.Linear(WIDTH, 1 + rank)})
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "own.bias"])
-        module.forward = lambda x, m=module: m["own"](m["shared"](x).tanh())  # type: ignore[method-assign]
+        module.forward = lambda x, m=module: m["own"](m["shared"](x).tanh())
         modules.append(module)
     models = [DistributedDataParallel(modules[0]), DataParallel(modules[1])]
     for step in range(3):
@@ -162,7 +162,11 @@ def test_parameters_that_ddp_ignores() -> None:
 
 def is_one(rank: int) -> list[bool]:
     model = DataParallel(mlp())
-    return [isinstance(model, DistributedDataParallel), hasattr(model, "no_sync"), "module.0.weight" in model.state_dict()]
+    return [
+        isinstance(model, DistributedDataParallel),
+        hasattr(model, "no_sync"),
+        "module.0.weight" in model.state_dict(),
+    ]
 
 
 def test_is_a_ddp() -> None:

@@ -1,4 +1,4 @@
-"""Twins: the same model under torch's DDP and under DataParallel, trained side by side and compared after every step."""
+"""Twins: the same model under DDP and under DataParallel, trained side by side and compared after every step."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -177,6 +177,25 @@ def twins(feature: Feature, stage_name: str = "keeps the plan") -> tuple[Model, 
         ours.setdefault("plan", scatter(dtypes_of(module)))
     ours = {"planner": scattered, "profile_steps": 2, "network": ring(), **ours}
     return theirs, DataParallel(module, **feature.options, **ours)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    """With momentum, so that a wrong gradient is never forgotten."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def planned(module: nn.Module | None = None, **options: Any) -> DataParallel:
+    """A model that has decided for a plan."""
+    torch.manual_seed(7)
+    model = DataParallel(
+        module if module is not None else mlp(), planner=scattered, network=ring(), profile_steps=2, **options
+    )
+    optimizer = sgd(model)
+    with stage("keeps the plan"):
+        for step in steps(model):
+            plain_train(model, optimizer, step)
+    assert model.plan is not None
+    return model
 
 
 def ring() -> Network:

@@ -15,7 +15,7 @@ import typer
 from anabranch.cli.output import JsonOption, print_json, show_tables
 from anabranch.errors import AnabranchError
 
-FEWEST_STEPS = 60  # DataParallel needs about as many to profile, plan, try and choose
+FEWEST_STEPS = 75  # DataParallel needs about as many to profile, plan, try and choose
 DEADLINE_S = 900
 
 WorkersOption = Annotated[int, typer.Option(min=2, max=64, help="Worker processes, all on this machine.")]
@@ -25,8 +25,7 @@ StepsOption = Annotated[int, typer.Option(min=FEWEST_STEPS, help="Steps of each 
 def demo(workers: WorkersOption = 4, steps: StepsOption = 80, as_json: JsonOption = False) -> None:
     """Train a small transformer on this machine's CPU twice, as DDP and as DataParallel, and compare the two."""
     if not as_json:
-        print(f"{workers} workers train a small transformer on Python's own sources: as DDP, then as DataParallel.\n")
-        sys.stdout.flush()
+        print(f"{workers} workers train a small transformer on Python's own sources, twice.", flush=True)
     with TemporaryDirectory(prefix="anabranch-") as folder:
         runs = _train(workers, steps, Path(folder) / "runs.json")
     losses = zip(runs["ddp"]["losses"], runs["anabranch"]["losses"], strict=True)
@@ -94,6 +93,7 @@ def _print(document: dict[str, Any]) -> None:
         table.add_row(name, f"{run['first_loss']:.4f}", f"{run['last_loss']:.4f}", scale(run["step_s"]), half)
     explanation = "\n".join(plain(line) for line in document["explanation"].splitlines())
     notes = [f"Note: {plain(note)}." for note in document["notes"]]
+    print()
     show_tables(
         Text("What DataParallel did, in its own words (model.explain()):", style="bold"),
         Text("\n".join([explanation, *notes])),
@@ -118,5 +118,6 @@ def _verdict(document: dict[str, Any]) -> Sequence[str]:
             "Plans pay where messages cost more than here."
         )
     else:
-        why = f"It runs a plan of {len(document['plan']['buckets'])} buckets, which was faster here than DDP's own."
+        buckets = len(document["plan"]["buckets"])
+        why = f"It runs a plan of {buckets} buckets, which was faster than DDP's own when it was tried."
     return [equal, times, why]

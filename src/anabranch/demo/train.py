@@ -22,7 +22,7 @@ from anabranch.demo.text import CharTransformer, StandardLibrary
 from anabranch.files import dumps
 from anabranch.runtime.parallel import DataParallel
 
-ROUNDS, ROUND_STEPS = 10, 4  # side by side, in turn: what slows the machine for a while slows both
+ROUNDS, ROUND_STEPS = 20, 2  # side by side, in turn: what slows the machine for a while slows both
 
 
 def main(output: str, steps: int) -> None:

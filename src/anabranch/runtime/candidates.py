@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from anabranch import planners
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.sim import finish_s
+from anabranch.sim import finish_s, lower_bound_s
 from anabranch.trace import Trace
 
 LANES_MUST_GAIN = 0.02  # predicted, before more than one lane is tried at all
@@ -41,6 +41,11 @@ def candidates(wishes: Wishes, trace: Trace, network: Network) -> list[tuple[str
         found = [*((f"{label}, {kind}", planners.using(plan, kind)) for label, plan in found), *found]
     again = ", refined" if "refined" in network.meta else ""
     return [(label + again, plan.check(trace)) for label, plan in found]
+
+
+def least_s(trace: Trace, network: Network) -> float:
+    """No plan on one lane gets from the start of forward to averaged gradients sooner than this."""
+    return trace.forward_s + lower_bound_s(trace, network)
 
 
 def predicted_s(trace: Trace, plan: Plan | None, network: Network) -> float:

@@ -2,13 +2,16 @@
 
 from typing import TYPE_CHECKING
 
+from anabranch.network import Network
 from anabranch.plan import Plan
+from anabranch.runtime.candidates import least_s
 from anabranch.trace import Trace
 
 if TYPE_CHECKING:
     from anabranch.runtime.pilot import Pilot
 
 MIB = 1 << 20
+LATE = 0.9  # of backward: when even the first gradient comes later, nothing overlaps
 
 
 def explanation(pilot: "Pilot") -> str:
@@ -28,11 +31,30 @@ def explanation(pilot: "Pilot") -> str:
             f"Network: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
             f"{whole_s * 1e3:.2f} ms for all gradients at once; {_lanes(pilot)}."
         )
+        if trace is not None:
+            lines.append(_why(trace, network))
     if pilot.trials and network is not None:
         lines += ["", *_trials(pilot)]
-    if pilot.hook is not None and trace is not None:
-        lines += ["", *_buckets(pilot.hook.plan, trace)]
+    if pilot.live.hook is not None and trace is not None:
+        lines += ["", *_buckets(pilot.live.hook.plan, trace)]
     return "\n".join(lines)
+
+
+def _why(trace: Trace, network: Network) -> str:
+    """What sticks out of backward, whatever the plan."""
+    first, last = trace.tensors[0], trace.tensors[-1]
+    least_ms = (least_s(trace, network) - trace.forward_s - trace.backward_s) * 1e3
+    if first.ready_s > LATE * trace.backward_s:
+        return (
+            f"All gradients come in the last {1 - first.ready_s / trace.backward_s:.0%} of backward, as when the whole "
+            "model is one compiled graph: there is nothing left of backward to hide communication behind."
+        )
+    reason = (
+        f"the last gradient, {last.name}, has still to travel when backward ends"
+        if network.allreduce_s(trace.nbytes) < trace.backward_s - first.ready_s
+        else "the wire needs longer than backward lasts"
+    )
+    return f"At least {least_ms:.2f} ms stay exposed under any plan on one lane, since {reason}."
 
 
 def _lanes(pilot: "Pilot") -> str:

@@ -16,7 +16,10 @@ from anabranch.runtime.watch import StepWatch
 
 
 class PlanHook:
-    """Runs one plan on the reducer that was laid out for it, whose bucket i is the plan's bucket i."""
+    """Runs one plan on the reducer that was laid out for it, whose bucket i is the plan's bucket i.
+
+    Counts the buckets itself: in the first step of a static graph torch numbers every one of them 0.
+    """
 
     def __init__(self, plan: Plan, lanes: Lanes, watch: StepWatch, after_last: Callable[[Lane], None]) -> None:
         self.plan = plan
@@ -24,20 +27,22 @@ class PlanHook:
         self.look = False  # whether to mark when each bucket is launched and done
         self._lanes, self._watch, self._after_last = lanes, watch, after_last
         self._world_size = dist.get_world_size(lanes[0].group)
+        self._next = 0
 
     def run(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
         """The hook itself; DDP calls it in plan order, on every rank alike."""
-        planned = self.plan.buckets[bucket.index()]
+        index, self._next = self._next, (self._next + 1) % len(self.plan)
+        planned = self.plan.buckets[index]
         lane = self._lanes[planned.lane]
         buffer = bucket.buffer()
         divisor = self.divisor() if self.divisor is not None else self._world_size
         steps = COLLECTIVES[planned.collective](buffer, lane.group, divisor)
         label = (
-            f"bucket {bucket.index()} of {len(self.plan)} ({len(planned.names)} gradients to {planned.names[-1]}, "
+            f"bucket {index} of {len(self.plan)} ({len(planned.names)} gradients to {planned.names[-1]}, "
             f"{planned.collective} on lane {planned.lane})"
         )
-        future = lane.submit(Message(steps, buffer, label, self._marker(bucket.index())))
-        if bucket.is_last():
+        future = lane.submit(Message(steps, buffer, label, self._marker(index)))
+        if self._next == 0:
             self._after_last(self._lanes[0])
         return future
 

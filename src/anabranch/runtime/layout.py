@@ -77,6 +77,11 @@ def tensors_in(output: object) -> list[torch.Tensor]:
     return list(_find_tensors(output))
 
 
+def gradients_seen(ddp: Any) -> list[int]:
+    """When the reducer has last seen each gradient, on no clock in particular: it changes with every gradient."""
+    return list(ddp.reducer.get_backward_stats())
+
+
 def built_by_ddp(ddp: DistributedDataParallel) -> Layout | None:
     """The buckets that DDP itself has built from the order it saw; None before that, or where it never does.
 

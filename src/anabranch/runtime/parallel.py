@@ -71,7 +71,7 @@ class DataParallel(DistributedDataParallel):
             check_same("the settings of DataParallel", _settings(wishes), group)
         super().__init__(module, *args, **options)
         self._idle = self._why_not(given, wishes)
-        if dist.get_world_size(self.process_group) == 1:
+        if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # whose first step must synchronise
             self.require_backward_grad_sync = False  # as under no_sync(): gradients are already their own average
         if not self._idle:
             _check_fits(wishes, self)
@@ -96,7 +96,7 @@ class DataParallel(DistributedDataParallel):
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None while DDP's own buckets run."""
-        return self._pilot.hook.plan if self._pilot is not None and self._pilot.hook is not None else None
+        return self._pilot.live.hook.plan if self._pilot is not None and self._pilot.live.hook is not None else None
 
     @property
     def trace(self) -> Trace | None:
@@ -140,7 +140,7 @@ class DataParallel(DistributedDataParallel):
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         pilot = self._pilot
         if pilot is not None:
-            pilot.drain_buffers()
+            pilot.live.drain_buffers()
             if torch.is_grad_enabled() and not self._inside_join():
                 pilot.before_forward(averaged=self.require_backward_grad_sync)
         return super()._pre_forward(*inputs, **kwargs)
@@ -170,7 +170,7 @@ class DataParallel(DistributedDataParallel):
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
         """As DDP's, but keeps the sum: in a synchronised step it is the number of ranks that have not joined."""
-        hook = self._pilot.hook if self._pilot is not None else None
+        hook = self._pilot.live.hook if self._pilot is not None else None
         if hook is None:
             return super()._check_global_requires_backward_grad_sync(is_joined_rank)
         active = torch.full((1,), float(self.require_backward_grad_sync and not is_joined_rank), device=self.device)
@@ -187,16 +187,16 @@ class DataParallel(DistributedDataParallel):
         done = False
         if self._pilot is not None:
             if self._join_config.enable or hasattr(self, "buffer_hook"):
-                self._pilot.discard_buffers()
+                self._pilot.live.discard_buffers()
             else:
-                done = self._pilot.sync_buffers()
+                done = self._pilot.live.sync_buffers()
         if not done:
             super()._sync_buffers()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Run your own hook with DDP's own buckets: there will be no plan."""
         if self._pilot is not None:
-            if self._pilot.hook is not None:
+            if self._pilot.live.hook is not None:
                 raise RuntimeError("DataParallel runs a plan already: register a comm hook before the first step")
             self._release()
             self._pilot, self._idle = None, f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
@@ -245,6 +245,8 @@ def _check_fits(wishes: Wishes, ddp: DistributedDataParallel) -> None:
             f"the network was measured among {wishes.network.world_size} ranks and these are {ranks}: "
             f"measure it here, or give network.at({ranks})"
         )
+    if wishes.network is not None and wishes.compress is not None:
+        wishes.network.curve(wishes.compress)  # raises if it has no cost for it
     if wishes.plan is not None:
         parameters = reduced_parameters(ddp)
         layout_of(wishes.plan, list(parameters))

@@ -9,7 +9,6 @@ acts on it.
 import json
 import logging
 import math
-import weakref
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,21 +17,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.runtime.agree import agree_on, from_rank_0, latest
-from anabranch.runtime.buffers import BehindBuffers
 from anabranch.runtime.candidates import Wishes, candidates, predicted_s
-from anabranch.runtime.clock import clock_for
-from anabranch.runtime.hook import PlanHook
-from anabranch.runtime.lanes import Lane, Lanes
-from anabranch.runtime.layout import Layout, built_by_ddp, layout_of, reduced_parameters, relayout
+from anabranch.runtime.live import LiveLayout
 from anabranch.runtime.measure import LARGEST_NBYTES, measure
 from anabranch.runtime.record import Recorder
 from anabranch.runtime.refine import bucket_seconds, refined
 from anabranch.runtime.trial import Trial
-from anabranch.runtime.watch import StepWatch
 from anabranch.trace import Trace
 
 log = logging.getLogger("anabranch")
@@ -54,17 +49,10 @@ class Pilot:
     """
 
     def __init__(self, ddp: Any, wishes: Wishes, control: dist.ProcessGroup) -> None:
-        self._owner = weakref.ref(ddp)  # not the other way round: a dropped model must be able to go
         self._wishes, self._control = wishes, control
-        self._parameters = reduced_parameters(ddp)
-        self._device = next(iter(self._parameters.values())).device
-        self._lanes = Lanes(ddp.process_group, self._device)
-        self._watch = StepWatch(clock_for(self._device), self._step_done)
-        self._buffers = BehindBuffers(self._module_buffers, control)
+        self.live = LiveLayout(ddp, control, self._step_done)
+        self._watch = self.live.watch
         self._recorder: Recorder | None = None
-        self._due: tuple[Plan | None] | None = None  # what the next forward lays the buckets out for
-        self._stock: Layout | None = None  # DDP's own buckets, once there are others
-        self.hook: PlanHook | None = None
         self.trace: Trace | None = None
         self.network: Network | None = None
         self.trials: list[Trial] = []
@@ -74,53 +62,28 @@ class Pilot:
         self._course = self._life()
         next(self._course)
 
-    @property
-    def _ddp(self) -> Any:
-        ddp = self._owner()
-        if ddp is None:
-            raise RuntimeError("the DataParallel of this pilot is gone")
-        return ddp
-
     # What DataParallel calls.
 
+    @_disable_dynamo
     def before_forward(self, averaged: bool) -> None:
         """A forward that will be differentiated is about to begin, and whether its gradients will be averaged."""
-        self._lanes.check()
-        if self.hook is not None:
-            self.hook.divisor = None
-        # This is the first forward after a synchronised backward, so nothing was accumulated that a new reducer would
-        # not know of. With static_graph it would average after its first backward even under no_sync(), so not there.
-        if self._due is not None and (averaged or not self._ddp.static_graph):
-            (plan,), self._due = self._due, None
-            self._lay_out(plan)
-        if averaged:
-            self._watch.forward_begins()
-            if self._recorder is not None:
-                self._recorder.forward_begins()
+        self.live.before_forward(averaged)
+        if averaged and self._recorder is not None:
+            self._recorder.forward_begins()
 
+    @_disable_dynamo
     def after_forward(self, output: object) -> None:
         """A forward whose gradients will be averaged has returned."""
         self._watch.forward_ended(output)
         if self._recorder is not None:
             self._recorder.forward_ended(output)
 
-    def drain_buffers(self) -> None:
-        """Wait for buffers on their way, so that what is sent next cannot meet them."""
-        self._buffers.drain()
-
-    def discard_buffers(self) -> None:
-        """Someone else sees to the buffers this time."""
-        self._buffers.discard()
-
-    def sync_buffers(self) -> bool:
-        """Whether rank 0's buffers are in place; if not, DDP must broadcast them."""
-        return self._buffers.install()
-
     def close(self) -> None:
         """Let go of hooks, threads and groups."""
         self._course.close()
-        self._lanes.close()
+        self.live.close()
 
+    @_disable_dynamo
     def _step_done(self) -> None:
         next(self._course, None)  # a course that ended (closed, or an error that was shown) leaves things as they are
 
@@ -130,17 +93,17 @@ class Pilot:
         yield from self._steps(SETTLE_STEPS)
         if self._wishes.plan is not None:
             yield from self._as_told()
-        while self._trains_the_same():
+        while self.live.trains_the_same():
             self.stage = "profiling"
             self.trials = [(yield from self._profile())]
             self._measure()
             yield from self._try_all(replace(self._wishes, lanes=1))
             self._refine()
             yield from self._try_all(self._wishes)
-            self._keep()
+            yield from self._choose()
             yield from self._until_drift()
-            self._run(None)
-            yield from self._steps(SETTLE_STEPS)
+            yield from self._change_to(None)
+        self.stage = "no longer planning: parameters were frozen or unfrozen after the model was wrapped"
 
     def _try_all(self, wishes: Wishes) -> Course:
         """Try every candidate that has not been tried yet."""
@@ -148,9 +111,13 @@ class Pilot:
         for label, plan in (yield from self._think(wishes)):
             if all(trial.plan != plan for trial in self.trials):
                 self.stage = f"trying {label}"
-                self._run(plan)
-                yield from self._steps(SETTLE_STEPS)
+                yield from self._change_to(plan)
                 self.trials.append((yield from self._try(label, plan)))
+
+    def _change_to(self, plan: Plan | None) -> Course:
+        """Another layout from the next step on, and time for it to settle."""
+        self.live.want(plan)
+        yield from self._steps(SETTLE_STEPS)
 
     def _refine(self) -> None:
         """Correct the network by what the first plan's buckets took, on the rank that had to wait for no other."""
@@ -165,9 +132,8 @@ class Pilot:
     def _as_told(self) -> Course:
         """Run the user's plan, whatever comes of it."""
         plan = agree_on(Plan, self._wishes.plan, self._control)
-        self._run(plan)
         self.stage = "running the plan it was given"
-        yield from self._steps(SETTLE_STEPS)
+        yield from self._change_to(plan)
         while True:
             self.kept = yield from self._try("the plan it was given", plan)
             self.trials = [self.kept]
@@ -179,38 +145,38 @@ class Pilot:
 
     def _profile(self) -> Trying:
         """DDP's own buckets: the trace, and the step time to beat."""
-        with Recorder(self._parameters) as self._recorder:
+        with Recorder(self.live.parameters) as self._recorder:
             recorder = self._recorder
             try:
                 trial = yield from self._try(DDP_BUCKETS, None)
             finally:
                 self._recorder = None
-        trace = recorder.trace({"model": type(self._ddp.module).__name__})
+        trace = recorder.trace({"model": type(self.live.ddp.module).__name__})
         self.trace = agree_on(Trace, latest(trace, self._control), self._control)
         return trial
 
     def _try(self, label: str, plan: Plan | None) -> Trying:
         """Time some steps of the layout in force."""
         count = self._wishes.profile_steps
-        if self.hook is not None:
-            self.hook.look = True
+        if self.live.hook is not None:
+            self.live.hook.look = True
         yield from self._steps(count)
-        if self.hook is not None:
-            self.hook.look = False
+        if self.live.hook is not None:
+            self.live.hook.look = False
         self._watch.clock.settle()
         return Trial.of(label, plan, self._watch.take(count), self._watch.clock)
 
     def _measure(self) -> None:
         """What the network costs, unless the user said; and how much lanes slow each other."""
         assert self.trace is not None
-        self._lanes.grow(self._wishes.lanes or 2)
+        self.live.lanes.grow(self._wishes.lanes or 2)
         if self._wishes.network is not None:
             self.network = agree_on(Network, self._wishes.network, self._control)
             return
         self.stage = "measuring the network"
         kinds = ("dense",) if self._wishes.compress is None else ("dense", self._wishes.compress)
         largest = min(max(self.trace.nbytes, 1 << 16), LARGEST_NBYTES)
-        self.network = measure(self._lanes.groups, self._device, largest, collectives=kinds)
+        self.network = measure(self.live.lanes.groups, self.live.device, largest, collectives=kinds)
 
     def _think(self, wishes: Wishes) -> Generator[None, None, list[tuple[str, Plan]]]:
         """Rank 0 plans beside the next steps; then everyone has its candidates."""
@@ -229,21 +195,34 @@ class Pilot:
         assert self.trace is not None and self.network is not None
         return predicted_s(self.trace, plan, self.network)
 
-    def _keep(self) -> None:
-        """Go on with whatever was fastest on rank 0: DDP's own buckets, unless a plan beats them clearly."""
-        stock, *planned = self.trials
-        best = min(planned, key=lambda trial: trial.step_s)
-        mine = self.trials.index(best) if best.step_s < stock.step_s * (1 - MARGIN) else 0
-        self.kept = self.trials[from_rank_0(bytes([mine]), self._control)[0]]
-        self._run(self.kept.plan)
-        if self.kept is stock:
-            self.stage = "running DDP's own buckets: no plan was faster"
-        else:
-            self.stage = f"running {self.kept.label}"
+    def _choose(self) -> Course:
+        """Go on with DDP's own buckets unless a plan beats them clearly, twice: in the trials, and again in turn."""
+        best = self.trials[self._winner(self.trials)]
+        if best.plan is not None:
+            self.stage = f"confirming {best.label}"
+            yield from self._change_to(None)
+            stock = yield from self._try(DDP_BUCKETS, None)
+            yield from self._change_to(best.plan)
+            again = yield from self._try(best.label, best.plan)
+            confirmed = self._winner([stock, again]) == 1
+            self.trials = [
+                self.trials[0].joined(stock),
+                *(t.joined(again) if t is best else t for t in self.trials[1:]),
+            ]
+            best = next(t for t in self.trials if t.plan == (best.plan if confirmed else None))
+        self.kept = best
+        self.live.want(best.plan)
+        lost = "running DDP's own buckets: no plan was clearly faster"
+        self.stage = lost if best.plan is None else f"running {best.label}"
         if dist.get_rank(self._control) == 0:
-            log.info(
-                "anabranch: %s (%s)", self.stage, ", ".join(f"{t.label} {t.step_s * 1e3:.2f} ms" for t in self.trials)
-            )
+            tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in self.trials)
+            log.info("anabranch: %s (%s)", self.stage, tried)
+
+    def _winner(self, trials: list[Trial]) -> int:
+        """Which trial was fastest on rank 0; the first, unless it was beaten by more than the margin."""
+        best = min(trials, key=lambda trial: trial.step_s)
+        beaten = best.step_s < trials[0].step_s * (1 - MARGIN)
+        return from_rank_0(bytes([trials.index(best) if beaten else 0]), self._control)[0]
 
     def _until_drift(self) -> Course:
         """Return when rank 0 sees the step time leave its range, or when the user asks for a new plan."""
@@ -261,43 +240,3 @@ class Pilot:
             if from_rank_0(bytes([abs(now_s - usual_s) > DRIFT * usual_s]), self._control)[0]:
                 break
         self.replan_asked = False
-
-    def _run(self, plan: Plan | None) -> None:
-        """Have the next forward lay the buckets out for this plan; no plan means DDP's own."""
-        if plan is not None:
-            self._lanes.grow(plan.lanes)
-        self._due = (plan,)
-
-    def _lay_out(self, plan: Plan | None) -> None:
-        """Lay the buckets out anew; does not communicate."""
-        if not self._trains_the_same():
-            self._course.close()
-            return
-        self._watch.forget()
-        if plan is None:
-            if self.hook is not None:
-                self.hook = None
-                relayout(self._ddp, self._stock, None)
-            return
-        if self.hook is not None and self.hook.plan == plan:
-            return
-        if self.hook is None:
-            self._stock = self._stock or built_by_ddp(self._ddp)
-        self.hook = PlanHook(plan, self._lanes, self._watch, self._send_buffers)
-        relayout(self._ddp, layout_of(plan, list(self._parameters)), self.hook.run)
-
-    def _trains_the_same(self) -> bool:
-        """Whether the model trains what it was wrapped with; if not, its buckets must stay as they are."""
-        same = list(reduced_parameters(self._ddp)) == list(self._parameters)
-        if not same:
-            self.stage = "no longer planning: parameters were frozen or unfrozen after the model was wrapped"
-        return same
-
-    def _module_buffers(self) -> list[torch.Tensor]:
-        self._ddp._assign_modules_buffers()  # as DDP does before it sends them: they may have been replaced
-        return list(self._ddp.modules_buffers)
-
-    def _send_buffers(self, lane: Lane) -> None:
-        ddp = self._ddp
-        if ddp.will_sync_module_buffers() and not hasattr(ddp, "buffer_hook") and not ddp._join_config.enable:
-            self._buffers.send(lane)

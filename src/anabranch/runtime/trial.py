@@ -1,7 +1,7 @@
 """Trial: how one layout did on the live model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from anabranch.plan import Plan
@@ -25,6 +25,10 @@ class Trial:
         seconds = [clock.between(step.forward, step.averaged) for step in steps]
         typical = steps[sorted(range(len(steps)), key=seconds.__getitem__)[len(steps) // 2]]
         return cls(label, plan, tuple(seconds), _timeline(typical, plan, clock))
+
+    def joined(self, other: "Trial") -> "Trial":
+        """The same layout, tried twice; the later step in detail."""
+        return replace(self, steps_s=self.steps_s + other.steps_s, timeline=other.timeline)
 
     @property
     def step_s(self) -> float:

@@ -26,11 +26,15 @@ class StepWatch:
     """Marks each synchronised step, and calls ``after_step`` when its gradients are averaged: all ranks are there then.
 
     A hook on the output fires when backward begins; callbacks queued in the autograd engine run when it ends, ours
-    first, then DDP's own that waits for communication, then the one that ours has queued.
+    first, then DDP's own that waits for communication, then the one that ours has queued. A pass that leaves ``seen``
+    as it was after the forward is no step: autograd.grad() does not reach the reducer, and one rank may call it alone.
     """
 
-    def __init__(self, clock: Clock, after_step: Callable[[], None], keep: int = 64) -> None:
+    def __init__(
+        self, clock: Clock, after_step: Callable[[], None], seen: Callable[[], object] | None = None, keep: int = 64
+    ) -> None:
         self.clock = clock
+        self._seen, self._seen_before = seen, None if seen is None else seen()
         self.current: StepMarks | None = None  # between forward and the end of its backward
         self._after_step = after_step
         self._steps: deque[StepMarks] = deque(maxlen=keep)
@@ -44,6 +48,8 @@ class StepWatch:
         step = self.current
         if step is None:
             return
+        if self._seen is not None:
+            self._seen_before = self._seen()
 
         def backward_begins(gradient: torch.Tensor) -> None:  # noqa: ARG001
             if step.backward is None:
@@ -67,6 +73,9 @@ class StepWatch:
         Variable._execution_engine.queue_callback(lambda: self._averaged(step))
 
     def _averaged(self, step: StepMarks) -> None:
+        if self._seen is not None and self._seen() == self._seen_before:
+            step.backward = None
+            return
         step.averaged = self.clock.mark()
         self._steps.append(step)
         if self.current is step:

@@ -1,0 +1,108 @@
+"""The layout in force on a live DDP: planned buckets with their hook and lanes, or DDP's own; and its buffers."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo
+
+from anabranch.plan import Plan
+from anabranch.runtime.buffers import BehindBuffers
+from anabranch.runtime.clock import clock_for
+from anabranch.runtime.hook import PlanHook
+from anabranch.runtime.lanes import Lane, Lanes
+from anabranch.runtime.layout import Layout, built_by_ddp, gradients_seen, layout_of, reduced_parameters, relayout
+from anabranch.runtime.watch import StepWatch
+
+
+class LiveLayout:
+    """One DDP whose buckets can be changed between steps. ``after_step`` is called when gradients are averaged."""
+
+    def __init__(self, ddp: Any, control: dist.ProcessGroup, after_step: Callable[[], None]) -> None:
+        self._owner = weakref.ref(ddp)  # not the other way round: a dropped model must be able to go
+        self.parameters = reduced_parameters(ddp)
+        self.device = next(iter(self.parameters.values())).device
+        self.lanes = Lanes(ddp.process_group, self.device)
+        self.watch = StepWatch(clock_for(self.device), after_step, lambda: gradients_seen(self.ddp))
+        self.hook: PlanHook | None = None  # the plan in force; none with DDP's own buckets
+        self._buffers = BehindBuffers(self._module_buffers, control)
+        self._due: tuple[Plan | None] | None = None  # what the next forward lays the buckets out for
+        self._stock: Layout | None = None  # DDP's own buckets, once there are others
+
+    @property
+    def ddp(self) -> Any:
+        """The DDP itself."""
+        ddp = self._owner()
+        if ddp is None:
+            raise RuntimeError("the DataParallel of this layout is gone")
+        return ddp
+
+    def want(self, plan: Plan | None) -> None:
+        """Have the next forward lay the buckets out for this plan; no plan means DDP's own."""
+        if plan is not None:
+            self.lanes.grow(plan.lanes)
+        self._due = (plan,)
+
+    @_disable_dynamo
+    def before_forward(self, averaged: bool) -> None:
+        """A forward that will be differentiated is about to begin, and whether its gradients will be averaged."""
+        self.lanes.check()
+        if self.hook is not None:
+            self.hook.divisor = None
+        # This is the first forward after a synchronised backward, so nothing was accumulated that a new reducer would
+        # not know of. With static_graph it would average after its first backward even under no_sync(), so not there.
+        if self._due is not None and (averaged or not self.ddp.static_graph):
+            (plan,), self._due = self._due, None
+            if self.trains_the_same():
+                self._lay_out(plan)
+        if averaged:
+            self.watch.forward_begins()
+
+    def trains_the_same(self) -> bool:
+        """Whether the model trains what it was wrapped with; if not, its buckets must stay as they are."""
+        return list(reduced_parameters(self.ddp)) == list(self.parameters)
+
+    @_disable_dynamo
+    def drain_buffers(self) -> None:
+        """Wait for buffers on their way, so that what is sent next cannot meet them."""
+        self._buffers.drain()
+
+    @_disable_dynamo
+    def discard_buffers(self) -> None:
+        """Someone else sees to the buffers this time."""
+        self._buffers.discard()
+
+    @_disable_dynamo
+    def sync_buffers(self) -> bool:
+        """Whether rank 0's buffers are in place; if not, DDP must broadcast them."""
+        return self._buffers.install()
+
+    def close(self) -> None:
+        """Let go of threads and groups."""
+        self.lanes.close()
+
+    def _lay_out(self, plan: Plan | None) -> None:
+        """Does not communicate: every rank comes here before the same step."""
+        self.watch.forget()
+        if plan is None:
+            if self.hook is not None:
+                self.hook = None
+                relayout(self.ddp, self._stock, None)
+            return
+        if self.hook is not None and self.hook.plan == plan:
+            return
+        if self.hook is None:
+            self._stock = self._stock or built_by_ddp(self.ddp)
+        self.hook = PlanHook(plan, self.lanes, self.watch, self._send_buffers)
+        relayout(self.ddp, layout_of(plan, list(self.parameters)), self.hook.run)
+
+    def _module_buffers(self) -> list[torch.Tensor]:
+        self.ddp._assign_modules_buffers()  # as DDP does before it sends them: they may have been replaced
+        return list(self.ddp.modules_buffers)
+
+    def _send_buffers(self, lane: Lane) -> None:
+        ddp = self.ddp
+        if ddp.will_sync_module_buffers() and not hasattr(ddp, "buffer_hook") and not ddp._join_config.enable:
+            self._buffers.send(lane)
