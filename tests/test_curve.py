@@ -103,17 +103,19 @@ def test_lines_by_hand() -> None:
 
 @given(curves, st.integers(1, 1 << 30), st.floats(0, 1))
 def test_least_s_per_byte_is_a_bound(curve: Curve, most: int, share: float) -> None:
-    least = curve.least_s_per_byte(most)
-    assert least >= 0
+    least, transfer = curve.least_s_per_byte(most), curve.least_transfer_s_per_byte(most)
+    assert 0 <= transfer <= least * (1 + 1e-12)
     for nbytes in {max(1, int(most * share)), 1, most, *(p.nbytes for p in curve.points if 0 < p.nbytes <= most)}:
-        assert curve.start_s + least * nbytes <= curve.seconds(nbytes) * (1 + 1e-9)
+        assert least * nbytes <= curve.seconds(nbytes) * (1 + 1e-9)
+        assert curve.start_s + transfer * nbytes <= curve.seconds(nbytes) * (1 + 1e-9)
 
 
 @given(curves, st.integers(1, 1 << 30))
 def test_least_s_per_byte_is_reached(curve: Curve, most: int) -> None:
     tried = {1, most, *(p.nbytes for p in curve.points if 0 < p.nbytes <= most)}
     reached = min((curve.seconds(n) - curve.start_s) / n for n in tried)
-    assert curve.least_s_per_byte(most) == pytest.approx(reached, rel=1e-12, abs=1e-300)
+    assert curve.least_transfer_s_per_byte(most) == pytest.approx(reached, rel=1e-12, abs=1e-300)
+    assert curve.least_s_per_byte(most) == pytest.approx(min(curve.seconds(n) / n for n in tried), rel=1e-12)
 
 
 @given(measured_curves, st.floats(0, 3))

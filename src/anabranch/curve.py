@@ -126,9 +126,16 @@ class Curve:
         return max(0.0, mean_y - slope * mean_x), slope
 
     def least_s_per_byte(self, nbytes: int) -> float:
-        """The fewest seconds per byte, start-up aside, at which any message of up to ``nbytes`` travels."""
-        sizes = [p.nbytes for p in self.points if 0 < p.nbytes < nbytes] + [max(nbytes, 1)]
-        return min((self.seconds(size) - self.start_s) / size for size in sizes)
+        """The fewest seconds per byte, start-up included, at which any message of up to ``nbytes`` travels."""
+        return min(self.seconds(size) / size for size in self._corners(nbytes))
+
+    def least_transfer_s_per_byte(self, nbytes: int) -> float:
+        """The same without the start-up."""
+        return min((self.seconds(size) - self.start_s) / size for size in self._corners(nbytes))
+
+    def _corners(self, nbytes: int) -> list[int]:
+        """Where a ratio of cost to size can be least: at the points of the curve, or at the largest size."""
+        return [p.nbytes for p in self.points if 0 < p.nbytes < nbytes] + [max(nbytes, 1)]
 
     def shifted(self, spreads: float) -> Self:
         """The curve with ``spreads`` times each point's spread added: how bad, or good, it may be."""

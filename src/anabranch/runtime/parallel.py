@@ -46,6 +46,7 @@ class DataParallel(DistributedDataParallel):
 
     _pilot: Pilot | None = None  # DDP's constructor may register a comm hook before ours is through
     _idle = ""
+    _alone = False  # one rank: gradients are already their own average
     _joining = False
 
     def __init__(
@@ -72,7 +73,8 @@ class DataParallel(DistributedDataParallel):
         super().__init__(module, *args, **options)
         self._idle = self._why_not(given, wishes)
         if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # whose first step must synchronise
-            self.require_backward_grad_sync = False  # as under no_sync(): gradients are already their own average
+            self.require_backward_grad_sync = False  # as under no_sync()
+            self._alone = not self.device_ids  # else DDP moves the inputs
         if not self._idle:
             _check_fits(wishes, self)
             control = same_ranks(self.process_group, "gloo", "anabranch control")
@@ -129,10 +131,16 @@ class DataParallel(DistributedDataParallel):
         """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
         if self._pilot is not None:
             self._release()
-        self._pilot, self._idle = None, CLOSED
+        self._pilot, self._idle, self._alone = None, CLOSED, False
         self._remove_autograd_hooks()
 
     # DDP's seams.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward; with one rank, nothing else."""
+        if self._alone:
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
 
     @_disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -200,7 +208,7 @@ class DataParallel(DistributedDataParallel):
                 raise RuntimeError("DataParallel runs a plan already: register a comm hook before the first step")
             self._release()
             self._pilot, self._idle = None, f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
-        self.require_backward_grad_sync = True
+        self.require_backward_grad_sync, self._alone = True, False
         super().register_comm_hook(state, hook)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -219,9 +219,10 @@ class Pilot:
             log.info("anabranch: %s (%s)", self.stage, tried)
 
     def _winner(self, trials: list[Trial]) -> int:
-        """Which trial was fastest on rank 0; the first, unless it was beaten by more than the margin."""
-        best = min(trials, key=lambda trial: trial.step_s)
-        beaten = best.step_s < trials[0].step_s * (1 - MARGIN)
+        """Rank 0's verdict: the first trial, unless the best of the others beats it by more than the margin."""
+        first, *others = trials
+        best = min(others, key=lambda trial: trial.step_s)
+        beaten = best.step_s < first.step_s * (1 - MARGIN)
         return from_rank_0(bytes([trials.index(best) if beaten else 0]), self._control)[0]
 
     def _until_drift(self) -> Course:

@@ -112,11 +112,14 @@ def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]
 def lower_bound_s(trace: Trace, network: Network, lanes: int = 1, collective: str = "dense") -> float:
     """No plan on up to ``lanes`` lanes finishes backward and communication sooner than this.
 
-    The last gradient must still travel after backward, and all bytes must pass the link, at the best rate per byte
-    that the curve and ``lanes`` simultaneous messages offer, after the first gradient is ready.
+    The last gradient must still travel after backward. And all bytes must pass after the first gradient is ready: on
+    each lane one message after another, start-up included, at the best rate that the curve offers any message; and
+    their transfers together at the best rate that up to ``lanes`` simultaneous ones reach.
     """
     curve = network.curve(collective)
     nbytes = trace.nbytes
     aggregate = max(k / network.contention.slowdown(k) for k in range(1, lanes + 1))
-    through_s = curve.start_s + curve.least_s_per_byte(nbytes) * nbytes / max(1.0, aggregate)
-    return max(trace.backward_s + curve.seconds(trace.tensors[-1].nbytes), trace.tensors[0].ready_s + through_s)
+    one_by_one_s = curve.least_s_per_byte(nbytes) * nbytes / lanes
+    together_s = curve.start_s + curve.least_transfer_s_per_byte(nbytes) * nbytes / max(1.0, aggregate)
+    last_s = trace.backward_s + curve.seconds(trace.tensors[-1].nbytes)
+    return max(last_s, trace.tensors[0].ready_s + max(one_by_one_s, together_s))
