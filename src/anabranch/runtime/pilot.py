@@ -9,8 +9,9 @@ acts on it.
 import json
 import logging
 import math
+import warnings
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -57,6 +58,7 @@ class Pilot:
         self.network: Network | None = None
         self.trials: list[Trial] = []
         self.kept: Trial | None = None
+        self.failure = ""  # why planning failed, if it did
         self.stage = "settling"
         self.replan_asked = False
         self._course = self._life()
@@ -94,7 +96,7 @@ class Pilot:
         if self._wishes.plan is not None:
             yield from self._as_told()
         while self.live.trains_the_same():
-            self.stage = "profiling"
+            self.stage, self.failure = "profiling", ""
             self.trials = [(yield from self._profile())]
             self._measure()
             yield from self._try_all(replace(self._wishes, lanes=1))
@@ -107,6 +109,8 @@ class Pilot:
 
     def _try_all(self, wishes: Wishes) -> Course:
         """Try every candidate that has not been tried yet."""
+        if self.failure:
+            return
         self.stage = "planning"
         for label, plan in (yield from self._think(wishes)):
             if all(trial.plan != plan for trial in self.trials):
@@ -122,6 +126,8 @@ class Pilot:
     def _refine(self) -> None:
         """Correct the network by what the first plan's buckets took, on the rank that had to wait for no other."""
         assert self.trace is not None and self.network is not None
+        if len(self.trials) == 1:
+            return
         plan, took_s = self.trials[1].plan, bucket_seconds(self.trials[1].timeline)
         assert plan is not None
         seconds = torch.tensor(took_s if len(took_s) == len(plan) else [math.nan] * len(plan), dtype=torch.float64)
@@ -185,10 +191,14 @@ class Pilot:
         with ThreadPoolExecutor(1, "anabranch-planner") as pool:
             thought = pool.submit(candidates, wishes, self.trace, self.network) if leader else None
             yield from self._steps(2)
-            mine = thought.result() if thought is not None else []
-        labels = json.loads(from_rank_0(json.dumps([label for label, _ in mine]).encode(), self._control))
-        plans = [agree_on(Plan, mine[i][1] if leader else None, self._control) for i in range(len(labels))]
-        return list(zip(labels, plans, strict=True))
+            mine, failure = _outcome(thought)
+        said = json.dumps({"labels": [label for label, _ in mine], "failure": failure}).encode()
+        heard = json.loads(from_rank_0(said, self._control))
+        self.failure = heard["failure"]
+        if leader and failure:
+            warnings.warn(f"planning failed, DDP's own buckets stay: {failure}", stacklevel=2)
+        plans = [agree_on(Plan, mine[i][1] if leader else None, self._control) for i in range(len(heard["labels"]))]
+        return list(zip(heard["labels"], plans, strict=True))
 
     def predicted_s(self, plan: Plan | None) -> float:
         """Predicted time from the start of forward to averaged gradients."""
@@ -212,7 +222,8 @@ class Pilot:
             best = next(t for t in self.trials if t.plan == (best.plan if confirmed else None))
         self.kept = best
         self.live.want(best.plan)
-        lost = "running DDP's own buckets: no plan was clearly faster"
+        reason = f"planning failed ({self.failure})" if self.failure else "no plan was clearly faster"
+        lost = f"running DDP's own buckets: {reason}"
         self.stage = lost if best.plan is None else f"running {best.label}"
         if dist.get_rank(self._control) == 0:
             tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in self.trials)
@@ -221,7 +232,7 @@ class Pilot:
     def _winner(self, trials: list[Trial]) -> int:
         """Rank 0's verdict: the first trial, unless the best of the others beats it by more than the margin."""
         first, *others = trials
-        best = min(others, key=lambda trial: trial.step_s)
+        best = min(others or trials, key=lambda trial: trial.step_s)
         beaten = best.step_s < first.step_s * (1 - MARGIN)
         return from_rank_0(bytes([trials.index(best) if beaten else 0]), self._control)[0]
 
@@ -241,3 +252,13 @@ class Pilot:
             if from_rank_0(bytes([abs(now_s - usual_s) > DRIFT * usual_s]), self._control)[0]:
                 break
         self.replan_asked = False
+
+
+def _outcome(thought: Future[list[tuple[str, Plan]]] | None) -> tuple[list[tuple[str, Plan]], str]:
+    """What a planner came up with, or what went wrong: a planner's error must not leave the other ranks waiting."""
+    if thought is None:
+        return [], ""
+    try:
+        return thought.result(), ""
+    except Exception as error:
+        return [], f"{type(error).__name__}: {error}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,11 +24,24 @@ SEQUENCES = {"bert-base": (8, 128), "bert-large": (8, 128), "gpt2": (8, 512)}
 
 MODELS = (*IMAGES, *SEQUENCES)
 
+Loss = Callable[[nn.Module], torch.Tensor]
+
+
+class Step(Protocol):
+    """One forward and backward, of the model itself or through a wrapper of it."""
+
+    def __call__(self, wrapped: nn.Module | None = None) -> None:
+        """Run it."""
+        ...
+
 
 def build(
     name: str, device: torch.device, autocast: torch.dtype | None = None, batch: int | None = None
-) -> tuple[nn.Module, Callable[[], None]]:
-    """A freshly initialised model in training mode, and a function that runs one forward and backward of it."""
+) -> tuple[nn.Module, Step]:
+    """A freshly initialised model in training mode, and a function that runs one forward and backward of it.
+
+    The function also takes the model in a wrapper, such as DataParallel, to run it through that.
+    """
     if name in IMAGES:
         model, loss = _image_model(name, device, batch or IMAGES[name])
     elif name in SEQUENCES:
@@ -36,10 +49,10 @@ def build(
     else:
         raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
 
-    def step() -> None:
+    def step(wrapped: nn.Module | None = None) -> None:
         model.zero_grad(set_to_none=True)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            value = loss()
+            value = loss(wrapped or model)
         value.backward()
 
     return model, step
@@ -53,7 +66,7 @@ def facts(name: str, half: bool = False, batch: int | None = None) -> dict[str, 
     return noted if length is None else {**noted, "sequence_length": length}
 
 
-def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
     models = _needs("torchvision.models", name)
     side = 299 if name == "inception_v3" else 224
     options = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
@@ -61,17 +74,15 @@ def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module
     images = torch.randn(batch, 3, side, side, device=device)
     labels = torch.randint(1000, (batch,), device=device)
 
-    def loss() -> torch.Tensor:
-        outputs = model(images)
+    def loss(wrapped: nn.Module) -> torch.Tensor:
+        outputs = wrapped(images)
         heads = [outputs] if isinstance(outputs, torch.Tensor) else [head for head in outputs if head is not None]
         return torch.stack([cross_entropy(head.float(), labels) for head in heads]).sum()
 
     return model, loss
 
 
-def _language_model(
-    name: str, device: torch.device, batch: int, length: int
-) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+def _language_model(name: str, device: torch.device, batch: int, length: int) -> tuple[nn.Module, Loss]:
     transformers: Any = _needs("transformers", name)
     if name == "gpt2":
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
@@ -83,8 +94,8 @@ def _language_model(
     model = model.to(device).train()
     tokens = torch.randint(30_000, (batch, length), device=device)
 
-    def loss() -> torch.Tensor:
-        result: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    def loss(wrapped: nn.Module) -> torch.Tensor:
+        result: torch.Tensor = wrapped(input_ids=tokens, labels=tokens).loss
         return result
 
     return model, loss
