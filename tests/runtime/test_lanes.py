@@ -180,7 +180,7 @@ def test_closing_from_its_own_thread_does_not_wait_for_itself() -> None:
         yield
 
     answers: list[bool] = []
-    lane = HostLane(None, "anabranch-lane-test")  # type: ignore[arg-type]
+    lane = HostLane(None, "anabranch-lane-test", [])  # type: ignore[arg-type]
     begun = time.monotonic()
     lane.submit(Message(closing(), torch.ones(1), "closes its lane")).wait()
     assert answers == [False]

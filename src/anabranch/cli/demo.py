@@ -110,8 +110,9 @@ def _verdict(document: dict[str, Any]) -> Sequence[str]:
     )
     times = (
         f"A step of DataParallel takes {ratio['median']:.2f} of the time of one of DDP (half of the rounds: "
-        f"{ratio['low']:.2f} to {ratio['high']:.2f}), both taking turns once DataParallel had chosen."
+        f"{ratio['low']:.2f} to {ratio['high']:.2f}), both taking turns once DataParallel had chosen"
     )
+    times += ": no difference beyond this machine's noise." if ratio["low"] <= 1 <= ratio["high"] else "."
     if document["plan"] is None:
         why = (
             "On this machine no plan beat DDP's own buckets, so DataParallel kept those: both run the same buckets. "

@@ -63,6 +63,8 @@ def _start(
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 after an error, 130 after Ctrl-C, 1 if the reader went away."""
+    if sys.stdout is None:  # closed by whoever started us
+        return PIPE_CLOSED
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?" instead of failing

@@ -53,6 +53,13 @@ def from_all_ranks(payload: bytes, group: Group) -> list[bytes]:
     return [_bytes(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
+def on_all_ranks(flag: bool, group: Group) -> bool:
+    """Whether every rank says so, on every rank."""
+    flags = torch.tensor([flag], dtype=torch.int32, device=wire_device(group))
+    dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
+    return bool(flags.item())
+
+
 def latest(trace: Trace, group: Group) -> Trace:
     """A collective starts when the last rank is ready: this trace with every instant the latest over all ranks."""
     by_name = sorted(trace.tensors, key=lambda tensor: tensor.name)  # the same order on every rank

@@ -62,7 +62,7 @@ class BehindBuffers:
         arrived.wait()
         message = self._message
         assert message is not None
-        if not self._same_shapes() or not self._unchanged_on_rank_0():
+        if not self._confirmed(self._same_shapes()):
             return False
         if dist.get_rank(self._control) != 0:
             groups = _alike(self._sent)
@@ -83,9 +83,9 @@ class BehindBuffers:
             self._sent, self._versions = now, [-1] * len(now)  # replaced: not what was sent
         return same
 
-    def _unchanged_on_rank_0(self) -> bool:
+    def _confirmed(self, same_shapes: bool) -> bool:
         """Whether rank 0's buffers are still those it sent, by version counter (writes through .data go unseen)."""
-        unchanged = self._versions == [buffer._version for buffer in self._sent]
+        unchanged = same_shapes and self._versions == [buffer._version for buffer in self._sent]
         answer = torch.tensor([unchanged], dtype=torch.uint8)
         dist.broadcast(answer, group_src=0, group=self._control)
         return bool(answer.item())

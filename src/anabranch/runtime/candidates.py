@@ -38,7 +38,10 @@ def candidates(wishes: Wishes, trace: Trace, network: Network) -> list[tuple[str
             found.append((f"{several.lanes} lanes", several))
     if wishes.compress is not None:
         kind = wishes.compress
-        found = [*((f"{label}, {kind}", planners.using(plan, kind)) for label, plan in found), *found]
+        packed = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in found]
+        if wishes.planner == "optimal":  # which can count with that collective's own costs
+            packed[0] = (packed[0][0], planners.optimal(trace, network, collective=kind))
+        found = [*packed, *found]
     again = ", refined" if "refined" in network.meta else ""
     return [(label + again, plan.check(trace)) for label, plan in found]
 
@@ -46,6 +49,11 @@ def candidates(wishes: Wishes, trace: Trace, network: Network) -> list[tuple[str
 def least_s(trace: Trace, network: Network) -> float:
     """No plan on one lane gets from the start of forward to averaged gradients sooner than this."""
     return trace.forward_s + lower_bound_s(trace, network)
+
+
+def unmerged_s(trace: Trace, network: Network) -> float:
+    """Predicted time with every gradient in a message of its own."""
+    return predicted_s(trace, planners.per_tensor(trace, network), network)
 
 
 def predicted_s(trace: Trace, plan: Plan | None, network: Network) -> float:

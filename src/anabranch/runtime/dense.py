@@ -37,6 +37,11 @@ def bf16(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
     offered[: buffer.numel()].copy_(buffer)
     received = torch.empty_like(offered)
     yield _issued(dist.all_to_all_single(received, offered, group=group, async_op=True))
+    if (
+        buffer.is_cuda
+    ):  # the rest runs on the lane's stream: the caller's must not get this memory back before it is done
+        for shared in (offered, received):
+            shared.record_stream(torch.cuda.current_stream(buffer.device))
     average = received.view(ranks, share).sum(dim=0, dtype=torch.float32).mul_(1.0 / divisor)
     yield _issued(gather(offered, average.to(torch.bfloat16), group))
     buffer.copy_(offered[: buffer.numel()])

@@ -4,14 +4,13 @@ from typing import TYPE_CHECKING
 
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.runtime.candidates import least_s
+from anabranch.runtime.candidates import least_s, predicted_s, unmerged_s
 from anabranch.trace import Trace
 
 if TYPE_CHECKING:
     from anabranch.runtime.pilot import Pilot
 
 MIB = 1 << 20
-LATE = 0.9  # of backward: when even the first gradient comes later, nothing overlaps
 
 
 def explanation(pilot: "Pilot") -> str:
@@ -33,9 +32,9 @@ def explanation(pilot: "Pilot") -> str:
         )
         if trace is not None:
             lines.append(_why(trace, network))
-    if pilot.trials and network is not None:
+    if pilot.trials:
         lines += ["", *_trials(pilot)]
-    if pilot.live.hook is not None and trace is not None:
+    if pilot.live.hook is not None:
         lines += ["", *_buckets(pilot.live.hook.plan, trace)]
     return "\n".join(lines)
 
@@ -44,11 +43,6 @@ def _why(trace: Trace, network: Network) -> str:
     """What sticks out of backward, whatever the plan."""
     first, last = trace.tensors[0], trace.tensors[-1]
     least_ms = (least_s(trace, network) - trace.forward_s - trace.backward_s) * 1e3
-    if first.ready_s > LATE * trace.backward_s:
-        return (
-            f"All gradients come in the last {1 - first.ready_s / trace.backward_s:.0%} of backward, as when the whole "
-            "model is one compiled graph: there is nothing left of backward to hide communication behind."
-        )
     reason = (
         f"the last gradient, {last.name}, has still to travel when backward ends"
         if network.allreduce_s(trace.nbytes) < trace.backward_s - first.ready_s
@@ -62,7 +56,7 @@ def _lanes(pilot: "Pilot") -> str:
     assert network is not None
     slowdown = network.contention.slowdown(2)
     if slowdown >= 2 * 0.98:
-        return "two messages at once take as long as one after the other, so one lane is used"
+        return "two messages at once take no less time than one after the other, so one lane is used"
     gain = 2 / slowdown
     return f"two messages at once take {slowdown:.2f} times as long as one, so a second lane gains up to {gain:.2f}×"
 
@@ -71,14 +65,18 @@ def _trials(pilot: "Pilot") -> list[str]:
     stock = pilot.trials[0]
     table = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up")]
     for trial in pilot.trials:
-        predicted_s = pilot.predicted_s(trial.plan)
+        predicted, error = "-", "-"
+        if pilot.network is not None and pilot.trace is not None:
+            seconds = predicted_s(pilot.trace, trial.plan, pilot.network)
+            predicted, error = f"{seconds * 1e3:.2f} ms", f"{seconds / trial.step_s - 1:+.0%}"
         shape = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
         table.append((
-            "*" if trial is pilot.kept else "", trial.label, *shape,
-            f"{predicted_s * 1e3:.2f} ms", f"{trial.step_s * 1e3:.2f} ms",
-            f"{predicted_s / trial.step_s - 1:+.0%}", f"{trial.timeline.exposed_s * 1e3:.2f} ms",
-            f"{stock.step_s / trial.step_s:.2f}×",
+            "*" if trial is pilot.kept else "", trial.label, *shape, predicted, f"{trial.step_s * 1e3:.2f} ms", error,
+            f"{trial.timeline.exposed_s * 1e3:.2f} ms", f"{stock.step_s / trial.step_s:.2f}×",
         ))  # fmt: skip
+    if pilot.network is not None and pilot.trace is not None:
+        apart_s = unmerged_s(pilot.trace, pilot.network)
+        table.append(("", "no merging", str(len(pilot.trace)), "1", f"{apart_s * 1e3:.2f} ms", "-", "-", "-", "-"))
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = []
     for row in table:
@@ -87,15 +85,13 @@ def _trials(pilot: "Pilot") -> list[str]:
     return [*lines, "* in force. From the start of forward to averaged gradients; median on rank 0."]
 
 
-def _buckets(plan: Plan, trace: Trace) -> list[str]:
-    tensors = {tensor.name: tensor for tensor in trace.tensors}
+def _buckets(plan: Plan, trace: Trace | None) -> list[str]:
+    tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
     lines = [f"Plan {plan.fingerprint[:12]}:", "  # lane by          MiB gradients ready, ms last gradient"]
     for index, bucket in enumerate(plan.buckets):
-        members = [tensors[name] for name in bucket.names]
-        ready_s = max(tensor.ready_s for tensor in members)
-        mib = sum(tensor.nbytes for tensor in members) / MIB
-        lines.append(
-            f"{index:3d} {bucket.lane:4d} {bucket.collective:6s} {mib:8.3f} {len(members):9d} {ready_s * 1e3:9.2f} "
-            f"{bucket.names[-1]}"
-        )
+        members = [tensors[name] for name in bucket.names if name in tensors]
+        mib = f"{sum(tensor.nbytes for tensor in members) / MIB:8.3f}" if members else f"{'-':>8}"
+        ready = f"{max(tensor.ready_s for tensor in members) * 1e3:9.2f}" if members else f"{'-':>9}"
+        route = f"{index:3d} {bucket.lane:4d} {bucket.collective:6s}"
+        lines.append(f"{route} {mib} {len(bucket.names):9d} {ready} {bucket.names[-1]}")
     return lines

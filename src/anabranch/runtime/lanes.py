@@ -5,7 +5,6 @@ collective of a lane is issued from one place in one order, and none from a futu
 would wait for themselves, and ranks would issue in different orders.
 """
 
-import os
 import queue
 import threading
 from collections import deque
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from anabranch.errors import CollectiveError
+from anabranch.plan import MAX_LANES
 from anabranch.runtime.dense import Group, Steps
 
 HELD_WORKS = 64
@@ -42,7 +42,6 @@ class Lane(Protocol):
     """One message after another."""
 
     group: Group
-    failed: CollectiveError | None
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
         """Run a collective behind those already submitted; the future gives its result when it is done."""
@@ -56,9 +55,9 @@ class Lane(Protocol):
 class HostLane:
     """A daemon thread that runs collectives to their end. After one has failed it starts no other."""
 
-    def __init__(self, group: Group, name: str) -> None:
+    def __init__(self, group: Group, name: str, failures: list[CollectiveError]) -> None:
         self.group = group
-        self.failed: CollectiveError | None = None
+        self._failures = failures  # of all lanes of this model: after the first, none of them starts anything
         self._queue: queue.SimpleQueue[tuple[Message, Future[torch.Tensor]] | None] = queue.SimpleQueue()
         # Gloo's own threads must not be the last to let go of a work: as the interpreter ends, they would abort it.
         self._held: deque[dist.Work] = deque(maxlen=HELD_WORKS)
@@ -67,8 +66,8 @@ class HostLane:
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
         """See ``Lane``."""
-        if self.failed is not None:
-            raise self.failed
+        if self._failures:
+            raise self._failures[0]
         done: Future[torch.Tensor] = Future()
         # The reducer cannot read an exception that was set on a future; one that is raised in then() it can.
         shown = done.then(lambda future: future.wait())
@@ -94,8 +93,8 @@ class HostLane:
             del job, message, done  # while get() blocks, nothing here may keep the last bucket alive
 
     def _run(self, message: Message) -> None:
-        if self.failed is not None:
-            raise self.failed
+        if self._failures:
+            raise self._failures[0]
         begun = monotonic()
         works = []
         try:
@@ -104,11 +103,12 @@ class HostLane:
                 self._held.append(work)
                 work.wait()
         except Exception as error:
-            self.failed = CollectiveError(
+            failure = CollectiveError(
                 f"{message.label} did not get through after {monotonic() - begun:.1f} s: {error}. Another rank has "
                 "died, stalled or left this step: look for the first error among all ranks. Nothing more is sent here"
             )
-            raise self.failed from error
+            self._failures.append(failure)
+            raise failure from error
         if message.on_end is not None:
             message.on_end(works)
 
@@ -121,8 +121,6 @@ class StreamLane:
     nothing else is put on the side stream, not even an event: with few hardware queues (under MPS, or
     CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can hold up the computation behind it.
     """
-
-    failed: CollectiveError | None = None  # on NCCL a failure shows in torch's own watchdog
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
@@ -161,6 +159,7 @@ class Lanes:
         self._main, self._device = group, device
         self._made: list[Group] = []
         self._lanes: list[Lane] = []
+        self._failures: list[CollectiveError] = []  # on NCCL failures show in torch's own watchdog instead
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -175,22 +174,26 @@ class Lanes:
 
     def check(self) -> None:
         """Raise what stopped a lane, if anything did."""
-        for lane in self._lanes:
-            if lane.failed is not None:
-                raise lane.failed
+        if self._failures:
+            raise self._failures[0]
+
+    @property
+    def most(self) -> int:
+        """How many lanes there can be: a part of the world gets no second NCCL communicator without the other ranks."""
+        part = dist.get_world_size(self._main) < dist.get_world_size()
+        return 1 if part and self._device.type == "cuda" else MAX_LANES
 
     def grow(self, count: int) -> None:
         """Have at least ``count`` lanes. Collective: every rank of the group calls it at the same point."""
-        if count > 1 and dist.get_backend(self._main) == "nccl":
-            # Several communicators in one process must launch in the order of the program on every rank.
-            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        if count > self.most:
+            raise RuntimeError(f"{count} lanes were asked for and this process group can have {self.most}: use fewer")
         while len(self._lanes) < count:
             number = len(self._lanes)
             if self._device.type == "cuda":
                 group = self._main if number == 0 else self._made_group(number)
                 self._lanes.append(StreamLane(group, self._device))
             else:
-                self._lanes.append(HostLane(self._made_group(number), f"anabranch-lane-{number}"))
+                self._lanes.append(HostLane(self._made_group(number), f"anabranch-lane-{number}", self._failures))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the threads and destroy the groups that were made here."""

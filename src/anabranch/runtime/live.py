@@ -25,7 +25,7 @@ class LiveLayout:
         self.parameters = reduced_parameters(ddp)
         self.device = next(iter(self.parameters.values())).device
         self.lanes = Lanes(ddp.process_group, self.device)
-        self.watch = StepWatch(clock_for(self.device), after_step, lambda: gradients_seen(self.ddp))
+        self.watch = StepWatch(clock_for(self.device), after_step, self._seen)
         self.hook: PlanHook | None = None  # the plan in force; none with DDP's own buckets
         self._buffers = BehindBuffers(self._module_buffers, control)
         self._due: tuple[Plan | None] | None = None  # what the next forward lays the buckets out for
@@ -62,7 +62,8 @@ class LiveLayout:
 
     def trains_the_same(self) -> bool:
         """Whether the model trains what it was wrapped with; if not, its buckets must stay as they are."""
-        return list(reduced_parameters(self.ddp)) == list(self.parameters)
+        now = reduced_parameters(self.ddp)
+        return list(now) == list(self.parameters) and all(now[name] is p for name, p in self.parameters.items())
 
     @_disable_dynamo
     def drain_buffers(self) -> None:
@@ -82,6 +83,10 @@ class LiveLayout:
     def close(self) -> None:
         """Let go of threads and groups."""
         self.lanes.close()
+
+    def _seen(self) -> object:
+        ddp = self._owner()
+        return None if ddp is None else gradients_seen(ddp)
 
     def _lay_out(self, plan: Plan | None) -> None:
         """Does not communicate: every rank comes here before the same step."""

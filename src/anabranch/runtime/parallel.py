@@ -29,19 +29,20 @@ from anabranch.trace import Trace
 # Options of DDP under which its reducer does not run the buckets as we know them.
 OWN_WAYS = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
 CLOSED = "it was closed"
+COMPRESSIONS = tuple(kind for kind in COLLECTIVES if kind != "dense")
 
 
 class DataParallel(DistributedDataParallel):
     """Drop-in for ``DistributedDataParallel``: all its arguments, and it is one.
 
-    The first steps run DDP's own buckets and are recorded; then the network is measured (a few seconds, once), rank 0
-    plans, every rank lays its buckets out alike, and the plan is kept if live steps show that it is faster than DDP. If
-    not, DDP's own buckets stay. When the step time drifts by more than 10 %, all of this happens again.
+    The first steps run DDP's own buckets and are recorded; then the network is measured (a few seconds), rank 0 plans,
+    every rank lays its buckets out alike, and the plan is kept if live steps show, twice, that it is faster than DDP.
+    If not, DDP's own buckets stay. When the step time drifts by more than 10 %, all of this happens again.
 
     planner: a name from ``anabranch.planners`` or a function (trace, network) -> Plan.
     plan: run this plan, whatever comes of it. network: use this instead of measuring.
     lanes: at most so many simultaneous messages; None tries two where the measurement says that they pay.
-    compress: "bf16" sends bfloat16 and adds in float32. profile_steps: steps per trial; 0 never plans.
+    compress: "bf16" sends bfloat16 and adds in float32, where that is faster. profile_steps: per trial; 0 never plans.
     """
 
     _pilot: Pilot | None = None  # DDP's constructor may register a comm hook before ours is through
@@ -64,12 +65,12 @@ class DataParallel(DistributedDataParallel):
         wishes = Wishes(planner, plan, network, lanes, compress, profile_steps)
         _check(wishes)
         given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
-        if given.get("device_mesh") is None:
-            group = given.get("process_group") or dist.group.WORLD
-            if group is None:
-                raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
-            check_same("the model", _described(module), group)
-            check_same("the settings of DataParallel", _settings(wishes), group)
+        mesh = given.get("device_mesh")
+        group = mesh.get_group(mesh_dim=0) if mesh is not None else given.get("process_group") or dist.group.WORLD
+        if group is None:
+            raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
+        check_same("the model", _described(module), group)
+        check_same("the settings of DataParallel", _settings(wishes), group)
         super().__init__(module, *args, **options)
         self._idle = self._why_not(given, wishes)
         if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # whose first step must synchronise
@@ -85,8 +86,10 @@ class DataParallel(DistributedDataParallel):
         """Why there is nothing to plan here; empty if there is."""
         if dist.get_world_size(self.process_group) == 1:
             return "there is one rank, so nothing to send"
-        if wishes.profile_steps == 0:
+        if wishes.profile_steps == 0 and wishes.plan is None:
             return "profile_steps is 0"
+        if self.device_type == "cuda" and "nccl" not in dist.get_backend_config(self.process_group):
+            return "its gradients are on a GPU and its process group has no NCCL"
         if any(self._build_params_for_reducer()[1]):
             return "an embedding has sparse gradients, which DDP sends by themselves"
         if used := [name for name in OWN_WAYS if given.get(name)]:
@@ -123,7 +126,7 @@ class DataParallel(DistributedDataParallel):
         return explanation(self._pilot) + (join if self._inside_join() else "")
 
     def replan(self) -> None:
-        """Profile and plan again from the next step on. Every rank must call it between the same two steps."""
+        """Profile, measure and plan again soon: within the next 20 steps after rank 0 has called it."""
         if self._pilot is not None:
             self._pilot.replan_asked = True
 
@@ -148,9 +151,9 @@ class DataParallel(DistributedDataParallel):
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         pilot = self._pilot
         if pilot is not None:
-            pilot.live.drain_buffers()
             if torch.is_grad_enabled() and not self._inside_join():
                 pilot.before_forward(averaged=self.require_backward_grad_sync)
+            pilot.live.drain_buffers()  # after the step's first mark: what of it is not hidden counts
         return super()._pre_forward(*inputs, **kwargs)
 
     @_disable_dynamo(recursive=False)
@@ -222,6 +225,7 @@ class DataParallel(DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pilot, self._idle = None, "it is a copy"
+        self._alone, self.require_backward_grad_sync = False, True  # it may have been copied into a larger world
 
 
 def _release(pilot: Pilot, control: dist.ProcessGroup) -> None:
@@ -233,14 +237,20 @@ def _release(pilot: Pilot, control: dist.ProcessGroup) -> None:
 
 def _check(wishes: Wishes) -> None:
     """Refuse what no rank could mean."""
+    for name, kind in (("plan", Plan), ("network", Network)):
+        value = getattr(wishes, name)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(
+                f"{name} is a {type(value).__name__}: expected a {kind.__name__}, such as anabranch.load(path)"
+            )
     if isinstance(wishes.planner, str) and wishes.planner not in PLANNERS:
         raise ValueError(f"planner is {wishes.planner!r}: expected one of {', '.join(PLANNERS)}, or a function")
     if not isinstance(wishes.planner, str) and not callable(wishes.planner):
         raise ValueError(f"planner is {wishes.planner!r}: expected a name or a function (trace, network) -> Plan")
     if wishes.lanes is not None and not 1 <= wishes.lanes <= MAX_LANES:
         raise ValueError(f"lanes is {wishes.lanes}: expected 1 to {MAX_LANES}, or None to choose")
-    if wishes.compress is not None and wishes.compress not in COLLECTIVES:
-        raise ValueError(f"compress is {wishes.compress!r}: expected one of {', '.join(COLLECTIVES)}, or None")
+    if wishes.compress is not None and wishes.compress not in COMPRESSIONS:
+        raise ValueError(f"compress is {wishes.compress!r}: expected one of {', '.join(COMPRESSIONS)}, or None")
     if wishes.profile_steps < 0:
         raise ValueError(f"profile_steps is {wishes.profile_steps}: expected 0 or more")
 

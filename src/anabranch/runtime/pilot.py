@@ -10,10 +10,12 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from statistics import median
+from threading import Thread
 from typing import Any
 
 import torch
@@ -22,21 +24,22 @@ from torch._compile import _disable_dynamo
 
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.runtime.agree import agree_on, from_rank_0, latest
-from anabranch.runtime.candidates import Wishes, candidates, predicted_s
+from anabranch.runtime.agree import agree_on, from_rank_0, latest, on_all_ranks
+from anabranch.runtime.candidates import Wishes, candidates
 from anabranch.runtime.live import LiveLayout
 from anabranch.runtime.measure import LARGEST_NBYTES, measure
 from anabranch.runtime.record import Recorder
 from anabranch.runtime.refine import bucket_seconds, refined
-from anabranch.runtime.trial import Trial
+from anabranch.runtime.trial import LOOKED, Trial
 from anabranch.trace import Trace
 
 log = logging.getLogger("anabranch")
 
 SETTLE_STEPS = 3  # after a change of layout: DDP rebuilds in the second step, and caches warm up
-WATCH_STEPS = 50  # how often rank 0 looks whether the step time has drifted
+WATCH_STEPS = 20  # how often rank 0 says whether to plan again, by its step times or because it was asked to
 DRIFT = 0.10
 MARGIN = 0.01  # a plan must gain this much to be kept: less is noise, and stock DDP is the safer choice
+LATE = 0.9  # of backward: when even the first gradient comes later, nothing overlaps
 
 Course = Generator[None, None, None]
 Trying = Generator[None, None, Trial]
@@ -61,6 +64,7 @@ class Pilot:
         self.failure = ""  # why planning failed, if it did
         self.stage = "settling"
         self.replan_asked = False
+        self._patience = 1
         self._course = self._life()
         next(self._course)
 
@@ -87,7 +91,17 @@ class Pilot:
 
     @_disable_dynamo
     def _step_done(self) -> None:
-        next(self._course, None)  # a course that ended (closed, or an error that was shown) leaves things as they are
+        try:
+            with warnings.catch_warnings(
+                record=True
+            ) as caught:  # made an error by -W error, one would stop one rank alone
+                warnings.simplefilter("always")
+                next(self._course, None)
+        except Exception as error:
+            self.stage = f"stopped planning: {type(error).__name__}: {error}"
+            raise
+        for warning in caught if dist.get_rank(self._control) == 0 else []:
+            log.warning("anabranch: %s", warning.message)
 
     # The course: one yield per synchronised step.
 
@@ -95,17 +109,22 @@ class Pilot:
         yield from self._steps(SETTLE_STEPS)
         if self._wishes.plan is not None:
             yield from self._as_told()
-        while self.live.trains_the_same():
+        while True:
             self.stage, self.failure = "profiling", ""
-            self.trials = [(yield from self._profile())]
+            yield from self._profile()
+            if self.failure or not self.live.trains_the_same():
+                break
             self._measure()
             yield from self._try_all(replace(self._wishes, lanes=1))
             self._refine()
             yield from self._try_all(self._wishes)
-            yield from self._choose()
+            before = self.kept.plan if self.kept is not None else None
+            chosen = yield from self._choose()
+            # Where planning again changes nothing (batches of varying size, say), do it ever less often.
+            self._patience = 1 if chosen.plan != before else 2 * self._patience
             yield from self._until_drift()
             yield from self._change_to(None)
-        self.stage = "no longer planning: parameters were frozen or unfrozen after the model was wrapped"
+        self.stage = f"no longer planning: {self.failure or 'what the model trains was changed after it was wrapped'}"
 
     def _try_all(self, wishes: Wishes) -> Course:
         """Try every candidate that has not been tried yet."""
@@ -124,9 +143,9 @@ class Pilot:
         yield from self._steps(SETTLE_STEPS)
 
     def _refine(self) -> None:
-        """Correct the network by what the first plan's buckets took, on the rank that had to wait for no other."""
+        """Correct what was measured by what the first plan's buckets took on the rank that waited for no other."""
         assert self.trace is not None and self.network is not None
-        if len(self.trials) == 1:
+        if len(self.trials) == 1 or self._wishes.network is not None:
             return
         plan, took_s = self.trials[1].plan, bucket_seconds(self.trials[1].timeline)
         assert plan is not None
@@ -136,46 +155,61 @@ class Pilot:
             self.network = agree_on(Network, refined(self.network, self.trace, plan, seconds.tolist()), self._control)
 
     def _as_told(self) -> Course:
-        """Run the user's plan, whatever comes of it."""
+        """Run the user's plan, whatever comes of it; profiled first, to have something to hold it against."""
         plan = agree_on(Plan, self._wishes.plan, self._control)
+        if self._wishes.network is not None:
+            self.network = agree_on(Network, self._wishes.network, self._control)
+        if self._wishes.profile_steps:
+            self.stage = "profiling"
+            yield from self._profile()
         self.stage = "running the plan it was given"
         yield from self._change_to(plan)
-        while True:
+        if self._wishes.profile_steps:
             self.kept = yield from self._try("the plan it was given", plan)
-            self.trials = [self.kept]
-            yield from self._steps(WATCH_STEPS)
+            self.trials.append(self.kept)
+        while True:
+            yield
 
     def _steps(self, count: int) -> Course:
         for _ in range(count):
             yield
 
-    def _profile(self) -> Trying:
+    def _profile(self) -> Course:
         """DDP's own buckets: the trace, and the step time to beat."""
         with Recorder(self.live.parameters) as self._recorder:
             recorder = self._recorder
             try:
-                trial = yield from self._try(DDP_BUCKETS, None)
+                self.trials = [(yield from self._try(DDP_BUCKETS, None))]
             finally:
                 self._recorder = None
+        if not on_all_ranks(recorder.steps > 0, self._control):
+            self.failure = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
+            return
         trace = recorder.trace({"model": type(self.live.ddp.module).__name__})
         self.trace = agree_on(Trace, latest(trace, self._control), self._control)
-        return trial
+        if self.trace.tensors[0].ready_s > LATE * self.trace.backward_s:
+            warnings.warn(
+                "all gradients come at the end of backward, as when the whole model is one compiled graph: "
+                "nothing of their communication can be hidden",
+                stacklevel=2,
+            )
 
     def _try(self, label: str, plan: Plan | None) -> Trying:
-        """Time some steps of the layout in force."""
-        count = self._wishes.profile_steps
-        if self.live.hook is not None:
-            self.live.hook.look = True
-        yield from self._steps(count)
-        if self.live.hook is not None:
-            self.live.hook.look = False
+        """Time some steps of the layout in force, the last of them bucket by bucket."""
+        count, hook = self._wishes.profile_steps, self.live.hook
+        yield from self._steps(max(0, count - LOOKED))
+        if hook is not None:
+            hook.look = True
+        yield from self._steps(min(count, LOOKED))
+        if hook is not None:
+            hook.look = False
         self._watch.clock.settle()
         return Trial.of(label, plan, self._watch.take(count), self._watch.clock)
 
     def _measure(self) -> None:
         """What the network costs, unless the user said; and how much lanes slow each other."""
         assert self.trace is not None
-        self.live.lanes.grow(self._wishes.lanes or 2)
+        self.live.lanes.grow(min(self._wishes.lanes or 2, self.live.lanes.most))
         if self._wishes.network is not None:
             self.network = agree_on(Network, self._wishes.network, self._control)
             return
@@ -185,49 +219,51 @@ class Pilot:
         self.network = measure(self.live.lanes.groups, self.live.device, largest, collectives=kinds)
 
     def _think(self, wishes: Wishes) -> Generator[None, None, list[tuple[str, Plan]]]:
-        """Rank 0 plans beside the next steps; then everyone has its candidates."""
+        """Rank 0 plans beside the next steps, however long that takes; then everyone has its candidates."""
         assert self.trace is not None and self.network is not None
         leader = dist.get_rank(self._control) == 0
-        with ThreadPoolExecutor(1, "anabranch-planner") as pool:
-            thought = pool.submit(candidates, wishes, self.trace, self.network) if leader else None
-            yield from self._steps(2)
-            mine, failure = _outcome(thought)
-        said = json.dumps({"labels": [label for label, _ in mine], "failure": failure}).encode()
-        heard = json.loads(from_rank_0(said, self._control))
+        thought: Future[list[tuple[str, Plan]]] = Future()
+        if leader:
+            work = partial(_settle, thought, partial(candidates, wishes, self.trace, self.network))
+            Thread(target=work, name="anabranch-planner", daemon=True).start()
+        yield
+        while not from_rank_0(bytes([thought.done()]), self._control)[0]:
+            yield
+        failure = thought.exception() if leader else None
+        mine = thought.result() if leader and failure is None else []
+        said = {
+            "labels": [label for label, _ in mine],
+            "failure": f"{type(failure).__name__}: {failure}" if failure else "",
+        }
+        heard = json.loads(from_rank_0(json.dumps(said).encode(), self._control))
         self.failure = heard["failure"]
-        if leader and failure:
-            warnings.warn(f"planning failed, DDP's own buckets stay: {failure}", stacklevel=2)
+        if self.failure:
+            warnings.warn(f"planning failed, DDP's own buckets stay: {self.failure}", stacklevel=2)
         plans = [agree_on(Plan, mine[i][1] if leader else None, self._control) for i in range(len(heard["labels"]))]
-        return list(zip(heard["labels"], plans, strict=True))
+        most = self.live.lanes.most
+        return [(label, plan) for label, plan in zip(heard["labels"], plans, strict=True) if plan.lanes <= most]
 
-    def predicted_s(self, plan: Plan | None) -> float:
-        """Predicted time from the start of forward to averaged gradients."""
-        assert self.trace is not None and self.network is not None
-        return predicted_s(self.trace, plan, self.network)
-
-    def _choose(self) -> Course:
+    def _choose(self) -> Trying:
         """Go on with DDP's own buckets unless a plan beats them clearly, twice: in the trials, and again in turn."""
         best = self.trials[self._winner(self.trials)]
+        reason = f"planning failed ({self.failure})" if self.failure else "no plan was clearly faster"
         if best.plan is not None:
             self.stage = f"confirming {best.label}"
             yield from self._change_to(None)
             stock = yield from self._try(DDP_BUCKETS, None)
             yield from self._change_to(best.plan)
             again = yield from self._try(best.label, best.plan)
-            confirmed = self._winner([stock, again]) == 1
-            self.trials = [
-                self.trials[0].joined(stock),
-                *(t.joined(again) if t is best else t for t in self.trials[1:]),
-            ]
-            best = next(t for t in self.trials if t.plan == (best.plan if confirmed else None))
+            # What is shown is what decided: the second trials of the two.
+            self.trials = [stock, *(again if trial is best else trial for trial in self.trials[1:])]
+            best = again if self._winner([stock, again]) == 1 else stock
+            reason = f"{again.label} was not clearly faster when tried again"
         self.kept = best
         self.live.want(best.plan)
-        reason = f"planning failed ({self.failure})" if self.failure else "no plan was clearly faster"
-        lost = f"running DDP's own buckets: {reason}"
-        self.stage = lost if best.plan is None else f"running {best.label}"
+        self.stage = f"running DDP's own buckets: {reason}" if best.plan is None else f"running {best.label}"
         if dist.get_rank(self._control) == 0:
             tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in self.trials)
             log.info("anabranch: %s (%s)", self.stage, tried)
+        return best
 
     def _winner(self, trials: list[Trial]) -> int:
         """Rank 0's verdict: the first trial, unless the best of the others beats it by more than the margin."""
@@ -237,28 +273,25 @@ class Pilot:
         return from_rank_0(bytes([trials.index(best) if beaten else 0]), self._control)[0]
 
     def _until_drift(self) -> Course:
-        """Return when rank 0 sees the step time leave its range, or when the user asks for a new plan."""
+        """Return when rank 0 sees the step time leave its range, or was asked for a new plan."""
         yield from self._steps(SETTLE_STEPS)
-        usual_s = 0.0
-        while not self.replan_asked:
-            for _ in range(WATCH_STEPS):
-                yield
-                if self.replan_asked:
-                    break
+        usual_s, rounds = 0.0, 0
+        while True:
+            yield from self._steps(WATCH_STEPS)
+            rounds += 1
             marks = [step for step in self._watch.take(WATCH_STEPS) if self._watch.clock.settled(step.averaged)]
             seconds = [self._watch.clock.between(step.forward, step.averaged) for step in marks]
             now_s = median(seconds) if seconds else usual_s
             usual_s = usual_s or now_s
-            if from_rank_0(bytes([abs(now_s - usual_s) > DRIFT * usual_s]), self._control)[0]:
-                break
-        self.replan_asked = False
+            drifted = rounds >= self._patience and abs(now_s - usual_s) > DRIFT * usual_s
+            if from_rank_0(bytes([drifted or self.replan_asked]), self._control)[0]:
+                self.replan_asked = False
+                return
 
 
-def _outcome(thought: Future[list[tuple[str, Plan]]] | None) -> tuple[list[tuple[str, Plan]], str]:
-    """What a planner came up with, or what went wrong: a planner's error must not leave the other ranks waiting."""
-    if thought is None:
-        return [], ""
+def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Give a future what ``work`` returns or raises: a planner's error must not leave the other ranks waiting."""
     try:
-        return thought.result(), ""
-    except Exception as error:
-        return [], f"{type(error).__name__}: {error}"
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

@@ -87,7 +87,7 @@ class Recorder:
     @property
     def steps(self) -> int:
         """How many forward and backward passes have been seen."""
-        return sum(bool(step.ready) for step in self._steps)
+        return len(self._whole())
 
     def trace(self, meta: Mapping[str, Scalar] | None = None) -> Trace:
         """The median step, with the interquartile range of each instant; waits for the device once.
@@ -95,7 +95,7 @@ class Recorder:
         A gradient that some step did not produce counts as ready when that step's backward ended.
         """
         self._clock.settle()
-        steps = [step for step in self._steps if step.ready and step.backward is not None]
+        steps = self._whole()
         if not steps:
             raise ValueError(
                 "no step was recorded: run forward and backward of the module while the recorder is entered"
@@ -122,6 +122,9 @@ class Recorder:
             facts["input"] = self._input
         facts["forward_spread_s"] = float(np.subtract(*np.percentile(forward, [75, 25])))
         return Trace(tuple(tensors), float(np.median(forward)), facts)
+
+    def _whole(self) -> list[_Step]:
+        return [step for step in self._steps if step.ready and step.backward is not None]
 
     def _ready_s(self, step: _Step) -> list[float]:
         seconds = {name: max(0.0, self._clock.between(step.backward, mark)) for name, mark in step.ready.items()}
@@ -168,7 +171,7 @@ class Recorder:
             if step.backward is None:
                 step.backward = self._clock.mark()
 
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]  # leaves keep their hooks
         for tensor in tensors:
             tensor.register_hook(backward_begins)
         if not tensors:  # an output we cannot look into: the end of forward is the best we know

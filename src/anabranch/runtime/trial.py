@@ -1,13 +1,15 @@
 """Trial: how one layout did on the live model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from anabranch.plan import Plan
 from anabranch.runtime.clock import Clock
 from anabranch.runtime.watch import StepMarks
 from anabranch.timeline import COMPUTE, Span, Timeline
+
+LOOKED = 3  # steps of a trial whose buckets are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +23,13 @@ class Trial:
 
     @classmethod
     def of(cls, label: str, plan: Plan | None, steps: Sequence[StepMarks], clock: Clock) -> "Trial":
-        """From the marks of some steps, which must be settled."""
+        """From the marks of some steps, which must be settled; the last few of them were looked at in detail."""
         seconds = [clock.between(step.forward, step.averaged) for step in steps]
-        typical = steps[sorted(range(len(steps)), key=seconds.__getitem__)[len(steps) // 2]]
-        return cls(label, plan, tuple(seconds), _timeline(typical, plan, clock))
-
-    def joined(self, other: "Trial") -> "Trial":
-        """The same layout, tried twice; the later step in detail."""
-        return replace(self, steps_s=self.steps_s + other.steps_s, timeline=other.timeline)
+        looked = sorted(range(len(steps))[-LOOKED:], key=seconds.__getitem__)
+        timeline = _timeline(steps[looked[len(looked) // 2]], plan, clock)
+        for step in steps:
+            step.buckets.clear()  # works keep their tensors alive
+        return cls(label, plan, tuple(seconds), timeline)
 
     @property
     def step_s(self) -> float:

@@ -27,7 +27,8 @@ class StepWatch:
 
     A hook on the output fires when backward begins; callbacks queued in the autograd engine run when it ends, ours
     first, then DDP's own that waits for communication, then the one that ours has queued. A pass that leaves ``seen``
-    as it was after the forward is no step: autograd.grad() does not reach the reducer, and one rank may call it alone.
+    as it was is no step: autograd.grad() does not reach the reducer, and of several forwards with one backward only one
+    counts. Ranks may differ in both.
     """
 
     def __init__(
@@ -48,8 +49,6 @@ class StepWatch:
         step = self.current
         if step is None:
             return
-        if self._seen is not None:
-            self._seen_before = self._seen()
 
         def backward_begins(gradient: torch.Tensor) -> None:  # noqa: ARG001
             if step.backward is None:
@@ -57,7 +56,7 @@ class StepWatch:
                 Variable._execution_engine.queue_callback(lambda: self._computed(step))
 
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a leaf would keep its hooks for ever
                 tensor.register_hook(backward_begins)
 
     def take(self, count: int) -> list[StepMarks]:
@@ -73,9 +72,11 @@ class StepWatch:
         Variable._execution_engine.queue_callback(lambda: self._averaged(step))
 
     def _averaged(self, step: StepMarks) -> None:
-        if self._seen is not None and self._seen() == self._seen_before:
+        seen = self._seen() if self._seen is not None else object()
+        if seen == self._seen_before:
             step.backward = None
             return
+        self._seen_before = seen
         step.averaged = self.clock.mark()
         self._steps.append(step)
         if self.current is step:
