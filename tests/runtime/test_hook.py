@@ -139,10 +139,10 @@ def test_marks_only_while_it_looks() -> None:
 
 
 def broken(rank: int) -> str:
-    """A collective that fails names the bucket; the error leaves backward()."""
+    """What fails in the hook leaves backward() as it is."""
     rig = Rig()
     rig.train(0)
-    rig.hook.divisor = lambda: 0
+    rig.hook.divisor = lambda: 1 // 0
     try:
         rig.train(1)
     except Exception as error:
@@ -150,6 +150,6 @@ def broken(rank: int) -> str:
     return "nothing"
 
 
-def test_an_error_names_the_bucket() -> None:
+def test_an_error_in_the_hook_leaves_backward() -> None:
     for said in on_ranks(broken, 2):
-        assert "ZeroDivisionError" in said or "bucket 0 of 3 (2 gradients to 0.weight, bf16 on lane 1)" in said
+        assert said.startswith("ZeroDivisionError")

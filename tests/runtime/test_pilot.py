@@ -225,7 +225,9 @@ def frozen(rank: int) -> str:
 
 
 def test_frozen_before_there_is_a_plan() -> None:
-    assert all("no longer planning: parameters were frozen or unfrozen" in said for said in on_ranks(frozen, 2))
+    assert all(
+        "no longer planning: parameters were frozen, unfrozen or replaced" in said for said in on_ranks(frozen, 2)
+    )
 
 
 class Opaque:

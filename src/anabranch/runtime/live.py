@@ -27,6 +27,7 @@ class LiveLayout:
         self.lanes = Lanes(ddp.process_group, self.device)
         self.watch = StepWatch(clock_for(self.device), after_step, self._seen)
         self.hook: PlanHook | None = None  # the plan in force; none with DDP's own buckets
+        self.stale = False  # a layout could not be taken: the model trains something else than it was wrapped with
         self._buffers = BehindBuffers(self._module_buffers, control)
         self._due: tuple[Plan | None] | None = None  # what the next forward lays the buckets out for
         self._stock: Layout | None = None  # DDP's own buckets, once there are others
@@ -57,6 +58,8 @@ class LiveLayout:
             (plan,), self._due = self._due, None
             if self.trains_the_same():
                 self._lay_out(plan)
+            else:
+                self.stale = True
         if averaged:
             self.watch.forward_begins()
 

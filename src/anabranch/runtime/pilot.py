@@ -39,6 +39,7 @@ SETTLE_STEPS = 3  # after a change of layout: DDP rebuilds in the second step, a
 WATCH_STEPS = 20  # how often rank 0 says whether to plan again, by its step times or because it was asked to
 DRIFT = 0.10
 MARGIN = 0.01  # a plan must gain this much to be kept: less is noise, and stock DDP is the safer choice
+FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 LATE = 0.9  # of backward: when even the first gradient comes later, nothing overlaps
 
 Course = Generator[None, None, None]
@@ -91,6 +92,9 @@ class Pilot:
 
     @_disable_dynamo
     def _step_done(self) -> None:
+        if self.live.stale:
+            self._course.close()
+            self.stage = f"no longer planning: {FROZEN}"
         try:
             with warnings.catch_warnings(
                 record=True
@@ -109,10 +113,10 @@ class Pilot:
         yield from self._steps(SETTLE_STEPS)
         if self._wishes.plan is not None:
             yield from self._as_told()
-        while True:
+        while self.live.trains_the_same():
             self.stage, self.failure = "profiling", ""
-            yield from self._profile()
-            if self.failure or not self.live.trains_the_same():
+            yield from self._profile(DDP_BUCKETS, None)
+            if self.failure:
                 break
             self._measure()
             yield from self._try_all(replace(self._wishes, lanes=1))
@@ -124,7 +128,7 @@ class Pilot:
             self._patience = 1 if chosen.plan != before else 2 * self._patience
             yield from self._until_drift()
             yield from self._change_to(None)
-        self.stage = f"no longer planning: {self.failure or 'what the model trains was changed after it was wrapped'}"
+        self.stage = f"no longer planning: {self.failure or FROZEN}"
 
     def _try_all(self, wishes: Wishes) -> Course:
         """Try every candidate that has not been tried yet."""
@@ -155,18 +159,15 @@ class Pilot:
             self.network = agree_on(Network, refined(self.network, self.trace, plan, seconds.tolist()), self._control)
 
     def _as_told(self) -> Course:
-        """Run the user's plan, whatever comes of it; profiled first, to have something to hold it against."""
+        """Run the user's plan, whatever comes of it."""
         plan = agree_on(Plan, self._wishes.plan, self._control)
         if self._wishes.network is not None:
             self.network = agree_on(Network, self._wishes.network, self._control)
-        if self._wishes.profile_steps:
-            self.stage = "profiling"
-            yield from self._profile()
         self.stage = "running the plan it was given"
         yield from self._change_to(plan)
         if self._wishes.profile_steps:
-            self.kept = yield from self._try("the plan it was given", plan)
-            self.trials.append(self.kept)
+            yield from self._profile("the plan it was given", plan)
+            self.kept = self.trials[0]
         while True:
             yield
 
@@ -174,12 +175,12 @@ class Pilot:
         for _ in range(count):
             yield
 
-    def _profile(self) -> Course:
-        """DDP's own buckets: the trace, and the step time to beat."""
+    def _profile(self, label: str, plan: Plan | None) -> Course:
+        """The layout in force: the trace, and the step time to beat."""
         with Recorder(self.live.parameters) as self._recorder:
             recorder = self._recorder
             try:
-                self.trials = [(yield from self._try(DDP_BUCKETS, None))]
+                self.trials = [(yield from self._try(label, plan))]
             finally:
                 self._recorder = None
         if not on_all_ranks(recorder.steps > 0, self._control):

@@ -49,6 +49,8 @@ class StepWatch:
         step = self.current
         if step is None:
             return
+        if self._seen is not None:
+            self._seen_before = self._seen()
 
         def backward_begins(gradient: torch.Tensor) -> None:  # noqa: ARG001
             if step.backward is None:
