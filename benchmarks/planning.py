@@ -23,11 +23,17 @@ def main() -> None:
     print(f"# Planning time and quality\n\n{datetime.now(UTC).date()}, {_processor()}, one core, {versions}.")
     print("Median of 7 runs [fastest, slowest].\n")
     print("## `optimal`\n\n| tensors | cost curve | buckets | ms |\n|---|---|---|---|")
+    growth: dict[str, list[tuple[int, float]]] = {"line": [], "18 points": []}
     for numel in (150, 600, 2_400, 10_000):
         trace = random_trace(numel)
         for label, network in (("line", line()), ("18 points", curve())):
             plan, times = timed(lambda trace=trace, network=network: ab.planners.optimal(trace, network))
             print(f"| {numel:,} | {label} | {len(plan)} | {_ms(times)} |")
+            growth[label].append((numel, median(times)))
+    for label, points in growth.items():
+        (few, few_s), (many, many_s) = points[0], points[-1]
+        power = np.log(many_s / few_s) / np.log(many / few)
+        print(f"\nGrowth from {few} to {many:,} tensors, {label}: as n to the power {power:.2f}.")
     print("\n## The other planners, 600 tensors, line\n\n| planner | buckets | lanes | ms |\n|---|---|---|---|")
     trace = random_trace(600)
     for name, planner in PLANNERS.items():
