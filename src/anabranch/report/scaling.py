@@ -16,7 +16,8 @@ Curves = Mapping[str, Mapping[int, float]]  # planner -> world size -> value
 
 def scaling_report(iteration_s: Curves, speedup: Curves, efficiency: Curves) -> RenderableType:
     """One table each for iteration time, speed-up over one rank, and efficiency; the best of a row has a star."""
-    scale = time_scale(value for curve in iteration_s.values() for value in curve.values())
+    # In the unit of the best: what differs little between good planners must not drown in what a bad one takes.
+    scale = time_scale(min(values) for values in zip(*(curve.values() for curve in iteration_s.values()), strict=True))
     parts: list[RenderableType] = []
     for low in range(0, len(iteration_s), ABREAST):
         names = list(iteration_s)[low : low + ABREAST]
