@@ -54,6 +54,11 @@ class BehindBuffers:
         self.drain()
         self._arrived = None
 
+    def close(self) -> None:
+        """Let go of the group."""
+        self._arrived = None
+        del self._control
+
     def install(self) -> bool:
         """Put what arrived into the buffers; False, on all ranks alike, if DDP's own broadcast is needed instead."""
         arrived, self._arrived = self._arrived, None

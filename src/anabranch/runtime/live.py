@@ -86,6 +86,7 @@ class LiveLayout:
     def close(self) -> None:
         """Let go of threads and groups."""
         self.lanes.close()
+        self._buffers.close()
 
     def _seen(self) -> object:
         ddp = self._owner()

@@ -89,6 +89,8 @@ class Pilot:
         """Let go of hooks, threads and groups."""
         self._course.close()
         self.live.close()
+        # The last reference to a group must go while Python is whole: its threads need the interpreter to end.
+        del self._control
 
     @_disable_dynamo
     def _step_done(self) -> None:
