@@ -53,7 +53,7 @@ def _train(workers: int, steps: int, output: Path) -> dict[str, Any]:
     program = ["-m", "anabranch.demo.train", str(output), str(steps)]
     command = [sys.executable, *torchrun, "--nproc-per-node", str(workers), *program]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=DEADLINE_S, check=False)
-    if done.returncode or not output.exists():
+    if not output.exists():  # it is written when all is done; how the workers end after that does not matter
         raise AnabranchError(f"the demo's workers ended with exit code {done.returncode}: their own words are above")
     runs: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return runs

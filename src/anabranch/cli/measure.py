@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from time import sleep
 from typing import Annotated
 
 import typer
@@ -72,7 +73,7 @@ def _measured(backend: str | None, lanes: int, largest_nbytes: int, budget_s: fl
     import torch.distributed as dist
 
     from anabranch.runtime.dense import COLLECTIVES
-    from anabranch.runtime.lanes import same_ranks
+    from anabranch.runtime.lanes import GRACE_S, same_ranks
     from anabranch.runtime.measure import measure as measured
 
     if unknown := [kind for kind in kinds if kind not in COLLECTIVES]:
@@ -94,6 +95,7 @@ def _measured(backend: str | None, lanes: int, largest_nbytes: int, budget_s: fl
         return measured([everyone, *more], device, largest_nbytes, budget_s, kinds)
     finally:
         dist.destroy_process_group()
+        sleep(GRACE_S)
 
 
 def _print(network: Network, output: Path, notes: Sequence[str], as_json: bool) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -23,6 +23,8 @@ from anabranch.plan import MAX_LANES
 from anabranch.runtime.dense import Group, Steps
 
 HELD_WORKS = 64
+# For Gloo's threads to let go of the last tensors: one that does so while Python ends aborts the program.
+GRACE_S = 0.05
 
 
 class Message(NamedTuple):
@@ -198,6 +200,7 @@ class Lanes:
     def close(self, timeout_s: float = 5.0) -> None:
         """End the threads and destroy the groups that were made here."""
         ended = [lane.close(timeout_s) for lane in self._lanes]
+        sleep(GRACE_S)
         made, self._made, self._lanes = self._made, [], []
         for group in made:
             # One whose collective never ended cannot be destroyed without waiting for it; the process's end does that.
