@@ -1,10 +1,14 @@
 """Instants that cost next to nothing to take: the host's clock, or events on a CUDA stream read back later."""
 
-from time import perf_counter
+from dataclasses import dataclass
+from threading import Lock, Thread
+from time import perf_counter, sleep
 from typing import Protocol
 
 import torch
 from torch.distributed import Work
+
+SETTLE_S = 10.0  # for a thread to see what is already past
 
 
 class Clock(Protocol):
@@ -26,12 +30,12 @@ class Clock(Protocol):
         """Whether this mark has a time already."""
         ...
 
-    def mark_end(self, works: list[Work]) -> object:
-        """When these works, one after the other, are over; ``until`` reads it."""
+    def mark_end(self, launched: object, works: list[Work]) -> object:
+        """When these works, one after the other, launched at a mark, are over: the last of them ends it."""
         ...
 
-    def until(self, start: object, free_s: float, launched: object, end: object) -> float:
-        """Seconds from ``start`` to an end from ``mark_end``, of works launched at a mark on a lane free at free_s."""
+    def until(self, start: object, end: object) -> float:
+        """Seconds from the mark ``start`` to an end from ``mark_end``."""
         ...
 
 
@@ -54,13 +58,70 @@ class HostClock:
         """Always: the host knows its time."""
         return mark is not None
 
-    def mark_end(self, works: list[Work]) -> float:  # noqa: ARG002
+    def mark_end(self, launched: object, works: list[Work]) -> float:  # noqa: ARG002
         """Now: a host lane has waited for them."""
         return perf_counter()
 
-    def until(self, start: object, free_s: float, launched: object, end: object) -> float:  # noqa: ARG002
+    def until(self, start: object, end: object) -> float:
         """The end was marked when it came."""
         return self.between(start, end)
+
+
+@dataclass(slots=True)
+class Sighting:
+    """Host times at which a launch and the end of its last work were first seen to be past."""
+
+    launched: torch.cuda.Event
+    last: Work
+    launched_s: float | None = None
+    ended_s: float | None = None
+
+    def look(self) -> bool:
+        """Look once; whether both are past."""
+        now_s = perf_counter()
+        if self.launched_s is None and self.launched.query():
+            self.launched_s = now_s
+        if self.launched_s is not None and self.last.is_completed():
+            self.ended_s = now_s
+        return self.ended_s is not None
+
+
+class Lookout:
+    """A thread that looks ten thousand times a second which of some works are over, while there are any.
+
+    Events with timing behind the works would say it better, and so would NCCL's own timing. But under MPS both make
+    messages on two communicators take turns, which costs all that a second lane gains (docs/log.md).
+    """
+
+    PERIOD_S = 50e-6  # asked for; with the system's own slack about 0.1 ms
+
+    def __init__(self) -> None:
+        self._pending: list[Sighting] = []
+        self._lock = Lock()
+        self._thread: Thread | None = None  # none when there is nothing to see
+
+    def watch(self, sighting: Sighting) -> None:
+        """Fill in its times as they pass."""
+        with self._lock:
+            self._pending.append(sighting)
+            if self._thread is None:
+                self._thread = Thread(target=self._look, name="anabranch-lookout", daemon=True)
+                self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until everything that is over has been seen to be."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def _look(self) -> None:
+        while True:
+            with self._lock:
+                self._pending = [sighting for sighting in self._pending if not sighting.look()]
+                if not self._pending:
+                    self._thread = None
+                    return
+            sleep(self.PERIOD_S)
 
 
 class CudaClock:
@@ -68,6 +129,7 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._lookout = Lookout()
 
     def mark(self) -> torch.cuda.Event:
         """An event behind all work issued so far on the current stream."""
@@ -76,8 +138,9 @@ class CudaClock:
         return event
 
     def settle(self) -> None:
-        """Wait for the device."""
+        """Wait for the device, and until the lookout has seen all ends."""
         torch.cuda.synchronize(self._device)
+        self._lookout.join(SETTLE_S)
 
     def between(self, start: object, end: object) -> float:
         """Seconds between two events."""
@@ -88,14 +151,19 @@ class CudaClock:
         """Whether the device has passed the event."""
         return isinstance(mark, torch.cuda.Event) and mark.query()
 
-    def mark_end(self, works: list[Work]) -> list[Work]:
-        """The works themselves, which know how long they took: an event behind them could hold up computation."""
-        return works
+    def mark_end(self, launched: object, works: list[Work]) -> Sighting:
+        """To be seen by a thread that looks: an event behind the works could hold up computation."""
+        assert isinstance(launched, torch.cuda.Event)
+        sighting = Sighting(launched, works[-1])
+        self._lookout.watch(sighting)
+        return sighting
 
-    def until(self, start: object, free_s: float, launched: object, end: object) -> float:
-        """They began when launched and the lane was free, and took as long as they say."""
-        assert isinstance(end, list)
-        return max(self.between(start, launched), free_s) + float(sum(work._get_duration() for work in end)) / 1e3
+    def until(self, start: object, end: object) -> float:
+        """From ``start`` to the launch by the device's clock, from there by the host's."""
+        assert isinstance(end, Sighting)
+        if end.launched_s is None or end.ended_s is None:
+            raise RuntimeError("the end of a message was not seen: settle() the clock first")
+        return self.between(start, end.launched) + end.ended_s - end.launched_s
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -52,4 +52,4 @@ class PlanHook:
             return None
         clock = self._watch.clock
         launched = clock.mark()
-        return lambda works: step.buckets.append((index, launched, clock.mark_end(works)))
+        return lambda works: step.buckets.append((index, launched, clock.mark_end(launched, works)))

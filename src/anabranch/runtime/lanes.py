@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ class Message(NamedTuple):
     """A collective to run: its steps, the tensor that will hold its result, what to call it in errors, whom to tell.
 
     ``on_end`` gets the works of the collective: when they are done on a host lane, when they are issued on a stream
-    lane, where they know how long they took once they are done.
+    lane.
     """
 
     steps: Steps
@@ -128,7 +128,6 @@ class StreamLane:
         self.group = group
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
-        cast(Any, group)._enable_collectives_timing()  # a name that torch's type stubs do not have
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
         """See ``Lane``."""

@@ -52,7 +52,7 @@ def _timeline(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
         for index, launched, end in sorted(step.buckets, key=lambda item: item[0]):
             bucket = plan.buckets[index]
             label = f"bucket {index}: {bucket.collective}, {len(bucket.names)} tensors, {bucket.names[-1]}"
-            end_s = max(at(launched), clock.until(step.backward, free_s[bucket.lane], launched, end))
+            end_s = max(at(launched), clock.until(step.backward, end))
             begin_s = min(max(at(launched), free_s[bucket.lane]), end_s)
             spans.append(Span(f"lane {bucket.lane}", label, begin_s, end_s))
             free_s[bucket.lane] = end_s
