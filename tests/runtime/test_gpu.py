@@ -101,7 +101,9 @@ def test_a_plan_runs_on_nccl_as_ddp_does(device: torch.device) -> None:
     watch.clock.settle()
     trial = Trial.of("a test", plan, watch.take(3), watch.clock)
     assert len(trial.timeline.communication) == len(plan)
-    assert all(span.seconds > 0 for span in trial.timeline.communication)  # NCCL's own timing
+    # A message among one rank is over within the lookout's period or two, but nothing ends before it began.
+    assert all(0 <= span.seconds < 1 for span in trial.timeline.communication)
+    assert trial.timeline.finish_s < trial.step_s + 0.1
     lanes.close()
 
 

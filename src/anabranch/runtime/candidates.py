@@ -42,8 +42,14 @@ def candidates(wishes: Wishes, trace: Trace, network: Network) -> list[tuple[str
         if wishes.planner == "optimal":  # which can count with that collective's own costs
             packed[0] = (packed[0][0], planners.optimal(trace, network, collective=kind))
         found = [*packed, *found]
-    again = ", refined" if "refined" in network.meta else ""
-    return [(label + again, plan.check(trace)) for label, plan in found]
+    return [(label + _again(plan, network), plan.check(trace)) for label, plan in found]
+
+
+def _again(plan: Plan, network: Network) -> str:
+    """How often the network was corrected, by live steps, for what this plan uses of it."""
+    if plan.lanes > 1 and "refined_contention" in network.meta:
+        return ", refined twice"
+    return ", refined" if "refined" in network.meta else ""
 
 
 def least_s(trace: Trace, network: Network) -> float:

@@ -72,6 +72,11 @@ def relayout(ddp: Any, layout: Layout | None, hook: Hook | None) -> None:
         dist._register_comm_hook(ddp.reducer, None, hook)
 
 
+def unwrap(ddp: Any) -> None:
+    """Take a DDP's hooks off its module, which can then be wrapped again; the wrapper cannot be used afterwards."""
+    ddp._remove_autograd_hooks()
+
+
 def tensors_in(output: object) -> list[torch.Tensor]:
     """The tensors in whatever a model returned, found as DDP finds them."""
     return list(_find_tensors(output))

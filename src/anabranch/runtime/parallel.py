@@ -21,7 +21,7 @@ from anabranch.runtime.candidates import Planner, Wishes
 from anabranch.runtime.dense import COLLECTIVES
 from anabranch.runtime.explain import explanation
 from anabranch.runtime.lanes import same_ranks
-from anabranch.runtime.layout import layout_of, reduced_parameters
+from anabranch.runtime.layout import layout_of, reduced_parameters, unwrap
 from anabranch.runtime.pilot import Pilot
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
@@ -135,7 +135,7 @@ class DataParallel(DistributedDataParallel):
         if self._pilot is not None:
             self._release()
         self._pilot, self._idle, self._alone = None, CLOSED, False
-        self._remove_autograd_hooks()
+        unwrap(self)
 
     # DDP's seams.
 

@@ -8,7 +8,6 @@ acts on it.
 
 import json
 import logging
-import math
 import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -18,7 +17,6 @@ from statistics import median
 from threading import Thread
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
@@ -29,7 +27,7 @@ from anabranch.runtime.candidates import Wishes, candidates
 from anabranch.runtime.live import LiveLayout
 from anabranch.runtime.measure import LARGEST_NBYTES, measure
 from anabranch.runtime.record import Recorder
-from anabranch.runtime.refine import bucket_seconds, refined
+from anabranch.runtime.refine import refine
 from anabranch.runtime.trial import LOOKED, Trial
 from anabranch.trace import Trace
 
@@ -124,6 +122,9 @@ class Pilot:
             yield from self._try_all(replace(self._wishes, lanes=1))
             self._refine()
             yield from self._try_all(self._wishes)
+            if self.trials[-1].plan is not None and self.trials[-1].plan.lanes > 1:
+                self._refine()
+                yield from self._try_all(self._wishes)
             before = self.kept.plan if self.kept is not None else None
             chosen = yield from self._choose()
             # Where planning again changes nothing (batches of varying size, say), do it ever less often.
@@ -149,16 +150,10 @@ class Pilot:
         yield from self._steps(SETTLE_STEPS)
 
     def _refine(self) -> None:
-        """Correct what was measured by what the first plan's buckets took on the rank that waited for no other."""
+        """Correct what was measured by what the last trial's buckets took."""
         assert self.trace is not None and self.network is not None
-        if len(self.trials) == 1 or self._wishes.network is not None:
-            return
-        plan, took_s = self.trials[1].plan, bucket_seconds(self.trials[1].timeline)
-        assert plan is not None
-        seconds = torch.tensor(took_s if len(took_s) == len(plan) else [math.nan] * len(plan), dtype=torch.float64)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MIN, group=self._control)
-        if plan.lanes == 1 and not seconds.isnan().any():
-            self.network = agree_on(Network, refined(self.network, self.trace, plan, seconds.tolist()), self._control)
+        if self._wishes.network is None:
+            self.network = refine(self.network, self.trace, self.trials[-1], self._control)
 
     def _as_told(self) -> Course:
         """Run the user's plan, whatever comes of it."""

@@ -14,27 +14,32 @@ LOOKED = 3  # steps of a trial whose buckets are looked at
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Times from the start of forward to averaged gradients, and a median step; no plan: DDP's own buckets."""
+    """Times from the start of forward to averaged gradients, and some steps in detail; no plan: DDP's own buckets."""
 
     label: str
     plan: Plan | None
     steps_s: tuple[float, ...]
-    timeline: Timeline
+    looks: tuple[Timeline, ...]  # from the fastest to the slowest
 
     @classmethod
     def of(cls, label: str, plan: Plan | None, steps: Sequence[StepMarks], clock: Clock) -> "Trial":
         """From the marks of some steps, which must be settled; the last few of them were looked at in detail."""
         seconds = [clock.between(step.forward, step.averaged) for step in steps]
         looked = sorted(range(len(steps))[-LOOKED:], key=seconds.__getitem__)
-        timeline = _timeline(steps[looked[len(looked) // 2]], plan, clock)
+        looks = tuple(_timeline(steps[index], plan, clock) for index in looked)
         for step in steps:
             step.buckets.clear()  # works keep their tensors alive
-        return cls(label, plan, tuple(seconds), timeline)
+        return cls(label, plan, tuple(seconds), looks)
 
     @property
     def step_s(self) -> float:
         """Median step."""
         return median(self.steps_s)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The median of the steps that were looked at."""
+        return self.looks[len(self.looks) // 2]
 
 
 def _timeline(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:

@@ -1,0 +1,131 @@
+"""Contestants: what DDP users do today, and DataParallel with each planner, lanes and wire precision."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch import planners
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.runtime.layout import unwrap
+from anabranch.runtime.parallel import DataParallel
+from anabranch.runtime.zoo import Step
+from anabranch.trace import Trace
+
+MIB = 1 << 20
+COMPUTE, ALL_REDUCE, DDP, AUTO = "compute only", "one all-reduce", "DDP", "DataParallel"
+FEWEST_MIB, MOST_MIB = 1e-6, 1e6  # no merging and one bucket, as a size for DDP
+# For all alike: it saves a copy, and everyone who is after speed sets it.
+OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
+
+Running = AbstractContextManager[Callable[[], None]]  # gives a function that runs one step
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A way to run the step. ``enter`` sets it up; ``warmup`` steps later it does what it is named for.
+
+    ``plan`` is what it runs in our terms, where that can be predicted.
+    """
+
+    name: str
+    enter: Callable[[], Running]
+    plan: Plan | None = None
+    warmup: int = 2
+
+
+def baselines(model: nn.Module, step: Step, device: torch.device) -> list[Contestant]:
+    """Computing without sending, and sending everything at once without computing."""
+    elements = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // 4
+    return [Contestant(COMPUTE, lambda: _just(step)), Contestant(ALL_REDUCE, lambda: _whole(elements, device))]
+
+
+def rivals(
+    model: nn.Module, step: Step, trace: Trace, network: Network, sizes_mib: Sequence[float], nccl: bool
+) -> list[Contestant]:
+    """Stock DDP in every way its users know; PowerSGD only on NCCL, since torch's hook hangs on Gloo."""
+
+    def sized(name: str, mib: float) -> Contestant:
+        plan = planners.by_bytes(trace, network, cap_nbytes=max(1, int(mib * MIB)))
+        return Contestant(name, partial(_ddp, model, step, bucket_cap_mb=mib), plan)
+
+    found = [
+        Contestant(DDP, partial(_ddp, model, step), planners.by_bytes(trace, network)),
+        *(sized(f"DDP, {mib:g} MiB", mib) for mib in sizes_mib),
+        sized("DDP, no merging", FEWEST_MIB),
+        sized("DDP, one bucket", MOST_MIB),
+        Contestant("DDP, fp16 hook", partial(_ddp, model, step, hook=_fp16)),
+    ]
+    if nccl:
+        found.append(Contestant("DDP, PowerSGD rank 4", partial(_ddp, model, step, hook=_power_sgd), warmup=5))
+    return found
+
+
+def ours(model: nn.Module, step: Step, trace: Trace, network: Network, lanes: Sequence[int]) -> list[Contestant]:
+    """DataParallel told to run each planner's plan, without choosing: each different plan once."""
+    plans = {name: planner(trace, network) for name, planner in planners.PLANNERS.items() if name != "lanes"}
+    plans |= {f"lanes ({count})": planners.lanes(trace, network, lanes=count) for count in lanes if count > 1}
+    if "bf16" in network.curves:
+        plans["optimal, bf16"] = planners.optimal(trace, network, collective="bf16")
+    distinct: dict[Plan, str] = {}
+    for name, plan in plans.items():
+        distinct[plan] = f"{distinct[plan]} = {name}" if plan in distinct else name
+    return [
+        Contestant(f"plan: {name}", partial(_planned, model, step, plan), plan, warmup=5)
+        for plan, name in distinct.items()
+    ]
+
+
+@contextmanager
+def _ddp(
+    model: nn.Module, step: Step, hook: Callable[[DistributedDataParallel], None] | None = None, **options: Any
+) -> Iterator[Callable[[], None]]:
+    wrapped = DistributedDataParallel(model, **OPTIONS, **options)
+    if hook is not None:
+        hook(wrapped)
+    try:
+        yield partial(step, wrapped)
+    finally:
+        unwrap(wrapped)
+
+
+@contextmanager
+def _planned(model: nn.Module, step: Step, plan: Plan) -> Iterator[Callable[[], None]]:
+    wrapped = DataParallel(model, plan=plan, profile_steps=0, **OPTIONS)
+    try:
+        yield partial(step, wrapped)
+    finally:
+        wrapped.close()
+
+
+def _fp16(ddp: DistributedDataParallel) -> None:
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def _power_sgd(ddp: DistributedDataParallel) -> None:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+@contextmanager
+def _just(step: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    yield step
+
+
+@contextmanager
+def _whole(elements: int, device: torch.device) -> Iterator[Callable[[], None]]:
+    buffer = torch.zeros(elements, device=device)
+    yield lambda: dist.all_reduce(buffer)
+
+
+def living(parallel: DataParallel, step: Step) -> Contestant:
+    """A DataParallel that has chosen already and goes on living between its turns, on a model of its own."""
+    return Contestant(AUTO, lambda: _just(partial(step, parallel)), parallel.plan)

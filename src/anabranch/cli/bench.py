@@ -1,0 +1,127 @@
+"""anabranch bench: DDP in all its ways and DataParallel in all of ours, in turn, on the ranks that run it."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anabranch.cli import specs
+from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.errors import AnabranchError
+
+if TYPE_CHECKING:
+    import torch
+
+HOW = "anabranch lab --hosts 4 --rate 10gbit -- anabranch bench --trace resnet50, or torchrun with -m anabranch bench"
+
+ModelOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A model of torchvision or transformers, such as resnet50 or bert-base; may be repeated."),
+]
+TraceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="T", help="Replay this trace instead, sleeping as long as it computed: a file or a bundled name."
+    ),
+]
+SlowerOption = Annotated[float, typer.Option(min=0.01, help="Replay traces so many times more slowly.")]
+BatchOption = Annotated[int | None, typer.Option(min=1, help="Images or sequences per rank, for --model.")]
+WarmupOption = Annotated[int, typer.Option(min=0, help="Steps before each turn, not counted.")]
+BatchesOption = Annotated[int, typer.Option(min=1, help="Steps of a turn.")]
+ItersOption = Annotated[int, typer.Option(min=1, help="Turns of each contestant.")]
+ProfileOption = Annotated[int, typer.Option(min=1, help="Steps of each of DataParallel's own trials.")]
+SizesOption = Annotated[str, typer.Option(metavar="MIB,...", help="Bucket sizes to try with DDP.")]
+LanesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of lanes to plan for.")]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Only contestants whose name contains this, and DDP and DataParallel; repeat."),
+]
+BackendOption = Annotated[str | None, typer.Option(help="gloo or nccl; nccl where there is a GPU.")]
+ReportOption = Annotated[Path | None, typer.Option(help="Write a Markdown report to this file.")]
+TitleOption = Annotated[str, typer.Option(help="Title of that report.")]
+
+
+def bench(
+    model: ModelOption = None,
+    trace: TraceOption = None,
+    slower: SlowerOption = 1.0,
+    batch_size: BatchOption = None,
+    num_warmup_batches: WarmupOption = 2,
+    num_batches_per_iter: BatchesOption = 10,
+    num_iters: ItersOption = 10,
+    profile_steps: ProfileOption = 10,
+    bucket_sizes: SizesOption = "1,5,10,50,100",
+    lanes: LanesOption = "2,4",
+    only: OnlyOption = None,
+    backend: BackendOption = None,
+    report: ReportOption = None,
+    title: TitleOption = "Every rival in one run",
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Race DDP with every setting and hook against DataParallel on one model and network; predicted beside measured."""
+    if not model and not trace:
+        raise ValueError("nothing to run: give --model resnet50, or --trace resnet50 where there is no GPU")
+    if "RANK" not in os.environ:
+        raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
+    check_free([report], force)
+    sizes, counts = _numbers("--bucket-sizes", bucket_sizes), [int(n) for n in _numbers("--lanes", lanes)]
+    traces = [(text, specs.trace(text)) for text in trace or ()]
+
+    import torch.distributed as dist
+
+    from anabranch.bench.run import Settings, run
+    from anabranch.bench.subject import from_trace, from_zoo
+    from anabranch.report import benchmark as reports
+
+    settings = Settings(num_iters, num_batches_per_iter, num_warmup_batches, profile_steps, sizes, counts, only or ())
+    device = _join(backend, bool(model))
+    subjects = [from_zoo(name, device, batch_size) for name in model or ()]
+    subjects += [from_trace(Path(text).stem, noun, slower) for text, noun in traces]
+    leads = dist.get_rank() == 0
+    results = []
+    for subject in subjects:
+        result = run(subject, settings, _say if leads else lambda _: None)
+        results.append(result)
+        if leads and not as_json:
+            show_tables(reports.benchmark_report(result), "\n".join(reports.closing_lines(result)), "")
+        if leads and report is not None:  # after each: what is measured is measured
+            report.write_text(reports.markdown(title, results), encoding="utf-8")
+    if leads and as_json:
+        print_json({"command": "bench", "benchmarks": [reports.figures(result) for result in results]})
+    dist.destroy_process_group()
+
+
+def _join(backend: str | None, computes: bool) -> "torch.device":
+    """Join the process group; the device of this rank. A replayed trace computes nothing, so it needs no GPU."""
+    import torch
+    import torch.distributed as dist
+
+    gpu = computes and torch.cuda.is_available() and backend != "gloo"
+    if backend not in (None, "gloo", "nccl"):
+        raise ValueError(f"--backend is {backend!r}: expected gloo or nccl")
+    if backend == "nccl" and not gpu:
+        raise ValueError("--backend is nccl, but there is no GPU or nothing to compute on it: choose gloo")
+    if not gpu:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = [0.0]
+    if any(not number > 0 for number in numbers):
+        raise ValueError(f"{option} is {text!r}: expected positive numbers with commas between them")
+    return numbers
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

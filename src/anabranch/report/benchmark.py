@@ -1,0 +1,160 @@
+"""A benchmark's figures as a terminal table, JSON, Markdown, and the closing lines that everyone's scripts read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median, stdev
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from anabranch.report.cells import plain, seconds, time_scale
+from anabranch.report.tables import columns, facts
+
+BASELINE, OURS = "DDP", "DataParallel"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contestant: seconds a step in each of its turns, and what was predicted where there is a prediction."""
+
+    name: str
+    turns_s: tuple[float, ...]
+    predicted_s: float | None = None
+    buckets: int | None = None
+    lanes: int | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Median over the turns."""
+        return median(self.turns_s)
+
+    @property
+    def error(self) -> float | None:
+        """How far the prediction is off, as a share of what was measured."""
+        return None if self.predicted_s is None else self.predicted_s / self.step_s - 1
+
+    def ratio_to(self, other: "Row") -> float:
+        """Median over the rounds of the ratio of the two, which were measured minutes apart at most."""
+        return median(mine / theirs for mine, theirs in zip(self.turns_s, other.turns_s, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """Everything measured on one model. ``bound_s``: nothing dense on one lane gets through a step sooner."""
+
+    model: str
+    batch: int
+    unit: str
+    ranks: int
+    rows: tuple[Row, ...]
+    bound_s: float
+    explanation: str
+    facts: Mapping[str, str]
+    skipped: tuple[str, ...] = ()
+
+    def row(self, name: str) -> Row:
+        """The contestant of this name."""
+        return next(row for row in self.rows if row.name == name)
+
+    def rates(self, name: str) -> list[float]:
+        """Images (or sequences) a second on one rank, turn by turn."""
+        return [self.batch / turn_s for turn_s in self.row(name).turns_s]
+
+
+def figures(benchmark: Benchmark) -> dict[str, Any]:
+    """What --json prints."""
+    baseline = benchmark.row(BASELINE)
+    rows = [
+        {
+            **asdict(row),
+            "step_s": row.step_s,
+            "ratio_to_ddp": row.ratio_to(baseline),
+            "ratio_to_bound": row.step_s / benchmark.bound_s,
+            "prediction_error": row.error,
+        }
+        for row in benchmark.rows
+    ]
+    rest = {name: getattr(benchmark, name) for name in ("model", "batch", "unit", "ranks", "bound_s", "explanation")}
+    return {**rest, "facts": dict(benchmark.facts), "skipped": list(benchmark.skipped), "rows": rows}
+
+
+def _cells(benchmark: Benchmark) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows for people; the first column holds words."""
+    scale = time_scale(row.step_s for row in benchmark.rows)
+    baseline = benchmark.row(BASELINE)
+    headers = [
+        "contestant", "buckets", "lanes", f"step {scale.unit}", "from – to", "step / DDP", "step / bound",
+        f"predicted {scale.unit}", "error",
+    ]  # fmt: skip
+    table = []
+    for row in benchmark.rows:
+        known = row.predicted_s is not None and row.error is not None
+        table.append([
+            row.name,
+            str(row.buckets or "-"),
+            str(row.lanes or "-"),
+            scale(row.step_s),
+            f"{scale(min(row.turns_s))} – {scale(max(row.turns_s))}",
+            f"{row.ratio_to(baseline):.3f}",
+            f"{row.step_s / benchmark.bound_s:.2f}",
+            scale(row.predicted_s or 0.0) if known else "-",
+            f"{row.error:+.1%}" if known else "-",
+        ])  # fmt: skip
+    return headers, table
+
+
+def benchmark_report(benchmark: Benchmark) -> RenderableType:
+    """The table, with what it was measured on above and what its columns mean below."""
+    headers, rows = _cells(benchmark)
+    table = columns(_title(benchmark), *(header.replace(" ", "\n", 1) for header in headers), left=headers[:1])
+    for cells in rows:
+        table.add_row(*map(Text, cells), style="bold" if cells[0] == OURS else None)
+    table.caption = Text(_legend(benchmark))
+    about = facts("Measured on", [(name, plain(value)) for name, value in benchmark.facts.items()])
+    left_out = [Text("Left out: " + plain(reason)) for reason in benchmark.skipped]
+    return Group(about, Text(), table, *left_out)
+
+
+def closing_lines(benchmark: Benchmark) -> list[str]:
+    """As Horovod's synthetic benchmark ends, and every script that was made after it."""
+    rates = benchmark.rates(OURS)
+    mean, spread = fmean(rates), 1.96 * stdev(rates) if len(rates) > 1 else 0.0
+    kind = "CPU" if benchmark.facts.get("device", "").startswith("CPU") else "GPU"
+    unit = benchmark.unit.capitalize()
+    total = f"{mean * benchmark.ranks:.1f} +-{spread * benchmark.ranks:.1f}"
+    return [
+        f"{unit}/sec per {kind}: {mean:.1f} +-{spread:.1f}",
+        f"Total {benchmark.unit}/sec on {benchmark.ranks} {kind}(s): {total}",
+    ]
+
+
+def markdown(title: str, benchmarks: Sequence[Benchmark]) -> str:
+    """A report for benchmarks/: what it was measured on, a table per model, and DataParallel's own words."""
+    lines = [f"# {title}", ""]
+    lines += [f"* {name}: {value}" for name, value in benchmarks[0].facts.items()]
+    for benchmark in benchmarks:
+        headers, rows = _cells(benchmark)
+        lines += ["", f"## {_title(benchmark)}", "", _line(headers), "|---" + "|---:" * (len(headers) - 1) + "|"]
+        lines += [_line([f"**{cell}**" for cell in row] if row[0] == OURS else row) for row in rows]
+        lines += ["", _legend(benchmark), ""]
+        lines += [f"Left out: {reason}.\n" for reason in benchmark.skipped]
+        lines += [*closing_lines(benchmark), "", "```", benchmark.explanation, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _title(benchmark: Benchmark) -> str:
+    return f"{plain(benchmark.model)}, {benchmark.ranks} ranks, {benchmark.batch} {benchmark.unit} each"
+
+
+def _legend(benchmark: Benchmark) -> str:
+    return (
+        "Medians over the turns, and their range. step / DDP: median over the rounds of the ratio to DDP's default in "
+        f"the same round. Bound: {seconds(benchmark.bound_s)}, forward and what nothing dense on one lane can beat; "
+        "two lanes and fewer bytes can. Predicted: the simulator's, from the recorded backward and the network as "
+        "DataParallel measured it and refined it by its own steps."
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

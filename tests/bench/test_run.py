@@ -1,0 +1,125 @@
+"""A whole benchmark on tiny sizes, as the command line runs it: two ranks on Gloo, every contestant."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import anabranch as ab
+from anabranch.bench.contestants import ALL_REDUCE, AUTO, COMPUTE, DDP, baselines, ours, rivals
+from anabranch.bench.subject import from_trace, from_zoo
+from ranks import on_ranks
+
+
+def tiny() -> ab.Trace:
+    tensors = [ab.TensorSpec(f"layer{i}.weight", 3000 + 10 * i, 4, 0.002 * (i + 1)) for i in range(8)]
+    return ab.Trace(tuple(tensors), 0.004, {"batch": 16})
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], str]:
+    """What --json printed, and the Markdown report."""
+    folder = tmp_path_factory.mktemp("bench")
+    ab.save(tiny(), folder / "tiny.json")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+        "--nproc-per-node", "2", "-m", "anabranch", "bench", "--trace", str(folder / "tiny.json"), "--num-iters", "2",
+        "--num-batches-per-iter", "2", "--num-warmup-batches", "1", "--profile-steps", "2", "--bucket-sizes", "0.01,1",
+        "--lanes", "2", "--report", str(folder / "report.md"), "--json",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ANABRANCH_LAB": "a lab for tests"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    assert done.stdout.startswith("{"), done.stderr  # not its exit code: Gloo may abort a process that is through
+    (benchmark,) = json.loads(done.stdout)["benchmarks"]
+    return benchmark, (folder / "report.md").read_text(encoding="utf-8")
+
+
+def rows(ran: tuple[dict[str, object], str]) -> dict[str, dict[str, object]]:
+    found = ran[0]["rows"]
+    assert isinstance(found, list)
+    return {row["name"]: row for row in found}
+
+
+def test_every_rival_and_every_plan_has_run(ran: tuple[dict[str, object], str]) -> None:
+    names = rows(ran)
+    stock = {DDP, "DDP, 0.01 MiB", "DDP, 1 MiB", "DDP, no merging", "DDP, one bucket", "DDP, fp16 hook"}
+    assert {COMPUTE, ALL_REDUCE, AUTO, *stock} <= set(names)
+    plans = " ".join(name for name in names if name.startswith("plan: "))
+    for planner in ("per_tensor", "single", "by_bytes", "mgwfbp", "optimal", "asc", "lanes (2)", "optimal, bf16"):
+        assert planner in plans
+    for row in names.values():
+        turns = row["turns_s"]
+        assert isinstance(turns, list) and len(turns) == 2 and all(seconds > 0 for seconds in turns)
+
+
+def test_ours_show_predicted_beside_measured(ran: tuple[dict[str, object], str]) -> None:
+    for name, row in rows(ran).items():
+        predicted = name == AUTO or name.startswith("plan: ") or (name.startswith(DDP) and "hook" not in name)
+        assert (row["predicted_s"] is not None) == predicted
+        assert (row["prediction_error"] is not None) == predicted
+    assert rows(ran)[DDP]["ratio_to_ddp"] == 1.0
+    assert rows(ran)["DDP, no merging"]["buckets"] == 8 and rows(ran)["DDP, one bucket"]["buckets"] == 1
+
+
+def test_a_step_of_the_replay_takes_at_least_the_recorded_time(ran: tuple[dict[str, object], str]) -> None:
+    for name, row in rows(ran).items():
+        seconds = row["step_s"]
+        assert isinstance(seconds, float) and (name == ALL_REDUCE or seconds >= 0.019)
+
+
+def test_the_report_says_where_and_what_was_left_out(ran: tuple[dict[str, object], str]) -> None:
+    benchmark, report = ran
+    assert "a lab for tests" in report and "PowerSGD" in report and "| **DataParallel** |" in report
+    assert benchmark["batch"] == 16 and benchmark["ranks"] == 2
+    assert "anabranch: running" in str(benchmark["explanation"])
+
+
+def gradients(rank: int) -> dict[str, list[float]]:
+    """The averaged gradient under every contestant, of a model whose ranks disagree."""
+    trace = ab.Trace(tuple(ab.TensorSpec(f"{i}.weight", 12, 4, 0.001 * (3 - i)) for i in (2, 1, 0)), 0.001)
+    network = ab.Network.measured(2, {kind: [(4, 1e-4, 0.0), (400, 1e-3, 0.0)] for kind in ("dense", "bf16")})
+    model = nn.Sequential(
+        *(nn.Linear(4, 3, bias=False) if i % 2 == 0 else nn.Linear(3, 4, bias=False) for i in range(3))
+    )
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter)
+
+    def step(wrapped: nn.Module | None = None) -> None:
+        model.zero_grad(set_to_none=True)
+        (wrapped or model)(torch.full((2, 4), 1.0 + rank)).sum().backward()
+
+    found = {}
+    for contestant in [*rivals(model, step, trace, network, [1e-5], False), *ours(model, step, trace, network, [2])]:
+        with contestant.enter() as run:
+            for _ in range(contestant.warmup + 1):
+                run()
+        found[contestant.name] = [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+    with baselines(model, step, torch.device("cpu"))[0].enter() as run:
+        run()  # after all of them, nobody's hooks are left on the model
+    found[COMPUTE] = [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+    return found
+
+
+def test_all_contestants_average_the_same_gradients_and_leave_no_hooks() -> None:
+    first, second = on_ranks(gradients, 2)
+    assert first[COMPUTE] != second[COMPUTE]
+    expected = [(a + b) / 2 for a, b in zip(first[COMPUTE], second[COMPUTE], strict=True)]
+    for name, sums in first.items():
+        if name != COMPUTE:
+            assert sums == pytest.approx(expected, rel=0.02 if "16" in name else 1e-5), name
+            assert second[name] == pytest.approx(sums, rel=1e-6), name
+
+
+def test_subjects() -> None:
+    subject = from_trace("tiny", tiny(), slower=2.0)
+    assert (subject.name, subject.batch, subject.unit) == ("tiny (replayed, 2 times slower)", 16, "img")
+    model, step = subject.build()
+    step()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(ValueError, match="--model is 'nonsense': expected one of googlenet"):
+        from_zoo("nonsense", torch.device("cpu"))

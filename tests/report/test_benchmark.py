@@ -1,0 +1,85 @@
+"""A benchmark's figures, as people and programs read them."""
+
+import pytest
+from rich.console import Console
+
+from anabranch.report.benchmark import Benchmark, Row, benchmark_report, closing_lines, figures, markdown
+
+
+def example(**changes: object) -> Benchmark:
+    fields: dict[str, object] = {
+        "model": "resnet50",
+        "batch": 32,
+        "unit": "img",
+        "ranks": 4,
+        "rows": (
+            Row("compute only", (0.05, 0.05, 0.05)),
+            Row("DDP", (0.1, 0.2, 0.1), 0.11, 5, 1),
+            Row("DataParallel", (0.08, 0.16, 0.09), 0.085, 12, 2),
+        ),
+        "bound_s": 0.08,
+        "explanation": "anabranch: running 2 lanes.",
+        "facts": {"device": "NVIDIA H200", "network": "4 hosts, 25 Gbit/s"},
+        "skipped": ("PowerSGD: it hangs on Gloo",),
+    }
+    return Benchmark(**(fields | changes))  # type: ignore[arg-type]
+
+
+def shown(benchmark: Benchmark) -> str:
+    console = Console(width=120, record=True, file=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(benchmark_report(benchmark))
+    return capture.get()
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    found = example()
+    ours, ddp = found.row("DataParallel"), found.row("DDP")
+    assert ours.ratio_to(ddp) == pytest.approx(0.8)  # 0.8, 0.8 and 0.9: the slow round slowed both
+    assert ours.step_s == 0.09 and ddp.step_s == 0.1
+
+
+def test_the_error_is_a_share_of_what_was_measured() -> None:
+    assert example().row("DDP").error == pytest.approx(0.1)
+    assert example().row("compute only").error is None
+
+
+def test_figures_hold_everything_by_name() -> None:
+    told = figures(example())
+    ddp = next(row for row in told["rows"] if row["name"] == "DDP")
+    assert ddp["turns_s"] == (0.1, 0.2, 0.1) and ddp["ratio_to_ddp"] == 1.0
+    assert ddp["ratio_to_bound"] == pytest.approx(1.25) and ddp["prediction_error"] == pytest.approx(0.1)
+    assert told["facts"]["network"] == "4 hosts, 25 Gbit/s" and told["bound_s"] == 0.08
+    assert told["skipped"] == ["PowerSGD: it hangs on Gloo"]
+
+
+def test_the_closing_lines_are_those_that_scripts_look_for() -> None:
+    rates = [32 / 0.08, 32 / 0.16, 32 / 0.09]
+    mean = sum(rates) / 3
+    spread = 1.96 * (sum((rate - mean) ** 2 for rate in rates) / 2) ** 0.5
+    assert closing_lines(example()) == [
+        f"Img/sec per GPU: {mean:.1f} +-{spread:.1f}",
+        f"Total img/sec on 4 GPU(s): {4 * mean:.1f} +-{4 * spread:.1f}",
+    ]
+    once = example(rows=(Row("DDP", (0.1,)), Row("DataParallel", (0.1,))), facts={"device": "CPU, x86_64"}, unit="seq")
+    assert closing_lines(once)[0] == "Seq/sec per CPU: 320.0 +-0.0"
+
+
+def test_the_table_shows_predicted_beside_measured() -> None:
+    text = shown(example())
+    row = next(line for line in text.splitlines() if line.startswith("DataParallel"))
+    for cell in ("12", "2", "90.0", "80.00 – 160.00", "0.800", "1.12", "85.00", "-5.6%"):
+        assert cell in row
+    assert "Left out: PowerSGD" in text and "25 Gbit/s" in text
+
+
+def test_markdown_has_a_table_per_model_and_the_explanation() -> None:
+    text = markdown("A title", [example(), example(model="bert|base")])
+    assert text.startswith("# A title\n") and text.count("| contestant |") == 2
+    assert "| **DataParallel** | **12** | **2** |" in text
+    assert "```\nanabranch: running 2 lanes.\n```" in text
+    assert "* network: 4 hosts, 25 Gbit/s" in text and "Total img/sec on 4 GPU(s)" in text
+
+
+def test_values_from_elsewhere_cannot_touch_the_terminal() -> None:
+    assert "\x1b" not in shown(example(facts={"device": "x\x1b[2J"}, skipped=("\x1b[0m",), model="\x1b]0;"))
