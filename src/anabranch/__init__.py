@@ -15,6 +15,7 @@ from anabranch.errors import (
     CollectiveError,
     DisagreementError,
     FileError,
+    LabError,
     NetworkError,
     PlanError,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "DataParallel",
     "DisagreementError",
     "FileError",
+    "LabError",
     "Network",
     "NetworkError",
     "Plan",

@@ -5,7 +5,8 @@
     ├── PlanError          a plan that does not fit the gradients it is meant for
     ├── NetworkError       a network that cannot price what it is asked for
     ├── DisagreementError  ranks that do not hold the same thing
-    └── CollectiveError    a message that did not get through
+    ├── CollectiveError    a message that did not get through
+    └── LabError           a cluster that cannot be made on this machine
 
 A bad argument is a plain ``ValueError``, as everywhere in Python.
 """
@@ -33,3 +34,7 @@ class DisagreementError(AnabranchError):
 
 class CollectiveError(AnabranchError):
     """A collective failed or timed out: another rank died, stalled or took another way."""
+
+
+class LabError(AnabranchError):
+    """The lab cannot start here, or could not run its program at all."""

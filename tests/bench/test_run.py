@@ -29,7 +29,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], st
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
         "--nproc-per-node", "2", "-m", "anabranch", "bench", "--trace", str(folder / "tiny.json"), "--num-iters", "2",
         "--num-batches-per-iter", "2", "--num-warmup-batches", "1", "--profile-steps", "2", "--bucket-sizes", "0.01,1",
-        "--lanes", "2", "--report", str(folder / "report.md"), "--json",
+        "--lanes", "2", "--compress", "bf16", "--report", str(folder / "report.md"), "--json",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ANABRANCH_LAB": "a lab for tests"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
@@ -47,7 +47,7 @@ def rows(ran: tuple[dict[str, object], str]) -> dict[str, dict[str, object]]:
 def test_every_rival_and_every_plan_has_run(ran: tuple[dict[str, object], str]) -> None:
     names = rows(ran)
     stock = {DDP, "DDP, 0.01 MiB", "DDP, 1 MiB", "DDP, no merging", "DDP, one bucket", "DDP, fp16 hook"}
-    assert {COMPUTE, ALL_REDUCE, AUTO, *stock} <= set(names)
+    assert {COMPUTE, ALL_REDUCE, AUTO, f"{AUTO}, bf16", *stock} <= set(names)
     plans = " ".join(name for name in names if name.startswith("plan: "))
     for planner in ("per_tensor", "single", "by_bytes", "mgwfbp", "optimal", "asc", "lanes (2)", "optimal, bf16"):
         assert planner in plans
@@ -58,7 +58,7 @@ def test_every_rival_and_every_plan_has_run(ran: tuple[dict[str, object], str]) 
 
 def test_ours_show_predicted_beside_measured(ran: tuple[dict[str, object], str]) -> None:
     for name, row in rows(ran).items():
-        predicted = name == AUTO or name.startswith("plan: ") or (name.startswith(DDP) and "hook" not in name)
+        predicted = name.startswith((AUTO, "plan: ")) or (name.startswith(DDP) and "hook" not in name)
         assert (row["predicted_s"] is not None) == predicted
         assert (row["prediction_error"] is not None) == predicted
     assert rows(ran)[DDP]["ratio_to_ddp"] == 1.0

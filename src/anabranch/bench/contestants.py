@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch import planners
 from anabranch.network import Network
 from anabranch.plan import Plan
+from anabranch.runtime.candidates import predicted_s
 from anabranch.runtime.layout import unwrap
 from anabranch.runtime.parallel import DataParallel
 from anabranch.runtime.zoo import Step
@@ -33,12 +34,13 @@ Running = AbstractContextManager[Callable[[], None]]  # gives a function that ru
 class Contestant:
     """A way to run the step. ``enter`` sets it up; ``warmup`` steps later it does what it is named for.
 
-    ``plan`` is what it runs in our terms, where that can be predicted.
+    ``plan`` is what it runs in our terms and ``predicted_s`` how long a step of it should take, where these are known.
     """
 
     name: str
     enter: Callable[[], Running]
     plan: Plan | None = None
+    predicted_s: float | None = None
     warmup: int = 2
 
 
@@ -53,12 +55,15 @@ def rivals(
 ) -> list[Contestant]:
     """Stock DDP in every way its users know; PowerSGD only on NCCL, since torch's hook hangs on Gloo."""
 
+    def stock(name: str, plan: Plan, **options: Any) -> Contestant:
+        return Contestant(name, partial(_ddp, model, step, **options), plan, predicted_s(trace, plan, network))
+
     def sized(name: str, mib: float) -> Contestant:
         plan = planners.by_bytes(trace, network, cap_nbytes=max(1, int(mib * MIB)))
-        return Contestant(name, partial(_ddp, model, step, bucket_cap_mb=mib), plan)
+        return stock(name, plan, bucket_cap_mb=mib)
 
     found = [
-        Contestant(DDP, partial(_ddp, model, step), planners.by_bytes(trace, network)),
+        stock(DDP, planners.by_bytes(trace, network)),
         *(sized(f"DDP, {mib:g} MiB", mib) for mib in sizes_mib),
         sized("DDP, no merging", FEWEST_MIB),
         sized("DDP, one bucket", MOST_MIB),
@@ -79,7 +84,7 @@ def ours(model: nn.Module, step: Step, trace: Trace, network: Network, lanes: Se
     for name, plan in plans.items():
         distinct[plan] = f"{distinct[plan]} = {name}" if plan in distinct else name
     return [
-        Contestant(f"plan: {name}", partial(_planned, model, step, plan), plan, warmup=5)
+        Contestant(f"plan: {name}", partial(_planned, model, step, plan), plan, predicted_s(trace, plan, network), 5)
         for plan, name in distinct.items()
     ]
 
@@ -126,6 +131,8 @@ def _whole(elements: int, device: torch.device) -> Iterator[Callable[[], None]]:
     yield lambda: dist.all_reduce(buffer)
 
 
-def living(parallel: DataParallel, step: Step) -> Contestant:
+def living(name: str, parallel: DataParallel, step: Step) -> Contestant:
     """A DataParallel that has chosen already and goes on living between its turns, on a model of its own."""
-    return Contestant(AUTO, lambda: _just(partial(step, parallel)), parallel.plan)
+    assert parallel.trace is not None and parallel.network is not None
+    expected_s = predicted_s(parallel.trace, parallel.plan, parallel.network)
+    return Contestant(name, lambda: _just(partial(step, parallel)), parallel.plan, expected_s)

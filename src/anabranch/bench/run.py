@@ -12,15 +12,12 @@ import torch.distributed as dist
 from anabranch.bench.contestants import AUTO, DDP, OPTIONS, Contestant, baselines, living, ours, rivals
 from anabranch.bench.race import race
 from anabranch.bench.subject import Subject
-from anabranch.network import Network
 from anabranch.report.benchmark import Benchmark, Row
-from anabranch.runtime.candidates import least_s, predicted_s
-from anabranch.runtime.measure import LARGEST_NBYTES, measure
+from anabranch.runtime.candidates import least_s
 from anabranch.runtime.parallel import DataParallel
-from anabranch.trace import Trace
+from anabranch.runtime.zoo import Step
 from anabranch.version import __version__
 
-BF16_BUDGET_S = 2.0
 MOST_STEPS = 1000  # for DataParallel to choose: it takes about a hundred
 
 
@@ -34,47 +31,56 @@ class Settings:
     profile_steps: int = 10
     sizes_mib: Sequence[float] = (1, 5, 10, 50, 100)
     lanes: Sequence[int] = (2, 4)
+    wires: Sequence[str] = ()
     only: Sequence[str] = ()
 
 
 def run(subject: Subject, settings: Settings, say: Callable[[str], None]) -> Benchmark:
     """Let DataParallel choose, then race everyone. Collective; ``say`` gets a word now and then."""
-    own_model, own_step = subject.build()
     say(f"{subject.name}: DataParallel profiles, measures, plans and chooses")
-    parallel = DataParallel(own_model, profile_steps=settings.profile_steps, **OPTIONS)
-    for _ in range(MOST_STEPS):
-        own_step(parallel)
-        if parallel.timeline is not None:  # of what it has chosen
-            break
-    trace, network = parallel.trace, parallel.network
-    if trace is None or network is None:
-        raise RuntimeError(f"nothing to compare: {parallel.explain()}")
-    explanation = parallel.explain()
-    network = _with_bf16(network, trace, subject.device)
-
+    auto, auto_step = _chosen(subject, settings, None)
+    packed = [(wire, *_chosen(subject, settings, wire)) for wire in settings.wires]
+    assert auto.trace is not None and auto.network is not None
+    network = auto.network
+    for wire, parallel, _ in packed:  # each has measured, and corrected by its own steps, what its wire costs
+        assert parallel.network is not None
+        network = replace(network, curves={**network.curves, wire: parallel.network.curve(wire)}, model=None)
     model, step = subject.build()
     nccl = "nccl" in dist.get_backend()
     field = [
         *baselines(model, step, subject.device),
-        *rivals(model, step, trace, network, settings.sizes_mib, nccl),
-        living(parallel, own_step),
-        *ours(model, step, trace, network, settings.lanes),
+        *rivals(model, step, auto.trace, network, settings.sizes_mib, nccl),
+        living(AUTO, auto, auto_step),
+        *(living(f"{AUTO}, {wire}", parallel, own_step) for wire, parallel, own_step in packed),
+        *ours(model, step, auto.trace, network, settings.lanes),
     ]
     field = [c for c in field if _wanted(c, settings.only)]
     turns: dict[str, list[float]] = {contestant.name: [] for contestant in field}
-    for done, (name, seconds) in enumerate(
-        race(field, settings.iters, settings.batches, settings.warmup, subject.device)
-    ):
+    racing = race(field, settings.iters, settings.batches, settings.warmup, subject.device)
+    for done, (name, seconds) in enumerate(racing, start=1):
         turns[name].append(seconds)
-        if (done + 1) % len(field) == 0:
-            say(f"{subject.name}: round {(done + 1) // len(field)} of {settings.iters}")
-    parallel.close()
-    rows = [_row(contestant, turns[contestant.name], trace, network) for contestant in field]
+        if done % len(field) == 0:
+            say(f"{subject.name}: round {done // len(field)} of {settings.iters}")
+    explanation, bound_s = auto.explain(), least_s(auto.trace, network)
+    for parallel in (auto, *(parallel for _, parallel, _ in packed)):
+        parallel.close()
+    rows = tuple(_row(contestant, turns[contestant.name]) for contestant in field)
     skipped = () if nccl else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",)
     return Benchmark(
-        subject.name, subject.batch, subject.unit, dist.get_world_size(), tuple(rows), least_s(trace, network),
-        explanation, _facts(subject, settings), skipped,
+        subject.name, subject.batch, subject.unit, dist.get_world_size(), rows, bound_s, explanation,
+        _facts(subject, settings), skipped,
     )  # fmt: skip
+
+
+def _chosen(subject: Subject, settings: Settings, wire: str | None) -> tuple[DataParallel, Step]:
+    """A DataParallel that has made its choice, on a model of its own."""
+    model, step = subject.build()
+    parallel = DataParallel(model, compress=wire, profile_steps=settings.profile_steps, **OPTIONS)
+    for _ in range(MOST_STEPS):
+        step(parallel)
+        if parallel.timeline is not None:  # of what it has chosen
+            return parallel, step
+    raise RuntimeError(f"nothing to compare, DataParallel makes no choice: {parallel.explain()}")
 
 
 def _wanted(contestant: Contestant, only: Sequence[str]) -> bool:
@@ -82,25 +88,10 @@ def _wanted(contestant: Contestant, only: Sequence[str]) -> bool:
     return not only or contestant.name in (DDP, AUTO) or any(part in contestant.name for part in only)
 
 
-def _row(contestant: Contestant, turns_s: Sequence[float], trace: Trace, network: Network) -> Row:
+def _row(contestant: Contestant, turns_s: Sequence[float]) -> Row:
     plan = contestant.plan
-    predicted = contestant.name == AUTO or plan is not None
-    return Row(
-        contestant.name,
-        tuple(turns_s),
-        predicted_s(trace, plan, network) if predicted else None,
-        len(plan) if plan is not None else None,
-        plan.lanes if plan is not None else None,
-    )
-
-
-def _with_bf16(network: Network, trace: Trace, device: torch.device) -> Network:
-    """The network, and what bf16 on the wire costs."""
-    group = dist.group.WORLD
-    assert group is not None
-    largest = min(max(trace.nbytes, 1 << 16), LARGEST_NBYTES)
-    measured = measure([group], device, largest, BF16_BUDGET_S, ("dense", "bf16"))
-    return replace(network, curves={**network.curves, "bf16": measured.curve("bf16")}, model=None)
+    shape = (len(plan), plan.lanes) if plan is not None else (None, None)
+    return Row(contestant.name, tuple(turns_s), contestant.predicted_s, *shape)
 
 
 def _facts(subject: Subject, settings: Settings) -> dict[str, str]:

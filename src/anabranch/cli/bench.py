@@ -34,6 +34,9 @@ ItersOption = Annotated[int, typer.Option(min=1, help="Turns of each contestant.
 ProfileOption = Annotated[int, typer.Option(min=1, help="Steps of each of DataParallel's own trials.")]
 SizesOption = Annotated[str, typer.Option(metavar="MIB,...", help="Bucket sizes to try with DDP.")]
 LanesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of lanes to plan for.")]
+WireOption = Annotated[
+    list[str] | None, typer.Option(help="Also let DataParallel choose with this on the wire: bf16; may be repeated.")
+]
 OnlyOption = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="Only contestants whose name contains this, and DDP and DataParallel; repeat."),
@@ -54,6 +57,7 @@ def bench(
     profile_steps: ProfileOption = 10,
     bucket_sizes: SizesOption = "1,5,10,50,100",
     lanes: LanesOption = "2,4",
+    compress: WireOption = None,
     only: OnlyOption = None,
     backend: BackendOption = None,
     report: ReportOption = None,
@@ -76,7 +80,9 @@ def bench(
     from anabranch.bench.subject import from_trace, from_zoo
     from anabranch.report import benchmark as reports
 
-    settings = Settings(num_iters, num_batches_per_iter, num_warmup_batches, profile_steps, sizes, counts, only or ())
+    settings = Settings(
+        num_iters, num_batches_per_iter, num_warmup_batches, profile_steps, sizes, counts, compress or (), only or ()
+    )
     device = _join(backend, bool(model))
     subjects = [from_zoo(name, device, batch_size) for name in model or ()]
     subjects += [from_trace(Path(text).stem, noun, slower) for text, noun in traces]

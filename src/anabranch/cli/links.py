@@ -53,6 +53,16 @@ def network(text: str) -> Network:
     return make(world_size, *costs, eta=eta, link_cap=link_cap)
 
 
+def quantity(text: str, units: Mapping[str, float]) -> float:
+    """A number with one of these units, in the units' base; not a number (nan) where that is not what ``text`` is."""
+    number = _NUMBER.match(text.lower())
+    unit = text.lower()[number.end() :].strip().removesuffix("/s") if number else ""
+    value = float(number.group()) if number else math.nan
+    if unit in units:
+        return value * units[unit]
+    return value if not unit and value == 0 else math.nan  # zero is zero in every unit
+
+
 class _Parts:
     """The name=value parts of a description; each is taken once, and ``done`` refuses what nobody took."""
 
@@ -119,13 +129,7 @@ class _Parts:
             if default is None:
                 raise self.wrong(f"{name} is missing", expected)
             return default
-        number = _NUMBER.match(text.lower())
-        unit = text.lower()[number.end() :].strip().removesuffix("/s") if number else ""
-        value = float(number.group()) if number else math.nan
-        if unit in units:
-            value *= units[unit]
-        elif unit or value != 0:  # zero is zero in every unit
-            value = math.nan
+        value = quantity(text, units)
         if not math.isfinite(value):
             raise self.wrong(f"{name} is {text!r}", expected)
         return value

@@ -7,8 +7,10 @@ from typing import Annotated, cast
 import typer
 from typer.main import get_command
 
+from anabranch.cli.bench import bench
 from anabranch.cli.compare import compare
 from anabranch.cli.demo import demo
+from anabranch.cli.lab import lab
 from anabranch.cli.measure import measure
 from anabranch.cli.plan import plan
 from anabranch.cli.record import record
@@ -31,8 +33,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (record, measure, plan, simulate, compare, scale, show, demo):
+for verb in (record, measure, plan, simulate, compare, scale, show, bench, demo):
     app.command()(verb)
+# Options after the first word of its program are the program's, also where "--" is left out.
+app.command(context_settings={"allow_interspersed_args": False})(lab)
 
 
 def _version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from anabranch.lab.emulation.settings import describe
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.runtime.candidates import least_s, predicted_s, unmerged_s
@@ -24,18 +25,24 @@ def explanation(pilot: "Pilot") -> str:
         )
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
+    emulated = describe()
+    place = f"Network ({emulated})" if emulated else "Network"
     if network is not None:
         whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0
         lines.append(
-            f"Network: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
+            f"{place}: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
             f"{whole_s * 1e3:.2f} ms for all gradients at once; {_lanes(pilot)}."
         )
+        if notes := [str(note) for name, note in network.meta.items() if name.startswith("refined")]:
+            lines.append(f"Corrected by live steps: {'; '.join(notes)}.")
         if trace is not None:
             lines.append(_why(trace, network))
+    elif emulated:
+        lines.append(f"{place}: not measured.")
     if pilot.trials:
         lines += ["", *_trials(pilot)]
-    if pilot.live.hook is not None:
-        lines += ["", *_buckets(pilot.live.hook.plan, trace)]
+    if pilot.live.plan is not None:
+        lines += ["", *_buckets(pilot.live.plan, trace)]
     return "\n".join(lines)
 
 

@@ -40,6 +40,13 @@ class LiveLayout:
             raise RuntimeError("the DataParallel of this layout is gone")
         return ddp
 
+    @property
+    def plan(self) -> Plan | None:
+        """What the next step runs: the plan in force, unless another is wanted; None for DDP's own buckets."""
+        if self._due is not None:
+            return self._due[0]
+        return self.hook.plan if self.hook is not None else None
+
     def want(self, plan: Plan | None) -> None:
         """Have the next forward lay the buckets out for this plan; no plan means DDP's own."""
         if plan is not None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.checks import Scalar
+from anabranch.lab.emulation.settings import describe
 from anabranch.network import Contention, Network
 from anabranch.runtime.agree import Group, agree_on, wire_device
 from anabranch.runtime.clock import Clock, clock_for
@@ -153,6 +154,8 @@ def _facts(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}",
         "budget_s": budget_s,
     }
+    if emulated := describe():
+        facts["emulated"] = emulated
     relative = float(np.median([spread / seconds for _, seconds, spread in points if seconds]))
     facts["median_relative_spread"] = relative
     if relative > POOR_SPREAD and dist.get_rank(group) == 0:

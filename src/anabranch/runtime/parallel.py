@@ -101,7 +101,7 @@ class DataParallel(DistributedDataParallel):
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None while DDP's own buckets run."""
-        return self._pilot.live.hook.plan if self._pilot is not None and self._pilot.live.hook is not None else None
+        return self._pilot.live.plan if self._pilot is not None else None
 
     @property
     def trace(self) -> Trace | None:

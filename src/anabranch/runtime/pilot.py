@@ -119,11 +119,11 @@ class Pilot:
             if self.failure:
                 break
             self._measure()
+            # On one lane, to learn what messages cost; then on more, to learn how they meet; then knowing both.
             yield from self._try_all(replace(self._wishes, lanes=1))
-            self._refine()
+            self._refine(several_lanes=False)
             yield from self._try_all(self._wishes)
-            if self.trials[-1].plan is not None and self.trials[-1].plan.lanes > 1:
-                self._refine()
+            if self._refine(several_lanes=True):
                 yield from self._try_all(self._wishes)
             before = self.kept.plan if self.kept is not None else None
             chosen = yield from self._choose()
@@ -149,11 +149,13 @@ class Pilot:
         self.live.want(plan)
         yield from self._steps(SETTLE_STEPS)
 
-    def _refine(self) -> None:
-        """Correct what was measured by what the last trial's buckets took."""
+    def _refine(self, several_lanes: bool) -> bool:
+        """Correct what was measured by what the buckets of such trials took; whether there were any."""
         assert self.trace is not None and self.network is not None
-        if self._wishes.network is None:
-            self.network = refine(self.network, self.trace, self.trials[-1], self._control)
+        told = [trial for trial in self.trials if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes]
+        for trial in told if self._wishes.network is None else []:
+            self.network = refine(self.network, self.trace, trial, self._control)
+        return bool(told)
 
     def _as_told(self) -> Course:
         """Run the user's plan, whatever comes of it."""

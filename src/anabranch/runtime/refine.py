@@ -67,13 +67,21 @@ def bucket_seconds(looks: Sequence[Timeline]) -> list[float]:
 
 
 def refined(network: Network, trace: Trace, plan: Plan, took_s: Sequence[float]) -> Network:
-    """``network`` such that its costs fit what the buckets of ``plan`` took: factor · cost + extra seconds each."""
+    """``network`` such that its costs fit what the buckets of ``plan`` took: factor · cost + extra seconds each.
+
+    Each kind of collective is fitted by its own buckets, and the others stay as they were.
+    """
     nbytes = {tensor.name: tensor.nbytes for tensor in trace.tensors}
-    expected = [network.seconds(b.collective, sum(nbytes[name] for name in b.names)) for b in plan.buckets]
-    factor, extra_s = _fit(np.array(expected), np.array(took_s))
-    curves = {kind: _scaled(curve, factor, extra_s) for kind, curve in network.curves.items()}
-    note = f"costs × {factor:.2f} + {extra_s * 1e3:.3f} ms per message, from live steps of {len(plan)} buckets"
-    return replace(network, curves=curves, model=None, meta={**network.meta, "refined": note})
+    curves, notes = dict(network.curves), {}
+    for kind in dict.fromkeys(bucket.collective for bucket in plan.buckets):
+        own = [i for i, bucket in enumerate(plan.buckets) if bucket.collective == kind]
+        expected = [network.seconds(kind, sum(nbytes[name] for name in plan.buckets[i].names)) for i in own]
+        factor, extra_s = _fit(np.array(expected), np.array([took_s[i] for i in own]))
+        curves[kind] = _scaled(network.curve(kind), factor, extra_s)
+        named = "costs" if kind == "dense" else f"costs of {kind}"
+        note = f"{named} × {factor:.2f} + {extra_s * 1e3:.3f} ms per message, from live steps of {len(own)} buckets"
+        notes["refined" if kind == "dense" else f"refined_{kind}"] = note
+    return replace(network, curves=curves, model=None, meta={**network.meta, **notes})
 
 
 def contended(network: Network, trace: Trace, plan: Plan, ended_s: float) -> Network:

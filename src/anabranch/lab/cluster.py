@@ -1,0 +1,77 @@
+"""Cluster: what a lab is asked to be, checked and in words, before anything of it exists."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Backend = Literal["gloo", "nccl"]
+
+MAX_HOSTS = 250  # the addresses of one subnet
+MBIT, GBIT = 1e6, 1e9
+# tbf's field of bytes per second has 32 bits, and under 1 Mbit/s its bucket holds seconds of traffic.
+SLOWEST_BIT_S, FASTEST_BIT_S = 1 * MBIT, 34 * GBIT
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts, each with one full-duplex link to one switch.
+
+    ``rates_bit_s`` has one rate per host, None for a link that nothing slows down. ``alpha_s`` is the latency of an
+    emulated link; None asks for real ones, between network namespaces.
+    """
+
+    rates_bit_s: Sequence[float | None]
+    ranks_per_host: int = 1
+    backend: Backend = "gloo"
+    alpha_s: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates_bit_s", tuple(self.rates_bit_s))
+        if not 1 <= self.hosts <= MAX_HOSTS:
+            raise ValueError(f"the lab has {self.hosts} hosts: expected 1 to {MAX_HOSTS}")
+        if self.ranks_per_host < 1:
+            raise ValueError(f"the lab has {self.ranks_per_host} ranks per host: expected at least 1")
+        for rate in self.rates_bit_s:
+            if rate is not None and not self.emulated and not SLOWEST_BIT_S <= rate <= FASTEST_BIT_S:
+                raise ValueError(
+                    f"a link's rate is {_rate(rate)}: expected {_rate(SLOWEST_BIT_S)} to {_rate(FASTEST_BIT_S)}, which "
+                    "is what the kernel's shaper (tbf) can hold; a faster link is better left unshaped"
+                )
+        if self.emulated and self.backend != "gloo":
+            raise ValueError("an emulated link carries gloo alone: leave --emulate or --backend nccl away")
+        if self.emulated and self.ranks_per_host > 1:
+            raise ValueError(f"an emulated host has one rank, not {self.ranks_per_host}: say more --hosts instead")
+        if self.emulated and None in self.rates_bit_s:
+            raise ValueError("an emulated link needs a rate: unshaped links exist between network namespaces alone")
+
+    @property
+    def hosts(self) -> int:
+        """How many there are."""
+        return len(self.rates_bit_s)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether links are emulated inside the ranks instead of shaped by the kernel."""
+        return self.alpha_s is not None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all hosts together."""
+        return self.hosts * self.ranks_per_host
+
+    def __str__(self) -> str:
+        """Such as "4 hosts, 10 Gbit/s links, network namespaces"."""
+        hosts = f"{self.hosts} host" + "s" * (self.hosts > 1)
+        if self.ranks_per_host > 1:
+            hosts += f" of {self.ranks_per_host} ranks"
+        rates = [_rate(rate) for rate in self.rates_bit_s]
+        links = f"{rates[0]} links" if len(set(rates)) == 1 else f"links of {', '.join(rates)}"
+        if self.alpha_s is not None:
+            return f"{hosts}, {links}, {self.alpha_s * 1e6:g} us latency, emulated"
+        return f"{hosts}, {links}, network namespaces"
+
+
+def _rate(rate_bit_s: float | None) -> str:
+    if rate_bit_s is None:
+        return "unshaped"
+    return f"{rate_bit_s / GBIT:g} Gbit/s" if rate_bit_s >= GBIT else f"{rate_bit_s / MBIT:g} Mbit/s"

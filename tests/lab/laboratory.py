@@ -1,0 +1,86 @@
+"""What the tests of the lab share: labs as processes, who is in them, and whether this machine can have any."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from anabranch.errors import LabError
+from anabranch.lab import needs
+from anabranch.lab.cluster import Cluster
+
+PATIENCE_S = 20.0
+
+
+def _why_not() -> str:
+    try:
+        needs.check(Cluster([1e9]), [])
+    except LabError as error:
+        return str(error)
+    return ""
+
+
+WHY_NOT = _why_not()
+needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+@contextmanager
+def lab(
+    *arguments: str, environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Iterator["subprocess.Popen[str]"]:
+    """``anabranch lab`` as a process of its own, which is ended if the test does not."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anabranch", "lab", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        cwd=folder,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=PATIENCE_S)
+
+
+def outcome(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a lab that ends by itself."""
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for it, not for ever."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether it is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descriptors() -> set[str]:
+    """Those that this process has open."""
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def pids(folder: Path, count: int) -> list[int]:
+    """What ``count`` processes have written to files of their own in ``folder``, once all have: their ids."""
+
+    def written() -> list[int]:
+        return [int(text) for path in folder.glob("*.pid") if (text := path.read_text()).endswith("\n")]
+
+    until(lambda: len(written()) == count)
+    return written()

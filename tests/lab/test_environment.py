@@ -1,0 +1,71 @@
+"""Variables: torchrun's, and those that make backends take the links."""
+
+import pytest
+
+from anabranch.lab.cluster import Cluster
+from anabranch.lab.environment import free_port, gpus_of, variables
+from anabranch.lab.hosts import Host, local
+
+HOSTS = [Host(index, f"10.0.0.{index + 1}", "eth0") for index in range(4)]
+
+
+def test_one_rank_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("FROM_OUTSIDE", "kept")
+    found = variables(Cluster([1e10] * 4), HOSTS[2], HOSTS[0], 29500, "abc")
+    expected = {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_HOSTID": "lab2",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "ANABRANCH_LAB": "4 hosts, 10 Gbit/s links, network namespaces",
+        "ANABRANCH_LAB_ID": "abc",
+        "FROM_OUTSIDE": "kept",
+    }
+    assert expected.items() <= found.items()
+
+
+def test_several_ranks_are_left_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    found = variables(Cluster([1e10] * 4, 2), HOSTS[2], HOSTS[0], 29500, "abc")
+    assert "RANK" not in found and "LOCAL_RANK" not in found
+
+
+def test_the_user_s_threads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert variables(Cluster([1e9]), HOSTS[0], HOSTS[0], 1, "abc")["OMP_NUM_THREADS"] == "3"
+
+
+def test_emulation_says_so() -> None:
+    (host,) = local(1)
+    found = variables(Cluster([1e9], alpha_s=1e-4), host, host, free_port(), "abc")
+    assert found["ANABRANCH_LAB"].endswith("emulated")
+    assert "rate_bit_s=1000000000.0" in found["ANABRANCH_EMULATED"]
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "gpus", "expected"),
+    [
+        (1, [], [None] * 4),
+        (1, ["a"], [None] * 4),
+        (1, ["a", "b"], ["a", "b", "a", "b"]),
+        (2, ["a", "b"], ["a,b"] * 4),
+        (2, ["a", "b", "c", "d"], ["a,b", "c,d", "a,b", "c,d"]),
+        (2, ["a", "b", "c"], ["a,b", "c,a", "b,c", "a,b"]),
+    ],
+)
+def test_gpus_are_dealt_out_in_turn(ranks_per_host: int, gpus: list[str], expected: list[str | None]) -> None:
+    dealt = [gpus_of(host, ranks_per_host, gpus).get("CUDA_VISIBLE_DEVICES") for host in HOSTS]
+    assert dealt == expected
