@@ -176,3 +176,14 @@ def test_a_budget_of_nothing_is_refused() -> None:
         measure([], CPU, budget_s=0.0)
     with pytest.raises(ValueError, match="budget_s is nan"):
         measure([], CPU, budget_s=float("nan"))
+
+
+def ranks_whose_clocks_disagree(rank: int) -> dict[str, Any]:
+    """Each rank finds another size whose transfer outweighs its start-up."""
+    module._probe_nbytes = lambda points: points[-1 - rank][0]  # type: ignore[assignment]
+    return facts_of(quietly(groups(2), CPU, largest_nbytes=1 << 16, budget_s=0.1))
+
+
+def test_ranks_that_measure_differently_still_send_the_same_sizes() -> None:
+    first, second = on_ranks(ranks_whose_clocks_disagree, 2)
+    assert first["text"] == second["text"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anabranch.cli import specs
-from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, show_tables
 from anabranch.errors import AnabranchError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ OnlyOption = Annotated[
 ]
 BackendOption = Annotated[str | None, typer.Option(help="gloo or nccl; nccl where there is a GPU.")]
 ReportOption = Annotated[Path | None, typer.Option(help="Write a Markdown report to this file.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw steps as shares of DDP's to this .svg or .png file.")]
 TitleOption = Annotated[str, typer.Option(help="Title of that report.")]
 
 
@@ -62,6 +63,7 @@ def bench(
     backend: BackendOption = None,
     report: ReportOption = None,
     title: TitleOption = "Every rival in one run",
+    plot: PlotOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -70,7 +72,8 @@ def bench(
         raise ValueError("nothing to run: give --model resnet50, or --trace resnet50 where there is no GPU")
     if "RANK" not in os.environ:
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
-    check_free([report], force)
+    check_free([report, plot], force)
+    form = plot_format(plot)
     sizes, counts = _numbers("--bucket-sizes", bucket_sizes), [int(n) for n in _numbers("--lanes", lanes)]
     traces = [(text, specs.trace(text)) for text in trace or ()]
 
@@ -79,6 +82,7 @@ def bench(
     from anabranch.bench.run import Settings, run
     from anabranch.bench.subject import from_trace, from_zoo
     from anabranch.report import benchmark as reports
+    from anabranch.report.race_plot import race_plot
 
     settings = Settings(
         num_iters, num_batches_per_iter, num_warmup_batches, profile_steps, sizes, counts, compress or (), only or ()
@@ -95,6 +99,8 @@ def bench(
             show_tables(reports.benchmark_report(result), "\n".join(reports.closing_lines(result)), "")
         if leads and report is not None:  # after each: what is measured is measured
             report.write_text(reports.markdown(title, results), encoding="utf-8")
+        if leads and plot is not None and form is not None:
+            plot.write_bytes(race_plot(results, form))
     if leads and as_json:
         print_json({"command": "bench", "benchmarks": [reports.figures(result) for result in results]})
     dist.destroy_process_group()

@@ -14,6 +14,8 @@ from anabranch.errors import FileError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from anabranch.report.plot import Format
+
 Item = TypeVar("Item")
 
 PIPED_WIDTH = 240  # a file or another program has no edge at which to fold
@@ -59,3 +61,14 @@ def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         yield from bar.track(items, total=total, description=what)
+
+
+def plot_format(plot: Path | None) -> "Format | None":
+    """What kind of picture a file of this name holds."""
+    if plot is None:
+        return None
+    if plot.suffix.lower() == ".png":
+        return "png"
+    if plot.suffix.lower() == ".svg":
+        return "svg"
+    raise ValueError(f"--plot is {plot}: expected a name that ends in .png or .svg")

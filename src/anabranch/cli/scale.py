@@ -10,7 +10,7 @@ import typer
 
 from anabranch.cli import lineup, specs
 from anabranch.cli.links import MAX_RANKS
-from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, progress, show_tables
+from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, progress, show_tables
 from anabranch.files import write_bytes
 from anabranch.network import Network
 from anabranch.sim import ScalePoint, sweep
@@ -58,7 +58,7 @@ def scale(
     as_json: JsonOption = False,
 ) -> None:
     """Predict iteration time, speed-up and efficiency at many world sizes."""
-    form = _format(plot)
+    form = plot_format(plot)
     check_free([plot], force)
     if straggler_factor is not None and not stragglers:
         raise ValueError(f"--straggler-factor is {straggler_factor:g} but --stragglers is 0: say how many there are")
@@ -97,16 +97,6 @@ def _sizes(text: str) -> list[int]:
 
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",")))
-
-
-def _format(plot: Path | None) -> "Format | None":
-    if plot is None:
-        return None
-    if plot.suffix.lower() == ".png":
-        return "png"
-    if plot.suffix.lower() == ".svg":
-        return "svg"
-    raise ValueError(f"--plot is {plot}: expected a name that ends in .png or .svg")
 
 
 def _assumptions(network: Network, sizes: Sequence[int], scaling: Scaling) -> list[str]:

@@ -10,6 +10,7 @@ from anabranch.report.scaling import Curves
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, which only a plot is worth
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Format = Literal["png", "svg"]
 
@@ -25,7 +26,6 @@ def scaling_plot(title: str, note: str, iteration_s: Curves, efficiency: Curves,
 
     ``note`` stands under the title and is the place for what the numbers assume.
     """
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     scale = time_scale(value for curve in iteration_s.values() for value in curve.values())
@@ -36,8 +36,15 @@ def scaling_plot(title: str, note: str, iteration_s: Curves, efficiency: Curves,
     _panel(left, in_unit, "Iteration time", f"iteration, {scale.unit} (lower is better)", logarithmic=True)
     _panel(right, in_percent, "Scaling efficiency", "speed-up / ranks, % (higher is better)")
     figure.suptitle(f"{plain(title)}\n{plain(note)}", fontsize=11, parse_math=False)
+    return saved(figure, form)
+
+
+def saved(figure: "Figure", form: Format) -> bytes:
+    """A figure as a file: the same numbers give the same bytes."""
+    from matplotlib import rc_context
+
     content = io.BytesIO()
-    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "anabranch"}):  # the same numbers, the same file
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "anabranch"}):
         warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font lacks is drawn as boxes
         figure.savefig(content, format=form, metadata={"Date": None} if form == "svg" else None)
     return content.getvalue()

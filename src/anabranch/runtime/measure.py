@@ -53,7 +53,8 @@ def measure(
     contention = Contention()
     if len(lanes) > 1:
         start_s = curves["dense"][0][1]
-        slowdowns = _slowdowns(stopwatch, lanes, device, _probe_nbytes(curves["dense"]), start_s, share_s)
+        probe_nbytes = int(stopwatch.as_rank_0(_probe_nbytes(curves["dense"])))
+        slowdowns = _slowdowns(stopwatch, lanes, device, probe_nbytes, start_s, share_s)
         contention = Contention(tuple(slowdowns))
     facts = _facts(lanes[0], device, curves["dense"], budget_s)
     network = Network.measured(dist.get_world_size(lanes[0]), curves, contention=contention, meta=facts)
@@ -76,10 +77,14 @@ class _Stopwatch:
         """Seconds of each repetition on this rank, after two that are not counted (connections, caches)."""
         action()
         once_s = max(self._times(action, 1)[0], 1e-7)
-        wanted = torch.tensor([budget_s / once_s], dtype=torch.float64, device=wire_device(self._group))
-        dist.broadcast(wanted, group_src=0, group=self._group)
         fewest, most = REPEATS
-        return self._times(action, int(min(max(wanted.item(), fewest), most)))
+        return self._times(action, int(min(max(self.as_rank_0(budget_s / once_s), fewest), most)))
+
+    def as_rank_0(self, number: float) -> float:
+        """Rank 0's number: whatever ranks do together must not depend on what each has measured."""
+        told = torch.tensor([number], dtype=torch.float64, device=wire_device(self._group))
+        dist.broadcast(told, group_src=0, group=self._group)
+        return float(told.item())
 
     def _times(self, action: Callable[[], None], count: int) -> list[float]:
         marks = []

@@ -1,0 +1,64 @@
+"""The picture of a benchmark: for each model, steps as shares of DDP's, predicted beside measured."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from anabranch.report.benchmark import BASELINE, OURS, Benchmark, Row
+from anabranch.report.cells import plain
+from anabranch.report.plot import COLOURS, Format, saved
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BAR = 0.26
+COMPUTE, SIZED = "compute only", "MiB"
+
+
+def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
+    """Horizontal bars per model: DDP, DDP at the best bucket size that was tried, DataParallel; shorter is faster."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.1 + 1.15 * len(benchmarks)), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for place, benchmark in enumerate(benchmarks):
+        _model(axes, place, benchmark, named=place == 0)
+    axes.set_yticks(range(len(benchmarks)), [_label(benchmark) for benchmark in benchmarks], parse_math=False)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="#888888", linewidth=0.8)
+    axes.set_xlabel("step / DDP's default in the same round (shorter is faster)")
+    axes.set_xlim(left=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    where = benchmarks[0].facts
+    figure.suptitle(plain(f"{where.get('network', '')}, {where.get('device', '')}"), fontsize=11, parse_math=False)
+    return saved(figure, form)
+
+
+def _model(axes: "Axes", place: int, benchmark: Benchmark, named: bool) -> None:
+    """One model's bars, its prediction and its computation; the first model's name them in the legend."""
+    baseline, ours = benchmark.row(BASELINE), benchmark.row(OURS)
+    sized = [row for row in benchmark.rows if row.name.startswith(BASELINE) and SIZED in row.name]
+    best = min([baseline, *sized], key=lambda row: row.ratio_to(baseline))
+    bars = {"DDP's default": baseline, "DDP, best bucket size tried": best, "anabranch.DataParallel": ours}
+    for number, (name, row) in enumerate(bars.items()):
+        ratio, height = row.ratio_to(baseline), place + (number - 1) * BAR
+        axes.barh(height, ratio, BAR * 0.9, color=COLOURS[(1, 4, 0)[number]], label=name if named else None)
+        axes.annotate(f"{ratio:.2f}  {row.step_s * 1e3:.0f} ms", (ratio, height), (4, 0), textcoords="offset points",
+                      va="center", fontsize=8)  # fmt: skip
+    if ours.predicted_s is not None:
+        axes.plot(ours.predicted_s / baseline.step_s, place + BAR, "D", color="white", markeredgecolor="black",
+                  markersize=5, label="predicted" if named else None)  # fmt: skip
+    if compute := _found(benchmark, COMPUTE):
+        ratio, reach = compute.ratio_to(baseline), 1.5 * BAR
+        axes.plot([ratio, ratio], [place - reach, place + reach], color="black", linewidth=1.2,
+                  label="computing alone" if named else None)  # fmt: skip
+
+
+def _found(benchmark: Benchmark, name: str) -> Row | None:
+    return next((row for row in benchmark.rows if row.name == name), None)
+
+
+def _label(benchmark: Benchmark) -> str:
+    ours = benchmark.row(OURS)
+    chosen = f"{ours.buckets} buckets" if ours.buckets else "DDP's own buckets"
+    return f"{plain(benchmark.model)}\n{chosen}" + (f", {ours.lanes} lanes" if (ours.lanes or 1) > 1 else "")
