@@ -43,8 +43,8 @@ def _model(axes: "Axes", place: int, benchmark: Benchmark, named: bool) -> None:
     for number, (name, row) in enumerate(bars.items()):
         ratio, height = row.ratio_to(baseline), place + (number - 1) * BAR
         axes.barh(height, ratio, BAR * 0.9, color=COLOURS[(1, 4, 0)[number]], label=name if named else None)
-        axes.annotate(f"{ratio:.2f}  {row.step_s * 1e3:.0f} ms", (ratio, height), (4, 0), textcoords="offset points",
-                      va="center", fontsize=8)  # fmt: skip
+        axes.annotate(f"{ratio:.2f}  ({row.step_s * 1e3:.0f} ms)", (0, height), (4, 0), textcoords="offset points",
+                      va="center", fontsize=8, color="white" if number != 1 else "black")  # fmt: skip
     if ours.predicted_s is not None:
         axes.plot(ours.predicted_s / baseline.step_s, place + BAR, "D", color="white", markeredgecolor="black",
                   markersize=5, label="predicted" if named else None)  # fmt: skip

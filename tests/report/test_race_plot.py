@@ -1,0 +1,37 @@
+"""The picture of a benchmark: every model, its ratios, its prediction, in a file that opens."""
+
+from xml.etree import ElementTree
+
+from anabranch.report.benchmark import Benchmark, Row
+from anabranch.report.race_plot import race_plot
+
+
+def example(model: str, *rows: Row) -> Benchmark:
+    facts = {"device": "NVIDIA H200", "network": "4 hosts, 25 Gbit/s"}
+    return Benchmark(model, 32, "img", 4, rows, 0.08, "", facts)
+
+
+FULL = example(
+    "resnet $50$",
+    Row("compute only", (0.05,)),
+    Row("DDP", (0.1,), 0.1, 5, 1),
+    Row("DDP, 5 MiB", (0.09,), 0.1, 20, 1),
+    Row("DDP, one bucket", (0.02,)),  # no size: not among the best sizes, however fast
+    Row("DataParallel", (0.08,), 0.085, 12, 2),
+)
+LEAST = example("bert", Row("DDP", (0.2,)), Row("DataParallel", (0.2,)))
+
+
+def test_svg_names_models_choices_and_numbers() -> None:
+    content = race_plot([FULL, LEAST], "svg")
+    assert ElementTree.fromstring(content).tag.endswith("svg")
+    text = content.decode()  # matplotlib notes each text beside its outlines
+    for words in ("resnet $50$", "12 buckets, 2 lanes", "own buckets", "0.80  (80 ms)", "0.90  (90 ms)", "predicted",
+                  "computing alone", "25 Gbit/s"):  # fmt: skip
+        assert words in text
+    assert "0.20  (20 ms)" not in text
+    assert content == race_plot([FULL, LEAST], "svg")
+
+
+def test_png_has_its_signature() -> None:
+    assert race_plot([LEAST]).startswith(b"\x89PNG\r\n\x1a\n")
