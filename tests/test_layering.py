@@ -36,11 +36,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": NOUNS,
     "runtime": {*NOUNS, "files", "lab.emulation.settings"},  # whose word must stand beside every result
     "runtime.parallel": EVERYTHING,  # the composition root
+    "runtime.wishes": {*NOUNS, "planners"},  # which planners there are to wish for
     "runtime.refine": {*NOUNS, "files", "sim"},  # which finds the network under which a step takes what it took
     "runtime.candidates": {*NOUNS, "planners", "sim"},  # and what it has to choose from
     "demo": EVERYTHING,
     "bench": EVERYTHING,
-    "sparse": {*NOUNS, "runtime.lanes"},
+    "sparse": {*NOUNS, "runtime.lanes", "runtime.dense"},
     "memory": {*NOUNS, "runtime", "sparse"},
     "lab": {"errors"},
     "lab.emulation": {*BASE, "links"},

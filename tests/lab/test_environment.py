@@ -69,3 +69,16 @@ def test_emulation_says_so() -> None:
 def test_gpus_are_dealt_out_in_turn(ranks_per_host: int, gpus: list[str], expected: list[str | None]) -> None:
     dealt = [gpus_of(host, ranks_per_host, gpus).get("CUDA_VISIBLE_DEVICES") for host in HOSTS]
     assert dealt == expected
+
+
+def test_a_gpu_that_the_user_chose_by_number_is_given_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert gpus_of(HOSTS[1], 1, ["GPU-c"]) == {"CUDA_VISIBLE_DEVICES": "GPU-c"}
+    assert gpus_of(HOSTS[1], 1, []) == {}
+
+
+def test_programs_learn_backend_and_slowest_rate() -> None:
+    cluster = Cluster([1e10, 1e9, None])
+    told = variables(cluster, HOSTS[0], HOSTS[0], 29500, "x")
+    assert told["ANABRANCH_LAB_BACKEND"] == "gloo" and told["ANABRANCH_LAB_BIT_S"] == "1000000000"
+    assert variables(Cluster([None]), HOSTS[0], HOSTS[0], 29500, "x")["ANABRANCH_LAB_BIT_S"] == "0"

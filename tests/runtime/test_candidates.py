@@ -1,7 +1,10 @@
 """What is worth trying, and what it is called."""
 
+from dataclasses import replace
+
 from anabranch import Network, Plan, TensorSpec, Trace, planners
-from anabranch.runtime.candidates import Wishes, candidates, least_s, predicted_s
+from anabranch.runtime.candidates import candidates, least_s, predicted_s
+from anabranch.runtime.wishes import Wishes
 
 TRACE = Trace(tuple(TensorSpec(f"t{i}", 1 << 16, 4, 1e-3 * (i + 1), "float32") for i in range(12)), 5e-3)
 SHARED = Network.linear(4, 1e-6, 5e-9, eta=1.0)
@@ -9,7 +12,7 @@ ROOMY = Network.linear(4, 1e-3, 5e-9, eta=0.1)
 
 
 def wishes(planner: str = "optimal", lanes: int | None = None, compress: str | None = None) -> Wishes:
-    return Wishes(planner, None, None, lanes, compress, 5)
+    return Wishes(planner, None, None, lanes, 5, () if compress is None else (compress,))
 
 
 def test_lanes_are_offered_only_where_they_are_predicted_to_pay() -> None:
@@ -33,7 +36,7 @@ def test_a_planner_of_ones_own() -> None:
     def mine(trace: Trace, network: Network) -> Plan:
         return planners.single(trace, network)
 
-    offered = candidates(Wishes(mine, None, None, 1, None, 5), TRACE, SHARED)
+    offered = candidates(Wishes(mine, None, None, 1, 5), TRACE, SHARED)
     assert [(label, len(plan)) for label, plan in offered] == [("mine", 1)]
 
 
@@ -41,3 +44,10 @@ def test_no_plan_means_ddps_own_buckets_and_none_beats_the_bound() -> None:
     stock = planners.by_bytes(TRACE, SHARED)
     assert predicted_s(TRACE, None, SHARED) == predicted_s(TRACE, stock, SHARED)
     assert least_s(TRACE, SHARED) <= predicted_s(TRACE, planners.optimal(TRACE, SHARED), SHARED)
+
+
+def test_labels_say_how_often_the_network_was_corrected() -> None:
+    once = replace(ROOMY, meta={"refined": "costs × 1.1"})
+    twice = replace(ROOMY, meta={"refined": "costs × 1.1", "refined_contention": "1 + 0.5"})
+    assert [label for label, _ in candidates(wishes(), TRACE, once)] == ["optimal, refined", "2 lanes, refined"]
+    assert [label for label, _ in candidates(wishes(), TRACE, twice)] == ["optimal, refined", "2 lanes, refined twice"]

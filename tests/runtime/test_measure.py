@@ -13,6 +13,7 @@ from anabranch.files import dumps
 from anabranch.runtime import measure as module
 from anabranch.runtime.agree import Group
 from anabranch.runtime.clock import HostClock
+from anabranch.runtime.dense import COLLECTIVES
 from anabranch.runtime.lanes import same_ranks
 from anabranch.runtime.measure import measure
 from ranks import on_ranks
@@ -48,7 +49,7 @@ def facts_of(network: Network) -> dict[str, Any]:
 
 def two_kinds_on_four_lanes(rank: int) -> dict[str, Any]:
     lanes = groups(4)
-    return facts_of(quietly(lanes, CPU, largest_nbytes=100_001, budget_s=0.3, collectives=("dense", "bf16")))
+    return facts_of(quietly(lanes, CPU, largest_nbytes=100_001, budget_s=0.3, collectives=COLLECTIVES))
 
 
 def test_what_is_measured_and_that_all_ranks_hold_the_same() -> None:
@@ -180,7 +181,7 @@ def test_a_budget_of_nothing_is_refused() -> None:
 
 def ranks_whose_clocks_disagree(rank: int) -> dict[str, Any]:
     """Each rank finds another size whose transfer outweighs its start-up."""
-    module._probe_nbytes = lambda points: points[-1 - rank][0]  # type: ignore[assignment]
+    module._probe_nbytes = lambda points: points[-1 - rank][0]
     return facts_of(quietly(groups(2), CPU, largest_nbytes=1 << 16, budget_s=0.1))
 
 

@@ -18,11 +18,14 @@ from anabranch.plan import Plan
 from anabranch.runtime.candidates import predicted_s
 from anabranch.runtime.layout import unwrap
 from anabranch.runtime.parallel import DataParallel
+from anabranch.runtime.pilot import SETTLE_STEPS
 from anabranch.runtime.zoo import Step
 from anabranch.trace import Trace
 
 MIB = 1 << 20
 COMPUTE, ALL_REDUCE, DDP, AUTO = "compute only", "one all-reduce", "DDP", "DataParallel"
+POWER_SGD_FROM = 2  # the first step that torch lets it compress
+PLANNED_AFTER = 2 * SETTLE_STEPS + 1  # a given plan is in force from the step after the first few, and settles then
 FEWEST_MIB, MOST_MIB = 1e-6, 1e6  # no merging and one bucket, as a size for DDP
 # For all alike: it saves a copy, and everyone who is after speed sets it.
 OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
@@ -41,7 +44,7 @@ class Contestant:
     enter: Callable[[], Running]
     plan: Plan | None = None
     predicted_s: float | None = None
-    warmup: int = 2
+    warmup: int = SETTLE_STEPS
 
 
 def baselines(model: nn.Module, step: Step, device: torch.device) -> list[Contestant]:
@@ -70,12 +73,17 @@ def rivals(
         Contestant("DDP, fp16 hook", partial(_ddp, model, step, hook=_fp16)),
     ]
     if nccl:
-        found.append(Contestant("DDP, PowerSGD rank 4", partial(_ddp, model, step, hook=_power_sgd), warmup=5))
+        hooked = partial(_ddp, model, step, hook=_power_sgd)
+        found.append(Contestant("DDP, PowerSGD rank 4", hooked, warmup=POWER_SGD_FROM + SETTLE_STEPS))
     return found
 
 
 def ours(model: nn.Module, step: Step, trace: Trace, network: Network, lanes: Sequence[int]) -> list[Contestant]:
     """DataParallel told to run each planner's plan, without choosing: each different plan once."""
+
+    def expected(plan: Plan) -> float:
+        return predicted_s(trace, plan, network)
+
     plans = {name: planner(trace, network) for name, planner in planners.PLANNERS.items() if name != "lanes"}
     plans |= {f"lanes ({count})": planners.lanes(trace, network, lanes=count) for count in lanes if count > 1}
     if "bf16" in network.curves:
@@ -84,7 +92,7 @@ def ours(model: nn.Module, step: Step, trace: Trace, network: Network, lanes: Se
     for name, plan in plans.items():
         distinct[plan] = f"{distinct[plan]} = {name}" if plan in distinct else name
     return [
-        Contestant(f"plan: {name}", partial(_planned, model, step, plan), plan, predicted_s(trace, plan, network), 5)
+        Contestant(f"plan: {name}", partial(_planned, model, step, plan), plan, expected(plan), PLANNED_AFTER)
         for plan, name in distinct.items()
     ]
 
@@ -116,7 +124,7 @@ def _fp16(ddp: DistributedDataParallel) -> None:
 
 
 def _power_sgd(ddp: DistributedDataParallel) -> None:
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=POWER_SGD_FROM)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
@@ -132,7 +140,8 @@ def _whole(elements: int, device: torch.device) -> Iterator[Callable[[], None]]:
 
 
 def living(name: str, parallel: DataParallel, step: Step) -> Contestant:
-    """A DataParallel that has chosen already and goes on living between its turns, on a model of its own."""
+    """A DataParallel that has chosen already and lives on between its turns, on a model of its own; plans no more."""
     assert parallel.trace is not None and parallel.network is not None
+    parallel.hold()
     expected_s = predicted_s(parallel.trace, parallel.plan, parallel.network)
     return Contestant(name, lambda: _just(partial(step, parallel)), parallel.plan, expected_s)

@@ -2,18 +2,20 @@
 
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from anabranch.bench.contestants import AUTO, DDP, OPTIONS, Contestant, baselines, living, ours, rivals
+from anabranch.bench.contestants import AUTO, COMPUTE, DDP, OPTIONS, Contestant, baselines, living, ours, rivals
 from anabranch.bench.race import race
 from anabranch.bench.subject import Subject
 from anabranch.report.benchmark import Benchmark, Row
-from anabranch.runtime.candidates import least_s
 from anabranch.runtime.parallel import DataParallel
 from anabranch.runtime.zoo import Step
 from anabranch.version import __version__
@@ -27,7 +29,7 @@ class Settings:
 
     iters: int = 10
     batches: int = 10
-    warmup: int = 2
+    warmup: int = 3
     profile_steps: int = 10
     sizes_mib: Sequence[float] = (1, 5, 10, 50, 100)
     lanes: Sequence[int] = (2, 4)
@@ -61,7 +63,9 @@ def run(subject: Subject, settings: Settings, say: Callable[[str], None]) -> Ben
         turns[name].append(seconds)
         if done % len(field) == 0:
             say(f"{subject.name}: round {done // len(field)} of {settings.iters}")
-    explanation, bound_s = auto.explain(), least_s(auto.trace, network)
+    explanation, forward_share = auto.explain(), auto.trace.forward_s / (auto.trace.forward_s + auto.trace.backward_s)
+    compute_s = median(turns[COMPUTE])
+    bound_s = max(compute_s, forward_share * compute_s + wire_s(auto.trace.nbytes, dist.get_world_size()))
     for parallel in (auto, *(parallel for _, parallel, _ in packed)):
         parallel.close()
     rows = tuple(_row(contestant, turns[contestant.name]) for contestant in field)
@@ -70,6 +74,15 @@ def run(subject: Subject, settings: Settings, say: Callable[[str], None]) -> Ben
         subject.name, subject.batch, subject.unit, dist.get_world_size(), rows, bound_s, explanation,
         _facts(subject, settings), skipped,
     )  # fmt: skip
+
+
+def wire_s(nbytes: int, ranks: int) -> float:
+    """What an all-reduce of so much takes at least on the lab's slowest link; 0 where no lab tells its rate.
+
+    Every rank must send and receive 2(N−1)/N of it, whatever the algorithm.
+    """
+    rate_bit_s = float(os.environ.get("ANABRANCH_LAB_BIT_S") or 0)
+    return 2 * (ranks - 1) / ranks * nbytes * 8 / rate_bit_s if rate_bit_s else 0.0
 
 
 def _chosen(subject: Subject, settings: Settings, wire: str | None) -> tuple[DataParallel, Step]:
@@ -84,8 +97,8 @@ def _chosen(subject: Subject, settings: Settings, wire: str | None) -> tuple[Dat
 
 
 def _wanted(contestant: Contestant, only: Sequence[str]) -> bool:
-    """DDP and DataParallel always run: everything is compared with them."""
-    return not only or contestant.name in (DDP, AUTO) or any(part in contestant.name for part in only)
+    """Those with which all others are compared always run."""
+    return not only or contestant.name in (COMPUTE, DDP, AUTO) or any(part in contestant.name for part in only)
 
 
 def _row(contestant: Contestant, turns_s: Sequence[float]) -> Row:
@@ -96,12 +109,16 @@ def _row(contestant: Contestant, turns_s: Sequence[float]) -> Row:
 
 def _facts(subject: Subject, settings: Settings) -> dict[str, str]:
     cuda = subject.device.type == "cuda"
+    versions = [f"anabranch {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
+    if cuda:
+        versions += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "network": os.environ.get("ANABRANCH_LAB", "as it is: no lab"),
         "backend": dist.get_backend(),
         "device": torch.cuda.get_device_name(subject.device) if cuda else f"CPU, {platform.machine()}",
         "host": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        "versions": f"anabranch {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "versions": ", ".join(versions),
+        "command": shlex.join(["anabranch", *sys.argv[1:]]),
         "measured": f"{settings.iters} rounds, each contestant {settings.batches} steps a round, in turn",
     }

@@ -2,18 +2,20 @@
 
 import os
 import sys
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from anabranch.cli import specs
 from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, show_tables
+from anabranch.cli.ranks import join
 from anabranch.errors import AnabranchError
+from anabranch.files import write_bytes
+from anabranch.plan import MAX_LANES
 
-if TYPE_CHECKING:
-    import torch
-
+COMPRESSIONS = ("bf16",)
 HOW = "anabranch lab --hosts 4 --rate 10gbit -- anabranch bench --trace resnet50, or torchrun with -m anabranch bench"
 
 ModelOption = Annotated[
@@ -52,7 +54,7 @@ def bench(
     trace: TraceOption = None,
     slower: SlowerOption = 1.0,
     batch_size: BatchOption = None,
-    num_warmup_batches: WarmupOption = 2,
+    num_warmup_batches: WarmupOption = 3,
     num_batches_per_iter: BatchesOption = 10,
     num_iters: ItersOption = 10,
     profile_steps: ProfileOption = 10,
@@ -72,9 +74,18 @@ def bench(
         raise ValueError("nothing to run: give --model resnet50, or --trace resnet50 where there is no GPU")
     if "RANK" not in os.environ:
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
+    if model and trace:
+        raise ValueError(
+            "--model and --trace in one run: models compute on the GPU and traces on the CPU; run them apart"
+        )
     check_free([report, plot], force)
+    for folder in {path.absolute().parent for path in (report, plot) if path is not None}:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such folder, expected one for the report")
     form = plot_format(plot)
-    sizes, counts = _numbers("--bucket-sizes", bucket_sizes), [int(n) for n in _numbers("--lanes", lanes)]
+    sizes, counts = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes)
+    if unknown := set(compress or ()) - set(COMPRESSIONS):
+        raise ValueError(f"--compress is {unknown.pop()!r}: expected {', '.join(COMPRESSIONS)}")
     traces = [(text, specs.trace(text)) for text in trace or ()]
 
     import torch.distributed as dist
@@ -85,9 +96,16 @@ def bench(
     from anabranch.report.race_plot import race_plot
 
     settings = Settings(
-        num_iters, num_batches_per_iter, num_warmup_batches, profile_steps, sizes, counts, compress or (), only or ()
+        num_iters,
+        num_batches_per_iter,
+        num_warmup_batches,
+        profile_steps,
+        sizes,
+        counts,
+        sorted(set(compress or ())),
+        only or (),
     )
-    device = _join(backend, bool(model))
+    device = join(backend, on_gpu=bool(model))
     subjects = [from_zoo(name, device, batch_size) for name in model or ()]
     subjects += [from_trace(Path(text).stem, noun, slower) for text, noun in traces]
     leads = dist.get_rank() == 0
@@ -98,31 +116,12 @@ def bench(
         if leads and not as_json:
             show_tables(reports.benchmark_report(result), "\n".join(reports.closing_lines(result)), "")
         if leads and report is not None:  # after each: what is measured is measured
-            report.write_text(reports.markdown(title, results), encoding="utf-8")
+            write_bytes(reports.markdown(title, results).encode(), report, force=True)  # seen to be free above
         if leads and plot is not None and form is not None:
-            plot.write_bytes(race_plot(results, form))
+            write_bytes(race_plot(results, form), plot, force=True)
     if leads and as_json:
         print_json({"command": "bench", "benchmarks": [reports.figures(result) for result in results]})
     dist.destroy_process_group()
-
-
-def _join(backend: str | None, computes: bool) -> "torch.device":
-    """Join the process group; the device of this rank. A replayed trace computes nothing, so it needs no GPU."""
-    import torch
-    import torch.distributed as dist
-
-    gpu = computes and torch.cuda.is_available() and backend != "gloo"
-    if backend not in (None, "gloo", "nccl"):
-        raise ValueError(f"--backend is {backend!r}: expected gloo or nccl")
-    if backend == "nccl" and not gpu:
-        raise ValueError("--backend is nccl, but there is no GPU or nothing to compute on it: choose gloo")
-    if not gpu:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
 
 
 def _numbers(option: str, text: str) -> list[float]:
@@ -130,9 +129,16 @@ def _numbers(option: str, text: str) -> list[float]:
         numbers = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = [0.0]
-    if any(not number > 0 for number in numbers):
+    if any(not 0 < number < inf for number in numbers):
         raise ValueError(f"{option} is {text!r}: expected positive numbers with commas between them")
-    return numbers
+    return list(dict.fromkeys(numbers))
+
+
+def _counts(text: str) -> list[int]:
+    numbers = _numbers("--lanes", text)
+    if any(number != int(number) or number > MAX_LANES for number in numbers):
+        raise ValueError(f"--lanes is {text!r}: expected whole numbers from 1 to {MAX_LANES}")
+    return [int(number) for number in numbers]
 
 
 def _say(text: str) -> None:

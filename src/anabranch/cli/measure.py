@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.cli.ranks import join
 from anabranch.files import save
 from anabranch.network import Network
 from anabranch.plan import MAX_LANES
@@ -69,7 +70,6 @@ def measure(
 
 def _measured(backend: str | None, lanes: int, largest_nbytes: int, budget_s: float, kinds: Sequence[str]) -> Network:
     """The network among all ranks, with process groups that exist for as long as this takes."""
-    import torch
     import torch.distributed as dist
 
     from anabranch.runtime.dense import COLLECTIVES
@@ -78,21 +78,13 @@ def _measured(backend: str | None, lanes: int, largest_nbytes: int, budget_s: fl
 
     if unknown := [kind for kind in kinds if kind not in COLLECTIVES]:
         raise ValueError(f"--collective is {unknown[0]!r}: expected one of {', '.join(COLLECTIVES)}")
-    if backend not in (None, "gloo", "nccl"):
-        raise ValueError(f"--backend is {backend!r}: expected gloo or nccl")
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise ValueError("--backend is nccl, but torch sees no GPU here: choose gloo")
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
+    device = join(backend)
     try:
         everyone = dist.group.WORLD
         assert everyone is not None
-        more = [same_ranks(everyone, backend, f"anabranch lane {lane}") for lane in range(1, lanes)]
-        return measured([everyone, *more], device, largest_nbytes, budget_s, kinds)
+        more = [same_ranks(everyone, dist.get_backend(), f"anabranch lane {lane}") for lane in range(1, lanes)]
+        timed = {kind: COLLECTIVES[kind] for kind in kinds}
+        return measured([everyone, *more], device, largest_nbytes, budget_s, timed)
     finally:
         dist.destroy_process_group()
         sleep(GRACE_S)

@@ -9,6 +9,7 @@ from anabranch.lab.hosts import Host
 
 MASTER_PORT = 29500  # free in a namespace of its own
 LAB, LAB_ID = "ANABRANCH_LAB", "ANABRANCH_LAB_ID"
+LAB_BACKEND, LAB_BIT_S = "ANABRANCH_LAB_BACKEND", "ANABRANCH_LAB_BIT_S"
 
 
 def variables(cluster: Cluster, host: Host, master: Host, master_port: int, lab_id: str) -> dict[str, str]:
@@ -30,6 +31,8 @@ def variables(cluster: Cluster, host: Host, master: Host, master_port: int, lab_
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         LAB: str(cluster),
+        LAB_BACKEND: cluster.backend,
+        LAB_BIT_S: f"{min((rate for rate in cluster.rates_bit_s if rate is not None), default=0.0):.0f}",
         LAB_ID: lab_id,
     }
     if cluster.ranks_per_host == 1:
@@ -54,9 +57,12 @@ def free_port() -> int:
 def gpus_of(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Mapping[str, str]:
     """Which GPUs a host has: as many as its ranks, dealt out in turn, so that hosts share where there are too few.
 
-    One GPU is left as it is: everybody finds it as number 0.
+    The only GPU of a machine is left as it is: everybody finds it as number 0. One of several, that the user has chosen
+    by its number, is not: behind an MPS daemon numbers count anew.
     """
-    if len(gpus) < 2:
+    if len(gpus) < 2 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return {}
+    if not gpus:
         return {}
     first = host.index * ranks_per_host
     mine = [gpus[(first + rank) % len(gpus)] for rank in range(ranks_per_host)]

@@ -26,7 +26,10 @@ def _by_nvidia_smi() -> dict[str, str]:
     """Unique id by number."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {}
     return dict(_LISTED.findall(done.stdout))
 
 

@@ -23,13 +23,16 @@ def check(cluster: Cluster, gpus: list[str]) -> None:
 
 def note(cluster: Cluster) -> str | None:
     """What will be odd, although it works."""
+    notes = []
+    if cluster.emulated:
+        notes.append("links are emulated by delays inside the ranks: times are not those of a real network")
     cores = len(os.sched_getaffinity(0))
     if cluster.world_size > cores:
-        return (
+        notes.append(
             f"{cluster.world_size} ranks share {cores} CPU core{'s' * (cores > 1)}: where they are all busy, times are "
             "those of the cores and not of the links"
         )
-    return None
+    return "; ".join(notes) or None
 
 
 def _network(cluster: Cluster) -> list[str]:
@@ -69,6 +72,8 @@ def _kernel(shaped: bool) -> list[str]:
     trouble = _refusal(ANY_RATE_BIT_S if shaped else None)
     if trouble is None:
         return []
+    if "not permitted" in trouble:
+        return [f"the right to make interfaces ({trouble}): run as root with CAP_NET_ADMIN, {EMULATE}"]
     if shaped and _refusal(None) is None:
         return [f"tbf, the shaper, in the kernel ({trouble}): modprobe sch_tbf, say --rate unshaped, {EMULATE}"]
     return [f"bridge and veth interfaces in the kernel ({trouble}): modprobe bridge veth, {EMULATE}"]

@@ -41,7 +41,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """Everything measured on one model. ``bound_s``: nothing dense on one lane gets through a step sooner."""
+    """Everything measured on one model.
+
+    ``bound_s``: nothing that sends every gradient in full gets through a step sooner.
+    """
 
     model: str
     batch: int
@@ -150,9 +153,9 @@ def _title(benchmark: Benchmark) -> str:
 def _legend(benchmark: Benchmark) -> str:
     return (
         "Medians over the turns, and their range. step / DDP: median over the rounds of the ratio to DDP's default in "
-        f"the same round. Bound: {seconds(benchmark.bound_s)}, forward and what nothing dense on one lane can beat; "
-        "two lanes and fewer bytes can. Predicted: the simulator's, from the recorded backward and the network as "
-        "DataParallel measured it and refined it by its own steps."
+        f"the same round. Bound: {seconds(benchmark.bound_s)}, computing alone, or its forward part and all bytes at "
+        "the link's rate where that is longer; only fewer bytes can beat it. Predicted: the simulator's, from the "
+        "recorded backward and the network as DataParallel measured it and corrected it by its own trials."
     )
 
 

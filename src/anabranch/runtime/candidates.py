@@ -1,29 +1,15 @@
 """What is worth trying on a live model, given what the user wished for and what was recorded and measured."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from anabranch import planners
 from anabranch.network import Network
 from anabranch.plan import Plan
+from anabranch.planners.sparse import densest, sparse
+from anabranch.runtime.dense import COLLECTIVES
+from anabranch.runtime.wishes import Wishes
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.trace import Trace
 
 LANES_MUST_GAIN = 0.02  # predicted, before more than one lane is tried at all
-
-Planner = Callable[[Trace, Network], Plan]
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """The arguments of DataParallel that are not DDP's."""
-
-    planner: str | Planner
-    plan: Plan | None
-    network: Network | None
-    lanes: int | None
-    compress: str | None
-    profile_steps: int
 
 
 def candidates(wishes: Wishes, trace: Trace, network: Network) -> list[tuple[str, Plan]]:
@@ -36,13 +22,25 @@ def candidates(wishes: Wishes, trace: Trace, network: Network) -> list[tuple[str
         gain = 1 - predicted_s(trace, several, network) / predicted_s(trace, found[0][1], network)
         if several.lanes > 1 and gain > LANES_MUST_GAIN:
             found.append((f"{several.lanes} lanes", several))
-    if wishes.compress is not None:
-        kind = wishes.compress
-        packed = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in found]
+    found = [*_compressed(wishes, trace, network, found), *found]
+    return [(label + _again(plan, network), plan.check(trace)) for label, plan in found]
+
+
+def _compressed(
+    wishes: Wishes, trace: Trace, network: Network, plain: list[tuple[str, Plan]]
+) -> list[tuple[str, Plan]]:
+    """The plans that send less, for whatever was asked for."""
+    if not wishes.kinds:
+        return []
+    kind = wishes.kinds[0]
+    if kind in COLLECTIVES:  # remembers nothing, so any plan can use it
+        packed = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in plain]
         if wishes.planner == "optimal":  # which can count with that collective's own costs
             packed[0] = (packed[0][0], planners.optimal(trace, network, collective=kind))
-        found = [*packed, *found]
-    return [(label + _again(plan, network), plan.check(trace)) for label, plan in found]
+        return packed
+    if len(wishes.kinds) == 1:
+        return [(kind, sparse(trace, network, kind, wishes.dense_names))]
+    return [("as dense as is hidden", densest(trace, network, wishes.kinds, wishes.dense_names))]
 
 
 def _again(plan: Plan, network: Network) -> str:

@@ -34,8 +34,12 @@ class Clock(Protocol):
         """When these works, one after the other, launched at a mark, are over: the last of them ends it."""
         ...
 
-    def until(self, start: object, end: object) -> float:
-        """Seconds from the mark ``start`` to an end from ``mark_end``."""
+    def until(self, start: object, end: object) -> float | None:
+        """Seconds from the mark ``start`` to an end from ``mark_end``; None if that was not seen."""
+        ...
+
+    def close(self) -> None:
+        """Stop whatever looks for ends."""
         ...
 
 
@@ -65,6 +69,9 @@ class HostClock:
     def until(self, start: object, end: object) -> float:
         """The end was marked when it came."""
         return self.between(start, end)
+
+    def close(self) -> None:
+        """Nothing looks."""
 
 
 @dataclass(slots=True)
@@ -114,10 +121,18 @@ class Lookout:
         if thread is not None:
             thread.join(timeout_s)
 
+    def close(self) -> None:
+        """Look no more: whoever waits for what is not seen by now will not be told."""
+        with self._lock:
+            self._pending = []
+
     def _look(self) -> None:
         while True:
             with self._lock:
-                self._pending = [sighting for sighting in self._pending if not sighting.look()]
+                try:
+                    self._pending = [sighting for sighting in self._pending if not sighting.look()]
+                except RuntimeError:  # the device or NCCL has failed, which the program itself will hear of
+                    self._pending = []
                 if not self._pending:
                     self._thread = None
                     return
@@ -158,12 +173,16 @@ class CudaClock:
         self._lookout.watch(sighting)
         return sighting
 
-    def until(self, start: object, end: object) -> float:
+    def until(self, start: object, end: object) -> float | None:
         """From ``start`` to the launch by the device's clock, from there by the host's."""
         assert isinstance(end, Sighting)
         if end.launched_s is None or end.ended_s is None:
-            raise RuntimeError("the end of a message was not seen: settle() the clock first")
+            return None
         return self.between(start, end.launched) + end.ended_s - end.launched_s
+
+    def close(self) -> None:
+        """End the lookout's thread."""
+        self._lookout.close()
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -25,7 +25,7 @@ def explanation(pilot: "Pilot") -> str:
         )
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
-    emulated = describe()
+    emulated = describe() if pilot.live.device.type == "cpu" else None  # only Gloo can be
     place = f"Network ({emulated})" if emulated else "Network"
     if network is not None:
         whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0
@@ -63,7 +63,7 @@ def _lanes(pilot: "Pilot") -> str:
     assert network is not None
     slowdown = network.contention.slowdown(2)
     if slowdown >= 2 * 0.98:
-        return "two messages at once take no less time than one after the other, so one lane is used"
+        return "two messages at once take no less time than one after the other"
     gain = 2 / slowdown
     return f"two messages at once take {slowdown:.2f} times as long as one, so a second lane gains up to {gain:.2f}×"
 

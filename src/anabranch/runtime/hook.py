@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from anabranch.plan import Plan
-from anabranch.runtime.dense import COLLECTIVES
+from anabranch.runtime.collectives import Collectives, Plain
 from anabranch.runtime.lanes import Lane, Lanes, Message
 from anabranch.runtime.watch import StepWatch
 
@@ -21,8 +21,16 @@ class PlanHook:
     Counts the buckets itself: in the first step of a static graph torch numbers every one of them 0.
     """
 
-    def __init__(self, plan: Plan, lanes: Lanes, watch: StepWatch, after_last: Callable[[Lane], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        lanes: Lanes,
+        watch: StepWatch,
+        after_last: Callable[[Lane], None],
+        collectives: Collectives | None = None,
+    ) -> None:
         self.plan = plan
+        self._collectives = collectives or Plain()
         self.divisor: Callable[[], int] | None = None  # where it is not the world size: under join()
         self.look = False  # whether to mark when each bucket is launched and done
         self._lanes, self._watch, self._after_last = lanes, watch, after_last
@@ -36,7 +44,7 @@ class PlanHook:
         lane = self._lanes[planned.lane]
         buffer = bucket.buffer()
         divisor = self.divisor() if self.divisor is not None else self._world_size
-        steps = COLLECTIVES[planned.collective](buffer, lane.group, divisor)
+        steps = self._collectives.steps(planned, buffer, lane.group, divisor)
         label = (
             f"bucket {index} of {len(self.plan)} ({len(planned.names)} gradients to {planned.names[-1]}, "
             f"{planned.collective} on lane {planned.lane})"

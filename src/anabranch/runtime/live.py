@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 from anabranch.plan import Plan
 from anabranch.runtime.buffers import BehindBuffers
 from anabranch.runtime.clock import clock_for
+from anabranch.runtime.collectives import Collectives
 from anabranch.runtime.hook import PlanHook
 from anabranch.runtime.lanes import Lane, Lanes
 from anabranch.runtime.layout import Layout, built_by_ddp, gradients_seen, layout_of, reduced_parameters, relayout
@@ -20,7 +21,10 @@ from anabranch.runtime.watch import StepWatch
 class LiveLayout:
     """One DDP whose buckets can be changed between steps. ``after_step`` is called when gradients are averaged."""
 
-    def __init__(self, ddp: Any, control: dist.ProcessGroup, after_step: Callable[[], None]) -> None:
+    def __init__(
+        self, ddp: Any, control: dist.ProcessGroup, after_step: Callable[[], None], collectives: Collectives
+    ) -> None:
+        self._collectives = collectives
         self._owner = weakref.ref(ddp)  # not the other way round: a dropped model must be able to go
         self.parameters = reduced_parameters(ddp)
         self.device = next(iter(self.parameters.values())).device
@@ -92,6 +96,7 @@ class LiveLayout:
 
     def close(self) -> None:
         """Let go of threads and groups."""
+        self.watch.clock.close()
         self.lanes.close()
         self._buffers.close()
 
@@ -111,7 +116,7 @@ class LiveLayout:
             return
         if self.hook is None:
             self._stock = self._stock or built_by_ddp(self.ddp)
-        self.hook = PlanHook(plan, self.lanes, self.watch, self._send_buffers)
+        self.hook = PlanHook(plan, self.lanes, self.watch, self._send_buffers, self._collectives)
         relayout(self.ddp, layout_of(plan, list(self.parameters)), self.hook.run)
 
     def _module_buffers(self) -> list[torch.Tensor]:

@@ -19,12 +19,13 @@ from anabranch.lab.emulation.settings import describe
 from anabranch.network import Contention, Network
 from anabranch.runtime.agree import Group, agree_on, wire_device
 from anabranch.runtime.clock import Clock, clock_for
-from anabranch.runtime.dense import COLLECTIVES, Steps, dense
+from anabranch.runtime.dense import Collective, Steps, dense
 
 SMALLEST_NBYTES = 1 << 10
 LARGEST_NBYTES = 64 << 20
 BUDGET_S = 4.0
 REPEATS = (5, 40)  # fewest, most
+JUST_DENSE: Mapping[str, Collective] = {"dense": dense}
 POOR_SPREAD = 0.5  # an interquartile range of half the median: a plan made from it is a guess
 
 
@@ -33,11 +34,12 @@ def measure(
     device: torch.device,
     largest_nbytes: int = LARGEST_NBYTES,
     budget_s: float = BUDGET_S,
-    collectives: Sequence[str] = ("dense",),
+    collectives: Mapping[str, Collective] = JUST_DENSE,
 ) -> Network:
     """The network among the ranks of ``lanes`` (process groups of the same ranks; the first is the main one).
 
-    Takes about ``budget_s`` seconds, unless five messages of each size need longer. Collective: every rank must call
+    ``collectives`` are those to time, by the names that plans give them; "dense" must be among them. Takes about
+    ``budget_s`` seconds, unless five messages of each size need longer. Collective: every rank must call
     it with the same arguments at the same point.
     """
     if largest_nbytes < 2 * SMALLEST_NBYTES:
@@ -48,7 +50,8 @@ def measure(
     sizes = _sizes(largest_nbytes)
     share_s = budget_s / (len(collectives) * len(sizes) + 2 * (len(lanes) > 1))
     curves = {
-        name: [_point(stopwatch, name, nbytes, lanes[0], device, share_s) for nbytes in sizes] for name in collectives
+        name: [_point(stopwatch, collective, nbytes, lanes[0], device, share_s) for nbytes in sizes]
+        for name, collective in collectives.items()
     }
     contention = Contention()
     if len(lanes) > 1:
@@ -97,11 +100,11 @@ class _Stopwatch:
 
 
 def _point(
-    stopwatch: _Stopwatch, collective: str, nbytes: int, group: Group, device: torch.device, budget_s: float
+    stopwatch: _Stopwatch, collective: Collective, nbytes: int, group: Group, device: torch.device, budget_s: float
 ) -> tuple[int, float, float]:
     buffer = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     divisor = dist.get_world_size(group)  # so that ones stay ones, however often they are averaged
-    seconds = stopwatch.repeat(lambda: drive(COLLECTIVES[collective](buffer, group, divisor)), budget_s)
+    seconds = stopwatch.repeat(lambda: drive(collective(buffer, group, divisor)), budget_s)
     return nbytes, _median(seconds), float(np.subtract(*np.percentile(seconds, [75, 25])))
 
 
@@ -159,7 +162,7 @@ def _facts(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}",
         "budget_s": budget_s,
     }
-    if emulated := describe():
+    if (emulated := describe()) and "gloo" in dist.get_backend(group):
         facts["emulated"] = emulated
     relative = float(np.median([spread / seconds for _, seconds, spread in points if seconds]))
     facts["median_relative_spread"] = relative

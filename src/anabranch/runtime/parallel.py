@@ -12,17 +12,16 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch.errors import NetworkError, PlanError
 from anabranch.network import Network
-from anabranch.plan import MAX_LANES, Plan
-from anabranch.planners import PLANNERS
+from anabranch.plan import Plan
 from anabranch.runtime.agree import check_same
-from anabranch.runtime.candidates import Planner, Wishes
+from anabranch.runtime.collectives import Collectives, Plain
 from anabranch.runtime.dense import COLLECTIVES
 from anabranch.runtime.explain import explanation
 from anabranch.runtime.lanes import same_ranks
-from anabranch.runtime.layout import layout_of, reduced_parameters, unwrap
+from anabranch.runtime.layout import unwrap
 from anabranch.runtime.pilot import Pilot
+from anabranch.runtime.wishes import Planner, Wishes, model_described
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
 
@@ -62,24 +61,25 @@ class DataParallel(DistributedDataParallel):
         profile_steps: int = 10,
         **options: Any,
     ) -> None:
-        wishes = Wishes(planner, plan, network, lanes, compress, profile_steps)
-        _check(wishes)
+        collectives = _collectives(compress)
+        kinds, dense_names = tuple(collectives.kinds), collectives.dense_names
+        wishes = Wishes(planner, plan, network, lanes, profile_steps, kinds, dense_names)
         given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
         mesh = given.get("device_mesh")
         group = mesh.get_group(mesh_dim=0) if mesh is not None else given.get("process_group") or dist.group.WORLD
         if group is None:
             raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
-        check_same("the model", _described(module), group)
-        check_same("the settings of DataParallel", _settings(wishes), group)
+        check_same("the model", model_described(module), group)
+        check_same("the settings of DataParallel", [*wishes.described(), f"compress {compress}"], group)
         super().__init__(module, *args, **options)
         self._idle = self._why_not(given, wishes)
         if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # whose first step must synchronise
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # else DDP moves the inputs
         if not self._idle:
-            _check_fits(wishes, self)
+            wishes.check_fits(self, collectives)
             control = same_ranks(self.process_group, "gloo", "anabranch control")
-            self._pilot = Pilot(self, wishes, control)
+            self._pilot = Pilot(self, wishes, control, collectives)
             self._release = weakref.finalize(self, _release, self._pilot, control)
 
     def _why_not(self, given: dict[str, Any], wishes: Wishes) -> str:
@@ -129,6 +129,11 @@ class DataParallel(DistributedDataParallel):
         """Profile, measure and plan again soon: within the next 20 steps after rank 0 has called it."""
         if self._pilot is not None:
             self._pilot.replan_asked = True
+
+    def hold(self) -> None:
+        """Keep what is in force and plan no more, however the step time drifts. Call it on every rank alike."""
+        if self._pilot is not None:
+            self._pilot.hold()
 
     def close(self) -> None:
         """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
@@ -235,64 +240,8 @@ def _release(pilot: Pilot, control: dist.ProcessGroup) -> None:
             dist.destroy_process_group(control)
 
 
-def _check(wishes: Wishes) -> None:
-    """Refuse what no rank could mean."""
-    for name, kind in (("plan", Plan), ("network", Network)):
-        value = getattr(wishes, name)
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(
-                f"{name} is a {type(value).__name__}: expected a {kind.__name__}, such as anabranch.load(path)"
-            )
-    if isinstance(wishes.planner, str) and wishes.planner not in PLANNERS:
-        raise ValueError(f"planner is {wishes.planner!r}: expected one of {', '.join(PLANNERS)}, or a function")
-    if not isinstance(wishes.planner, str) and not callable(wishes.planner):
-        raise ValueError(f"planner is {wishes.planner!r}: expected a name or a function (trace, network) -> Plan")
-    if wishes.lanes is not None and not 1 <= wishes.lanes <= MAX_LANES:
-        raise ValueError(f"lanes is {wishes.lanes}: expected 1 to {MAX_LANES}, or None to choose")
-    if wishes.compress is not None and wishes.compress not in COMPRESSIONS:
-        raise ValueError(f"compress is {wishes.compress!r}: expected one of {', '.join(COMPRESSIONS)}, or None")
-    if wishes.profile_steps < 0:
-        raise ValueError(f"profile_steps is {wishes.profile_steps}: expected 0 or more")
-
-
-def _check_fits(wishes: Wishes, ddp: DistributedDataParallel) -> None:
-    """Refuse a plan or network that is not for this model and these ranks, before the first step."""
-    ranks = dist.get_world_size(ddp.process_group)
-    if wishes.network is not None and wishes.network.world_size != ranks:
-        raise NetworkError(
-            f"the network was measured among {wishes.network.world_size} ranks and these are {ranks}: "
-            f"measure it here, or give network.at({ranks})"
-        )
-    if wishes.network is not None and wishes.compress is not None:
-        wishes.network.curve(wishes.compress)  # raises if it has no cost for it
-    if wishes.plan is not None:
-        parameters = reduced_parameters(ddp)
-        layout_of(wishes.plan, list(parameters))
-        for bucket in wishes.plan.buckets:
-            kinds = {parameters[name].dtype for name in bucket.names}
-            if len(kinds) > 1:
-                raise PlanError(f"the bucket of {bucket.names[0]} mixes {', '.join(map(str, kinds))}: split it")
-            if bucket.collective not in COLLECTIVES:
-                raise PlanError(
-                    f"the plan sends {bucket.names[0]} by {bucket.collective!r}: expected {', '.join(COLLECTIVES)}"
-                )
-
-
-def _described(module: nn.Module) -> list[str]:
-    """A line per parameter and buffer, such that ranks with equal lines can train together."""
-    parameters = {n: f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad}" for n, p in module.named_parameters()}
-    buffers = {n: f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()}
-    own_affair = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # DDP leaves these to each rank
-    return [line for name, line in (parameters | buffers).items() if name not in own_affair]
-
-
-def _settings(wishes: Wishes) -> list[str]:
-    planner = wishes.planner
-    return [
-        f"planner {planner if isinstance(planner, str) else getattr(planner, '__qualname__', 'a function')}",
-        f"plan {wishes.plan.fingerprint if wishes.plan is not None else None}",
-        f"network given {wishes.network is not None}",
-        f"lanes {wishes.lanes}",
-        f"compress {wishes.compress}",
-        f"profile_steps {wishes.profile_steps}",
-    ]
+def _collectives(compress: str | None) -> Collectives:
+    """What buckets can name, by what the user asked for."""
+    if compress is None or compress in COMPRESSIONS:
+        return Plain(compress)
+    raise ValueError(f"compress is {compress!r}: expected one of {', '.join(COMPRESSIONS)}, or None")

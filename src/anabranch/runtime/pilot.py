@@ -6,15 +6,12 @@ one rank's private affair. Whatever depends on a measurement is decided by rank 
 acts on it.
 """
 
-import json
 import logging
 import warnings
-from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -23,12 +20,15 @@ from torch._compile import _disable_dynamo
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.runtime.agree import agree_on, from_rank_0, latest, on_all_ranks
-from anabranch.runtime.candidates import Wishes, candidates
+from anabranch.runtime.candidates import candidates
+from anabranch.runtime.collectives import Collectives
 from anabranch.runtime.live import LiveLayout
 from anabranch.runtime.measure import LARGEST_NBYTES, measure
 from anabranch.runtime.record import Recorder
 from anabranch.runtime.refine import refine
+from anabranch.runtime.thinking import Candidates, Thinking
 from anabranch.runtime.trial import LOOKED, Trial
+from anabranch.runtime.wishes import Wishes
 from anabranch.trace import Trace
 
 log = logging.getLogger("anabranch")
@@ -51,9 +51,9 @@ class Pilot:
     ``control`` is a group of the same ranks that carries host memory and that nobody else uses.
     """
 
-    def __init__(self, ddp: Any, wishes: Wishes, control: dist.ProcessGroup) -> None:
-        self._wishes, self._control = wishes, control
-        self.live = LiveLayout(ddp, control, self._step_done)
+    def __init__(self, ddp: Any, wishes: Wishes, control: dist.ProcessGroup, collectives: Collectives) -> None:
+        self._wishes, self._control, self.collectives = wishes, control, collectives
+        self.live = LiveLayout(ddp, control, self._step_done, collectives)
         self._watch = self.live.watch
         self._recorder: Recorder | None = None
         self.trace: Trace | None = None
@@ -64,6 +64,7 @@ class Pilot:
         self.stage = "settling"
         self.replan_asked = False
         self._patience = 1
+        self._steps_done = 0
         self._course = self._life()
         next(self._course)
 
@@ -83,6 +84,10 @@ class Pilot:
         if self._recorder is not None:
             self._recorder.forward_ended(output)
 
+    def hold(self) -> None:
+        """Plan no more."""
+        self._course.close()
+
     def close(self) -> None:
         """Let go of hooks, threads and groups."""
         self._course.close()
@@ -92,6 +97,7 @@ class Pilot:
 
     @_disable_dynamo
     def _step_done(self) -> None:
+        self._steps_done += 1
         if self.live.stale:
             self._course.close()
             self.stage = f"no longer planning: {FROZEN}"
@@ -118,6 +124,7 @@ class Pilot:
             yield from self._profile(DDP_BUCKETS, None)
             if self.failure:
                 break
+            yield from self._steps(self.collectives.warmup_steps - self._steps_done)
             self._measure()
             # On one lane, to learn what messages cost; then on more, to learn how they meet; then knowing both.
             yield from self._try_all(replace(self._wishes, lanes=1))
@@ -145,17 +152,22 @@ class Pilot:
                 self.trials.append((yield from self._try(label, plan)))
 
     def _change_to(self, plan: Plan | None) -> Course:
-        """Another layout from the next step on, and time for it to settle."""
+        """Another layout from the next step on, and time for it to settle; what waits is sent by the old one."""
+        if self.live.plan is not None and self.live.plan != plan and self._wishes.kinds:
+            self.collectives.flushing = True
+            yield
+            self.collectives.flushing = False
         self.live.want(plan)
         yield from self._steps(SETTLE_STEPS)
 
     def _refine(self, several_lanes: bool) -> bool:
-        """Correct what was measured by what the buckets of such trials took; whether there were any."""
+        """Correct what was measured (not what was given) by what the buckets of such trials took; whether it was."""
         assert self.trace is not None and self.network is not None
+        before = self.network
         told = [trial for trial in self.trials if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes]
         for trial in told if self._wishes.network is None else []:
             self.network = refine(self.network, self.trace, trial, self._control)
-        return bool(told)
+        return self.network != before
 
     def _as_told(self) -> Course:
         """Run the user's plan, whatever comes of it."""
@@ -214,34 +226,21 @@ class Pilot:
             self.network = agree_on(Network, self._wishes.network, self._control)
             return
         self.stage = "measuring the network"
-        kinds = ("dense",) if self._wishes.compress is None else ("dense", self._wishes.compress)
+        kinds = {kind: self.collectives.probe(kind) for kind in ("dense", *self._wishes.kinds)}
         largest = min(max(self.trace.nbytes, 1 << 16), LARGEST_NBYTES)
         self.network = measure(self.live.lanes.groups, self.live.device, largest, collectives=kinds)
 
-    def _think(self, wishes: Wishes) -> Generator[None, None, list[tuple[str, Plan]]]:
-        """Rank 0 plans beside the next steps, however long that takes; then everyone has its candidates."""
+    def _think(self, wishes: Wishes) -> Generator[None, None, Candidates]:
+        """Rank 0 plans beside the next steps; then everyone has its candidates."""
         assert self.trace is not None and self.network is not None
-        leader = dist.get_rank(self._control) == 0
-        thought: Future[list[tuple[str, Plan]]] = Future()
-        if leader:
-            work = partial(_settle, thought, partial(candidates, wishes, self.trace, self.network))
-            Thread(target=work, name="anabranch-planner", daemon=True).start()
+        thinking = Thinking(partial(candidates, wishes, self.trace, self.network), self._control)
         yield
-        while not from_rank_0(bytes([thought.done()]), self._control)[0]:
+        while not thinking.done():
             yield
-        failure = thought.exception() if leader else None
-        mine = thought.result() if leader and failure is None else []
-        said = {
-            "labels": [label for label, _ in mine],
-            "failure": f"{type(failure).__name__}: {failure}" if failure else "",
-        }
-        heard = json.loads(from_rank_0(json.dumps(said).encode(), self._control))
-        self.failure = heard["failure"]
+        found, self.failure = thinking.outcome()
         if self.failure:
             warnings.warn(f"planning failed, DDP's own buckets stay: {self.failure}", stacklevel=2)
-        plans = [agree_on(Plan, mine[i][1] if leader else None, self._control) for i in range(len(heard["labels"]))]
-        most = self.live.lanes.most
-        return [(label, plan) for label, plan in zip(heard["labels"], plans, strict=True) if plan.lanes <= most]
+        return [(label, plan) for label, plan in found if plan.lanes <= self.live.lanes.most]
 
     def _choose(self) -> Trying:
         """Go on with DDP's own buckets unless a plan beats them clearly, twice: in the trials, and again in turn."""
@@ -287,11 +286,3 @@ class Pilot:
             if from_rank_0(bytes([drifted or self.replan_asked]), self._control)[0]:
                 self.replan_asked = False
                 return
-
-
-def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
-    """Give a future what ``work`` returns or raises: a planner's error must not leave the other ranks waiting."""
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)

@@ -25,6 +25,7 @@ from anabranch.trace import Trace
 
 FACTORS = (0.8, 2.0)  # how much slower or faster bytes may have become; beyond, something else is being seen
 MOST_ETA = 1.5  # of simultaneous messages: at 1 they gain nothing, beyond they hinder each other
+TELLING = 0.05  # a step must depend on contention by so much of itself before it can say anything of it
 HALVINGS = 30
 
 
@@ -41,9 +42,10 @@ def refine(network: Network, trace: Trace, trial: Trial, control: Group) -> Netw
         ended_s = median(look.finish_s for look in trial.looks)
         return agree_on(Network, contended(network, trace, plan, ended_s), control)
     took_s = bucket_seconds(trial.looks)
-    seconds = torch.tensor(took_s if len(took_s) == len(plan) else [math.nan] * len(plan), dtype=torch.float64)
+    unseen = [-math.inf] * len(plan)
+    seconds = torch.tensor(took_s if len(took_s) == len(plan) else unseen, dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MIN, group=control)
-    if seconds.isnan().any():
+    if seconds.isinf().any():
         return network
     return agree_on(Network, refined(network, trace, plan, seconds.tolist()), control)
 
@@ -94,8 +96,8 @@ def contended(network: Network, trace: Trace, plan: Plan, ended_s: float) -> Net
         return replace(network, contention=Contention.law(eta), model=None)
 
     low, high = 0.0, MOST_ETA
-    if finish_s(trace, plan, at(low)) == finish_s(trace, plan, at(high)):
-        return network  # its messages never meet
+    if finish_s(trace, plan, at(high)) < (1 + TELLING) * finish_s(trace, plan, at(low)):
+        return network  # its messages hardly meet: what would be found is noise
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if finish_s(trace, plan, at(middle)) < ended_s else (low, middle)

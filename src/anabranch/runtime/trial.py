@@ -57,7 +57,10 @@ def _timeline(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
         for index, launched, end in sorted(step.buckets, key=lambda item: item[0]):
             bucket = plan.buckets[index]
             label = f"bucket {index}: {bucket.collective}, {len(bucket.names)} tensors, {bucket.names[-1]}"
-            end_s = max(at(launched), clock.until(step.backward, end))
+            seen_s = clock.until(step.backward, end)
+            if seen_s is None:
+                continue
+            end_s = max(at(launched), seen_s)
             begin_s = min(max(at(launched), free_s[bucket.lane]), end_s)
             spans.append(Span(f"lane {bucket.lane}", label, begin_s, end_s))
             free_s[bucket.lane] = end_s

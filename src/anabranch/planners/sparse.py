@@ -1,0 +1,59 @@
+"""Plans whose larger buckets travel sparsely: which buckets, and with what density where nobody has chosen one."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from anabranch.network import Network
+from anabranch.plan import Bucket, Plan
+from anabranch.planners.fixed import in_ready_order
+from anabranch.planners.merge import optimal
+from anabranch.sim import finish_s
+from anabranch.trace import TensorSpec, Trace
+
+FREE = 0.02  # how much longer than at the lowest density a step may be predicted to take, as a share
+
+
+def sparse(trace: Trace, network: Network, collective: str, dense: Collection[str] = ()) -> Plan:
+    """The exact plan for ``collective``, in which buckets that gain nothing by it travel dense.
+
+    The gradients named in ``dense`` are planned apart and travel dense in any case.
+    """
+    kept = [tensor for tensor in trace.tensors if tensor.name in dense]
+    sent = [tensor for tensor in trace.tensors if tensor.name not in dense]
+    buckets: list[Bucket] = []
+    if sent:
+        nbytes = {tensor.name: tensor.nbytes for tensor in sent}
+        for bucket in optimal(replace(trace, tensors=tuple(sent)), network, collective=collective).buckets:
+            size = sum(nbytes[name] for name in bucket.names)
+            gains = network.seconds(collective, size) < network.seconds("dense", size)
+            buckets.append(bucket if gains else replace(bucket, collective="dense"))
+    if kept:
+        buckets += optimal(replace(trace, tensors=tuple(kept)), network).buckets
+    return _launched_when_ready(trace, buckets)
+
+
+def densest(trace: Trace, network: Network, collectives: Sequence[str], dense: Collection[str] = ()) -> Plan:
+    """Sparse at the lowest density, then each bucket as dense as the backward pass hides.
+
+    ``collectives`` are the same exchange from its lowest density to its highest. Starting from the plan for the lowest,
+    buckets move up one density at a time, all of them before any moves twice, as long as the step is predicted to take
+    at most ``FREE`` longer than that plan: what the network carries for nothing is not thrown away.
+    """
+    best = sparse(trace, network, collectives[0], dense)
+    limit_s = (trace.forward_s + finish_s(trace, best, network)) * (1 + FREE) - trace.forward_s
+    for lower, higher in zip(collectives, [*collectives[1:], "dense"], strict=True):
+        for index, bucket in enumerate(best.buckets):
+            if bucket.collective == lower:
+                moved = replace(bucket, collective=higher)
+                tried = Plan((*best.buckets[:index], moved, *best.buckets[index + 1 :]))
+                if finish_s(trace, tried, network) <= limit_s:
+                    best = tried
+    return best
+
+
+def _launched_when_ready(trace: Trace, buckets: Sequence[Bucket]) -> Plan:
+    """The buckets in the order in which their last gradient is ready."""
+    tensors: dict[str, TensorSpec] = {tensor.name: tensor for tensor in trace.tensors}
+    order = in_ready_order(trace, [[tensors[name] for name in bucket.names] for bucket in buckets])
+    by_names = {bucket.names: bucket for bucket in buckets}
+    return Plan(tuple(by_names[bucket.names] for bucket in order.buckets))

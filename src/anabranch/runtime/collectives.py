@@ -1,0 +1,85 @@
+"""Collectives: what the buckets of a live model can name, from a plain all-reduce to exchanges that remember."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from anabranch.plan import Bucket
+from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps
+
+
+class Collectives(Protocol):
+    """The collectives of one model. What they remember between steps they keep by the names of parameters.
+
+    kinds         those to measure and to plan with beside "dense", cheapest first
+    dense_names   gradients that must travel dense
+    warmup_steps  steps of training before any of ``kinds`` is tried
+    flushing      whether to send all that waits in this step, because the next is run by another plan
+    """
+
+    kinds: Sequence[str]
+    dense_names: frozenset[str]
+    warmup_steps: int
+    flushing: bool
+
+    def runs(self, kind: str) -> bool:
+        """Whether a bucket may name this."""
+        ...
+
+    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        """The exchange of one bucket in this step."""
+        ...
+
+    def probe(self, kind: str) -> Collective:
+        """An exchange of this kind that belongs to no bucket, to be timed; called again and again, it remembers."""
+        ...
+
+    def words(self) -> list[str]:
+        """What a person should know of their state, line by line."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this rank must hold."""
+        ...
+
+    def load_state_dict(self, *states: Any) -> None:
+        """Take over what ``state_dict`` gave, of this rank or of all ranks."""
+        ...
+
+
+class Plain:
+    """All-reduces in full precision, and one that sends bfloat16 where that was asked for; none remembers anything."""
+
+    def __init__(self, compress: str | None = None) -> None:
+        self.kinds: Sequence[str] = () if compress is None else (compress,)
+        self.dense_names: frozenset[str] = frozenset()
+        self.warmup_steps, self.flushing = 0, False
+
+    def runs(self, kind: str) -> bool:
+        """See ``Collectives``."""
+        return kind in COLLECTIVES
+
+    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        """See ``Collectives``."""
+        return COLLECTIVES[bucket.collective](buffer, group, divisor)
+
+    def probe(self, kind: str) -> Collective:
+        """See ``Collectives``."""
+        return COLLECTIVES[kind]
+
+    def words(self) -> list[str]:
+        """Nothing to tell."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {}
+
+    def load_state_dict(self, *states: Any) -> None:
+        """Nothing can be taken over: a checkpoint with sparse state needs ``compress=OkTopk(...)`` again."""
+        if any(states):
+            raise ValueError(
+                "the checkpoint holds the state of a compression, and this DataParallel has none: make it with the "
+                "compress= that the checkpoint was written with, or leave the state out"
+            )

@@ -1,0 +1,89 @@
+"""Wishes: the arguments of DataParallel that are not DDP's, and what is wrong with them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch.errors import NetworkError, PlanError
+from anabranch.network import Network
+from anabranch.plan import MAX_LANES, Plan
+from anabranch.planners import PLANNERS
+from anabranch.runtime.collectives import Collectives
+from anabranch.runtime.layout import layout_of, reduced_parameters
+from anabranch.trace import Trace
+
+Planner = Callable[[Trace, Network], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The arguments of DataParallel that are not DDP's; ``kinds`` and ``dense_names`` as in ``Collectives``."""
+
+    planner: str | Planner
+    plan: Plan | None
+    network: Network | None
+    lanes: int | None
+    profile_steps: int
+    kinds: tuple[str, ...] = ()
+    dense_names: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Refuse what no rank could mean."""
+        for name, kind in (("plan", Plan), ("network", Network)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(
+                    f"{name} is a {type(value).__name__}: expected a {kind.__name__}, such as anabranch.load(path)"
+                )
+        if isinstance(self.planner, str) and self.planner not in PLANNERS:
+            raise ValueError(f"planner is {self.planner!r}: expected one of {', '.join(PLANNERS)}, or a function")
+        if not isinstance(self.planner, str) and not callable(self.planner):
+            raise ValueError(f"planner is {self.planner!r}: expected a name or a function (trace, network) -> Plan")
+        if self.lanes is not None and not 1 <= self.lanes <= MAX_LANES:
+            raise ValueError(f"lanes is {self.lanes}: expected 1 to {MAX_LANES}, or None to choose")
+        if self.profile_steps < 0:
+            raise ValueError(f"profile_steps is {self.profile_steps}: expected 0 or more")
+
+    def described(self) -> list[str]:
+        """A line per wish, such that ranks with equal lines wish the same."""
+        planner = self.planner
+        return [
+            f"planner {planner if isinstance(planner, str) else getattr(planner, '__qualname__', 'a function')}",
+            f"plan {self.plan.fingerprint if self.plan is not None else None}",
+            f"network given {self.network is not None}",
+            f"lanes {self.lanes}",
+            f"profile_steps {self.profile_steps}",
+        ]
+
+    def check_fits(self, ddp: DistributedDataParallel, collectives: Collectives) -> None:
+        """Refuse a plan or network that is not for this model and these ranks, before the first step."""
+        ranks = dist.get_world_size(ddp.process_group)
+        if self.network is not None and self.network.world_size != ranks:
+            raise NetworkError(
+                f"the network was measured among {self.network.world_size} ranks and these are {ranks}: "
+                f"measure it here, or give network.at({ranks})"
+            )
+        if self.network is not None:
+            for kind in self.kinds:
+                self.network.curve(kind)  # raises if it has no cost for it
+        if self.plan is not None:
+            parameters = reduced_parameters(ddp)
+            layout_of(self.plan, list(parameters))
+            for bucket in self.plan.buckets:
+                dtypes = {parameters[name].dtype for name in bucket.names}
+                if len(dtypes) > 1:
+                    raise PlanError(f"the bucket of {bucket.names[0]} mixes {', '.join(map(str, dtypes))}: split it")
+                if not collectives.runs(bucket.collective):
+                    known = ", ".join(("dense", "bf16", *self.kinds))
+                    raise PlanError(f"the plan sends {bucket.names[0]} by {bucket.collective!r}: expected {known}")
+
+
+def model_described(module: nn.Module) -> list[str]:
+    """A line per parameter and buffer, such that ranks with equal lines can train together."""
+    parameters = {n: f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad}" for n, p in module.named_parameters()}
+    buffers = {n: f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()}
+    own_affair = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # DDP leaves these to each rank
+    return [line for name, line in (parameters | buffers).items() if name not in own_affair]

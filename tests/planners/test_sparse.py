@@ -1,0 +1,72 @@
+"""Sparse plans: what goes sparse, what stays dense, and how dense the sparse may be for nothing."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch import Curve, Network, NetworkError, Plan, TensorSpec, Trace, planners
+from anabranch.planners.sparse import FREE, densest, sparse
+from anabranch.sim import finish_s
+
+LADDER = ["s:0.01", "s:0.1"]
+
+
+def network(**starts_and_slopes: tuple[float, float]) -> Network:
+    curves = {name.replace("_", ":0."): Curve.linear(*line) for name, line in starts_and_slopes.items()}
+    return Network(4, curves)
+
+
+SLOW = network(dense=(1e-3, 1e-8), s_01=(2e-3, 1e-10), s_1=(2e-3, 2e-9))
+
+
+def trace(*nbytes: int, apart_s: float = 1e-3) -> Trace:
+    tensors = [TensorSpec(f"t{i}", size, 1, apart_s * (i + 1)) for i, size in enumerate(nbytes)]
+    return Trace(tuple(tensors), 0.01)
+
+
+def kinds(plan: Plan) -> dict[str, str]:
+    return {name: bucket.collective for bucket in plan.buckets for name in bucket.names}
+
+
+def test_large_buckets_go_sparse_and_small_ones_dense() -> None:
+    plan = sparse(trace(10 << 20, 100, apart_s=1.0), SLOW, "s:0.01")
+    assert kinds(plan) == {"t0": "s:0.01", "t1": "dense"}
+
+
+def test_gradients_that_must_stay_dense_do_and_every_gradient_travels_once() -> None:
+    told = trace(10 << 20, 4096, 10 << 20, 4096)
+    plan = sparse(told, SLOW, "s:0.01", dense={"t1", "t3"}).check(told)
+    assert kinds(plan)["t1"] == kinds(plan)["t3"] == "dense" and kinds(plan)["t0"] == "s:0.01"
+    ready = {tensor.name: tensor.ready_s for tensor in told.tensors}
+    last = [max(ready[name] for name in bucket.names) for bucket in plan.buckets]
+    assert last == sorted(last)
+    assert kinds(sparse(told, SLOW, "s:0.01", dense={"t0", "t1", "t2", "t3"})) == dict.fromkeys(ready, "dense")
+
+
+def test_without_dense_gradients_it_is_the_exact_plan_for_that_collective() -> None:
+    told = trace(*[10 << 20] * 6)
+    assert sparse(told, SLOW, "s:0.01") == planners.optimal(told, SLOW, collective="s:0.01")
+
+
+def test_what_backward_hides_is_sent_denser() -> None:
+    told = trace(10 << 20, 10 << 20, apart_s=0.2)  # 0.02 s at ten per cent, 0.1 s dense
+    plan = densest(told, SLOW, LADDER)
+    assert kinds(plan) == {"t0": "dense", "t1": "s:0.01"}  # the last gradient has nothing to hide behind
+
+
+def test_on_a_wire_bound_network_the_lowest_density_stays() -> None:
+    told = trace(*[50 << 20] * 4, apart_s=1e-4)
+    assert set(kinds(densest(told, SLOW, LADDER)).values()) == {"s:0.01"}
+
+
+@given(st.lists(st.integers(1, 20 << 20), min_size=1, max_size=8), st.floats(1e-4, 0.3))
+def test_density_never_costs_more_than_what_is_free(sizes: list[int], apart_s: float) -> None:
+    told = trace(*sizes, apart_s=apart_s)
+    lowest, chosen = sparse(told, SLOW, LADDER[0]), densest(told, SLOW, LADDER).check(told)
+    before, after = (told.forward_s + finish_s(told, plan, SLOW) for plan in (lowest, chosen))
+    assert after <= before * (1 + FREE) * (1 + 1e-9)
+
+
+def test_an_unknown_collective_is_named() -> None:
+    with pytest.raises(NetworkError, match="no cost for the collective 's:0\\.5'"):
+        sparse(trace(10), SLOW, "s:0.5")
