@@ -2,9 +2,10 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -14,6 +15,11 @@ from anabranch.cli.ranks import join
 from anabranch.errors import AnabranchError
 from anabranch.files import write_bytes
 from anabranch.plan import MAX_LANES
+
+if TYPE_CHECKING:
+    from anabranch.bench.run import Settings
+    from anabranch.bench.subject import Subject
+    from anabranch.report.plot import Format
 
 COMPRESSIONS = ("bf16",)
 HOW = "anabranch lab --hosts 4 --rate 10gbit -- anabranch bench --trace resnet50, or torchrun with -m anabranch bench"
@@ -70,58 +76,81 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Race DDP with every setting and hook against DataParallel on one model and network; predicted beside measured."""
-    if not model and not trace:
-        raise ValueError("nothing to run: give --model resnet50, or --trace resnet50 where there is no GPU")
-    if "RANK" not in os.environ:
-        raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
-    if model and trace:
-        raise ValueError(
-            "--model and --trace in one run: models compute on the GPU and traces on the CPU; run them apart"
-        )
+    _check_subjects(model, trace)
     check_free([report, plot], force)
-    for folder in {path.absolute().parent for path in (report, plot) if path is not None}:
-        if not folder.is_dir():
-            raise ValueError(f"{folder}: no such folder, expected one for the report")
+    _check_folders([report, plot])
     form = plot_format(plot)
-    sizes, counts = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes)
-    if unknown := set(compress or ()) - set(COMPRESSIONS):
-        raise ValueError(f"--compress is {unknown.pop()!r}: expected {', '.join(COMPRESSIONS)}")
+    sizes, counts, wires = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes), _wires(compress)
     traces = [(text, specs.trace(text)) for text in trace or ()]
 
-    import torch.distributed as dist
-
-    from anabranch.bench.run import Settings, run
+    from anabranch.bench.run import Settings
     from anabranch.bench.subject import from_trace, from_zoo
-    from anabranch.report import benchmark as reports
-    from anabranch.report.race_plot import race_plot
 
-    settings = Settings(
-        num_iters,
-        num_batches_per_iter,
-        num_warmup_batches,
-        profile_steps,
-        sizes,
-        counts,
-        sorted(set(compress or ())),
-        only or (),
-    )
+    steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
+    settings = Settings(*steps, sizes, counts, wires, only or ())
     device = join(backend, on_gpu=bool(model))
     subjects = [from_zoo(name, device, batch_size) for name in model or ()]
     subjects += [from_trace(Path(text).stem, noun, slower) for text, noun in traces]
+    _run(subjects, settings, _Outputs(report, title, plot, form, as_json))
+
+
+class _Outputs(NamedTuple):
+    """Where results go, beside the terminal."""
+
+    report: Path | None
+    title: str
+    plot: Path | None
+    form: "Format | None"
+    as_json: bool
+
+
+def _run(subjects: "Sequence[Subject]", settings: "Settings", outputs: _Outputs) -> None:
+    """One subject after the other; rank 0 tells of each as soon as it is measured."""
+    import torch.distributed as dist
+
+    from anabranch.bench.run import run
+    from anabranch.report import benchmark as reports
+    from anabranch.report.race_plot import race_plot
+
     leads = dist.get_rank() == 0
     results = []
     for subject in subjects:
-        result = run(subject, settings, _say if leads else lambda _: None)
-        results.append(result)
-        if leads and not as_json:
-            show_tables(reports.benchmark_report(result), "\n".join(reports.closing_lines(result)), "")
-        if leads and report is not None:  # after each: what is measured is measured
-            write_bytes(reports.markdown(title, results).encode(), report, force=True)  # seen to be free above
-        if leads and plot is not None and form is not None:
-            write_bytes(race_plot(results, form), plot, force=True)
-    if leads and as_json:
+        results.append(run(subject, settings, _say if leads else lambda _: None))
+        if not leads:
+            continue
+        if not outputs.as_json:
+            closing = "\n".join(reports.closing_lines(results[-1]))
+            show_tables(reports.benchmark_report(results[-1]), closing, "")
+        if outputs.report is not None:  # which was seen to be free
+            write_bytes(reports.markdown(outputs.title, results).encode(), outputs.report, force=True)
+        if outputs.plot is not None and outputs.form is not None:
+            write_bytes(race_plot(results, outputs.form), outputs.plot, force=True)
+    if leads and outputs.as_json:
         print_json({"command": "bench", "benchmarks": [reports.figures(result) for result in results]})
     dist.destroy_process_group()
+
+
+def _check_subjects(model: Sequence[str] | None, trace: Sequence[str] | None) -> None:
+    if not model and not trace:
+        raise ValueError("nothing to run: give --model resnet50, or --trace resnet50 where there is no GPU")
+    if model and trace:
+        raise ValueError("--model and --trace: models compute on the GPU and traces on the CPU; run them apart")
+    if "RANK" not in os.environ:
+        raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
+
+
+def _check_folders(paths: Sequence[Path | None]) -> None:
+    """What is measured for minutes must have a place to go."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path.absolute().parent}: no such folder, expected one for {path.name}")
+
+
+def _wires(compress: Sequence[str] | None) -> list[str]:
+    wanted = list(dict.fromkeys(compress or ()))
+    if unknown := [wire for wire in wanted if wire not in COMPRESSIONS]:
+        raise ValueError(f"--compress is {unknown[0]!r}: expected {', '.join(COMPRESSIONS)}")
+    return wanted
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -1,0 +1,117 @@
+"""What a sparse exchange needs of a process group, so that the same exchange runs on real ranks and on virtual ones."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from anabranch.runtime.dense import Group, gather
+
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+
+class Comm(Protocol):
+    """A rank's view of its group. Every operation is issued at once and returns the work to yield.
+
+    ``phase`` says what a message is for: tables of traffic and errors name it. Tensors are split along their first
+    dimension; without counts, into equal parts.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 … size−1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        phase: str,
+        output_counts: Sequence[int] | None = None,
+        given_counts: Sequence[int] | None = None,
+    ) -> dist.Work:
+        """Part j of ``given`` goes to rank j; ``output`` holds what the ranks sent here, in rank order."""
+        ...
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> dist.Work:
+        """Everyone's part, all of one size, in rank order."""
+        ...
+
+    def all_gather_uneven(
+        self, output: torch.Tensor, part: torch.Tensor, counts: Sequence[int], phase: str
+    ) -> dist.Work:
+        """Everyone's part in rank order, where rank r's has ``counts[r]`` rows."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, phase: str, op: dist.ReduceOp.RedOpType = SUM) -> dist.Work:
+        """The sum (or maximum) over the ranks, in place."""
+        ...
+
+
+class GroupComm:
+    """A ``Comm`` over a process group of torch.distributed: Gloo or NCCL."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def rank(self) -> int:
+        """See ``Comm``."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """See ``Comm``."""
+        return self._size
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        phase: str,
+        output_counts: Sequence[int] | None = None,
+        given_counts: Sequence[int] | None = None,
+    ) -> dist.Work:
+        """See ``Comm``."""
+        outputs, inputs = (None if counts is None else list(counts) for counts in (output_counts, given_counts))
+        return _issued(dist.all_to_all_single(output, given, outputs, inputs, group=self._group, async_op=True), phase)
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> dist.Work:
+        """See ``Comm``."""
+        return _issued(gather(output, part, self._group), phase)
+
+    def all_gather_uneven(
+        self, output: torch.Tensor, part: torch.Tensor, counts: Sequence[int], phase: str
+    ) -> dist.Work:
+        """See ``Comm``. Sent as one all-to-all of copies: Gloo has no uneven all-gather, and padding costs bytes."""
+        copies = part.repeat(self._size, *[1] * (part.dim() - 1))
+        return self.all_to_all(output, copies, phase, counts, [len(part)] * self._size)
+
+    def all_reduce(self, tensor: torch.Tensor, phase: str, op: dist.ReduceOp.RedOpType = SUM) -> dist.Work:
+        """See ``Comm``."""
+        return _issued(dist.all_reduce(tensor, op=op, group=self._group, async_op=True), phase)
+
+
+def _issued(work: dist.Work | None, phase: str) -> dist.Work:
+    """The work of an asynchronous operation; torch returns None to a rank that is not in the group."""
+    if work is None:
+        raise RuntimeError(f"this rank is not a member of the process group on which it was to send ({phase})")
+    return work
+
+
+def hold(*tensors: torch.Tensor) -> None:
+    """Keep memory from being handed out again before the current stream is done with it.
+
+    The first part of an exchange runs on the caller's stream and the rest on the lane's; torch's allocator knows only
+    the stream on which a tensor was made.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

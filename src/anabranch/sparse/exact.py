@@ -1,0 +1,215 @@
+"""The published exchange: counts first, then messages of exactly their size. The reference, and the way on Gloo.
+
+Thresholds are exact every ``threshold_period`` steps (exactly k values are then applied, ties aside) and sampled from
+the step itself in between. At most 2k values are offered, and applied, the largest first. Where one owner has more
+than four times the mean to gather, owners first hand each other slots until all have the same number: with lengths
+6, 0, 0 the global slots 0 … 5 are parted into 0-1, 2-3, 4-5, so owner 0 sends slots 2-3 to owner 1 and 4-5 to owner 2.
+"""
+
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from anabranch.runtime.dense import Steps
+from anabranch.sparse import regions, select
+from anabranch.sparse.comm import Comm, hold
+from anabranch.sparse.fixed import Sizes, note, owner_threshold
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.state import BucketState
+from anabranch.sparse.thresholds import kth_magnitude, sampled_magnitude
+from anabranch.sparse.wire import Wire, head, rounded
+
+MOST = 2  # times k: what may be offered, and applied, when a threshold has failed
+IMBALANCE = 4  # times the mean: from here on, moving pairs to other owners costs less than waiting for one of them
+
+
+class Pairs(NamedTuple):
+    """Values and where they belong, in order of place."""
+
+    places: torch.Tensor
+    values: torch.Tensor
+
+    def largest(self, most: int) -> "Pairs":
+        """The ones of largest magnitude, still in order of place."""
+        if len(self.values) <= most:
+            return self
+        kept = torch.topk(self.values.abs(), most, sorted=False).indices.sort().values
+        return Pairs(self.places[kept], self.values[kept])
+
+
+Rows = Generator[dist.Work, None, torch.Tensor]
+
+
+def exact_exchange(
+    gradient: torch.Tensor,
+    state: BucketState,
+    comm: Comm,
+    divisor: float,
+    density: float,
+    options: OkTopk | None = None,
+) -> Steps:
+    """See ``oktopk.exchange``; float32 only. The host learns the counts in every step."""
+    options = options or OkTopk()
+    if len(gradient) == 0:
+        return
+    sizes = Sizes.of(len(gradient), comm.size, density, options)
+    residual = state.residual
+    poison = select.accumulate(gradient, residual)
+    again = (state.fresh or state.step % options.threshold_period == 0) and not sizes.everything
+    local = kth_magnitude(residual, sizes.k) if again else sampled_magnitude((residual,), sizes.k, state.step)
+    state.local_threshold.copy_(local)
+    if state.fresh or state.step % options.region_period == 0:
+        proposed = regions.proposal(select.running_count(select.passing(residual, local)), comm.size)
+        yield comm.all_reduce(proposed, "regions")
+        state.boundaries.copy_(regions.agreed(proposed, len(residual), comm.size))
+
+    passed = select.passing(residual, local).nonzero().flatten()
+    offered = Pairs(passed, residual[passed]).largest(MOST * sizes.k)
+    offered = offered._replace(values=rounded(offered.values, sizes.wire))
+    received = yield from _split(offered, state.boundaries, comm, sizes.wire, poison)
+    hold(*offered, passed, poison, local)
+    sums, threshold, found = yield from _sums(received, state, comm, sizes, again, options.deterministic)
+    applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes)
+
+    poisoned = heads[:, 0].amin() < 0
+    if bool(poisoned):
+        select.undo(gradient, residual)
+    else:
+        gradient.zero_()
+        gradient[applied.places] = applied.values
+        cleared = gradient[offered.places] != 0
+        residual[offered.places] -= torch.where(cleared, offered.values, 0.0)
+        if sizes.wire.rounds:
+            _keep_rounding(sums, applied, residual, state.boundaries[comm.rank])
+        gradient.div_(divisor)
+    note(state, torch.tensor(len(passed)), heads, comm.rank, poisoned)
+
+
+def _split(
+    offered: Pairs, boundaries: torch.Tensor, comm: Comm, wire: Wire, poison: torch.Tensor
+) -> Generator[dist.Work, None, list[torch.Tensor] | None]:
+    """Send each region's values to its owner: what every rank sent of mine, or None if any rank is poisoned."""
+    edges = torch.searchsorted(offered.places, boundaries)
+    counts = (edges[1:] - edges[:-1]).to(torch.int32)
+    expected = torch.empty_like(counts)
+    yield comm.all_to_all(expected, torch.where(poison, -1, counts), "counts")
+    hold(counts, expected)
+    coming = expected.tolist()
+    # A poisoned rank says so to all, so all of them leave here together.
+    if min(coming) < 0 or bool(poison):
+        return None
+    owners = torch.repeat_interleave(torch.arange(comm.size, device=counts.device), counts)
+    given = wire.encode(_pairs(offered.places - boundaries[owners], offered.values))
+    output = torch.empty(sum(coming), wire.pair_nbytes, dtype=torch.uint8, device=given.device)
+    yield comm.all_to_all(output, given, "split", coming, counts.tolist())
+    return list(wire.decode(output).split(coming))
+
+
+def _sums(
+    received: list[torch.Tensor] | None,
+    state: BucketState,
+    comm: Comm,
+    sizes: Sizes,
+    again: bool,
+    in_order: bool,
+) -> Generator[dist.Work, None, tuple[Pairs | None, torch.Tensor, torch.Tensor]]:
+    """My region's sums (places in the region), the threshold to apply to them, and the one of my own share."""
+    if received is None:
+        return None, state.tilt, torch.zeros_like(state.tilt)
+    buffer = state.owner_buffer()
+    for part in received if in_order and buffer.is_cuda else [torch.cat(received)]:
+        select.add(buffer, part[None])
+    places = buffer.nonzero().flatten()
+    sums = Pairs(places, buffer[places])
+    buffer[places] = 0
+    found, threshold = owner_threshold(_pairs(*sums), sizes, state, comm.size)
+    if again:
+        magnitudes = yield from _everyone(sums.values.abs(), comm, "threshold")
+        threshold = kth_magnitude(magnitudes, sizes.k)
+        exact = (threshold > 0) & (found > 0)
+        state.tilt.copy_(torch.where(exact, (threshold / found).log(), state.tilt))
+    return sums, threshold, found
+
+
+def _gather(
+    sums: Pairs | None,
+    threshold: torch.Tensor,
+    found: torch.Tensor,
+    state: BucketState,
+    comm: Comm,
+    sizes: Sizes,
+) -> Generator[dist.Work, None, tuple[Pairs, torch.Tensor]]:
+    """Everyone's sums that pass, with their places in the bucket, and the heads of all owners."""
+    nothing = Pairs(state.boundaries[:0], state.residual[:0])
+    taken, poison = nothing, torch.tensor(sums is None, device=found.device)
+    if sums is not None:
+        travelling = rounded(sums.values, sizes.wire)
+        kept = select.passing(sums.values, threshold) & (travelling != 0)
+        taken, poison = Pairs(sums.places[kept], travelling[kept]), ~torch.isfinite(travelling).all()
+    mine = head(torch.tensor(len(taken.values), device=found.device), poison, found)
+    heads = torch.empty(comm.size, 2, dtype=torch.int32, device=mine.device)
+    yield comm.all_gather(heads, mine[None], "counts")
+    lengths = heads[:, 0].tolist()
+    if min(lengths) < 0 or sum(lengths) == 0:
+        return nothing, heads
+    most = MOST * sizes.k
+    if (total := sum(lengths)) > most:
+        lengths = [most * length // total for length in lengths]
+        taken = taken.largest(lengths[comm.rank])
+    rows = sizes.wire.encode(_pairs(*taken))
+    held = lengths
+    if max(lengths) * comm.size > IMBALANCE * sum(lengths):
+        held = balanced(sum(lengths), comm.size)
+        rows = yield from _rebalance(rows, overlaps(lengths, held), comm)
+    everything = torch.empty(sum(lengths), sizes.wire.pair_nbytes, dtype=torch.uint8, device=rows.device)
+    yield comm.all_gather_uneven(everything, rows, held, "gather")
+    pairs = sizes.wire.decode(everything)
+    owners = torch.repeat_interleave(torch.tensor(lengths, device=rows.device))
+    return Pairs(pairs[:, 1] + state.boundaries[owners], pairs[:, 0].contiguous().view(torch.float32)), heads
+
+
+def _rebalance(rows: torch.Tensor, moves: torch.Tensor, comm: Comm) -> Rows:
+    """The rows that are mine after every owner has given ``moves[i, j]`` of its rows to owner j."""
+    coming = moves[:, comm.rank].tolist()
+    output = torch.empty(sum(coming), rows.shape[1], dtype=rows.dtype, device=rows.device)
+    yield comm.all_to_all(output, rows, "balance", coming, moves[comm.rank].tolist())
+    return output
+
+
+def _everyone(part: torch.Tensor, comm: Comm, phase: str) -> Rows:
+    """Everyone's values, however many each has."""
+    counts = torch.empty(comm.size, dtype=torch.int32, device=part.device)
+    yield comm.all_gather(counts, torch.tensor([len(part)], dtype=torch.int32, device=part.device), phase)
+    lengths = counts.tolist()
+    output = torch.empty(sum(lengths), dtype=part.dtype, device=part.device)
+    yield comm.all_gather_uneven(output, part, lengths, phase)
+    return output
+
+
+def _keep_rounding(sums: Pairs | None, applied: Pairs, residual: torch.Tensor, start: torch.Tensor) -> None:
+    """Into the owner's residual: what rounding took off the sums that were applied."""
+    if sums is None or len(sums.places) == 0 or len(applied.places) == 0:
+        return
+    mine = sums.places + start
+    slot = torch.searchsorted(applied.places, mine).clamp(max=len(applied.places) - 1)
+    went = applied.places[slot] == mine
+    residual[mine] += torch.where(went, sums.values - applied.values[slot], 0.0)
+
+
+def _pairs(places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.stack([values.contiguous().view(torch.int32), places.to(torch.int32)], dim=-1)
+
+
+def balanced(total: int, ranks: int) -> list[int]:
+    """``total`` slots in ``ranks`` parts of equal size, ±1."""
+    return [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
+
+
+def overlaps(lengths: Sequence[int], targets: Sequence[int]) -> torch.Tensor:
+    """int64 [P, P]: how many consecutive slots of holder i belong to j, if slots are handed out anew in order."""
+    ends, new_ends = torch.tensor(lengths).cumsum(0), torch.tensor(targets).cumsum(0)
+    starts, new_starts = ends - torch.tensor(lengths), new_ends - torch.tensor(targets)
+    shared = torch.minimum(ends[:, None], new_ends) - torch.maximum(starts[:, None], new_starts)
+    return shared.clamp(min=0)

@@ -1,0 +1,112 @@
+"""The exchange of fixed-size messages: nothing waits for the host, and no size is ever asked for.
+
+A message has slots for ``capacity_factor``·k/P pairs; what finds none stays in the residual. Before its pairs it has
+two words: a count, −1 if the sender's gradient was not finite, so that every rank learns of it with no further
+message; and, from owners, the threshold that they found.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from anabranch.runtime.dense import Steps
+from anabranch.sparse import regions, select
+from anabranch.sparse.comm import Comm, hold
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.state import BucketState
+from anabranch.sparse.thresholds import sampled_magnitude, tilted
+from anabranch.sparse.wire import HEAD_NBYTES, Wire, framed, head, unframed, wire_for
+
+
+class Sizes(NamedTuple):
+    """What the host knows of an exchange: how many values to select, slots per message, and the wire's format."""
+
+    k: int
+    capacity: int
+    wire: Wire
+    everything: bool
+
+    @classmethod
+    def of(cls, numel: int, ranks: int, density: float, options: OkTopk) -> "Sizes":
+        """For a bucket of this size; at density 1 regions are uniform and every element has its slot."""
+        widest = regions.widest_numel(numel, ranks)
+        k = min(numel, max(1, round(density * numel)))
+        slots = -(-numel // ranks) if k == numel else min(widest, -(-round(options.capacity_factor * k) // ranks))
+        return cls(k, slots, wire_for(options.wire, widest), k == numel)
+
+    @property
+    def message_nbytes(self) -> int:
+        """What goes to each other rank, once in the all-to-all and once in the all-gather."""
+        return HEAD_NBYTES + self.capacity * self.wire.pair_nbytes
+
+
+def fixed_exchange(
+    gradient: torch.Tensor,
+    state: BucketState,
+    comm: Comm,
+    divisor: float,
+    density: float,
+    options: OkTopk | None = None,
+) -> Steps:
+    """See ``oktopk.exchange``; float32 only. Two messages each way, whose sizes depend on nothing but the density."""
+    options = options or OkTopk()
+    if len(gradient) == 0:
+        return
+    sizes = Sizes.of(len(gradient), comm.size, density, options)
+    residual, boundaries = state.residual, state.boundaries
+    local = sampled_magnitude((gradient, residual), sizes.k, state.step)
+    state.local_threshold.copy_(local)
+    if sizes.everything:
+        boundaries.copy_(regions.uniform(len(gradient), comm.size, gradient.device))
+    elif state.fresh or state.step % options.region_period == 0:
+        running = select.running_count(select.passing(residual + gradient, local))
+        proposed = regions.proposal(running, comm.size)
+        yield comm.all_reduce(proposed, "regions")
+        hold(proposed)
+        boundaries.copy_(regions.agreed(proposed, len(gradient), comm.size))
+
+    offered = select.offer(gradient, residual, local, boundaries, sizes.capacity, sizes.wire)
+    sent = framed(head(offered.counts, offered.poison, torch.zeros_like(local)), offered.packed, sizes.wire)
+    received = torch.empty_like(sent)
+    yield comm.all_to_all(received, sent, "split")
+    hold(sent, received, *offered)
+
+    heads, pairs = unframed(received, sizes.wire)
+    sums = select.sums_at_owner(pairs, state.owner_buffer(), options.deterministic)
+    found, threshold = owner_threshold(sums, sizes, state, comm.size)
+    taken = select.take(sums, threshold, sizes.capacity, sizes.wire)
+    poison = taken.poison | (heads[:, 0] < 0).any()
+    part = framed(head(taken.passed, poison, found)[None], taken.packed[None], sizes.wire)
+    everyone = torch.empty(comm.size, part.shape[1], dtype=torch.uint8, device=part.device)
+    yield comm.all_gather(everyone, part, "gather")
+    hold(part, everyone)
+
+    heads, pairs = unframed(everyone, sizes.wire)
+    poisoned = (heads[:, 0] < 0).any()
+    select.finish(pairs, offered.packed, gradient, residual, boundaries, divisor, poisoned)
+    if sizes.wire.rounds:
+        select.keep_leftover(taken.packed, taken.leftover, residual, boundaries[comm.rank], poisoned)
+    note(state, offered.counts.sum(), heads, comm.rank, poisoned)
+
+
+def owner_threshold(
+    sums: torch.Tensor, sizes: Sizes, state: BucketState, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What parts an owner's own share of k from the rest of its sums, and the same tilted: the one to apply."""
+    if sizes.everything:
+        zero = torch.zeros_like(state.tilt)
+        return zero, zero
+    values = sums[:, 0].contiguous().view(torch.float32)
+    found = sampled_magnitude((values,), -(-sizes.k // ranks), state.step)
+    return found, found * state.tilt.exp()
+
+
+def note(state: BucketState, offered: torch.Tensor, heads: torch.Tensor, rank: int, poisoned: torch.Tensor) -> None:
+    """After a step: how many passed, the owners' thresholds, the next tilt."""
+    found = heads[:, 1].contiguous().view(torch.float32)
+    state.tilt.copy_(tilted(state.tilt, found, rank, poisoned))
+    state.global_threshold.copy_(torch.where(found > 0, found, 1.0).log().mean().exp())
+    state.offered.copy_(offered)
+    state.applied.copy_(heads[:, 0].clamp(min=0).sum())
+    state.step += 1
+    state.fresh = False

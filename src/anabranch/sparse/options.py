@@ -1,0 +1,56 @@
+"""How gradients are sparsified: the settings of Ok-Topk."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from anabranch.sparse.wire import Precision
+
+
+@dataclass(frozen=True)
+class OkTopk:
+    """How gradients are sparsified.
+
+    density             share of a bucket's elements to send per step; "auto": what the backward pass hides
+    warmup_steps        first steps that go dense: early gradients change too fast to wait
+    start_density       density right after warm-up, from which it falls geometrically over ``decay_steps``
+    threshold_period    steps between re-estimated thresholds; they are steered by counts in between
+    region_period       steps between re-balanced regions
+    wire                values as "fp32" or "bf16" (what rounding takes off is kept in the residual)
+    capacity_factor     slots of a fixed message per expected value; what finds none waits
+    deterministic       the same bits in every run: sums in the order of ranks
+    exact               counts first, then messages of their size: always on CPU groups, optional on GPUs
+    """
+
+    density: float | Literal["auto"] = "auto"
+    warmup_steps: int = 100
+    start_density: float | None = None
+    decay_steps: int = 300
+    threshold_period: int = 32
+    region_period: int = 64
+    wire: Precision = "fp32"
+    capacity_factor: float = 1.25
+    deterministic: bool = False
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run."""
+        for name in ("density", "start_density"):
+            value = getattr(self, name)
+            if value not in ("auto" if name == "density" else None,) and not 0 < float(value) <= 1:
+                raise ValueError(f"OkTopk {name} is a share of the elements in (0, 1], not {value}")
+        for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("threshold_period", 1), ("region_period", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"OkTopk {name} is at least {least}, not {getattr(self, name)}")
+        if self.wire not in ("fp32", "bf16"):
+            raise ValueError(f"OkTopk wire is 'fp32' or 'bf16', not {self.wire!r}")
+        if not self.capacity_factor >= 1:
+            raise ValueError(f"OkTopk capacity_factor is at least 1, not {self.capacity_factor}")
+
+    def density_at(self, step: int, density: float) -> float:
+        """The density of a step whose settled density is ``density``: 1 in warm-up, then falling to it."""
+        if step < self.warmup_steps:
+            return 1.0
+        if self.start_density is None or self.start_density <= density:
+            return density
+        way = min(1.0, (step - self.warmup_steps) / self.decay_steps)
+        return float(self.start_density ** (1 - way) * density**way)

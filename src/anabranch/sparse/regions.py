@@ -1,0 +1,58 @@
+"""Regions: which rank owns which part of a bucket, so that every owner has about equally many values to add.
+
+Regions are given by their boundaries, P+1 int64 numbers 0 = b_0 ≤ … ≤ b_P = n; rank r owns [b_r, b_{r+1}). Each rank
+proposes the positions that part its own selected values into P equal runs; the mean of the proposals is taken (the
+mean of sorted vectors is sorted). With selected positions 2, 3, 8, 9 of n = 10 and P = 2 a rank proposes b_1 = 8.
+"""
+
+import torch
+
+WIDEST = 4  # times the mean: what an owner's buffer can hold, however unevenly the values lie
+MOST_REGION_NUMEL = 2**31 - 1  # positions within a region travel as int32
+
+
+def widest_numel(numel: int, ranks: int) -> int:
+    """The most elements that a region of a bucket may have; refuses buckets whose positions would not fit int32."""
+    widest = min(numel, WIDEST * -(-numel // ranks))
+    if widest > MOST_REGION_NUMEL:
+        raise ValueError(
+            f"a bucket of {numel} elements on {ranks} ranks has regions of up to {widest} elements, and positions in "
+            f"a region are int32: use smaller buckets"
+        )
+    return widest
+
+
+def uniform(numel: int, ranks: int, device: torch.device | None = None) -> torch.Tensor:
+    """Boundaries of regions of equal size, ±1."""
+    return torch.arange(ranks + 1, dtype=torch.int64, device=device) * numel // ranks
+
+
+def proposal(running: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The P−1 inner boundaries that part this rank's selected values evenly, as int64; uniform if none is selected.
+
+    ``running[j]`` is how many of the elements 0 … j are selected. Boundary j is the position of selected value number
+    ⌊j·count/P⌋, counted from 0. Nothing waits for the host.
+    """
+    numel = len(running)
+    parts = torch.arange(1, ranks, dtype=torch.int64, device=running.device)
+    first = parts * running[-1].to(torch.int64) // ranks + 1
+    found = torch.searchsorted(running, first.to(running.dtype))
+    return torch.where(running[-1] > 0, found.clamp(max=numel), parts * numel // ranks)
+
+
+def agreed(summed: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
+    """The boundaries, from the sum over the ranks of their proposals; no region wider than ``widest_numel``.
+
+    In c_j = b_j − j·widest, "no region is wider" reads "c never rises", so a running minimum enforces it; the last
+    regions are held up from below in the same way, and b stays sorted.
+    """
+    widest = widest_numel(numel, ranks)
+    steps = torch.arange(1, ranks, dtype=torch.int64, device=summed.device) * widest
+    inner = summed // ranks
+    if ranks > 1:
+        inner = torch.cummin(inner - steps, dim=0).values + steps
+        inner = torch.maximum(inner, numel - (ranks * widest - steps))
+    bounds = torch.full((ranks + 1,), numel, dtype=torch.int64, device=summed.device)
+    bounds[:1].zero_()
+    bounds[1:-1].copy_(inner)
+    return bounds

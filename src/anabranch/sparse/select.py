@@ -1,0 +1,185 @@
+"""Selection with error feedback, in torch operations of fixed shapes: the twin of every GPU kernel.
+
+One step of a bucket is four passes, and none of them waits for the host:
+
+    offer            acc = residual + gradient; pack what passes the local threshold, region by region
+    sums_at_owner    add what all ranks offered of my region; pack the sums
+    take             pack the sums that pass the owner's threshold
+    finish           gradient = what was applied, averaged; residual = acc less what was offered and applied
+
+Packed pairs are int32 [..., 2]: the bits of a float32 value and its position in its region, −1 in unused slots. Where
+more pass than there are slots, the first in order of position get them; the others stay in the residual. Between
+``offer`` and ``finish`` the gradient's buffer holds the old residual, so that a step can be undone at no extra memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from anabranch.sparse.wire import FP32, Wire, rounded
+
+
+class Offer(NamedTuple):
+    """What a rank offers: pairs [P, capacity, 2], how many passed per region (int32 [P]), whether anything was not
+    finite (bool)."""
+
+    packed: torch.Tensor
+    counts: torch.Tensor
+    poison: torch.Tensor
+
+
+class Taken(NamedTuple):
+    """What an owner applies: pairs [capacity, 2], how many passed (int32), whether a sum was not finite (bool), and
+    what rounding left over of each packed value (float32 [capacity])."""
+
+    packed: torch.Tensor
+    passed: torch.Tensor
+    poison: torch.Tensor
+    leftover: torch.Tensor
+
+
+def passing(values: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """Whose magnitude is at least the threshold; zeros never, whatever the threshold."""
+    return (values.abs() >= threshold) & (values != 0)
+
+
+def running_count(mask: torch.Tensor) -> torch.Tensor:
+    """How many are set up to and including each position; int32 where that suffices."""
+    return mask.cumsum(0, dtype=torch.int32 if len(mask) < 2**31 else torch.int64)
+
+
+def accumulate(gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """residual ← residual + gradient, gradient ← the old residual; True (a bool on the device) if not all is finite."""
+    total = residual + gradient
+    gradient.copy_(residual)
+    residual.copy_(total)
+    return ~torch.isfinite(total).all()
+
+
+def undo(gradient: torch.Tensor, residual: torch.Tensor) -> None:
+    """After ``accumulate``, for a poisoned step: the residual as it was, NaN in all of the gradient."""
+    residual.copy_(gradient)
+    gradient.fill_(torch.nan)
+
+
+def offer(
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    threshold: torch.Tensor,
+    boundaries: torch.Tensor,
+    capacity: int,
+    wire: Wire = FP32,
+) -> Offer:
+    """Accumulate, and pack up to ``capacity`` values of each region whose magnitude reaches the threshold.
+
+    ``counts`` are of all that passed, also beyond the capacity: they are what thresholds are steered by.
+    """
+    poison = accumulate(gradient, residual)
+    running = running_count(passing(residual, threshold))
+    packed, counts = pack(rounded(residual, wire), running, boundaries, capacity)
+    return Offer(packed, counts, poison)
+
+
+def sums_at_owner(received: torch.Tensor, buffer: torch.Tensor, in_order: bool = True) -> torch.Tensor:
+    """Add the pairs [P, m, 2] that all ranks offered of my region: the sums, as pairs [P·m, 2] in order of position.
+
+    ``buffer`` is float32, as wide as the widest region, zero before and after. ``in_order`` adds in the order of
+    ranks, the same bits every time; without it a GPU may add in any order. Sums of zero are left out.
+    """
+    add(buffer, received, in_order)
+    ends = torch.arange(2, device=buffer.device) * len(buffer)  # torch.tensor(…, device="cuda") would wait for the GPU
+    packed, _ = pack(buffer, running_count(buffer != 0), ends, received.shape[0] * received.shape[1])
+    buffer.zero_()
+    return packed[0]
+
+
+def take(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, wire: Wire = FP32) -> Taken:
+    """Of an owner's sums (pairs [m, 2]), up to ``capacity`` that pass the threshold, as they will travel."""
+    values = sums[:, 0].contiguous().view(torch.float32)
+    travelling = rounded(values, wire)
+    running = running_count(passing(values, threshold) & (travelling != 0) & (sums[:, 1] >= 0))
+    slots = torch.arange(capacity, dtype=running.dtype, device=sums.device)
+    chosen = torch.searchsorted(running, slots + 1).clamp(max=len(running) - 1)
+    used = slots < running[-1]
+    packed = torch.stack(
+        [
+            torch.where(used, travelling[chosen].view(torch.int32), 0),
+            torch.where(used, sums[chosen, 1], -1),
+        ],
+        dim=-1,
+    )
+    leftover = torch.where(used, (values - travelling)[chosen], 0.0)
+    return Taken(packed, running[-1].to(torch.int32), ~torch.isfinite(values).all(), leftover)
+
+
+def finish(
+    gathered: torch.Tensor,
+    offered: torch.Tensor,
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    boundaries: torch.Tensor,
+    divisor: float,
+    poisoned: torch.Tensor,
+) -> None:
+    """gradient ← gathered values / divisor, 0 elsewhere; residual ← residual − what was offered and is applied.
+
+    For whole values that leaves exactly 0 there; for rounded ones, the rounding error. If ``poisoned`` the residual
+    becomes what it was before ``offer``, bit by bit, and the gradient NaN. ``gathered`` are pairs [P, m, 2] of the
+    owners, ``offered`` pairs [P, capacity, 2] of this rank.
+    """
+    residual.copy_(torch.where(poisoned, gradient, residual))
+    gradient.copy_(torch.where(poisoned, torch.nan, torch.zeros_like(gradient)))
+    places, values = unpack(gathered, boundaries)
+    gradient.index_add_(0, places, values)  # on zeros, each place once: a copy, without a branch for unused slots
+    places, values = unpack(offered, boundaries)
+    clear = (gradient[places] != 0) & ~poisoned
+    residual.index_add_(0, places, torch.where(clear, -values, 0.0))
+    gradient.div_(divisor)
+
+
+def keep_leftover(
+    packed: torch.Tensor, leftover: torch.Tensor, residual: torch.Tensor, start: torch.Tensor, poisoned: torch.Tensor
+) -> None:
+    """Put what rounding at the owner left over into the owner's residual; ``start`` is where its region begins."""
+    places = (packed[:, 1].to(torch.int64) + start).clamp(min=0, max=len(residual) - 1)
+    residual.index_add_(0, places, torch.where((packed[:, 1] < 0) | poisoned, 0.0, leftover))
+
+
+def pack(
+    values: torch.Tensor, running: torch.Tensor, boundaries: torch.Tensor, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs int32 [P, capacity, 2] of the first selected values of each region, and how many there were (int32 [P]).
+
+    Slot s of region r holds the element at which ``running`` first reaches (count before the region) + s + 1: found
+    by bisection, so the cost beyond the running count is that of the slots, not of the elements.
+    """
+    before = torch.where(boundaries > 0, running[(boundaries - 1).clamp(min=0)], 0)
+    counts = before[1:] - before[:-1]
+    slots = torch.arange(capacity, dtype=running.dtype, device=running.device)
+    wanted = before[:-1, None] + slots + 1
+    places = torch.searchsorted(running, wanted).clamp(max=len(running) - 1)
+    used = slots < counts[:, None]
+    packed = torch.empty(*places.shape, 2, dtype=torch.int32, device=running.device)
+    packed[..., 0] = torch.where(used, values[places].view(torch.int32), 0)
+    packed[..., 1] = torch.where(used, places - boundaries[:-1, None], -1)
+    return packed, counts.to(torch.int32)
+
+
+def unpack(pairs: torch.Tensor, boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places in the bucket (int64) and values of pairs [P, m, 2], flat; unused slots are zeros at place 0."""
+    used = pairs[..., 1] >= 0
+    places = torch.where(used, pairs[..., 1] + boundaries[:-1, None], 0)
+    values = torch.where(used, pairs[..., 0].contiguous().view(torch.float32), 0.0)
+    return places.flatten(), values.flatten()
+
+
+def add(buffer: torch.Tensor, pairs: torch.Tensor, in_order: bool = True) -> None:
+    """buffer[position] += value for pairs [P, m, 2]; in rank order, so that the sum has the same bits every time."""
+    used = pairs[..., 1] >= 0
+    places = torch.where(used, pairs[..., 1], 0).to(torch.int64)
+    values = torch.where(used, pairs[..., 0].contiguous().view(torch.float32), 0.0)
+    if buffer.is_cuda and in_order:  # one launch per rank: within a rank no place comes twice
+        for place, value in zip(places, values, strict=True):
+            buffer.index_add_(0, place, value)
+    else:
+        buffer.index_add_(0, places.flatten(), values.flatten())  # on a CPU this goes through the pairs one by one

@@ -1,0 +1,84 @@
+"""What ranks sent and received, word by word: the measure by which sparse exchanges are compared."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+WORD_NBYTES = 4
+Words = npt.NDArray[np.float64]
+
+
+class Traffic:
+    """Words of 4 bytes and messages per rank and phase. What a rank keeps for itself is not traffic.
+
+    Collectives count as their usual algorithms move them: an all-to-all goes directly, an all-gather around the ring
+    (a rank passes on everything but its successor's own part), an all-reduce twice around it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._sent: dict[str, Words] = defaultdict(lambda: np.zeros(size))
+        self._received: dict[str, Words] = defaultdict(lambda: np.zeros(size))
+        self._messages: dict[str, Words] = defaultdict(lambda: np.zeros(size))
+
+    @property
+    def phases(self) -> list[str]:
+        """The phases seen so far, in order of their first message."""
+        return list(self._sent)
+
+    def sent(self, phases: Iterable[str] | None = None) -> Words:
+        """Words sent by each rank, in some phases or in all."""
+        return self._total(self._sent, phases)
+
+    def received(self, phases: Iterable[str] | None = None) -> Words:
+        """Words received by each rank."""
+        return self._total(self._received, phases)
+
+    def messages(self, phases: Iterable[str] | None = None) -> Words:
+        """Messages sent by each rank: what latency is paid for."""
+        return self._total(self._messages, phases)
+
+    def volume(self, phases: Iterable[str] | None = None) -> float:
+        """The words on the busiest side of the busiest rank: links are full duplex, so the larger of out and in."""
+        wanted = None if phases is None else list(phases)
+        return float(np.maximum(self.sent(wanted), self.received(wanted)).max(initial=0.0))
+
+    def imbalance(self, phases: Iterable[str] | None = None) -> float:
+        """The busiest rank's volume over the mean; 1 when all carry the same."""
+        wanted = None if phases is None else list(phases)
+        each = np.maximum(self.sent(wanted), self.received(wanted))
+        return float(each.max() / each.mean()) if each.any() else 1.0
+
+    def clear(self) -> None:
+        """Start counting anew."""
+        for table in (self._sent, self._received, self._messages):
+            table.clear()
+
+    def add_pairs(self, phase: str, nbytes: Words) -> None:
+        """Messages of ``nbytes[i, j]`` from rank i to rank j, sent directly."""
+        between = nbytes / WORD_NBYTES
+        np.fill_diagonal(between, 0.0)
+        self._sent[phase] += between.sum(axis=1)
+        self._received[phase] += between.sum(axis=0)
+        self._messages[phase] += (between > 0).sum(axis=1)
+
+    def add_ring_gather(self, phase: str, nbytes: Words) -> None:
+        """An all-gather around a ring of a part of ``nbytes[i]`` from each rank."""
+        words = nbytes / WORD_NBYTES
+        self._sent[phase] += words.sum() - np.roll(words, -1)
+        self._received[phase] += words.sum() - words
+        self._messages[phase] += self.size - 1
+
+    def add_ring_reduce(self, phase: str, nbytes: float) -> None:
+        """An all-reduce of ``nbytes`` around a ring."""
+        words = 2 * (nbytes / WORD_NBYTES) * (self.size - 1) / self.size
+        self._sent[phase] += words
+        self._received[phase] += words
+        self._messages[phase] += 2 * (self.size - 1)
+
+    @staticmethod
+    def _total(table: dict[str, Words], phases: Iterable[str] | None) -> Words:
+        chosen = [table[phase] for phase in (list(table) if phases is None else phases)]
+        return np.sum(chosen, axis=0) if chosen else np.zeros(0)

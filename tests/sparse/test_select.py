@@ -1,0 +1,161 @@
+"""Selection against loops over elements, slot by slot."""
+
+import struct
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.sparse import select
+from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.state import BucketState
+from anabranch.sparse.virtual import VirtualWork
+from anabranch.sparse.wire import FP32, wire_for
+
+
+def bits(value: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def value(word: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<i", word))[0])
+
+
+def naive_offer(
+    acc: list[float], threshold: float, bounds: list[int], capacity: int
+) -> tuple[list[list[list[int]]], list[int]]:
+    """Region by region, element by element."""
+    packed, counts = [], []
+    for low, high in pairwise(bounds):
+        passed = [[bits(acc[j]), j - low] for j in range(low, high) if abs(acc[j]) >= threshold and acc[j] != 0]
+        counts.append(len(passed))
+        packed.append((passed + [[0, -1]] * capacity)[:capacity])
+    return packed, counts
+
+
+floats = st.floats(-4, 4, width=32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), numel=st.integers(1, 30), ranks=st.integers(1, 5), capacity=st.integers(1, 8))
+def test_offer_is_the_loop(data: st.DataObject, numel: int, ranks: int, capacity: int) -> None:
+    gradient = torch.tensor(data.draw(st.lists(floats, min_size=numel, max_size=numel)))
+    residual = torch.tensor(data.draw(st.lists(floats, min_size=numel, max_size=numel)))
+    inner = sorted(data.draw(st.lists(st.integers(0, numel), min_size=ranks - 1, max_size=ranks - 1)))
+    threshold = data.draw(st.floats(0, 4, width=32))
+    old, total = residual.clone(), residual + gradient
+    found = select.offer(gradient, residual, torch.tensor(threshold), torch.tensor([0, *inner, numel]), capacity)
+    packed, counts = naive_offer(total.tolist(), threshold, [0, *inner, numel], capacity)
+    assert found.packed.tolist() == packed
+    assert found.counts.tolist() == counts
+    assert not bool(found.poison)
+    assert torch.equal(gradient, old)
+    assert torch.equal(residual, total)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), ranks=st.integers(1, 4), slots=st.integers(1, 6), capacity=st.integers(1, 6))
+def test_owner_adds_and_takes_like_the_loop(data: st.DataObject, ranks: int, slots: int, capacity: int) -> None:
+    width = 8
+    received, sums = [], [0.0] * width
+    for _ in range(ranks):
+        places = data.draw(st.lists(st.integers(0, width - 1), unique=True, max_size=slots))
+        values = data.draw(st.lists(st.integers(-8, 8), min_size=len(places), max_size=len(places)))
+        for place, number in zip(places, values, strict=True):
+            sums[place] += number
+        pairs = [[bits(float(v)), p] for v, p in zip(values, places, strict=True)]
+        received.append((pairs + [[0, -1]] * slots)[:slots])
+    threshold = data.draw(st.integers(0, 8))
+    buffer = torch.zeros(width)
+    packed = select.sums_at_owner(torch.tensor(received, dtype=torch.int32), buffer)
+    there = [[bits(s), place] for place, s in enumerate(sums) if s != 0]
+    assert packed.tolist() == there + [[0, -1]] * (ranks * slots - len(there))
+    assert not buffer.any()
+    taken = select.take(packed, torch.tensor(float(threshold)), capacity)
+    passed = [pair for pair in there if abs(value(pair[0])) >= threshold]
+    assert int(taken.passed) == len(passed)
+    assert taken.packed.tolist() == (passed + [[0, -1]] * capacity)[:capacity]
+    assert not taken.leftover.any()
+
+
+def test_a_rounded_sum_leaves_what_it_lost() -> None:
+    wire = wire_for("bf16", 2**20)
+    sums = torch.tensor([[bits(1.001), 3], [bits(-2.5), 9], [0, -1]], dtype=torch.int32)
+    taken = select.take(sums, torch.tensor(0.5), 2, wire)
+    arrived = taken.packed[:, 0].contiguous().view(torch.float32)
+    assert arrived.tolist() == [1.0, -2.5]
+    assert torch.equal(arrived + taken.leftover, torch.tensor([1.001, -2.5]))
+
+
+def finished(poisoned: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two regions of three; this rank offered places 0 and 4, and 4 and 5 are applied."""
+    gradient, residual = torch.tensor([0.5, 0, 0, 0, 0, 0]), torch.tensor([0.5, 1, 1, 0, 6, 1])
+    old = residual.clone()
+    bounds = torch.tensor([0, 3, 6])
+    offered = select.offer(gradient, residual, torch.tensor(2.0), bounds, 2)
+    gathered = torch.tensor([[[0, -1], [0, -1]], [[bits(12.0), 1], [bits(8.0), 2]]], dtype=torch.int32)
+    select.finish(gathered, offered.packed, gradient, residual, bounds, 2.0, torch.tensor(poisoned))
+    return gradient, residual, old
+
+
+def test_finish_applies_and_clears() -> None:
+    gradient, residual, _ = finished(False)
+    assert gradient.tolist() == [0, 0, 0, 0, 6, 4]
+    assert residual.tolist() == [1, 1, 1, 0, 0, 1]
+
+
+def test_finish_of_a_poisoned_step_undoes_it() -> None:
+    gradient, residual, old = finished(True)
+    assert bool(gradient.isnan().all())
+    assert torch.equal(residual, old)
+
+
+def test_an_average_too_small_for_float32_still_clears() -> None:
+    """Clearing looks at what was applied, not at what is left of it after the division."""
+    gradient, residual, bounds = torch.tensor([1e-45]), torch.zeros(1), torch.tensor([0, 1])
+    offered = select.offer(gradient, residual, torch.tensor(0.0), bounds, 1)
+    select.finish(offered.packed, offered.packed, gradient, residual, bounds, 8.0, torch.tensor(False))
+    assert gradient.item() == 0
+    assert residual.item() == 0
+
+
+class Nowhere:
+    """A group of four that sends nothing: for tensors without values."""
+
+    rank, size = 1, 4
+
+    def all_to_all(self, *args: object) -> dist.Work:
+        return VirtualWork()
+
+    all_gather = all_gather_uneven = all_reduce = all_to_all
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_the_fixed_exchange_never_asks_for_a_value(wire: Literal["fp32", "bf16"]) -> None:
+    """On the meta device a look at a value is an error."""
+    meta = torch.device("meta")
+    state = BucketState.of(torch.zeros(9000, device=meta), 4)
+    options = OkTopk(wire=wire, region_period=2)
+    for density in (0.01, 0.2, 1.0):
+        works = list(fixed_exchange(torch.zeros(9000, device=meta), state, Nowhere(), 4.0, density, options))
+        assert len(works) in (2, 3)
+    assert state.step == 3
+
+
+def test_nothing_in_the_fixed_path_asks_for_a_size() -> None:
+    """On the meta device a size that depends on data, or a look at a value, is an error."""
+    numel, ranks, capacity = 100, 4, 8
+    meta = torch.device("meta")
+    gradient, residual = torch.zeros(numel, device=meta), torch.zeros(numel, device=meta)
+    bounds, threshold = torch.zeros(ranks + 1, dtype=torch.int64, device=meta), torch.zeros((), device=meta)
+    offered = select.offer(gradient, residual, threshold, bounds, capacity, FP32)
+    sums = select.sums_at_owner(offered.packed, torch.zeros(50, device=meta))
+    taken = select.take(sums, threshold, capacity)
+    gathered = taken.packed.expand(ranks, capacity, 2)
+    select.finish(gathered, offered.packed, gradient, residual, bounds, 4.0, offered.poison)
+    select.keep_leftover(taken.packed, taken.leftover, residual, bounds[1], offered.poison)

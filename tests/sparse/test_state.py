@@ -1,0 +1,152 @@
+"""State: carried over by parameter name, exactly; saved and loaded bit by bit; conserved at another world size."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.state import SparseState
+from anabranch.sparse.virtual import VirtualWorld
+from sparse.worlds import EXCHANGES, gradients, step
+
+SIZES = {"a": 5, "b": 1, "c": 40, "d": 7, "e": 12}
+
+
+def filled() -> SparseState:
+    """Two buckets, each element its own number."""
+    state = SparseState(0, 2)
+    for names in (("a", "b", "c"), ("d", "e")):
+        bucket = state.bucket(names, [SIZES[name] for name in names])
+        bucket.residual.copy_(torch.randn(len(bucket.residual)))
+        bucket.step, bucket.fresh = 17, False
+    return state
+
+
+@settings(max_examples=50, deadline=None)
+@given(order=st.permutations(list(SIZES)), cuts=st.sets(st.integers(1, 4)))
+def test_another_plan_carries_residuals_over_by_name(order: list[str], cuts: set[int]) -> None:
+    state = filled()
+    before = {name: piece.clone() for name, piece in state.residuals().items()}
+    edges = [0, *sorted(cuts), len(order)]
+    for low, high in pairwise(edges):
+        names = order[low:high]
+        bucket = state.bucket(names, [SIZES[name] for name in names])
+        assert torch.equal(bucket.residual, torch.cat([before[name] for name in names]))
+        assert bucket.step == 17, "schedules go on"
+    assert all(torch.equal(piece, before[name]) for name, piece in state.residuals().items())
+
+
+def test_the_same_bucket_is_the_same_state() -> None:
+    state = filled()
+    assert state.bucket(["d", "e"], [7, 12]) is state.bucket(("d", "e"), (7, 12))
+    assert not state.bucket(["d", "e"], [7, 12]).fresh
+    assert state.bucket(["e", "d"], [12, 7]).fresh
+
+
+def test_what_is_sent_dense_for_a_while_waits() -> None:
+    state = filled()
+    before = state.residuals()["a"].clone()
+    state.bucket(["b", "c"], [1, 40])
+    assert torch.equal(state.residuals()["a"], before)
+    assert torch.equal(state.bucket(["a"], [5]).residual, before)
+
+
+def test_two_models_share_nothing() -> None:
+    one, other = filled(), SparseState(0, 2)
+    assert not other.bucket(["a", "b", "c"], [5, 1, 40]).residual.any()
+    assert one.residuals()["a"].any()
+
+
+def through_a_file(state: dict[str, Any], folder: Any) -> dict[str, Any]:
+    torch.save(state, folder / "state")
+    loaded: dict[str, Any] = torch.load(folder / "state", weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["exact", "fixed", "fixed bf16"])
+def test_resuming_is_bit_exact(name: str, tmp_path: Any) -> None:
+    world, numels = VirtualWorld(3), (400, 200)
+    kept = [SparseState(rank, 3) for rank in range(3)]
+
+    def train(states: list[SparseState], first: int, last: int) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        for number in range(first, last):
+            made = gradients(3, 600, number)
+            step(EXCHANGES[name], made, [s.bucket(("x", "y"), numels) for s in states], world, 0.02)
+        return [*made, *(s.bucket(("x", "y"), numels).residual for s in states)]
+
+    train(kept, 0, 5)
+    resumed = [SparseState(rank, 3) for rank in range(3)]
+    for state, old in zip(resumed, kept, strict=True):
+        state.load_state_dict(through_a_file(old.state_dict(), tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(train(kept, 5, 9), train(resumed, 5, 9), strict=True))
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (4, 3), (2, 4), (3, 1), (1, 3)])
+def test_another_world_size_conserves_the_sum(old: int, new: int) -> None:
+    before = [SparseState(rank, old) for rank in range(old)]
+    for state in before:
+        state.bucket(["a", "c"], [5, 40]).residual.copy_(torch.randint(-99, 99, (45,)).float())
+        state.bucket(["a", "c"], [5, 40]).step = 9
+    after = [SparseState(rank, new) for rank in range(new)]
+    for state in after:
+        state.load_state_dict(*(s.state_dict() for s in before))
+        assert state.bucket(["c", "a"], [40, 5]).fresh
+        assert state.bucket(["c", "a"], [40, 5]).step == 9
+    for name in ("a", "c"):
+        total = torch.stack([s.residuals()[name] for s in before]).sum(0)
+        assert torch.equal(torch.stack([s.residuals()[name] for s in after]).sum(0), total)
+    if new > old:
+        assert not after[-1].residuals()["a"].any()
+
+
+def test_bad_states_are_refused() -> None:
+    saved = filled().state_dict()
+    with pytest.raises(ValueError, match="give its own"):
+        SparseState(1, 2).load_state_dict(saved)
+    with pytest.raises(ValueError, match="all ranks"):
+        SparseState(0, 3).load_state_dict(saved)
+    with pytest.raises(ValueError, match="version 9"):
+        SparseState(0, 2).load_state_dict({**saved, "version": 9})
+    with pytest.raises(ValueError, match="worlds of"):
+        SparseState(0, 2).load_state_dict(saved, {**saved, "world_size": 3})
+    with pytest.raises(ValueError, match="distinct"):
+        filled().bucket(["a", "a"], [5, 5])
+    with pytest.raises(ValueError, match="elements"):
+        filled().bucket(["a", "b", "c"], [5, 1, 41])
+    with pytest.raises(ValueError, match="parameter a has 6"):
+        filled().bucket(["a"], [6])
+
+
+def test_settings() -> None:
+    options = OkTopk(density=0.01, warmup_steps=10, start_density=0.25, decay_steps=100)
+    assert options.density_at(9, 0.01) == 1.0
+    assert options.density_at(10, 0.01) == 0.25
+    assert options.density_at(60, 0.01) == pytest.approx(0.05)
+    assert options.density_at(110, 0.01) == options.density_at(9999, 0.01) == 0.01
+    assert OkTopk(warmup_steps=0).density_at(0, 0.03) == 0.03
+    bad: list[dict[str, Any]] = [
+        {"density": 0.0},
+        {"density": 2},
+        {"start_density": -1},
+        {"wire": "fp8"},
+        {"region_period": 0},
+    ]
+    for wrong in bad:
+        with pytest.raises(ValueError, match="OkTopk"):
+            OkTopk(**wrong)
+    with pytest.raises(ValueError, match="capacity_factor"):
+        OkTopk(capacity_factor=0.5)
+
+
+def test_falling_density_goes_on_conserving() -> None:
+    world, states = VirtualWorld(2), [SparseState(rank, 2) for rank in range(2)]
+    for number, density in enumerate((1.0, 0.3, 0.1, 0.02)):
+        made = gradients(2, 300, number)
+        step(fixed_exchange, made, [s.bucket(["w"], [300]) for s in states], world, density)
+        assert int((made[0] != 0).sum()) <= round(1.3 * density * 300) + 2

@@ -1,0 +1,81 @@
+"""Gradients as training gives them, one step of many virtual ranks, and the conservation that every step must keep."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from anabranch.sparse.exact import exact_exchange
+from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.rivals import RIVALS, Exchange
+from anabranch.sparse.state import BucketState
+from anabranch.sparse.virtual import VirtualWorld
+
+SOON = OkTopk(threshold_period=3, region_period=2)  # so that few steps see refreshes and steps without
+EXCHANGES: dict[str, Exchange] = {
+    "exact": partial(exact_exchange, options=SOON),
+    "exact bf16": partial(exact_exchange, options=OkTopk(threshold_period=3, region_period=2, wire="bf16")),
+    "fixed": partial(fixed_exchange, options=SOON),
+    "fixed bf16": partial(fixed_exchange, options=OkTopk(region_period=2, wire="bf16")),
+    "fixed in order": partial(fixed_exchange, options=OkTopk(region_period=2, deterministic=True)),
+    "fixed and roomy": partial(fixed_exchange, options=OkTopk(region_period=2, capacity_factor=3.0)),
+    **RIVALS,
+}
+OK_TOPK = [name for name in EXCHANGES if name not in RIVALS]
+WHOLE = [name for name in OK_TOPK if "bf16" not in name]
+
+Gradients = list[torch.Tensor]
+
+
+def gradients(ranks: int, numel: int, seed: int, scale: float = 1.0) -> Gradients:
+    """Heavy-tailed and correlated: coordinates of very different size, a common signal, noise of each rank's own."""
+    chance = torch.Generator().manual_seed(seed)
+    size = (1.5 * torch.randn(numel, generator=torch.Generator().manual_seed(numel))).exp() * scale
+    signal = torch.randn(numel, generator=chance)
+    return [size * (0.5 * signal + torch.randn(numel, generator=chance)) for _ in range(ranks)]
+
+
+def states(ranks: int, numel: int) -> list[BucketState]:
+    """A fresh bucket on every rank."""
+    return [BucketState.of(torch.zeros(numel), ranks) for _ in range(ranks)]
+
+
+def step(
+    exchange: Exchange, given: Gradients, held: Sequence[BucketState], world: VirtualWorld, density: float
+) -> None:
+    """One step of all ranks; every rank's gradient becomes the average."""
+    world.run(
+        [
+            exchange(gradient, state, comm, float(world.size), density)
+            for gradient, state, comm in zip(given, held, world.comms, strict=True)
+        ]
+    )
+
+
+def check_step(
+    exchange: Exchange, given: Gradients, held: Sequence[BucketState], world: VirtualWorld, density: float
+) -> None:
+    """A step that ends with the same bits everywhere and loses nothing, element by element."""
+    accumulated = [gradient + state.residual for gradient, state in zip(given, held, strict=True)]
+    step(exchange, given, held, world, density)
+    for gradient in given:
+        assert torch.equal(gradient.view(torch.int32), given[0].view(torch.int32)), "ranks must end with the same bits"
+    total = sum((a.double() for a in accumulated), torch.zeros(len(given[0]), dtype=torch.float64))
+    size = sum((a.double().abs() for a in accumulated), torch.zeros_like(total))
+    applied = given[0].double() * world.size
+    waiting = sum((state.residual.double() for state in held), torch.zeros_like(total))
+    # float32 sums of at most P values, one division, one product: each rounds once
+    allowed = 2.0**-24 * (world.size + 3) * size + 1e-44 * world.size
+    lost = (total - applied - waiting).abs()
+    assert bool((lost <= allowed).all()), f"lost up to {float((lost / size.clamp(min=1e-30)).max()):.2e} of an element"
+
+
+def check_steps(
+    exchange: Exchange, ranks: int, numel: int, density: float, count: int, make: Callable[[int], Gradients]
+) -> list[BucketState]:
+    """Several such steps from nothing; the states after them."""
+    held, world = states(ranks, numel), VirtualWorld(ranks)
+    for number in range(count):
+        check_step(exchange, make(number), held, world, density)
+    return held
