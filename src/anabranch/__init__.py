@@ -31,6 +31,7 @@ from anabranch.version import __version__
 
 if _TYPE_CHECKING:
     from anabranch.runtime.parallel import DataParallel
+    from anabranch.sparse.options import OkTopk
 
 __all__ = [
     "AlphaBeta",
@@ -46,6 +47,7 @@ __all__ = [
     "LabError",
     "Network",
     "NetworkError",
+    "OkTopk",
     "Plan",
     "PlanError",
     "Span",
@@ -68,4 +70,8 @@ def __getattr__(name: str) -> _Any:
         from anabranch.runtime.parallel import DataParallel
 
         return DataParallel
+    if name == "OkTopk":
+        from anabranch.sparse.options import OkTopk
+
+        return OkTopk
     raise AttributeError(f"module 'anabranch' has no attribute {name!r}")

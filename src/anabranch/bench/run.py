@@ -16,8 +16,11 @@ from anabranch.bench.contestants import AUTO, COMPUTE, DDP, OPTIONS, Contestant,
 from anabranch.bench.race import race
 from anabranch.bench.subject import Subject
 from anabranch.report.benchmark import Benchmark, Row
+from anabranch.runtime.dense import COLLECTIVES
 from anabranch.runtime.parallel import DataParallel
 from anabranch.runtime.zoo import Step
+from anabranch.sparse.collectives import KIND
+from anabranch.sparse.options import OkTopk
 from anabranch.version import __version__
 
 MOST_STEPS = 1000  # for DataParallel to choose: it takes about a hundred
@@ -46,7 +49,8 @@ def run(subject: Subject, settings: Settings, say: Callable[[str], None]) -> Ben
     network = auto.network
     for wire, parallel, _ in packed:  # each has measured, and corrected by its own steps, what its wire costs
         assert parallel.network is not None
-        network = replace(network, curves={**network.curves, wire: parallel.network.curve(wire)}, model=None)
+        if wire in COLLECTIVES:  # any plan can use it
+            network = replace(network, curves={**network.curves, wire: parallel.network.curve(wire)}, model=None)
     model, step = subject.build()
     nccl = "nccl" in dist.get_backend()
     field = [
@@ -85,10 +89,20 @@ def wire_s(nbytes: int, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * nbytes * 8 / rate_bit_s if rate_bit_s else 0.0
 
 
+def compression(wire: str | None) -> str | OkTopk | None:
+    """What --compress means: "bf16", "oktopk" (as dense as is hidden) or "oktopk:0.01"; nothing is trained here."""
+    if wire is None or wire in COLLECTIVES:
+        return wire
+    name, _, density = wire.partition(":")
+    if name != KIND:
+        raise ValueError(f"--compress is {wire!r}: expected bf16, {KIND}, or {KIND}:0.01")
+    return OkTopk(density=float(density) if density else "auto", warmup_steps=0)
+
+
 def _chosen(subject: Subject, settings: Settings, wire: str | None) -> tuple[DataParallel, Step]:
     """A DataParallel that has made its choice, on a model of its own."""
     model, step = subject.build()
-    parallel = DataParallel(model, compress=wire, profile_steps=settings.profile_steps, **OPTIONS)
+    parallel = DataParallel(model, compress=compression(wire), profile_steps=settings.profile_steps, **OPTIONS)
     for _ in range(MOST_STEPS):
         step(parallel)
         if parallel.timeline is not None:  # of what it has chosen

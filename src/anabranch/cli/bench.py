@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from anabranch.bench.subject import Subject
     from anabranch.report.plot import Format
 
-COMPRESSIONS = ("bf16",)
 HOW = "anabranch lab --hosts 4 --rate 10gbit -- anabranch bench --trace resnet50, or torchrun with -m anabranch bench"
 
 ModelOption = Annotated[
@@ -43,7 +42,8 @@ ProfileOption = Annotated[int, typer.Option(min=1, help="Steps of each of DataPa
 SizesOption = Annotated[str, typer.Option(metavar="MIB,...", help="Bucket sizes to try with DDP.")]
 LanesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of lanes to plan for.")]
 WireOption = Annotated[
-    list[str] | None, typer.Option(help="Also let DataParallel choose with this on the wire: bf16; may be repeated.")
+    list[str] | None,
+    typer.Option(help="Also let DataParallel choose with this: bf16, oktopk, oktopk:0.01; may be repeated."),
 ]
 OnlyOption = Annotated[
     list[str] | None,
@@ -80,12 +80,14 @@ def bench(
     check_free([report, plot], force)
     _check_folders([report, plot])
     form = plot_format(plot)
-    sizes, counts, wires = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes), _wires(compress)
+    sizes, counts, wires = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes), list(dict.fromkeys(compress or ()))
     traces = [(text, specs.trace(text)) for text in trace or ()]
 
-    from anabranch.bench.run import Settings
+    from anabranch.bench.run import Settings, compression
     from anabranch.bench.subject import from_trace, from_zoo
 
+    for wire in wires:
+        compression(wire)  # refuses what it does not know
     steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
     settings = Settings(*steps, sizes, counts, wires, only or ())
     device = join(backend, on_gpu=bool(model))
@@ -144,13 +146,6 @@ def _check_folders(paths: Sequence[Path | None]) -> None:
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path.absolute().parent}: no such folder, expected one for {path.name}")
-
-
-def _wires(compress: Sequence[str] | None) -> list[str]:
-    wanted = list(dict.fromkeys(compress or ()))
-    if unknown := [wire for wire in wanted if wire not in COMPRESSIONS]:
-        raise ValueError(f"--compress is {unknown[0]!r}: expected {', '.join(COMPRESSIONS)}")
-    return wanted
 
 
 def _numbers(option: str, text: str) -> list[float]:

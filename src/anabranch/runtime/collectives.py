@@ -27,6 +27,10 @@ class Collectives(Protocol):
         """Whether a bucket may name this."""
         ...
 
+    def aside(self, kind: str) -> bool:
+        """Whether it computes before it sends, so that on a GPU it should begin on a stream of its own."""
+        ...
+
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         """The exchange of one bucket in this step."""
         ...
@@ -59,6 +63,10 @@ class Plain:
     def runs(self, kind: str) -> bool:
         """See ``Collectives``."""
         return kind in COLLECTIVES
+
+    def aside(self, kind: str) -> bool:  # noqa: ARG002
+        """None does."""
+        return False
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         """See ``Collectives``."""

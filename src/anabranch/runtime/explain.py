@@ -42,7 +42,7 @@ def explanation(pilot: "Pilot") -> str:
     if pilot.trials:
         lines += ["", *_trials(pilot)]
     if pilot.live.plan is not None:
-        lines += ["", *_buckets(pilot.live.plan, trace)]
+        lines += ["", *_buckets(pilot.live.plan, trace), *pilot.collectives.words()]
     return "\n".join(lines)
 
 
@@ -94,11 +94,11 @@ def _trials(pilot: "Pilot") -> list[str]:
 
 def _buckets(plan: Plan, trace: Trace | None) -> list[str]:
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
-    lines = [f"Plan {plan.fingerprint[:12]}:", "  # lane by          MiB gradients ready, ms last gradient"]
+    lines = [f"Plan {plan.fingerprint[:12]}:", "  # lane by               MiB gradients ready, ms last gradient"]
     for index, bucket in enumerate(plan.buckets):
         members = [tensors[name] for name in bucket.names if name in tensors]
         mib = f"{sum(tensor.nbytes for tensor in members) / MIB:8.3f}" if members else f"{'-':>8}"
         ready = f"{max(tensor.ready_s for tensor in members) * 1e3:9.2f}" if members else f"{'-':>9}"
-        route = f"{index:3d} {bucket.lane:4d} {bucket.collective:6s}"
+        route = f"{index:3d} {bucket.lane:4d} {bucket.collective:11s}"
         lines.append(f"{route} {mib} {len(bucket.names):9d} {ready} {bucket.names[-1]}")
     return lines

@@ -49,7 +49,8 @@ class PlanHook:
             f"bucket {index} of {len(self.plan)} ({len(planned.names)} gradients to {planned.names[-1]}, "
             f"{planned.collective} on lane {planned.lane})"
         )
-        future = lane.submit(Message(steps, buffer, label, self._marker(index)))
+        aside = self._collectives.aside(planned.collective)
+        future = lane.submit(Message(steps, buffer, label, self._marker(index), aside))
         if self._next == 0:
             self._after_last(self._lanes[0])
         return future

@@ -31,13 +31,14 @@ class Message(NamedTuple):
     """A collective to run: its steps, the tensor that will hold its result, what to call it in errors, whom to tell.
 
     ``on_end`` gets the works of the collective: when they are done on a host lane, when they are issued on a stream
-    lane.
+    lane. ``aside``: it computes before it sends, which on a stream lane is done beside the caller's own computation.
     """
 
     steps: Steps
     result: torch.Tensor
     label: str
     on_end: Callable[[list[dist.Work]], None] | None = None
+    aside: bool = False
 
 
 class Lane(Protocol):
@@ -131,9 +132,12 @@ class StreamLane:
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
         """See ``Lane``."""
-        works = [next(message.steps)]
+        works = [] if message.aside else [next(message.steps)]
+        if message.aside:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            works[0].wait()  # orders the stream; the host goes on
+            for work in works:
+                work.wait()  # orders the stream; the host goes on
             for work in message.steps:
                 works.append(work)
                 work.wait()

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -19,9 +20,11 @@ from anabranch.runtime.collectives import Collectives, Plain
 from anabranch.runtime.dense import COLLECTIVES
 from anabranch.runtime.explain import explanation
 from anabranch.runtime.lanes import same_ranks
-from anabranch.runtime.layout import unwrap
+from anabranch.runtime.layout import reduced_parameters, unwrap
 from anabranch.runtime.pilot import Pilot
 from anabranch.runtime.wishes import Planner, Wishes, model_described
+from anabranch.sparse.collectives import SparseCollectives
+from anabranch.sparse.options import OkTopk
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
 
@@ -41,7 +44,8 @@ class DataParallel(DistributedDataParallel):
     planner: a name from ``anabranch.planners`` or a function (trace, network) -> Plan.
     plan: run this plan, whatever comes of it. network: use this instead of measuring.
     lanes: at most so many simultaneous messages; None tries two where the measurement says that they pay.
-    compress: "bf16" sends bfloat16 and adds in float32, where that is faster. profile_steps: per trial; 0 never plans.
+    compress: "bf16" sends bfloat16 and adds in float32, OkTopk(...) sends the largest values and keeps the rest for
+    later steps; each only where that is faster. profile_steps: per trial; 0 never plans.
     """
 
     _pilot: Pilot | None = None  # DDP's constructor may register a comm hook before ours is through
@@ -57,13 +61,12 @@ class DataParallel(DistributedDataParallel):
         plan: Plan | None = None,
         network: Network | None = None,
         lanes: int | None = None,
-        compress: str | None = None,
+        compress: str | OkTopk | None = None,
         profile_steps: int = 10,
         **options: Any,
     ) -> None:
-        collectives = _collectives(compress)
-        kinds, dense_names = tuple(collectives.kinds), collectives.dense_names
-        wishes = Wishes(planner, plan, network, lanes, profile_steps, kinds, dense_names)
+        _check(compress)
+        wishes = Wishes(planner, plan, network, lanes, profile_steps)
         given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
         mesh = given.get("device_mesh")
         group = mesh.get_group(mesh_dim=0) if mesh is not None else given.get("process_group") or dist.group.WORLD
@@ -77,6 +80,8 @@ class DataParallel(DistributedDataParallel):
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # else DDP moves the inputs
         if not self._idle:
+            collectives = self._collectives(compress)
+            wishes = replace(wishes, kinds=tuple(collectives.kinds), dense_names=collectives.dense_names)
             wishes.check_fits(self, collectives)
             control = same_ranks(self.process_group, "gloo", "anabranch control")
             self._pilot = Pilot(self, wishes, control, collectives)
@@ -95,6 +100,12 @@ class DataParallel(DistributedDataParallel):
         if used := [name for name in OWN_WAYS if given.get(name)]:
             return f"DDP's {used[0]} arranges communication its own way"
         return ""
+
+    def _collectives(self, compress: str | OkTopk | None) -> Collectives:
+        """What buckets can name, by what the user asked for."""
+        if isinstance(compress, OkTopk):
+            return SparseCollectives(compress, reduced_parameters(self), self.process_group)
+        return Plain(compress)
 
     # What came out of it.
 
@@ -124,6 +135,15 @@ class DataParallel(DistributedDataParallel):
             return f"No plan: {self._idle}. Gradients travel as under DistributedDataParallel."
         join = "\nInside join() nothing is planned: ranks that have run out of inputs could take no part in it."
         return explanation(self._pilot) + (join if self._inside_join() else "")
+
+    def comm_state_dict(self) -> dict[str, Any]:
+        """What this rank must keep in a checkpoint beside the model: gradients that wait to be sent; {} if none do."""
+        return self._pilot.collectives.state_dict() if self._pilot is not None else {}
+
+    def load_comm_state_dict(self, *states: Any) -> None:
+        """Take over what ``comm_state_dict`` gave on this rank; on all ranks, if the number of ranks has changed."""
+        if self._pilot is not None:
+            self._pilot.collectives.load_state_dict(*states)
 
     def replan(self) -> None:
         """Profile, measure and plan again soon: within the next 20 steps after rank 0 has called it."""
@@ -240,8 +260,6 @@ def _release(pilot: Pilot, control: dist.ProcessGroup) -> None:
             dist.destroy_process_group(control)
 
 
-def _collectives(compress: str | None) -> Collectives:
-    """What buckets can name, by what the user asked for."""
-    if compress is None or compress in COMPRESSIONS:
-        return Plain(compress)
-    raise ValueError(f"compress is {compress!r}: expected one of {', '.join(COMPRESSIONS)}, or None")
+def _check(compress: object) -> None:
+    if compress is not None and not isinstance(compress, OkTopk) and compress not in COMPRESSIONS:
+        raise ValueError(f"compress is {compress!r}: expected one of {', '.join(COMPRESSIONS)}, OkTopk(...), or None")

@@ -152,13 +152,17 @@ class Pilot:
                 self.trials.append((yield from self._try(label, plan)))
 
     def _change_to(self, plan: Plan | None) -> Course:
-        """Another layout from the next step on, and time for it to settle; what waits is sent by the old one."""
+        """Another layout soon, and time for it to settle."""
+        yield from self._turn_to(plan)
+        yield from self._steps(SETTLE_STEPS)
+
+    def _turn_to(self, plan: Plan | None) -> Course:
+        """Another layout from the next step on, once what waits has been sent by the old one."""
         if self.live.plan is not None and self.live.plan != plan and self._wishes.kinds:
             self.collectives.flushing = True
             yield
             self.collectives.flushing = False
         self.live.want(plan)
-        yield from self._steps(SETTLE_STEPS)
 
     def _refine(self, several_lanes: bool) -> bool:
         """Correct what was measured (not what was given) by what the buckets of such trials took; whether it was."""
@@ -256,8 +260,8 @@ class Pilot:
             self.trials = [stock, *(again if trial is best else trial for trial in self.trials[1:])]
             best = again if self._winner([stock, again]) == 1 else stock
             reason = f"{again.label} was not clearly faster when tried again"
+        yield from self._turn_to(best.plan)
         self.kept = best
-        self.live.want(best.plan)
         self.stage = f"running DDP's own buckets: {reason}" if best.plan is None else f"running {best.label}"
         if dist.get_rank(self._control) == 0:
             tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in self.trials)

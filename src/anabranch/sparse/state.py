@@ -102,6 +102,10 @@ class SparseState:
             )
         return self._buckets[key]
 
+    def buckets(self) -> list[BucketState]:
+        """Those of the last steps."""
+        return list(self._buckets.values())
+
     def residuals(self) -> dict[str, torch.Tensor]:
         """What has not been sent, by parameter; views of the live tensors."""
         found = dict(self._loose)

@@ -1,0 +1,235 @@
+"""DataParallel with Ok-Topk: nothing is lost, ranks agree, states survive, and it is kept only where it is faster."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import anabranch as ab
+from anabranch.runtime import pilot
+from anabranch.sparse.collectives import LADDER, kind_of
+from ranks import on_ranks
+
+from .twins import stage
+
+ROWS, COLUMNS = 40, 25
+
+
+class Told(nn.Module):
+    """Weights whose gradient is the input, and a vector whose gradient is ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        self.second = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        self.bias = nn.Parameter(torch.zeros(COLUMNS))
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (self.first * one).sum() + (self.second * other).sum() + self.bias.sum()
+
+
+def gradients(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    wild = [torch.randn(ROWS, COLUMNS, generator=generator) ** 3 for _ in range(2)]
+    return wild[0], wild[1]
+
+
+def two_buckets(density: float) -> ab.Plan:
+    kind = f"oktopk:{density:g}"
+    return ab.Plan((ab.Bucket(("second", "first"), collective=kind), ab.Bucket(("bias",))))
+
+
+def sparse_steps(rank: int, wire: str, steps: int) -> dict[str, Any]:
+    """Sums over all steps of what was computed here and of what was applied, and what waits at the end."""
+    model = Told()
+    options = ab.OkTopk(density=0.1, wire=wire)  # type: ignore[arg-type]
+    parallel = ab.DataParallel(model, plan=two_buckets(0.1), compress=options, profile_steps=0)
+    computed, applied = torch.zeros(2, ROWS, COLUMNS), torch.zeros(2, ROWS, COLUMNS)
+    shares = []
+    for step in range(steps):
+        model.zero_grad()
+        inputs = gradients(step, rank)
+        parallel(*inputs).backward()
+        grads = [model.first.grad, model.second.grad]
+        assert grads[0] is not None and grads[1] is not None and model.bias.grad is not None
+        computed += torch.stack(inputs)
+        applied += torch.stack([g for g in grads if g is not None]).detach()
+        shares.append(float((torch.stack([g for g in grads if g is not None]) != 0).float().mean()))
+        torch.testing.assert_close(model.bias.grad, torch.ones(COLUMNS))
+    waiting = parallel.comm_state_dict()["residuals"]
+    found = {
+        "computed": computed,
+        "applied": applied,
+        "waiting": torch.stack([waiting["first"].view(ROWS, COLUMNS), waiting["second"].view(ROWS, COLUMNS)]),
+        "shares": shares,
+        "explained": parallel.explain(),
+    }
+    parallel.close()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "wire"), [(2, "fp32"), (3, "bf16")])
+def test_what_was_computed_is_what_was_applied_and_what_waits(ranks: int, wire: str) -> None:
+    told = on_ranks(sparse_steps, ranks, wire, 12)
+    assert all(torch.equal(one["applied"], told[0]["applied"]) for one in told)
+    computed = sum(one["computed"].double() for one in told)
+    accounted = ranks * told[0]["applied"].double() + sum(one["waiting"].double() for one in told)
+    torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
+    assert all(share < 0.2 for share in told[0]["shares"][5:])  # while the first steps ran DDP's own buckets
+    assert "oktopk:0.1" in told[0]["explained"] and "sparse bucket to first" in told[0]["explained"]
+
+
+def course(rank: int, density: float | str, margin_stage: str) -> dict[str, Any]:
+    """From profiling to the choice, with nothing lost on the way."""
+    model = Told()
+    computed, applied = torch.zeros(2, ROWS, COLUMNS), torch.zeros(2, ROWS, COLUMNS)
+    options = ab.OkTopk(density=density, warmup_steps=6)  # type: ignore[arg-type]
+    kinds = set()
+    # Where bytes cost so much, sparse is worth trying even on buckets of some kilobytes.
+    sparse = [density] if isinstance(density, float) else LADDER
+    curves = {kind_of(d): ab.Curve.linear(1e-3, 1e-6 * d) for d in sparse}
+    network = ab.Network(2, {"dense": ab.Curve.linear(1e-3, 1e-6), **curves})
+    with stage(margin_stage):
+        parallel = ab.DataParallel(model, compress=options, network=network, profile_steps=2)
+        for step in range(200):
+            model.zero_grad()
+            inputs = gradients(step, rank)
+            parallel(*inputs).backward()
+            assert model.first.grad is not None and model.second.grad is not None
+            computed += torch.stack(inputs)
+            applied += torch.stack([model.first.grad, model.second.grad])
+            if parallel.plan is not None:
+                kinds |= {bucket.collective for bucket in parallel.plan.buckets}
+            if parallel.timeline is not None:
+                break
+        residuals = parallel.comm_state_dict()["residuals"]
+        waiting = torch.zeros(2, ROWS, COLUMNS)
+        for index, name in enumerate(("first", "second")):
+            if name in residuals:
+                waiting[index] = residuals[name].view(ROWS, COLUMNS)
+        explained, steps = parallel.explain(), step
+        parallel.close()
+    return {"computed": computed, "applied": applied, "waiting": waiting, "explained": explained,
+            "kinds": sorted(kinds), "steps": steps}  # fmt: skip
+
+
+@pytest.mark.parametrize(("density", "end"), [(0.05, "goes back"), ("auto", "goes back"), (0.05, "keeps the plan")])
+def test_the_whole_course_loses_nothing(density: float | str, end: str) -> None:
+    told = on_ranks(course, 2, density, end, timeout_s=100.0)
+    computed = sum(one["computed"].double() for one in told)
+    accounted = 2 * told[0]["applied"].double() + sum(one["waiting"].double() for one in told)
+    torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
+    assert told[0]["kinds"] == told[1]["kinds"]
+    assert any(kind.startswith("oktopk") for kind in told[0]["kinds"])
+    if end == "goes back":  # and sends all that waits before it goes
+        assert "running DDP's own buckets" in told[0]["explained"]
+        assert all(not one["waiting"].any() for one in told)
+
+
+def lost_when_confirmed(rank: int) -> dict[str, Any]:
+    """The sparse plan wins its trial and loses the second one, in which it is the last to run."""
+    verdicts = iter([1, 0])
+    pilot.Pilot._winner = lambda self, trials: next(verdicts)  # type: ignore[method-assign]
+    return course(rank, 0.05, "goes back")
+
+
+def test_a_plan_that_loses_at_last_leaves_nothing_waiting() -> None:
+    told = on_ranks(lost_when_confirmed, 2, timeout_s=100.0)
+    computed = sum(one["computed"].double() for one in told)
+    torch.testing.assert_close(2 * told[0]["applied"].double(), computed, rtol=1e-4, atol=1e-4)
+    assert "was not clearly faster when tried again" in told[0]["explained"]
+
+
+def wrong_settings(rank: int) -> str:
+    try:
+        ab.DataParallel(Told(), compress=ab.OkTopk(density=0.1 if rank == 0 else 0.2))
+    except ab.DisagreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_wish_other_densities_are_told() -> None:
+    for message in on_ranks(wrong_settings, 2):
+        assert "density=0.1" in message and "density=0.2" in message
+
+
+def poisoned(rank: int) -> dict[str, Any]:
+    model = Told()
+    parallel = ab.DataParallel(model, plan=two_buckets(0.1), compress=ab.OkTopk(density=0.1), profile_steps=0)
+    before: dict[str, torch.Tensor] = {}
+    for step in range(10):
+        model.zero_grad()
+        one, other = gradients(step, rank)
+        if step == 9:
+            before = parallel.comm_state_dict()["residuals"]
+            if rank == 1:
+                one[3, 4] = float("inf")
+        parallel(one, other).backward()
+    after = parallel.comm_state_dict()["residuals"]
+    assert model.first.grad is not None
+    parallel.close()
+    return {"grad": model.first.grad, "same": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def test_a_gradient_that_is_not_finite_reaches_every_rank_and_no_residual() -> None:
+    for told in on_ranks(poisoned, 2):
+        assert not torch.isfinite(told["grad"]).any() and told["same"]
+
+
+def resumed(rank: int, cut: int | None) -> torch.Tensor:
+    """The sum of applied gradients over 14 steps; with ``cut``, a fresh wrapper takes over after so many."""
+
+    def fresh() -> tuple[Told, ab.DataParallel]:
+        model = Told()
+        options = ab.OkTopk(density=0.1, deterministic=True)
+        return model, ab.DataParallel(model, plan=two_buckets(0.1), compress=options, profile_steps=0)
+
+    pilot.SETTLE_STEPS = 0  # the plan from the first step on, in the resumed run as in the other
+    model, parallel = fresh()
+    applied = torch.zeros(ROWS, COLUMNS)
+    for step in range(14):
+        if step == cut:
+            kept = parallel.comm_state_dict()
+            parallel.close()
+            model, parallel = fresh()
+            parallel.load_comm_state_dict(kept)
+        model.zero_grad()
+        parallel(*gradients(step, rank)).backward()
+        assert model.first.grad is not None
+        applied += model.first.grad if cut is None or step >= cut else 0 * model.first.grad
+        if cut is None and step < 8:
+            applied.zero_()
+    parallel.close()
+    return applied
+
+
+def test_resuming_with_its_state_is_bit_exact() -> None:
+    whole, cut = on_ranks(resumed, 2, None), on_ranks(resumed, 2, 8)
+    assert torch.equal(whole[0], cut[0]) and torch.equal(whole[1], cut[1]) and whole[0].abs().sum() > 0
+
+
+def no_state_without_compression(rank: int) -> str:
+    parallel = ab.DataParallel(Told())
+    assert parallel.comm_state_dict() == {}
+    parallel.load_comm_state_dict({})
+    try:
+        parallel.load_comm_state_dict({"version": 1})
+    except ValueError as error:
+        return str(error)
+    finally:
+        parallel.close()
+    return "no error"
+
+
+def test_state_of_a_compression_needs_the_compression() -> None:
+    assert all("compress=" in message for message in on_ranks(no_state_without_compression, 2))
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(ValueError, match="OkTopk"):
+        ab.OkTopk(density=0.0)
+    with pytest.raises(ValueError, match="compress is 'zip': expected one of bf16, OkTopk"):
+        ab.DataParallel(Told(), compress="zip")
+    assert not dist.is_initialized()
