@@ -82,3 +82,8 @@ def test_programs_learn_backend_and_slowest_rate() -> None:
     told = variables(cluster, HOSTS[0], HOSTS[0], 29500, "x")
     assert told["ANABRANCH_LAB_BACKEND"] == "gloo" and told["ANABRANCH_LAB_BIT_S"] == "1000000000"
     assert variables(Cluster([None]), HOSTS[0], HOSTS[0], 29500, "x")["ANABRANCH_LAB_BIT_S"] == "0"
+
+
+def test_what_another_torchrun_has_said_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in variables(Cluster([1e9]), HOSTS[0], HOSTS[0], 29500, "x")

@@ -68,8 +68,18 @@ def test_a_kernel_without_the_shaper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_namespaces
 def test_a_kernel_without_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "_plug", refuse)
+    def without_bridges(*arguments: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(hosts, "_plug", without_bridges)
     assert "bridge and veth" in missing(Cluster([1e9]))
+
+
+@needs_namespaces
+def test_namespaces_without_the_right_to_make_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "_plug", refuse)
+    words = missing(Cluster([1e9]))
+    assert "CAP_NET_ADMIN" in words and "modprobe" not in words
 
 
 @needs_namespaces

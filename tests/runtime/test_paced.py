@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import anabranch as ab
-from anabranch.runtime.paced import PacedModel
+from anabranch.runtime.paced import LONGEST_VECTOR, PacedModel
 from anabranch.runtime.record import record
 
 
@@ -84,3 +84,10 @@ def test_a_name_that_no_module_can_have_is_refused(names: tuple[str, ...]) -> No
 def test_an_unknown_width_is_refused() -> None:
     with pytest.raises(ValueError, match="elements of 3 bytes: expected one of 2, 4, 8"):
         PacedModel(trace(0.0, itemsize=3))
+
+
+def test_what_is_too_long_for_a_vector_is_a_matrix() -> None:
+    long, short = LONGEST_VECTOR + 1, LONGEST_VECTOR
+    tensors = (ab.TensorSpec("long", long, 4, 0.0), ab.TensorSpec("short", short, 4, 0.0))
+    shapes = {name: tuple(p.shape) for name, p in PacedModel(ab.Trace(tensors, 0.0)).named_parameters()}
+    assert shapes == {"long": (long, 1), "short": (short,)}

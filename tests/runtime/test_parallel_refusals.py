@@ -120,7 +120,10 @@ def test_plans_and_networks_for_something_else() -> None:
     for answer in on_ranks(bad_plans, 2):
         assert answer["another model"].startswith("PlanError: the plan names 0.weight, which this model does not train")
         assert answer["leaves out"].startswith("PlanError: the plan leaves out 4.bias and 1 more")
-        assert answer["collective"] == "PlanError: the plan sends 0.weight by 'pigeon': expected dense, bf16"
+        assert (
+            answer["collective"]
+            == "PlanError: the plan sends 0.weight (torch.float32) by 'pigeon': expected one of dense, bf16"
+        )
         assert answer["dtypes"].startswith("PlanError: the bucket of 0.weight mixes torch.float")
         assert answer["no cost"].startswith("NetworkError: this network has no cost for the collective 'bf16'")
         assert answer["network"].startswith("NetworkError: the network was measured among 16 ranks and these are 2")

@@ -227,9 +227,83 @@ def test_state_of_a_compression_needs_the_compression() -> None:
     assert all("compress=" in message for message in on_ranks(no_state_without_compression, 2))
 
 
+def refusals(rank: int) -> list[str]:
+    """What DataParallel says to compressions that it cannot run."""
+
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+
+    said = []
+    wide = ab.Plan((ab.Bucket(("weight",), collective="oktopk:0.1"),))
+    refused: list[tuple[nn.Module, dict[str, Any]]] = [
+        (Told(), {"find_unused_parameters": True}),
+        (Double(), {"plan": wide}),
+    ]
+    for module, options in refused:
+        try:
+            ab.DataParallel(module, compress=ab.OkTopk(), **options)
+        except (ValueError, ab.PlanError) as error:
+            said.append(str(error))
+    closed = ab.DataParallel(Told(), compress=ab.OkTopk())
+    closed.load_comm_state_dict({})  # what a run of one rank keeps
+    closed.close()
+    for use in (closed.comm_state_dict, lambda: closed.load_comm_state_dict({"residuals": {"first": torch.ones(1)}})):
+        try:
+            use()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_would_lose_gradients_is_refused() -> None:
+    for said in on_ranks(refusals, 2):
+        assert len(said) == 4
+        for words, message in zip(
+            ("find_unused_parameters", "float32 alone", "was closed", "closed"), said, strict=True
+        ):
+            assert words in message
+
+
+def flushed_through_nan(rank: int) -> dict[str, Any]:
+    """Rank 1 meets a NaN in the very step in which the sparse plan leaves."""
+    model = Told()
+    parallel = ab.DataParallel(model, plan=two_buckets(0.1), compress=ab.OkTopk(density=0.1), profile_steps=0)
+    steered = parallel._pilot
+    assert steered is not None
+    for step in range(8):
+        parallel(*gradients(step, rank)).backward()
+    steered._course = steered._turn_to(None)
+    next(steered._course)
+    poisons = 0
+    for step in range(8, 14):
+        model.zero_grad()
+        one, other = gradients(step, rank)
+        if step == 8 and rank == 1:
+            one[0, 0] = float("nan")
+        parallel(one, other).backward()
+        assert model.first.grad is not None
+        poisons += int(not torch.isfinite(model.first.grad).all())
+    waits = parallel.comm_state_dict()["residuals"]
+    left = parallel.plan is None
+    parallel.close()
+    return {"poisons": poisons, "waiting": sum(float(piece.abs().sum()) for piece in waits.values()), "left": left}
+
+
+def test_a_plan_leaves_only_after_a_finite_step_has_sent_what_waits() -> None:
+    for told in on_ranks(flushed_through_nan, 2):
+        assert told == {"poisons": 1, "waiting": 0, "left": True}
+
+
+@pytest.mark.parametrize("options", [{"density": 0.0}, {"density": "high"}, {"density": True}, {"warmup_steps": 3.0},
+                                     {"start_density": "auto"}, {"density": None}])  # fmt: skip
+def test_settings_that_mean_nothing_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ab.OkTopk(**options)
+
+
 def test_what_cannot_be_meant_is_refused() -> None:
-    with pytest.raises(ValueError, match="OkTopk"):
-        ab.OkTopk(density=0.0)
     with pytest.raises(ValueError, match="compress is 'zip': expected one of bf16, OkTopk"):
         ab.DataParallel(Told(), compress="zip")
     assert not dist.is_initialized()

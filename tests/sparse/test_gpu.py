@@ -1,13 +1,17 @@
 """On a GPU: the same bits as on the CPU, and not one wait for the host."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.fixed import Sizes, fixed_exchange, fusible
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.select import unpack
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.virtual import VirtualWorld
-from sparse.worlds import gradients, states, step
+from anabranch.sparse.wire import FP32, unframed
+from sparse.worlds import check_step, gradients, states, step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -38,3 +42,77 @@ def test_fixed_exchange_never_waits_and_gives_the_same_bits(wire: str) -> None:
             assert torch.equal(a.nan_to_num(7.0), b.cpu().nan_to_num(7.0))
             assert torch.equal(x.residual, y.residual.cpu())
             assert torch.equal(x.boundaries, y.boundaries.cpu())
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: str) -> None:
+    """In the first step residuals, samples and regions are the same; what owners take is sampled in no fixed order."""
+    pytest.importorskip("triton")
+    ranks, numel, density = 4, 1_000_003, 0.01
+    options = OkTopk(wire="bf16" if wire == "bf16" else "fp32", region_period=3)
+    way = partial(fixed_exchange, options=options)
+    host, world = states(ranks, numel), VirtualWorld(ranks)
+    device = [BucketState.of(torch.zeros(numel, device="cuda"), ranks) for _ in range(ranks)]
+    for number in range(5):
+        made = gradients(ranks, numel, number)
+        if number == 3:
+            made[1][numel - 1] = float("inf")
+        sent = [gradient.cuda() for gradient in made]
+        assert fusible(sent[0], options)
+        step(way, made, host, world, density)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(way, sent, device, world, density)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for a, b, x, y in zip(made, sent, host, device, strict=True):
+            assert torch.equal(a.isnan(), b.cpu().isnan())
+            assert bool(a.isnan().all()) == (number == 3)
+            if number == 0:
+                assert torch.equal(x.boundaries, y.boundaries.cpu())
+                assert x.local_threshold.item() == y.local_threshold.item()
+                assert int(x.offered) == int(y.offered)
+            if number != 3:
+                assert int(y.applied) == pytest.approx(int(x.applied), rel=0.2)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 1.0])
+def test_kernels_lose_nothing(wire: str, density: float) -> None:
+    pytest.importorskip("triton")
+    ranks, numel = 4, 2_000_001
+    way = partial(fixed_exchange, options=OkTopk(wire="bf16" if wire == "bf16" else "fp32", region_period=2))
+    device, world = (
+        [BucketState.of(torch.zeros(numel, device="cuda"), ranks) for _ in range(ranks)],
+        VirtualWorld(ranks),
+    )
+    for number in range(4):
+        check_step(way, [gradient.cuda() for gradient in gradients(ranks, numel, number)], device, world, density)
+        assert all(not state.owner_buffer().any() for state in device)
+        if density < 1:
+            assert all(int(s.offered) == pytest.approx(density * numel, rel=0.2, abs=60) for s in device)
+
+
+def test_kernels_reach_beyond_two_to_the_31() -> None:
+    """One rank of eight, alone: what it offers it also receives, and all of that is applied."""
+    pytest.importorskip("triton")
+    from anabranch.sparse.fused import Fused
+
+    numel, ranks = 2**31 + 5000, 8
+    gradient, residual = torch.zeros(numel, device="cuda"), torch.zeros(numel, device="cuda")
+    places = torch.tensor([0, 2**28 - 1, 2**31 - 1, 2**31, numel - 1], device="cuda")
+    gradient[places] = torch.arange(1.0, 6.0, device="cuda")
+    state = BucketState.of(residual, ranks)
+    state.local_threshold.fill_(0.5)
+    work = Fused(gradient, state, VirtualWorld(ranks).comms[0], Sizes(8, 4, FP32, False))
+    work.offer()
+    heads, packed = unframed(work.sent, FP32)
+    assert int(heads[:, 0].sum()) == 5
+    found, values = unpack(packed, state.boundaries)
+    assert sorted(found[values != 0].tolist()) == places.tolist()
+    assert float(residual[places].sum()) == 0
+    work.end(work.sent, 2.0)
+    assert gradient[places].tolist() == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert not residual.any()
+    assert int(gradient.count_nonzero()) == 5

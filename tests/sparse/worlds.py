@@ -61,7 +61,7 @@ def check_step(
     step(exchange, given, held, world, density)
     for gradient in given:
         assert torch.equal(gradient.view(torch.int32), given[0].view(torch.int32)), "ranks must end with the same bits"
-    total = sum((a.double() for a in accumulated), torch.zeros(len(given[0]), dtype=torch.float64))
+    total = sum((a.double() for a in accumulated), torch.zeros_like(given[0], dtype=torch.float64))
     size = sum((a.double().abs() for a in accumulated), torch.zeros_like(total))
     applied = given[0].double() * world.size
     waiting = sum((state.residual.double() for state in held), torch.zeros_like(total))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from anabranch.bench.contestants import AUTO, COMPUTE, DDP, OPTIONS, Contestant, baselines, living, ours, rivals
 from anabranch.bench.race import race
 from anabranch.bench.subject import Subject
+from anabranch.errors import AnabranchError
 from anabranch.report.benchmark import Benchmark, Row
 from anabranch.runtime.dense import COLLECTIVES
 from anabranch.runtime.parallel import DataParallel
@@ -42,6 +44,8 @@ class Settings:
 
 def run(subject: Subject, settings: Settings, say: Callable[[str], None]) -> Benchmark:
     """Let DataParallel choose, then race everyone. Collective; ``say`` gets a word now and then."""
+    if dist.get_world_size() == 1:
+        raise AnabranchError("there is one rank, so nothing to send and nothing to compare: run at least two")
     say(f"{subject.name}: DataParallel profiles, measures, plans and chooses")
     auto, auto_step = _chosen(subject, settings, None)
     packed = [(wire, *_chosen(subject, settings, wire)) for wire in settings.wires]
@@ -62,15 +66,21 @@ def run(subject: Subject, settings: Settings, say: Callable[[str], None]) -> Ben
     ]
     field = [c for c in field if _wanted(c, settings.only)]
     turns: dict[str, list[float]] = {contestant.name: [] for contestant in field}
+    begun_s = monotonic()
     racing = race(field, settings.iters, settings.batches, settings.warmup, subject.device)
     for done, (name, seconds) in enumerate(racing, start=1):
         turns[name].append(seconds)
         if done % len(field) == 0:
-            say(f"{subject.name}: round {done // len(field)} of {settings.iters}")
-    explanation, forward_share = auto.explain(), auto.trace.forward_s / (auto.trace.forward_s + auto.trace.backward_s)
+            spent_s = monotonic() - begun_s
+            number = done // len(field)
+            left_s = spent_s / number * (settings.iters - number)
+            say(f"{subject.name}: round {number} of {settings.iters}, {len(field)} contestants; {left_s:.0f} s to go")
+    everyone = [auto, *(parallel for _, parallel, _ in packed)]
+    explanation = "\n\n".join(parallel.explain() for parallel in everyone)
+    forward_share = auto.trace.forward_s / (auto.trace.forward_s + auto.trace.backward_s)
     compute_s = median(turns[COMPUTE])
     bound_s = max(compute_s, forward_share * compute_s + wire_s(auto.trace.nbytes, dist.get_world_size()))
-    for parallel in (auto, *(parallel for _, parallel, _ in packed)):
+    for parallel in everyone:
         parallel.close()
     rows = tuple(_row(contestant, turns[contestant.name]) for contestant in field)
     skipped = () if nccl else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",)
@@ -96,7 +106,10 @@ def compression(wire: str | None) -> str | OkTopk | None:
     name, _, density = wire.partition(":")
     if name != KIND:
         raise ValueError(f"--compress is {wire!r}: expected bf16, {KIND}, or {KIND}:0.01")
-    return OkTopk(density=float(density) if density else "auto", warmup_steps=0)
+    try:
+        return OkTopk(density=float(density) if density else "auto", warmup_steps=0)
+    except ValueError as error:
+        raise ValueError(f"--compress is {wire!r}: expected a density in (0, 1], such as {KIND}:0.01") from error
 
 
 def _chosen(subject: Subject, settings: Settings, wire: str | None) -> tuple[DataParallel, Step]:
@@ -122,17 +135,17 @@ def _row(contestant: Contestant, turns_s: Sequence[float]) -> Row:
 
 
 def _facts(subject: Subject, settings: Settings) -> dict[str, str]:
-    cuda = subject.device.type == "cuda"
+    cuda, lab = subject.device.type == "cuda", os.environ.get("ANABRANCH_LAB", "")
     versions = [f"anabranch {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
     if cuda:
         versions += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "network": os.environ.get("ANABRANCH_LAB", "as it is: no lab"),
+        "network": lab or "as it is: no lab",
         "backend": dist.get_backend(),
         "device": torch.cuda.get_device_name(subject.device) if cuda else f"CPU, {platform.machine()}",
         "host": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "versions": ", ".join(versions),
-        "command": shlex.join(["anabranch", *sys.argv[1:]]),
+        "command": shlex.join(["anabranch", *sys.argv[1:]]) + (" (under anabranch lab)" if lab else ""),
         "measured": f"{settings.iters} rounds, each contestant {settings.batches} steps a round, in turn",
     }

@@ -22,6 +22,7 @@ from anabranch.demo.text import CharTransformer, StandardLibrary
 from anabranch.files import dumps
 from anabranch.runtime.parallel import DataParallel
 
+TRIAL_STEPS = 6  # a short training has no time for longer trials
 ROUNDS, ROUND_STEPS = 20, 2  # side by side, in turn: what slows the machine for a while slows both
 
 
@@ -31,7 +32,7 @@ def main(output: str, steps: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ddp = _Training(DistributedDataParallel(_model()))
-        ours = _Training(model := DataParallel(_model()))
+        ours = _Training(model := DataParallel(_model(), profile_steps=TRIAL_STEPS))
         for title, training in (("DistributedDataParallel", ddp), ("DataParallel", ours)):
             for _ in _progress(steps, title):
                 training.step()

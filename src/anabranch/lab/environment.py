@@ -43,7 +43,9 @@ def variables(cluster: Cluster, host: Host, master: Host, master_port: int, lab_
             "LOCAL_WORLD_SIZE": "1",
             "GROUP_RANK": str(host.index),
         }
-    return {**os.environ, **ours, **_emulation(cluster)}
+    # What another torchrun has said to this process is not meant for the lab's ranks: they would wait for its store.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return {**inherited, **ours, **_emulation(cluster)}
 
 
 def free_port() -> int:

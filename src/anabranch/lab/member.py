@@ -18,18 +18,27 @@ LAST_NBYTES = 64 << 10
 DEATH_S = 1.0
 
 
+def _signal(number: int) -> str:
+    """Its name; real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 @dataclass(eq=False)
 class Member:
     """One rank, or torchrun with all ranks of one host.
 
     ``words`` holds what it prints; None if that goes where the lab's own words go. ``swept`` says that it was still
-    running when the lab came to an end.
+    running when the lab came to an end, ``several`` that it is torchrun with several ranks.
     """
 
     name: str
     process: subprocess.Popen[bytes]
     words: IO[bytes] | None
     swept: bool = False
+    several: bool = False
 
     @property
     def code(self) -> int | None:
@@ -43,7 +52,7 @@ class Member:
         if self.swept:
             return "still running, so ended by the lab"
         code = self.process.returncode
-        return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return f"killed by {_signal(-code)}" if code is not None and code < 0 else f"exit code {code}"
 
     def send(self, number: int) -> None:
         """A signal to it and to the processes beside it, as a terminal would send it; nothing if it has ended."""
@@ -71,7 +80,7 @@ def start(host: Host, name: str, command: Sequence[str], environment: Mapping[st
     """Start ``command`` on a host, in a session of its own; if ``loud``, it prints where this process prints."""
     # An unnamed file: nobody has to read while the program runs, and nobody has to remove it.
     words = None if loud else tempfile.TemporaryFile()  # noqa: SIM115 (close() ends it)
-    if loud:
+    if loud and sys.stdout is not None:
         sys.stdout.flush()  # what came before it shall stand before it
     with nullcontext() if host.namespace is None else inside(host.namespace):
         process = subprocess.Popen(

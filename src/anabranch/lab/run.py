@@ -66,7 +66,9 @@ def _supervised(
             for host, environment in zip(hosts, environments, strict=True):
                 name = f"{'rank' if cluster.ranks_per_host == 1 else 'host'} {host.index}"
                 program = _program(cluster, host, environment, command)
-                watch.add(start(host, name, program, environment, loud=host.index == 0))
+                member = start(host, name, program, environment, loud=host.index == 0)
+                member.several = cluster.ranks_per_host > 1
+                watch.add(member)
             ending = watch.wait(timeout_s)
         finally:
             janitor.finish()

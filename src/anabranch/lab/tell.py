@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from anabranch.lab.member import Member
 from anabranch.lab.watch import Ending
@@ -14,13 +15,18 @@ def tell(ending: Ending, members: Sequence[Member], timeout_s: float | None) -> 
     if ending.stopped_by is not None:
         lines += [f"anabranch lab: stopped by {signal.Signals(ending.stopped_by).name}: {fates(members)}"]
     elif ending.first is not None:
-        lines += _failure(ending.first)
+        lines += _failure(ending.first, "failed first")
+        for member in members:
+            # With torchrun inside, a host ends seconds after its rank: the first to end need not be the first to fail.
+            if member.several and member is not ending.first and member.code:
+                lines += _failure(member, "failed, too")
         if others := [member for member in members if member is not ending.first]:
             lines += [f"anabranch lab: after it: {fates(others)}"]
     elif ending.timed_out:
         lines += [f"anabranch lab: not done after {timeout_s:g} s: {fates(members)}"]
-    for line in lines:
-        print(line, file=sys.stderr)
+    with suppress(BrokenPipeError):  # whoever read our words has gone; the exit code still counts
+        for line in lines:
+            print(line, file=sys.stderr)
 
 
 def fates(members: Sequence[Member]) -> str:
@@ -31,7 +37,7 @@ def fates(members: Sequence[Member]) -> str:
     return "; ".join(f"{', '.join(names)}: {fate}" for fate, names in alike.items())
 
 
-def _failure(first: Member) -> list[str]:
+def _failure(first: Member, how: str) -> list[str]:
     lines = first.last_lines()
     if first.words is None:
         words = "its own words are above"
@@ -40,6 +46,6 @@ def _failure(first: Member) -> list[str]:
     else:
         words = "it said nothing"
     return [
-        f"anabranch lab: {first.name} failed first ({first.fate}); {words}",
+        f"anabranch lab: {first.name} {how} ({first.fate}); {words}",
         *(f"{first.name} | {line}" for line in lines),
     ]

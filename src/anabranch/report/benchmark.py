@@ -127,6 +127,7 @@ def closing_lines(benchmark: Benchmark) -> list[str]:
     unit = benchmark.unit.capitalize()
     total = f"{mean * benchmark.ranks:.1f} +-{spread * benchmark.ranks:.1f}"
     return [
+        f"{OURS}:",
         f"{unit}/sec per {kind}: {mean:.1f} +-{spread:.1f}",
         f"Total {benchmark.unit}/sec on {benchmark.ranks} {kind}(s): {total}",
     ]
@@ -152,7 +153,8 @@ def _title(benchmark: Benchmark) -> str:
 
 def _legend(benchmark: Benchmark) -> str:
     return (
-        "Medians over the turns, and their range. step / DDP: median over the rounds of the ratio to DDP's default in "
+        "Medians over the turns, and their range: differences within the ranges mean nothing. step / DDP: median over "
+        "the rounds of the ratio to DDP's default in "
         f"the same round. Bound: {seconds(benchmark.bound_s)}, computing alone, or its forward part and all bytes at "
         "the link's rate where that is longer; only fewer bytes can beat it. Predicted: the simulator's, from the "
         "recorded backward and the network as DataParallel measured it and corrected it by its own trials."

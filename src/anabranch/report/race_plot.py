@@ -27,6 +27,7 @@ def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
     axes.axvline(1.0, color="#888888", linewidth=0.8)
     axes.set_xlabel("step / DDP's default in the same round (shorter is faster)")
     axes.set_xlim(left=0)
+    axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     where = benchmarks[0].facts
@@ -43,8 +44,9 @@ def _model(axes: "Axes", place: int, benchmark: Benchmark, named: bool) -> None:
     for number, (name, row) in enumerate(bars.items()):
         ratio, height = row.ratio_to(baseline), place + (number - 1) * BAR
         axes.barh(height, ratio, BAR * 0.9, color=COLOURS[(1, 4, 0)[number]], label=name if named else None)
-        axes.annotate(f"{ratio:.2f}  ({row.step_s * 1e3:.0f} ms)", (0, height), (4, 0), textcoords="offset points",
-                      va="center", fontsize=8, color="white" if number != 1 else "black")  # fmt: skip
+        furthest = max(ratio, (row.predicted_s or 0.0) / baseline.step_s) if row is ours else ratio
+        axes.annotate(f"{ratio:.2f}  ({row.step_s * 1e3:.0f} ms)", (furthest, height), (6, 0),
+                      textcoords="offset points", va="center", fontsize=8)  # fmt: skip
     if ours.predicted_s is not None:
         axes.plot(ours.predicted_s / baseline.step_s, place + BAR, "D", color="white", markeredgecolor="black",
                   markersize=5, label="predicted" if named else None)  # fmt: skip

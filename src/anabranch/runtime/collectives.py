@@ -23,8 +23,8 @@ class Collectives(Protocol):
     warmup_steps: int
     flushing: bool
 
-    def runs(self, kind: str) -> bool:
-        """Whether a bucket may name this."""
+    def runs(self, kind: str, dtype: torch.dtype) -> bool:
+        """Whether a bucket of this dtype may name this."""
         ...
 
     def aside(self, kind: str) -> bool:
@@ -37,6 +37,10 @@ class Collectives(Protocol):
 
     def probe(self, kind: str) -> Collective:
         """An exchange of this kind that belongs to no bucket, to be timed; called again and again, it remembers."""
+        ...
+
+    def waits(self) -> bool:
+        """Whether anything is still to be sent."""
         ...
 
     def words(self) -> list[str]:
@@ -60,7 +64,7 @@ class Plain:
         self.dense_names: frozenset[str] = frozenset()
         self.warmup_steps, self.flushing = 0, False
 
-    def runs(self, kind: str) -> bool:
+    def runs(self, kind: str, dtype: torch.dtype) -> bool:  # noqa: ARG002
         """See ``Collectives``."""
         return kind in COLLECTIVES
 
@@ -75,6 +79,10 @@ class Plain:
     def probe(self, kind: str) -> Collective:
         """See ``Collectives``."""
         return COLLECTIVES[kind]
+
+    def waits(self) -> bool:
+        """Never."""
+        return False
 
     def words(self) -> list[str]:
         """Nothing to tell."""

@@ -79,7 +79,7 @@ def _trials(pilot: "Pilot") -> list[str]:
         shape = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
         table.append((
             "*" if trial is pilot.kept else "", trial.label, *shape, predicted, f"{trial.step_s * 1e3:.2f} ms", error,
-            f"{trial.timeline.exposed_s * 1e3:.2f} ms", f"{stock.step_s / trial.step_s:.2f}×",
+            f"{trial.exposed_s * 1e3:.2f} ms", f"{stock.step_s / trial.step_s:.2f}×",
         ))  # fmt: skip
     if pilot.network is not None and pilot.trace is not None:
         apart_s = unmerged_s(pilot.trace, pilot.network)
@@ -89,7 +89,8 @@ def _trials(pilot: "Pilot") -> list[str]:
     for row in table:
         cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
         lines.append(" ".join(cells).rstrip())
-    return [*lines, "* in force. From the start of forward to averaged gradients; median on rank 0."]
+    star = "* in force. " if pilot.kept in pilot.trials else ""
+    return [*lines, f"{star}From the start of forward to averaged gradients; medians on rank 0."]
 
 
 def _buckets(plan: Plan, trace: Trace | None) -> list[str]:

@@ -13,6 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from anabranch.trace import Trace
 
+# A trace has no shapes. Biases and norms are vectors of at most a vocabulary's length, and are treated as such.
+LONGEST_VECTOR = 1 << 15
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -39,6 +41,8 @@ class PacedModel(nn.Module):
                     f"{', '.join(map(str, DTYPES))}"
                 )
             gradient = noise[: tensor.numel].to(DTYPES[tensor.itemsize])
+            if tensor.numel > LONGEST_VECTOR:
+                gradient = gradient[:, None]
             parameter = nn.Parameter(torch.zeros_like(gradient))
             _put(self, tensor.name, parameter)
             self._layers.append((parameter, gradient, tensor.ready_s))

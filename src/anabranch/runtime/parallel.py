@@ -104,6 +104,11 @@ class DataParallel(DistributedDataParallel):
     def _collectives(self, compress: str | OkTopk | None) -> Collectives:
         """What buckets can name, by what the user asked for."""
         if isinstance(compress, OkTopk):
+            if self.find_unused_parameters:
+                raise ValueError(
+                    "OkTopk with find_unused_parameters=True: DDP drops the averages of parameters that no rank used, "
+                    "and with them what had waited to be sent; leave one of the two away"
+                )
             return SparseCollectives(compress, reduced_parameters(self), self.process_group)
         return Plain(compress)
 
@@ -137,13 +142,22 @@ class DataParallel(DistributedDataParallel):
         return explanation(self._pilot) + (join if self._inside_join() else "")
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """What this rank must keep in a checkpoint beside the model: gradients that wait to be sent; {} if none do."""
-        return self._pilot.collectives.state_dict() if self._pilot is not None else {}
+        """What this rank must keep in a checkpoint beside the model: what waits to be sent; {} without ``OkTopk``."""
+        if self._idle == CLOSED:
+            raise RuntimeError("this DataParallel was closed, and what had waited is gone: ask before close()")
+        kept = self._pilot.collectives.state_dict() if self._pilot is not None else {}
+        return {**kept, "steps_trained": self._pilot.steps_done} if self._pilot is not None and kept else {}
 
     def load_comm_state_dict(self, *states: Any) -> None:
-        """Take over what ``comm_state_dict`` gave on this rank; on all ranks, if the number of ranks has changed."""
+        """Take over what ``comm_state_dict`` gave on this rank.
+
+        If the number of ranks has changed, give every rank those of all old ranks: ``load_comm_state_dict(*states)``.
+        """
         if self._pilot is not None:
             self._pilot.collectives.load_state_dict(*states)
+            self._pilot.steps_done += max((int(state.get("steps_trained", 0)) for state in states), default=0)
+        elif any(state.get("residuals") for state in states):
+            raise RuntimeError(f"gradients that wait to be sent cannot be taken over: {self._idle}")
 
     def replan(self) -> None:
         """Profile, measure and plan again soon: within the next 20 steps after rank 0 has called it."""

@@ -36,6 +36,7 @@ log = logging.getLogger("anabranch")
 SETTLE_STEPS = 3  # after a change of layout: DDP rebuilds in the second step, and caches warm up
 WATCH_STEPS = 20  # how often rank 0 says whether to plan again, by its step times or because it was asked to
 DRIFT = 0.10
+MOST_FLUSHES = 20  # before a plan leaves although something still waits
 MARGIN = 0.01  # a plan must gain this much to be kept: less is noise, and stock DDP is the safer choice
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 LATE = 0.9  # of backward: when even the first gradient comes later, nothing overlaps
@@ -64,7 +65,7 @@ class Pilot:
         self.stage = "settling"
         self.replan_asked = False
         self._patience = 1
-        self._steps_done = 0
+        self.steps_done = 0
         self._course = self._life()
         next(self._course)
 
@@ -97,7 +98,7 @@ class Pilot:
 
     @_disable_dynamo
     def _step_done(self) -> None:
-        self._steps_done += 1
+        self.steps_done += 1
         if self.live.stale:
             self._course.close()
             self.stage = f"no longer planning: {FROZEN}"
@@ -124,7 +125,8 @@ class Pilot:
             yield from self._profile(DDP_BUCKETS, None)
             if self.failure:
                 break
-            yield from self._steps(self.collectives.warmup_steps - self._steps_done)
+            self.stage = "dense while training warms up"
+            yield from self._steps(self.collectives.warmup_steps - self.steps_done)
             self._measure()
             # On one lane, to learn what messages cost; then on more, to learn how they meet; then knowing both.
             yield from self._try_all(replace(self._wishes, lanes=1))
@@ -161,6 +163,10 @@ class Pilot:
         if self.live.plan is not None and self.live.plan != plan and self._wishes.kinds:
             self.collectives.flushing = True
             yield
+            for _ in range(MOST_FLUSHES):  # a step that was not finite has sent nothing
+                if on_all_ranks(not self.collectives.waits(), self._control):
+                    break
+                yield
             self.collectives.flushing = False
         self.live.want(plan)
 

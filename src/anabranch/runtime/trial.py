@@ -19,6 +19,7 @@ class Trial:
     label: str
     plan: Plan | None
     steps_s: tuple[float, ...]
+    exposed_s: float  # median time from the end of computing to averaged gradients
     looks: tuple[Timeline, ...]  # from the fastest to the slowest
 
     @classmethod
@@ -29,7 +30,8 @@ class Trial:
         looks = tuple(_timeline(steps[index], plan, clock) for index in looked)
         for step in steps:
             step.buckets.clear()  # works keep their tensors alive
-        return cls(label, plan, tuple(seconds), looks)
+        exposed_s = median(max(0.0, clock.between(step.computed, step.averaged)) for step in steps)
+        return cls(label, plan, tuple(seconds), exposed_s, looks)
 
     @property
     def step_s(self) -> float:

@@ -76,9 +76,12 @@ class Wishes:
                 dtypes = {parameters[name].dtype for name in bucket.names}
                 if len(dtypes) > 1:
                     raise PlanError(f"the bucket of {bucket.names[0]} mixes {', '.join(map(str, dtypes))}: split it")
-                if not collectives.runs(bucket.collective):
+                if not collectives.runs(bucket.collective, *dtypes):
                     known = ", ".join(("dense", "bf16", *self.kinds))
-                    raise PlanError(f"the plan sends {bucket.names[0]} by {bucket.collective!r}: expected {known}")
+                    raise PlanError(
+                        f"the plan sends {bucket.names[0]} ({', '.join(map(str, dtypes))}) by {bucket.collective!r}: "
+                        f"expected one of {known}" + ("; sparse kinds are for float32 alone" if self.kinds else "")
+                    )
 
 
 def model_described(module: nn.Module) -> list[str]:

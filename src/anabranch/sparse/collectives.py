@@ -43,13 +43,13 @@ class SparseCollectives:
     """All collectives of one model whose larger buckets may travel sparsely; see ``runtime.collectives.Collectives``.
 
     ``parameters`` are those of the model that are averaged, by name. Vectors (biases, norms) always travel dense: they
-    are few, and waiting hurts them most. So do gradients that are neither float32 nor half precision.
+    are few, and waiting hurts them most. So do gradients that are not float32: what waits is, and would not fit theirs.
     """
 
     def __init__(self, options: OkTopk, parameters: Mapping[str, torch.Tensor], group: Group) -> None:
         fixed = [] if options.density == "auto" else [float(options.density)]
         self.kinds: Sequence[str] = [kind_of(density) for density in fixed or LADDER]
-        self.dense_names = frozenset(name for name, p in parameters.items() if p.dim() < 2 or not _narrow(p.dtype))
+        self.dense_names = frozenset(name for name, p in parameters.items() if p.dim() < 2 or p.dtype != torch.float32)
         self.warmup_steps, self.flushing = options.warmup_steps, False
         self._options = replace(options, warmup_steps=0)  # whoever trains has seen to it by then
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
@@ -58,9 +58,9 @@ class SparseCollectives:
         self._state = SparseState(dist.get_rank(group), self._world_size, self._device)
         self._comms: dict[Group, GroupComm] = {}
 
-    def runs(self, kind: str) -> bool:
+    def runs(self, kind: str, dtype: torch.dtype) -> bool:
         """See ``Collectives``."""
-        return kind in COLLECTIVES or density_of(kind) is not None
+        return kind in COLLECTIVES or (density_of(kind) is not None and dtype == torch.float32)
 
     def aside(self, kind: str) -> bool:
         """See ``Collectives``."""
@@ -92,6 +92,10 @@ class SparseCollectives:
 
         return exchanged
 
+    def waits(self) -> bool:
+        """See ``Collectives``."""
+        return any(bool(state.residual.any()) for state in self._state.buckets())
+
     def words(self) -> list[str]:
         """See ``Collectives``."""
         told = []
@@ -121,7 +125,3 @@ def _flush(buffer: torch.Tensor, state: BucketState, comm: GroupComm, divisor: f
     whole = buffer.to(torch.float32)
     yield from dense_exchange(whole, state, comm, divisor, 1.0)
     buffer.copy_(whole)
-
-
-def _narrow(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -22,6 +22,7 @@ from anabranch.sparse.thresholds import kth_magnitude, sampled_magnitude
 from anabranch.sparse.wire import Wire, head, rounded
 
 MOST = 2  # times k: what may be offered, and applied, when a threshold has failed
+CHUNK = 1 << 17  # elements: what fits a core's cache several times
 IMBALANCE = 4  # times the mean: from here on, moving pairs to other owners costs less than waiting for one of them
 
 
@@ -56,16 +57,16 @@ def exact_exchange(
         return
     sizes = Sizes.of(len(gradient), comm.size, density, options)
     residual = state.residual
-    poison = select.accumulate(gradient, residual)
     again = (state.fresh or state.step % options.threshold_period == 0) and not sizes.everything
-    local = kth_magnitude(residual, sizes.k) if again else sampled_magnitude((residual,), sizes.k, state.step)
+    local = (kth_magnitude(gradient + residual, sizes.k) if again
+             else sampled_magnitude((gradient, residual), sizes.k, state.step))  # fmt: skip
     state.local_threshold.copy_(local)
+    passed, poison = accumulated(gradient, residual, local)
     if state.fresh or state.step % options.region_period == 0:
-        proposed = regions.proposal(select.running_count(select.passing(residual, local)), comm.size)
+        proposed = regions.proposal_of(passed, len(residual), comm.size)
         yield comm.all_reduce(proposed, "regions")
         state.boundaries.copy_(regions.agreed(proposed, len(residual), comm.size))
 
-    passed = select.passing(residual, local).nonzero().flatten()
     offered = Pairs(passed, residual[passed]).largest(MOST * sizes.k)
     offered = offered._replace(values=rounded(offered.values, sizes.wire))
     received = yield from _split(offered, state.boundaries, comm, sizes.wire, poison)
@@ -78,13 +79,33 @@ def exact_exchange(
         select.undo(gradient, residual)
     else:
         gradient.zero_()
-        gradient[applied.places] = applied.values
-        cleared = gradient[offered.places] != 0
+        gradient[applied.places] = applied.values / divisor
+        went = torch.searchsorted(applied.places, offered.places).clamp(max=max(0, len(applied.places) - 1))
+        cleared = (applied.places[went] == offered.places) if len(applied.places) else torch.zeros_like(went).bool()
         residual[offered.places] -= torch.where(cleared, offered.values, 0.0)
         if sizes.wire.rounds:
             _keep_rounding(sums, applied, residual, state.boundaries[comm.rank])
-        gradient.div_(divisor)
     note(state, torch.tensor(len(passed)), heads, comm.rank, poisoned)
+
+
+def accumulated(
+    gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``select.accumulate``, and the places of what passes; True if not all is finite.
+
+    A chunk at a time, so that a CPU reads and writes each element once, in its cache, and makes no large temporaries.
+    """
+    found, poison = [], torch.zeros((), dtype=torch.bool, device=gradient.device)
+    for start in range(0, len(gradient), CHUNK):
+        new, old = gradient[start : start + CHUNK], residual[start : start + CHUNK]
+        total = old + new
+        new.copy_(old)
+        old.copy_(total)
+        poison |= ~torch.isfinite(total.sum())  # one inf or NaN makes a sum that is neither; large values are looked at
+        found.append(select.passing(total, threshold).nonzero().flatten().add_(start))
+    if bool(poison):
+        poison = ~torch.isfinite(residual).all()
+    return torch.cat(found), poison
 
 
 def _split(
@@ -121,7 +142,8 @@ def _sums(
     buffer = state.owner_buffer()
     for part in received if in_order and buffer.is_cuda else [torch.cat(received)]:
         select.add(buffer, part[None])
-    places = buffer.nonzero().flatten()
+    width = int(state.boundaries[comm.rank + 1] - state.boundaries[comm.rank])
+    places = buffer[:width].nonzero().flatten()
     sums = Pairs(places, buffer[places])
     buffer[places] = 0
     found, threshold = owner_threshold(_pairs(*sums), sizes, state, comm.size)

@@ -2,9 +2,11 @@
 
 A message has slots for ``capacity_factor``·k/P pairs; what finds none stays in the residual. Before its pairs it has
 two words: a count, −1 if the sender's gradient was not finite, so that every rank learns of it with no further
-message; and, from owners, the threshold that they found.
+message; and, from owners, the threshold that they found. On GPUs ``fused.py`` does the same with kernels.
 """
 
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -32,7 +34,9 @@ class Sizes(NamedTuple):
         widest = regions.widest_numel(numel, ranks)
         k = min(numel, max(1, round(density * numel)))
         slots = -(-numel // ranks) if k == numel else min(widest, -(-round(options.capacity_factor * k) // ranks))
-        return cls(k, slots, wire_for(options.wire, widest), k == numel)
+        wire = wire_for(options.wire, widest)
+        slots += slots * wire.pair_nbytes % 4 // 2  # messages of whole words: kernels count in their heads
+        return cls(k, slots, wire, k == numel)
 
     @property
     def message_nbytes(self) -> int:
@@ -53,18 +57,14 @@ def fixed_exchange(
     if len(gradient) == 0:
         return
     sizes = Sizes.of(len(gradient), comm.size, density, options)
-    residual, boundaries = state.residual, state.boundaries
-    local = sampled_magnitude((gradient, residual), sizes.k, state.step)
-    state.local_threshold.copy_(local)
-    if sizes.everything:
-        boundaries.copy_(regions.uniform(len(gradient), comm.size, gradient.device))
-    elif state.fresh or state.step % options.region_period == 0:
-        running = select.running_count(select.passing(residual + gradient, local))
-        proposed = regions.proposal(running, comm.size)
-        yield comm.all_reduce(proposed, "regions")
-        hold(proposed)
-        boundaries.copy_(regions.agreed(proposed, len(gradient), comm.size))
+    if fusible(gradient, options):
+        from anabranch.sparse.fused import fused_exchange
 
+        yield from fused_exchange(gradient, state, comm, divisor, sizes, options)
+        return
+    residual, boundaries, local = state.residual, state.boundaries, state.local_threshold
+    local.copy_(sampled_magnitude((gradient, residual), sizes.k, state.step))
+    yield from balance(gradient, state, comm, sizes, options)
     offered = select.offer(gradient, residual, local, boundaries, sizes.capacity, sizes.wire)
     sent = framed(head(offered.counts, offered.poison, torch.zeros_like(local)), offered.packed, sizes.wire)
     received = torch.empty_like(sent)
@@ -87,6 +87,28 @@ def fixed_exchange(
     if sizes.wire.rounds:
         select.keep_leftover(taken.packed, taken.leftover, residual, boundaries[comm.rank], poisoned)
     note(state, offered.counts.sum(), heads, comm.rank, poisoned)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def fusible(gradient: torch.Tensor, options: OkTopk) -> bool:
+    """Whether the Triton kernels can do this bucket; their sums are in no fixed order."""
+    return gradient.is_cuda and not options.deterministic and _has_triton()
+
+
+def balance(gradient: torch.Tensor, state: BucketState, comm: Comm, sizes: Sizes, options: OkTopk) -> Steps:
+    """Where regions are due: new boundaries, by what passes ``state.local_threshold`` on all ranks."""
+    if sizes.everything:
+        state.boundaries.copy_(regions.uniform(len(gradient), comm.size, gradient.device))
+    elif state.fresh or state.step % options.region_period == 0:
+        running = select.running_count(select.passing(state.residual + gradient, state.local_threshold))
+        proposed = regions.proposal(running, comm.size)
+        yield comm.all_reduce(proposed, "regions")
+        hold(proposed)
+        state.boundaries.copy_(regions.agreed(proposed, len(gradient), comm.size))
 
 
 def owner_threshold(

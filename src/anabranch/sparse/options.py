@@ -13,7 +13,7 @@ class OkTopk:
     density             share of a bucket's elements to send per step; "auto": what the backward pass hides
     warmup_steps        first steps that go dense: early gradients change too fast to wait
     start_density       density right after warm-up, from which it falls geometrically over ``decay_steps``
-    threshold_period    steps between re-estimated thresholds; they are steered by counts in between
+    threshold_period    steps between exact thresholds in an exact exchange; they are sampled in between
     region_period       steps between re-balanced regions
     wire                values as "fp32" or "bf16" (what rounding takes off is kept in the residual)
     capacity_factor     slots of a fixed message per expected value; what finds none waits
@@ -36,11 +36,14 @@ class OkTopk:
         """Refuse what cannot be run."""
         for name in ("density", "start_density"):
             value = getattr(self, name)
-            if value not in ("auto" if name == "density" else None,) and not 0 < float(value) <= 1:
-                raise ValueError(f"OkTopk {name} is a share of the elements in (0, 1], not {value}")
+            free = "auto" if name == "density" else None
+            if value != free and not (
+                isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+            ):
+                raise ValueError(f"OkTopk {name} is {value!r}: expected a share of the elements in (0, 1], or {free!r}")
         for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("threshold_period", 1), ("region_period", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"OkTopk {name} is at least {least}, not {getattr(self, name)}")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+                raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected a whole number from {least} on")
         if self.wire not in ("fp32", "bf16"):
             raise ValueError(f"OkTopk wire is 'fp32' or 'bf16', not {self.wire!r}")
         if not self.capacity_factor >= 1:

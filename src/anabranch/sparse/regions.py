@@ -40,6 +40,14 @@ def proposal(running: torch.Tensor, ranks: int) -> torch.Tensor:
     return torch.where(running[-1] > 0, found.clamp(max=numel), parts * numel // ranks)
 
 
+def proposal_of(places: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
+    """The same from the sorted places of the selected values, where a host knows how many they are."""
+    parts = torch.arange(1, ranks, dtype=torch.int64, device=places.device)
+    if len(places) == 0:
+        return parts * numel // ranks
+    return places[parts * len(places) // ranks]
+
+
 def agreed(summed: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
     """The boundaries, from the sum over the ranks of their proposals; no region wider than ``widest_numel``.
 

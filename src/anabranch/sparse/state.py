@@ -120,7 +120,7 @@ class SparseState:
             "rank": self.rank,
             "world_size": self.world_size,
             "step": max([self._step, *(state.step for state in self._buckets.values())]),
-            "residuals": {name: piece.detach().clone() for name, piece in self.residuals().items()},
+            "residuals": {name: piece.detach().clone() for name, piece in self.residuals().items() if piece.any()},
             "buckets": [_settings(state) for state in self._buckets.values() if not state.fresh],
         }
 
@@ -131,6 +131,9 @@ class SparseState:
         of new rank r mod world size, further ranks start at zero, and regions are balanced again: the
         sum over the ranks of what waits is what it was, up to float32 rounding where ranks are added together.
         """
+        states = tuple(state for state in states if state)  # a run without anything to remember has kept {}
+        if not states:
+            return
         mine, same = self._own(states)
         self._buckets, self._loose, self._settings = {}, {}, {}
         for state in mine:

@@ -16,7 +16,9 @@ from statistics import NormalDist
 import torch
 
 SAMPLE_ABOVE = 640  # expected in a sample: a relative deviation of the count of 4 %
-GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, mod 1, are spread evenly whatever their number
+TURN = 2**31  # turns are counted in such parts: integers, so that every device finds the same places
+GOLDEN = round(TURN * (math.sqrt(5) - 1) / 2)  # its multiples, mod a turn, are spread evenly whatever their number
+ROOT = round(TURN * (math.sqrt(2) - 1))  # how far steps are apart
 TILT_MEMORY = 0.9
 
 
@@ -27,13 +29,29 @@ def kth_magnitude(values: torch.Tensor, k: int) -> torch.Tensor:
     return torch.topk(values.abs(), max(k, 1), sorted=False).values.amin()
 
 
+def sample_numel(numel: int, k: int) -> int:
+    """How many values to look at; all of them, if a sample would be as large."""
+    return min(numel, math.ceil(SAMPLE_ABOVE * numel / max(k, 1)))
+
+
+def sample_shift(step: int) -> int:
+    """By what part of a turn a step's places are shifted."""
+    return step * ROOT % TURN
+
+
+def sample_rank(numel: int, k: int) -> int:
+    """Which of a sample's values, counted from the largest, is about the k-th largest of all."""
+    return k if sample_numel(numel, k) == numel else max(1, round(k * sample_numel(numel, k) / numel))
+
+
 def sample_places(numel: int, k: int, step: int, device: torch.device) -> torch.Tensor | None:
     """Places (int64) spread evenly over ``numel`` elements, other ones in every step; None if all must be looked at."""
-    wanted = math.ceil(SAMPLE_ABOVE * numel / max(k, 1))
+    wanted = sample_numel(numel, k)
     if wanted >= numel:
         return None
-    turns = torch.arange(wanted, dtype=torch.float64, device=device) * GOLDEN + (step * math.sqrt(2)) % 1
-    return ((turns % 1) * numel).to(torch.int64).clamp_(max=numel - 1)
+    turns = (torch.arange(wanted, dtype=torch.int64, device=device) * GOLDEN + sample_shift(step)) % TURN
+    # turns·numel / TURN without a product of more than 63 bits, for any numel under 2⁴⁸
+    return ((turns * (numel >> 16)) >> 15) + ((turns * (numel & 0xFFFF)) >> 31)
 
 
 def sampled_magnitude(parts: tuple[torch.Tensor, ...], k: int, step: int) -> torch.Tensor:
@@ -47,7 +65,7 @@ def sampled_magnitude(parts: tuple[torch.Tensor, ...], k: int, step: int) -> tor
     places = sample_places(numel, k, step, parts[0].device)
     seen = [part if places is None else part[places] for part in parts]
     total = seen[0] if len(seen) == 1 else seen[0] + seen[1]
-    return kth_magnitude(total, k if places is None else max(1, round(k * len(places) / numel)))
+    return kth_magnitude(total, sample_rank(numel, k))
 
 
 def gaussian_magnitude(values: torch.Tensor, density: float) -> torch.Tensor:

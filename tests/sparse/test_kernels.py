@@ -1,0 +1,249 @@
+"""The Triton kernels against their twins."""
+
+import mmap
+import struct
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch.sparse import select, thresholds
+from anabranch.sparse.fixed import Sizes
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.state import BucketState
+from anabranch.sparse.wire import framed, unframed, wire_for
+from sparse.triton_device import DEVICE, fused, use_small_blocks
+from sparse.worlds import gradients
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_blocks(monkeypatch)
+
+
+class Ranks:
+    """A group that nobody asks to send."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def fused_for(
+    gradient: torch.Tensor, state: BucketState, sizes: Sizes, threshold: float, bounds: list[int], rank: int = 0
+) -> "fused.Fused":
+    state.local_threshold.fill_(threshold)
+    state.boundaries.copy_(torch.tensor(bounds))
+    comm: Any = Ranks(rank, len(bounds) - 1)
+    return fused.Fused(gradient, state, comm, sizes)
+
+
+def pairs_of(message: torch.Tensor) -> set[tuple[int, int]]:
+    """Of int32 pairs [m, 2], those used."""
+    return {(bits, place) for bits, place in message.tolist() if place >= 0}
+
+
+def twin_of(
+    gradient: torch.Tensor, residual: torch.Tensor, threshold: float, bounds: list[int], sizes: Sizes
+) -> select.Offer:
+    return select.offer(
+        gradient.cpu().clone(), residual.cpu().clone(), torch.tensor(threshold), torch.tensor(bounds),
+        sizes.capacity, sizes.wire,
+    )  # fmt: skip
+
+
+CASES = {
+    "one region": (3000, [0, 3000]),
+    "blocks across boundaries": (3001, [0, 700, 1030, 3001]),
+    "empty regions": (2500, [0, 0, 1100, 1100, 1100, 2500, 2500]),
+    "less than a block": (5, [0, 2, 5]),
+    "whole blocks": (2048, [0, 1024, 2048]),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_offer_packs_what_the_twin_packs(case: str, precision: Any) -> None:
+    numel, bounds = CASES[case]
+    sizes = Sizes(1, numel + numel % 2, wire_for(precision, numel), False)
+    gradient, held = (made.to(DEVICE) for made in gradients(2, numel, 1))
+    gradient[::7] = -held[::7]  # zeros
+    state = BucketState.of(held.clone(), len(bounds) - 1)
+    before = gradient.clone()
+    work = fused_for(gradient, state, sizes, 1.5, bounds)
+    work.offer()
+    heads, packed = unframed(work.sent.cpu(), sizes.wire)
+    twin = twin_of(gradient, held, 1.5, bounds, sizes)
+    assert heads[:, 0].tolist() == twin.counts.tolist()
+    for mine, theirs in zip(packed, twin.packed, strict=True):
+        assert pairs_of(mine) == pairs_of(theirs)
+    assert torch.equal(gradient, before)
+    assert torch.equal(state.residual, held)
+
+
+def test_offer_at_threshold_zero_leaves_zeros_out() -> None:
+    gradient = torch.tensor([0.0, 1e-45, -0.0, -2.0], device=DEVICE)
+    sizes = Sizes(4, 4, wire_for("fp32", 4), False)
+    work = fused_for(gradient, BucketState.of(torch.zeros(4, device=DEVICE), 1), sizes, 0.0, [0, 4])
+    work.offer()
+    heads, packed = unframed(work.sent.cpu(), sizes.wire)
+    assert heads[0].tolist() == [2, 0]
+    assert {place for _, place in pairs_of(packed[0])} == {1, 3}
+
+
+def test_offer_beyond_the_capacity_counts_all_and_stores_some() -> None:
+    bounds = [0, 1500, 3000]
+    gradient, held = (made.to(DEVICE) for made in gradients(2, 3000, 2))
+    sizes = Sizes(1, 10, wire_for("fp32", 3000), False)
+    work = fused_for(gradient, BucketState.of(held, 2), sizes, 1.0, bounds)
+    work.offer()
+    heads, packed = unframed(work.sent.cpu(), sizes.wire)
+    everything = twin_of(gradient, held, 1.0, bounds, sizes._replace(capacity=1500))
+    assert heads[:, 0].tolist() == everything.counts.tolist()
+    for mine, theirs in zip(packed, everything.packed, strict=True):
+        assert len(pairs_of(mine)) == 10
+        assert pairs_of(mine) < pairs_of(theirs)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("threshold", [1.0, float("inf"), float("nan")])
+def test_offer_marks_every_message_if_anything_is_not_finite(bad: float, threshold: float) -> None:
+    gradient = torch.zeros(1500, device=DEVICE)
+    gradient[1300] = bad
+    sizes = Sizes(1, 2, wire_for("fp32", 1500), False)
+    work = fused_for(gradient, BucketState.of(torch.zeros(1500, device=DEVICE), 3), sizes, threshold, [0, 9, 900, 1500])
+    work.offer()
+    assert bool((unframed(work.sent.cpu(), sizes.wire)[0][:, 0] < 0).all())
+
+
+def messages(pairs: list[list[tuple[float, int]]], sizes: Sizes) -> torch.Tensor:
+    """As they would arrive: one row per rank."""
+    packed = torch.tensor([[0, -1]], dtype=torch.int32).repeat(len(pairs), sizes.capacity, 1)
+    for row, own in enumerate(pairs):
+        for slot, (value, place) in enumerate(own):
+            packed[row, slot] = torch.tensor([struct.unpack("<i", struct.pack("<f", value))[0], place])
+    heads = torch.zeros(len(pairs), 2, dtype=torch.int32)
+    return framed(heads, packed, sizes.wire).to(DEVICE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_owner_adds_takes_once_and_leaves_a_clean_buffer(precision: Any) -> None:
+    chance = torch.Generator().manual_seed(5)
+    ranks, numel = 3, 2000
+    sizes = Sizes(600, 400, wire_for(precision, numel), False)
+    pairs = []
+    for _ in range(ranks):
+        places = torch.randperm(500, generator=chance)[:390].tolist()
+        pairs.append(
+            [(float(v), p) for v, p in zip(torch.randint(-255, 256, (390,), generator=chance), places, strict=True)]
+        )
+    received = messages(pairs, sizes)
+    state = BucketState.of(torch.zeros(numel, device=DEVICE), ranks)
+    work = fused_for(torch.zeros(numel, device=DEVICE), state, sizes, 0.0, [0, 700, 1400, 2000])
+    work.reduce(received)
+    assert not state.owner_buffer().any()
+    heads, packed = unframed(work.part.cpu(), sizes.wire)
+    sums = select.sums_at_owner(unframed(received.cpu(), sizes.wire)[1], torch.zeros(numel))
+    values = sums[:, 0].contiguous().view(torch.float32)
+    assert thresholds.sample_places(len(sums), 200, 0, torch.device("cpu")) is None  # so both look at all sums
+    found = heads[0, 1:].view(torch.float32)[0]
+    assert found == thresholds.sampled_magnitude((values,), 200, 0)
+    taken = select.take(sums, found, sizes.capacity, sizes.wire)
+    assert int(heads[0, 0]) == int(taken.passed) > 0
+    assert pairs_of(packed[0]) == pairs_of(taken.packed)
+    if sizes.wire.rounds:
+        mine = work.leftover[: int(taken.passed)].cpu()
+        assert mine.any()
+        assert sorted(mine.tolist()) == sorted(taken.leftover[: int(taken.passed)].tolist())
+
+
+@pytest.mark.parametrize("cause", ["sum", "head"])
+def test_owner_passes_poison_on(cause: str) -> None:
+    sizes = Sizes(4, 4, wire_for("fp32", 100), False)
+    received = messages([[(1.0, 3)], [(3e38, 5)], [(3e38 if cause == "sum" else 1.0, 5)]], sizes)
+    if cause == "head":
+        received.view(-1).view(torch.int32)[0] = -1
+    state = BucketState.of(torch.zeros(100, device=DEVICE), 3)
+    work = fused_for(torch.zeros(100, device=DEVICE), state, sizes, 0.0, [0, 30, 60, 100])
+    work.reduce(received)
+    assert int(unframed(work.part.cpu(), sizes.wire)[0][0, 0]) < 0
+    assert not state.owner_buffer().any()
+
+
+@pytest.mark.parametrize(("numel", "k"), [(9000, 5000), (3000, 20), (40_000, 30_000)])
+def test_the_sampled_threshold_is_the_twins_bit_by_bit(numel: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient, held = (made.to(DEVICE) for made in gradients(2, numel, 3))
+    state = BucketState.of(held, 2)
+    state.step = 11
+    work = fused_for(gradient, state, Sizes(k, 8, wire_for("fp32", numel), False), 0.0, [0, 5, numel])
+    work.local_threshold()
+    wanted = thresholds.sampled_magnitude((gradient.cpu(), held.cpu()), k, 11)
+    assert state.local_threshold.item() == wanted.item() > 0
+    monkeypatch.setattr(fused, "MOST_SAMPLE", 0)
+    state.local_threshold.zero_()
+    work.local_threshold()
+    assert state.local_threshold.item() == wanted.item()
+
+
+def test_places_of_samples_beyond_two_to_the_31() -> None:
+    numel = 2**35 + 12345
+    places = thresholds.sample_places(numel, numel // 8, 3, torch.device("cpu"))
+    assert places is not None
+    for at, place in enumerate(places.tolist()):
+        turn = (at * thresholds.GOLDEN + 3 * thresholds.ROOT) % thresholds.TURN
+        assert 0 <= turn * numel // thresholds.TURN - place <= 1
+        assert 0 <= place < numel
+
+
+class Far:
+    """More than 2³¹ float32 zeros, of which only those touched take memory: the ``first``, and the ``last`` two."""
+
+    def __init__(self, numel: int) -> None:
+        unreserved = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
+        self._map = mmap.mmap(-1, 4 * numel, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved)
+        self.first = torch.frombuffer(self._map, dtype=torch.float32, count=1)
+        self.last = torch.frombuffer(self._map, dtype=torch.float32, count=2, offset=4 * (numel - 2))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu" or sys.platform != "linux", reason="on GPUs test_gpu.py makes such a bucket")
+def test_pairs_beyond_two_to_the_31_are_applied_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the passes over all elements, which would take hours here; the interpreter copies whole arguments, so
+    they are given by their first element."""
+    numel, ranks = 2**31 + 5000, 8
+    bounds = [rank * 2**28 for rank in range(ranks)] + [numel]
+    gradient, residual = Far(numel), Far(numel)
+    sizes = Sizes(8, 2, wire_for("fp32", 2**29), False)
+    work = fused_for(gradient.first, BucketState.of(residual.first, ranks), sizes, 0.0, bounds)
+    end = numel - 1 - bounds[-2]
+    work.sent.copy_(messages([[]] * (ranks - 1) + [[(6.0, end), (2.0, end - 1)]], sizes))
+    residual.last.copy_(torch.tensor([2.0, 6.0]))
+    monkeypatch.setattr("anabranch.sparse.kernels.step.settle", Nothing())
+    work.end(messages([[]] * (ranks - 1) + [[(12.0, end)]], sizes), 4.0)
+    assert gradient.last.tolist() == [0.0, 3.0]
+    assert residual.last.tolist() == [2.0, 0.0]
+
+
+class Nothing:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def test_an_average_too_small_for_float32_still_clears() -> None:
+    gradient = torch.tensor([1e-45, 0.0], device=DEVICE)
+    state, sizes = BucketState.of(torch.zeros(2, device=DEVICE), 1), Sizes(2, 2, wire_for("fp32", 2), False)
+    work = fused_for(gradient, state, sizes, 0.0, [0, 2])
+    work.offer()
+    work.end(work.sent, 8.0)
+    assert gradient.tolist() == [0, 0]
+    assert state.residual.tolist() == [0, 0]
+
+
+def test_messages_are_whole_words() -> None:
+    """Heads are counted in by atomic operations, which need them on a word's boundary."""
+    for numel in range(90_000, 90_100, 7):
+        for precision in ("fp32", "bf16"):
+            options = OkTopk(wire="bf16" if precision == "bf16" else "fp32")
+            for ranks, density in ((1, 0.01), (2, 0.013), (7, 0.02), (3, 1.0)):
+                assert Sizes.of(numel, ranks, density, options).message_nbytes % 4 == 0
