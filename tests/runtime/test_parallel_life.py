@@ -264,3 +264,30 @@ def two_models(rank: int) -> list[str]:
 
 def test_two_models_in_one_program() -> None:
     assert on_ranks(two_models, 2) == [[], []]
+
+
+def held(rank: int, early: bool) -> dict[str, object]:
+    """Where it would plan again and again, it is told to hold: before its first choice, or in the midst of the next."""
+    apart = []
+    with stage("plans again and again"):
+        theirs, ours = twins(Feature())
+        optimizers = [sgd(theirs), sgd(ours)]
+        for step in range(120):
+            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+                plain_train(model, optimizer, step)
+            apart += different(theirs, ours, 0.0)
+            if step == (5 if early else 80):
+                ours.hold()
+                chosen = ours.plan
+        explained = ours.explain().partition("\n")[0]
+        same = ours.plan == chosen
+        ours.close()
+    return {"apart": apart, "same": same, "explained": explained, "planned": chosen is not None}
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_one_that_holds_plans_no_more_and_averages_as_before(early: bool) -> None:
+    first, second = on_ranks(held, 2, early, timeout_s=90.0)
+    for told in (first, second):
+        assert told["apart"] == [] and told["same"] and str(told["explained"]).endswith(", held.")
+    assert first["planned"] == second["planned"] == (not early)

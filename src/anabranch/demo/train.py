@@ -36,6 +36,7 @@ def main(output: str, steps: int) -> None:
         for title, training in (("DistributedDataParallel", ddp), ("DataParallel", ours)):
             for _ in _progress(steps, title):
                 training.step()
+        model.hold()  # what is compared now must not plan again meanwhile
         for turn in _progress(ROUNDS, "both, in turn"):
             for training in (ddp, ours) if turn % 2 else (ours, ddp):
                 training.rounds_s.append(sum(training.step() for _ in range(ROUND_STEPS)) / ROUND_STEPS)

@@ -165,7 +165,7 @@ class DataParallel(DistributedDataParallel):
             self._pilot.replan_asked = True
 
     def hold(self) -> None:
-        """Keep what is in force and plan no more, however the step time drifts. Call it on every rank alike."""
+        """Keep what was chosen last and plan no more, however the step time drifts. Call it on every rank alike."""
         if self._pilot is not None:
             self._pilot.hold()
 

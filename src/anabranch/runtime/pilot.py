@@ -86,8 +86,11 @@ class Pilot:
             self._recorder.forward_ended(output)
 
     def hold(self) -> None:
-        """Plan no more."""
+        """Plan no more: go on with what was chosen last, or DDP's own buckets before any choice."""
         self._course.close()
+        label, plan = (self.kept.label, self.kept.plan) if self.kept is not None else (DDP_BUCKETS, None)
+        self._course, self.stage = self._turn_to(plan), f"running {label}, held"
+        next(self._course, None)
 
     def close(self) -> None:
         """Let go of hooks, threads and groups."""
@@ -193,8 +196,7 @@ class Pilot:
             yield
 
     def _steps(self, count: int) -> Course:
-        for _ in range(count):
-            yield
+        yield from [None] * count
 
     def _profile(self, label: str, plan: Plan | None) -> Course:
         """The layout in force: the trace, and the step time to beat."""
