@@ -95,6 +95,7 @@ def accumulated(
 
     A chunk at a time, so that a CPU reads and writes each element once, in its cache, and makes no large temporaries.
     """
+    least = threshold.clamp(min=torch.finfo(threshold.dtype).smallest_normal * 2**-23)  # so that zeros never pass
     found, poison = [], torch.zeros((), dtype=torch.bool, device=gradient.device)
     for start in range(0, len(gradient), CHUNK):
         new, old = gradient[start : start + CHUNK], residual[start : start + CHUNK]
@@ -102,7 +103,7 @@ def accumulated(
         new.copy_(old)
         old.copy_(total)
         poison |= ~torch.isfinite(total.sum())  # one inf or NaN makes a sum that is neither; large values are looked at
-        found.append(select.passing(total, threshold).nonzero().flatten().add_(start))
+        found.append((total.abs_() >= least).nonzero().flatten().add_(start))
     if bool(poison):
         poison = ~torch.isfinite(residual).all()
     return torch.cat(found), poison
