@@ -1,5 +1,7 @@
 """On a GPU: the same bits as on the CPU, and not one wait for the host."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -14,6 +16,17 @@ from anabranch.sparse.wire import FP32, unframed
 from sparse.worlds import check_step, gradients, states, step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the device is an error in here."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
@@ -32,12 +45,8 @@ def test_fixed_exchange_never_waits_and_gives_the_same_bits(wire: str) -> None:
             made[1][5] = float("inf")
         sent = [gradient.cuda() for gradient in made]
         step(way, made, host, world, density)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             step(way, sent, device, world, density)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for a, b, x, y in zip(made, sent, host, device, strict=True):
             assert torch.equal(a.nan_to_num(7.0), b.cpu().nan_to_num(7.0))
             assert torch.equal(x.residual, y.residual.cpu())
@@ -60,12 +69,8 @@ def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: str) -> None:
         sent = [gradient.cuda() for gradient in made]
         assert fusible(sent[0], options)
         step(way, made, host, world, density)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             step(way, sent, device, world, density)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for a, b, x, y in zip(made, sent, host, device, strict=True):
             assert torch.equal(a.isnan(), b.cpu().isnan())
             assert bool(a.isnan().all()) == (number == 3)

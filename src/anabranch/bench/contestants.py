@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch import planners
 from anabranch.network import Network
 from anabranch.plan import Plan
+from anabranch.report.benchmark import BASELINE, COMPUTE
 from anabranch.runtime.candidates import predicted_s
 from anabranch.runtime.layout import unwrap
 from anabranch.runtime.parallel import DataParallel
@@ -23,7 +24,7 @@ from anabranch.runtime.zoo import Step
 from anabranch.trace import Trace
 
 MIB = 1 << 20
-COMPUTE, ALL_REDUCE, DDP, AUTO = "compute only", "one all-reduce", "DDP", "DataParallel"
+ALL_REDUCE = "one all-reduce"
 POWER_SGD_FROM = 2  # the first step that torch lets it compress
 PLANNED_AFTER = 2 * SETTLE_STEPS + 1  # a given plan is in force from the step after the first few, and settles then
 FEWEST_MIB, MOST_MIB = 1e-6, 1e6  # no merging and one bucket, as a size for DDP
@@ -66,7 +67,7 @@ def rivals(
         return stock(name, plan, bucket_cap_mb=mib)
 
     found = [
-        stock(DDP, planners.by_bytes(trace, network)),
+        stock(BASELINE, planners.by_bytes(trace, network)),
         *(sized(f"DDP, {mib:g} MiB", mib) for mib in sizes_mib),
         sized("DDP, no merging", FEWEST_MIB),
         sized("DDP, one bucket", MOST_MIB),

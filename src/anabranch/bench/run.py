@@ -13,11 +13,13 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
-from anabranch.bench.contestants import AUTO, COMPUTE, DDP, OPTIONS, Contestant, baselines, living, ours, rivals
+from anabranch.bench.contestants import OPTIONS, Contestant, baselines, living, ours, rivals
 from anabranch.bench.race import race
 from anabranch.bench.subject import Subject
 from anabranch.errors import AnabranchError
-from anabranch.report.benchmark import Benchmark, Row
+from anabranch.lab.environment import LAB, LAB_BIT_S
+from anabranch.links import AlphaBeta
+from anabranch.report.benchmark import BASELINE, COMPUTE, OURS, Benchmark, Row
 from anabranch.runtime.dense import COLLECTIVES
 from anabranch.runtime.parallel import DataParallel
 from anabranch.runtime.zoo import Step
@@ -60,8 +62,8 @@ def run(subject: Subject, settings: Settings, say: Callable[[str], None]) -> Ben
     field = [
         *baselines(model, step, subject.device),
         *rivals(model, step, auto.trace, network, settings.sizes_mib, nccl),
-        living(AUTO, auto, auto_step),
-        *(living(f"{AUTO}, {wire}", parallel, own_step) for wire, parallel, own_step in packed),
+        living(OURS, auto, auto_step),
+        *(living(f"{OURS}, {wire}", parallel, own_step) for wire, parallel, own_step in packed),
         *ours(model, step, auto.trace, network, settings.lanes),
     ]
     field = [c for c in field if _wanted(c, settings.only)]
@@ -95,8 +97,8 @@ def wire_s(nbytes: int, ranks: int) -> float:
 
     Every rank must send and receive 2(N−1)/N of it, whatever the algorithm.
     """
-    rate_bit_s = float(os.environ.get("ANABRANCH_LAB_BIT_S") or 0)
-    return 2 * (ranks - 1) / ranks * nbytes * 8 / rate_bit_s if rate_bit_s else 0.0
+    rate_bit_s = float(os.environ.get(LAB_BIT_S) or 0)
+    return nbytes * AlphaBeta("ring", 0.0, 8 / rate_bit_s).line(ranks)[1] if rate_bit_s else 0.0
 
 
 def compression(wire: str | None) -> str | OkTopk | None:
@@ -125,7 +127,7 @@ def _chosen(subject: Subject, settings: Settings, wire: str | None) -> tuple[Dat
 
 def _wanted(contestant: Contestant, only: Sequence[str]) -> bool:
     """Those with which all others are compared always run."""
-    return not only or contestant.name in (COMPUTE, DDP, AUTO) or any(part in contestant.name for part in only)
+    return not only or contestant.name in (COMPUTE, BASELINE, OURS) or any(part in contestant.name for part in only)
 
 
 def _row(contestant: Contestant, turns_s: Sequence[float]) -> Row:
@@ -135,7 +137,7 @@ def _row(contestant: Contestant, turns_s: Sequence[float]) -> Row:
 
 
 def _facts(subject: Subject, settings: Settings) -> dict[str, str]:
-    cuda, lab = subject.device.type == "cuda", os.environ.get("ANABRANCH_LAB", "")
+    cuda, lab = subject.device.type == "cuda", os.environ.get(LAB, "")
     versions = [f"anabranch {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
     if cuda:
         versions += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]

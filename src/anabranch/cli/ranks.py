@@ -15,9 +15,11 @@ def join(backend: str | None, on_gpu: bool = True) -> "torch.device":
     import torch
     import torch.distributed as dist
 
+    from anabranch.lab.environment import LAB_BACKEND
+
     if backend not in (None, "gloo", "nccl"):
         raise ValueError(f"--backend is {backend!r}: expected gloo or nccl")
-    of_lab = os.environ.get("ANABRANCH_LAB_BACKEND")
+    of_lab = os.environ.get(LAB_BACKEND)
     if backend is not None and of_lab not in (None, backend):
         raise ValueError(f"--backend is {backend}, but the lab was made for {of_lab}: say --backend {backend} there")
     backend = backend or of_lab

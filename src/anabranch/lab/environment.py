@@ -62,9 +62,7 @@ def gpus_of(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Mapping[str
     The only GPU of a machine is left as it is: everybody finds it as number 0. One of several, that the user has chosen
     by its number, is not: behind an MPS daemon numbers count anew.
     """
-    if len(gpus) < 2 and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        return {}
-    if not gpus:
+    if not gpus or (len(gpus) == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ):
         return {}
     first = host.index * ranks_per_host
     mine = [gpus[(first + rank) % len(gpus)] for rank in range(ranks_per_host)]

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from anabranch.network import Network
 from anabranch.plan import Bucket, Plan
-from anabranch.planners.fixed import in_ready_order
 from anabranch.planners.merge import optimal
 from anabranch.sim import finish_s
-from anabranch.trace import TensorSpec, Trace
+from anabranch.trace import Trace
 
 FREE = 0.02  # how much longer than at the lowest density a step may be predicted to take, as a share
 
@@ -29,7 +28,8 @@ def sparse(trace: Trace, network: Network, collective: str, dense: Collection[st
             buckets.append(bucket if gains else replace(bucket, collective="dense"))
     if kept:
         buckets += optimal(replace(trace, tensors=tuple(kept)), network).buckets
-    return _launched_when_ready(trace, buckets)
+    place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
+    return Plan(tuple(sorted(buckets, key=lambda bucket: max(place[name] for name in bucket.names))))
 
 
 def densest(trace: Trace, network: Network, collectives: Sequence[str], dense: Collection[str] = ()) -> Plan:
@@ -49,11 +49,3 @@ def densest(trace: Trace, network: Network, collectives: Sequence[str], dense: C
                 if finish_s(trace, tried, network) <= limit_s:
                     best = tried
     return best
-
-
-def _launched_when_ready(trace: Trace, buckets: Sequence[Bucket]) -> Plan:
-    """The buckets in the order in which their last gradient is ready."""
-    tensors: dict[str, TensorSpec] = {tensor.name: tensor for tensor in trace.tensors}
-    order = in_ready_order(trace, [[tensors[name] for name in bucket.names] for bucket in buckets])
-    by_names = {bucket.names: bucket for bucket in buckets}
-    return Plan(tuple(by_names[bucket.names] for bucket in order.buckets))

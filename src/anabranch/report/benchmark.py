@@ -11,7 +11,7 @@ from rich.text import Text
 from anabranch.report.cells import plain, seconds, time_scale
 from anabranch.report.tables import columns, facts
 
-BASELINE, OURS = "DDP", "DataParallel"
+COMPUTE, BASELINE, OURS = "compute only", "DDP", "DataParallel"  # what all others are compared with
 
 
 @dataclass(frozen=True, slots=True)

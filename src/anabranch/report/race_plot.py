@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from anabranch.report.benchmark import BASELINE, OURS, Benchmark, Row
+from anabranch.report.benchmark import BASELINE, COMPUTE, OURS, Benchmark, Row
 from anabranch.report.cells import plain
 from anabranch.report.plot import COLOURS, Format, saved
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BAR = 0.26
-COMPUTE, SIZED = "compute only", "MiB"
+SIZED = "MiB"
 
 
 def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:

@@ -18,7 +18,7 @@ Collective = Callable[[torch.Tensor, Group, float], Steps]
 def dense(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
     """All-reduce in the buffer's own precision; scaled first, as DDP does, so the sum of many ranks cannot overflow."""
     buffer.mul_(1.0 / divisor)
-    yield _issued(dist.all_reduce(buffer, group=group, async_op=True))
+    yield issued(dist.all_reduce(buffer, group=group, async_op=True))
 
 
 def bf16(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
@@ -36,14 +36,10 @@ def bf16(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
     offered = torch.zeros(ranks * share, dtype=torch.bfloat16, device=buffer.device)
     offered[: buffer.numel()].copy_(buffer)
     received = torch.empty_like(offered)
-    yield _issued(dist.all_to_all_single(received, offered, group=group, async_op=True))
-    if (
-        buffer.is_cuda
-    ):  # the rest runs on the lane's stream: the caller's must not get this memory back before it is done
-        for shared in (offered, received):
-            shared.record_stream(torch.cuda.current_stream(buffer.device))
+    yield issued(dist.all_to_all_single(received, offered, group=group, async_op=True))
+    hold(offered, received)
     average = received.view(ranks, share).sum(dim=0, dtype=torch.float32).mul_(1.0 / divisor)
-    yield _issued(gather(offered, average.to(torch.bfloat16), group))
+    yield issued(gather(offered, average.to(torch.bfloat16), group))
     buffer.copy_(offered[: buffer.numel()])
 
 
@@ -57,8 +53,19 @@ def gather(output: torch.Tensor, part: torch.Tensor, group: Group) -> dist.Work 
     return work
 
 
-def _issued(work: dist.Work | None) -> dist.Work:
+def issued(work: dist.Work | None, what: str = "a bucket") -> dist.Work:
     """The work of an asynchronous operation; torch returns None to a rank that is not in the group."""
     if work is None:
-        raise RuntimeError("this rank is not a member of the process group that its bucket was sent on")
+        raise RuntimeError(f"this rank is not a member of the process group on which it was to send {what}")
     return work
+
+
+def hold(*tensors: torch.Tensor) -> None:
+    """Keep memory from being handed out again before the current stream is done with it.
+
+    The first part of an exchange may run on the caller's stream and the rest on the lane's; torch's allocator knows
+    only the stream on which a tensor was made.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

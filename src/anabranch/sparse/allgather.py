@@ -8,9 +8,9 @@ from collections.abc import Generator, Sequence
 import torch
 import torch.distributed as dist
 
-from anabranch.runtime.dense import Steps
+from anabranch.runtime.dense import Steps, hold
 from anabranch.sparse import select
-from anabranch.sparse.comm import MAX, Comm, hold
+from anabranch.sparse.comm import MAX, Comm
 from anabranch.sparse.state import BucketState
 
 MOST_NUMEL = 2**31 - 1  # places in the bucket travel as int32 here

@@ -73,7 +73,7 @@ class SparseCollectives:
             return COLLECTIVES[bucket.collective](buffer, group, divisor)
         state = self._state.bucket(bucket.names, [self._numels[name] for name in bucket.names])
         if self.flushing:
-            return _flush(buffer, state, self._comm(group), divisor)
+            return dense_exchange(buffer, state, self._comm(group), divisor, 1.0)
         return exchange(buffer, state, self._comm(group), divisor, density, self._options)
 
     def probe(self, kind: str) -> Collective:
@@ -119,9 +119,3 @@ class SparseCollectives:
         if group not in self._comms:
             self._comms[group] = GroupComm(group)
         return self._comms[group]
-
-
-def _flush(buffer: torch.Tensor, state: BucketState, comm: GroupComm, divisor: float) -> Steps:
-    whole = buffer.to(torch.float32)
-    yield from dense_exchange(whole, state, comm, divisor, 1.0)
-    buffer.copy_(whole)

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from anabranch.runtime.dense import Group, gather
+from anabranch.runtime.dense import Group, gather, issued
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
@@ -81,11 +81,11 @@ class GroupComm:
     ) -> dist.Work:
         """See ``Comm``."""
         outputs, inputs = (None if counts is None else list(counts) for counts in (output_counts, given_counts))
-        return _issued(dist.all_to_all_single(output, given, outputs, inputs, group=self._group, async_op=True), phase)
+        return issued(dist.all_to_all_single(output, given, outputs, inputs, group=self._group, async_op=True), phase)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> dist.Work:
         """See ``Comm``."""
-        return _issued(gather(output, part, self._group), phase)
+        return issued(gather(output, part, self._group), phase)
 
     def all_gather_uneven(
         self, output: torch.Tensor, part: torch.Tensor, counts: Sequence[int], phase: str
@@ -96,22 +96,4 @@ class GroupComm:
 
     def all_reduce(self, tensor: torch.Tensor, phase: str, op: dist.ReduceOp.RedOpType = SUM) -> dist.Work:
         """See ``Comm``."""
-        return _issued(dist.all_reduce(tensor, op=op, group=self._group, async_op=True), phase)
-
-
-def _issued(work: dist.Work | None, phase: str) -> dist.Work:
-    """The work of an asynchronous operation; torch returns None to a rank that is not in the group."""
-    if work is None:
-        raise RuntimeError(f"this rank is not a member of the process group on which it was to send ({phase})")
-    return work
-
-
-def hold(*tensors: torch.Tensor) -> None:
-    """Keep memory from being handed out again before the current stream is done with it.
-
-    The first part of an exchange runs on the caller's stream and the rest on the lane's; torch's allocator knows only
-    the stream on which a tensor was made.
-    """
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return issued(dist.all_reduce(tensor, op=op, group=self._group, async_op=True), phase)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from anabranch.runtime.dense import Steps
+from anabranch.runtime.dense import Steps, hold
 from anabranch.sparse import regions, select
-from anabranch.sparse.comm import Comm, hold
+from anabranch.sparse.comm import Comm
 from anabranch.sparse.fixed import Sizes, note, owner_threshold
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch.runtime.dense import Steps
+from anabranch.runtime.dense import Steps, hold
 from anabranch.sparse import regions, select
-from anabranch.sparse.comm import Comm, hold
+from anabranch.sparse.comm import Comm
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import sampled_magnitude, tilted

@@ -12,9 +12,9 @@ poisoned, or breaks off, has nothing to undo.
 import torch
 import triton
 
-from anabranch.runtime.dense import Steps
+from anabranch.runtime.dense import Steps, hold
 from anabranch.sparse import thresholds
-from anabranch.sparse.comm import Comm, hold
+from anabranch.sparse.comm import Comm
 from anabranch.sparse.fixed import Sizes, balance
 from anabranch.sparse.kernels import message, step, threshold
 from anabranch.sparse.options import OkTopk

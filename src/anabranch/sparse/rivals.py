@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from anabranch.runtime.dense import Steps
+from anabranch.runtime.dense import Steps, hold
 from anabranch.sparse import regions, select
 from anabranch.sparse.allgather import (
     allgather_exchange,
@@ -23,7 +23,7 @@ from anabranch.sparse.allgather import (
     top_pairs,
     wanted,
 )
-from anabranch.sparse.comm import Comm, hold
+from anabranch.sparse.comm import Comm
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import gaussian_magnitude
 

@@ -71,6 +71,12 @@ def least_count(heads, ranks, row_words, rows: tl.constexpr):
     return tl.min(tl.load(heads + row.to(tl.int64) * row_words, mask=row < ranks, other=0))
 
 
+@triton.jit
+def standing(heads, place, ranks, row_words, rows: tl.constexpr):
+    """Which slots hold a pair that counts: those in use, and none if any message is poisoned."""
+    return tl.where(least_count(heads, ranks, row_words, rows) < 0, -1, place) >= 0
+
+
 @triton.jit(do_not_specialize=SIZES)
 def blank(words, counter, row_words, block: tl.constexpr):
     """Heads 0 and pairs −1 in every row; ``counter`` 0."""

@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from anabranch.sparse.kernels.message import INFINITE, MAGNITUDE, SIGN, SIZES, claim, get, least_count, put, rounded
+from anabranch.sparse.kernels.message import (
+    INFINITE,
+    MAGNITUDE,
+    SIGN,
+    SIZES,
+    claim,
+    get,
+    least_count,
+    put,
+    rounded,
+    standing,
+)
 
 GROUP = tl.constexpr(16)  # elements whose results make one word of bits
 
@@ -151,7 +162,7 @@ def apply(
     """gradient (as int32) ← gathered values / divisor; −0 where nothing is left of one, so that ``clear`` sees it."""
     row = tl.program_id(1).to(tl.int64)
     bits, place = get(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
-    applied = tl.where(least_count(heads, ranks, row_words, rows) < 0, -1, place) >= 0
+    applied = standing(heads, place, ranks, row_words, rows)
     value = bits.to(tl.float32, bitcast=True)
     new = tl.div_rn(value, tl.zeros_like(value) + divisor).to(tl.int32, bitcast=True)
     new = tl.where((new & MAGNITUDE) == 0, SIGN, new)
@@ -166,7 +177,7 @@ def clear(
     """residual ← residual − what this rank offered, where the gradient (as int32) shows that it was applied."""
     row = tl.program_id(1).to(tl.int64)
     bits, place = get(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
-    offered = tl.where(least_count(heads, ranks, row_words, rows) < 0, -1, place) >= 0
+    offered = standing(heads, place, ranks, row_words, rows)
     at = tl.load(boundaries + row) + place
     offered = offered & (tl.load(gradient + at, mask=offered, other=0) != 0)
     left = tl.load(residual + at, mask=offered, other=0.0) - bits.to(tl.float32, bitcast=True)
@@ -181,7 +192,7 @@ def keep(
     """See ``select.keep_leftover``."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
     _, place = get(pairs, 0, slot, capacity, first, last)
-    kept = tl.where(least_count(heads, ranks, row_words, rows) < 0, -1, place) >= 0
+    kept = standing(heads, place, ranks, row_words, rows)
     at = tl.load(start) + place
     new = tl.load(residual + at, mask=kept, other=0.0) + tl.load(leftover + slot, mask=kept, other=0.0)
     tl.store(residual + at, new, mask=kept)
