@@ -20,7 +20,7 @@ from anabranch.sparse.kernels import message, step, threshold
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
 
-BLOCK, WARPS = 4096, 8  # of passes over all elements: 16 per thread, so that many loads are under way
+BLOCK, WARPS = 4096, 4  # of passes over all elements: 32 per thread, so that many loads are under way
 PAIRS = 512  # of passes over pairs
 CHUNK, CHUNK_WARPS = 16384, 32  # of the one program that finds a sample's threshold
 MOST_SAMPLE = 2**18  # above, torch.topk is faster than one program
@@ -159,8 +159,8 @@ class Fused:
 
 
 def kth(seen: torch.Tensor, rank: int, found: torch.Tensor) -> None:
-    """``found`` (a float32 scalar) ← the ``rank``-th largest of magnitudes given as bits."""
+    """``found`` (a float32 scalar) ← the ``rank``-th largest of magnitudes given as bits, rounded down."""
     if len(seen) > MOST_SAMPLE:
-        found.view(torch.int32).copy_(torch.topk(seen, rank, sorted=False).values.amin())
+        found.copy_(thresholds.coarse(torch.topk(seen, rank, sorted=False).values.amin().view(torch.float32)))
     else:
         threshold.kth[(1,)](seen, found, len(seen), rank, chunk=CHUNK, num_warps=CHUNK_WARPS)

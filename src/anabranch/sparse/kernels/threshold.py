@@ -7,6 +7,7 @@ from anabranch.sparse import thresholds
 from anabranch.sparse.kernels.message import MAGNITUDE, SIZES
 
 GOLDEN = tl.constexpr(thresholds.GOLDEN)
+LOW_BITS = tl.constexpr(thresholds.LOW_BITS)
 LANE_COUNTS = tl.constexpr(1024)  # each of a lane's three counters has ten bits
 
 
@@ -42,15 +43,16 @@ def sample_sums(sums, counter, seen, shift, numel, wanted, every: tl.constexpr, 
 
 @triton.jit(do_not_specialize=SIZES)
 def kth(seen, found, wanted, rank, chunk: tl.constexpr):
-    """The ``rank``-th largest of ``wanted`` magnitudes, exactly: the largest t that so many reach, two bits at a time.
+    """The ``rank``-th largest of ``wanted`` magnitudes, rounded down: the largest t that so many reach, bit by bit.
 
+    Two bits at a time, down to the lowest that thresholds have.
     ``wanted`` is a multiple of ``chunk``, so that loads need no mask and are wide. One program: a launch more would
     cost more than the other multiprocessors could save.
     """
     lane = tl.arange(0, chunk)
     result = tl.full((), 0, tl.uint32)
     unit = tl.full((), 1 << 30, tl.uint32)
-    for _ in range(16):
+    for _ in range((32 - LOW_BITS) // 2):
         counts = tl.zeros([chunk], tl.int32)
         for start in range(0, wanted, chunk):
             size = tl.load(seen + start + lane).to(tl.uint32, bitcast=True)
