@@ -15,15 +15,19 @@ from anabranch.sparse.virtual import VirtualWorld
 from anabranch.sparse.wire import FP32, unframed
 from sparse.worlds import check_step, gradients, states, step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
     """Whatever makes the host wait for the device is an error in here."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

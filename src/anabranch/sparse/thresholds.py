@@ -20,7 +20,8 @@ TURN = 2**31  # turns are counted in such parts: integers, so that every device 
 GOLDEN = round(TURN * (math.sqrt(5) - 1) / 2)  # its multiples, mod a turn, are spread evenly whatever their number
 ROOT = round(TURN * (math.sqrt(2) - 1))  # how far steps are apart
 TILT_MEMORY = 0.9
-LOW_BITS = 16  # of a sampled threshold that are 0: 1 % is less than a sample knows, and kernels find it in half the time
+# Low bits of a sampled threshold that are 0: 1 % is less than a sample knows, and kernels find it in half the time.
+LOW_BITS = 16
 
 
 def kth_magnitude(values: torch.Tensor, k: int) -> torch.Tensor:
