@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 4 examples/char_transformer.py --steps 200 --checkpoint run.pt
 
 From DistributedDataParallel to anabranch it is one line; it is marked. After a crash the same command goes on from the
-last checkpoint.
+last checkpoint. With ``--compress 0.1`` the largest tenth of the gradients travels and the rest waits for later steps;
+what waits is then in the checkpoints, too.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,8 @@ def main() -> None:
     """Train, and on rank 0 say how it went."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--wrap", choices=["ddp", "anabranch"], default="anabranch")
+    parser.add_argument("--compress", type=float, help="send this share of the larger gradients, the rest later")
+    parser.add_argument("--plan", type=Path, help="run this plan, whatever comes of it, instead of looking for one")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpoint", type=Path, help="save here, and resume from here")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
@@ -38,12 +42,15 @@ def main() -> None:
     torch.manual_seed(0)
     text, model = StandardLibrary(), CharTransformer().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    losses = resume(options.checkpoint, model, optimizer, device) if options.checkpoint else []
+    losses, waiting = resume(options.checkpoint, model, optimizer, device) if options.checkpoint else ([], [])
 
     if options.wrap == "ddp":
-        parallel: nn.Module = DistributedDataParallel(model)
+        parallel: DistributedDataParallel = DistributedDataParallel(model)
     else:
-        parallel = anabranch.DataParallel(model)  # the one line
+        compress = anabranch.OkTopk(density=options.compress, deterministic=True) if options.compress else None
+        plan: Any = anabranch.load(options.plan) if options.plan else None
+        parallel = anabranch.DataParallel(model, compress=compress, plan=plan)  # the one line
+        parallel.load_comm_state_dict(*waiting)
 
     quiet = rank != 0 or not sys.stderr.isatty()
     for step in track(range(len(losses), options.steps), "training", console=Console(stderr=True), disable=quiet):
@@ -54,8 +61,8 @@ def main() -> None:
         mean = loss.detach() / ranks
         dist.all_reduce(mean)
         losses.append(mean.item())
-        if rank == 0 and options.checkpoint and (step + 1) % options.every == 0:
-            save(options.checkpoint, model, optimizer, losses)
+        if options.checkpoint and (step + 1) % options.every == 0:
+            save(options.checkpoint, parallel, optimizer, losses)
 
     if rank == 0:
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} after {len(losses)} steps on {ranks} ranks")
@@ -77,21 +84,44 @@ def meet() -> torch.device:
     return device
 
 
-def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> list[float]:
-    """Take up the last checkpoint, if there is one; the losses so far, which also say how many steps were made."""
+def resume(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[list[float], list[dict[str, Any]]]:
+    """Take up the last checkpoint, if there is one: the losses, one for each step made, and what waited on this rank.
+
+    If there were more ranks, or fewer, what waited on all of them.
+    """
     if not path.exists():
-        return []
+        return [], []
     state = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return list(state["losses"])
+    ranks = range(state["ranks"]) if state["ranks"] != dist.get_world_size() else [dist.get_rank()]
+    files = [of_rank(path, len(state["losses"]), rank) for rank in ranks]
+    return list(state["losses"]), [torch.load(file, weights_only=True) for file in files]
 
 
-def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
-    """Replace the checkpoint in one go: a crash leaves the old one or the new one, never half of one."""
-    unfinished = path.with_suffix(".unfinished")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}, unfinished)
-    unfinished.replace(path)
+def save(path: Path, parallel: DistributedDataParallel, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
+    """Replace the checkpoint in one go: a crash leaves the old one or the new one, never half of one.
+
+    What waits on each rank to be sent is in a file of its own, and the checkpoint says which of these files count.
+    """
+    kept = parallel.comm_state_dict() if isinstance(parallel, anabranch.DataParallel) else {}
+    torch.save(kept, of_rank(path, len(losses), dist.get_rank()))
+    dist.barrier()  # every rank's file is there
+    if dist.get_rank() == 0:
+        unfinished, ranks = path.with_suffix(".unfinished"), dist.get_world_size()
+        state = {"model": parallel.module.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        torch.save({**state, "ranks": ranks}, unfinished)
+        unfinished.replace(path)
+        current = {of_rank(path, len(losses), rank) for rank in range(ranks)}
+        for old in set(path.parent.glob(f"{path.stem}.step*")) - current:
+            old.unlink()
+
+
+def of_rank(path: Path, step: int, rank: int) -> Path:
+    """Where a rank keeps what waits to be sent after a step."""
+    return path.with_suffix(f".step{step}-rank{rank}")
 
 
 if __name__ == "__main__":

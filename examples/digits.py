@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/digits.py
 
 Under ``--wrap ddp`` and under ``--wrap anabranch`` every forward sees rank 0's running statistics; anabranch sends them
-behind the gradients, where they cost less.
+behind the gradients, where they cost less. ``--compress 0.1`` sends the largest tenth of the gradients, the rest later.
 """
 
 import argparse
@@ -31,6 +31,7 @@ def main() -> None:
     """Train, and on rank 0 say how many digits it reads."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--wrap", choices=["ddp", "anabranch"], default="anabranch")
+    parser.add_argument("--compress", type=float, help="send this share of the larger gradients, the rest later")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--losses", type=Path, help="write the losses to this file, as JSON")
     options = parser.parse_args()
@@ -52,7 +53,8 @@ def main() -> None:
     if options.wrap == "ddp":
         parallel: nn.Module = DistributedDataParallel(model)
     else:
-        parallel = anabranch.DataParallel(model)  # the one line
+        compress = anabranch.OkTopk(density=options.compress) if options.compress else None
+        parallel = anabranch.DataParallel(model, compress=compress)  # the one line
 
     losses: list[float] = []
     quiet = rank != 0 or not sys.stderr.isatty()

@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": EVERYTHING,
     "bench": EVERYTHING,
     "sparse": {*NOUNS, "runtime.lanes", "runtime.dense"},
-    "memory": {*NOUNS, "runtime", "sparse"},
+    "memory": {*NOUNS, "planners", "runtime", "sparse"},
     "lab": {"errors"},
     "lab.emulation": {*BASE, "links"},
     "integrations": EVERYTHING,

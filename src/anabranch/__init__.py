@@ -5,6 +5,7 @@ turns a Plan into a Timeline, and files for all of them: none of these imports t
 DistributedDataParallel that runs a plan on a live model, does, when it is first asked for.
 """
 
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -30,7 +31,9 @@ from anabranch.trace import TensorSpec, Trace
 from anabranch.version import __version__
 
 if _TYPE_CHECKING:
+    from anabranch.memory.options import Lean
     from anabranch.runtime.parallel import DataParallel
+    from anabranch.sparse.checkpoint import CommState
     from anabranch.sparse.options import OkTopk
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "AnabranchError",
     "Bucket",
     "CollectiveError",
+    "CommState",
     "Contention",
     "Curve",
     "CurvePoint",
@@ -45,6 +49,7 @@ __all__ = [
     "DisagreementError",
     "FileError",
     "LabError",
+    "Lean",
     "Network",
     "NetworkError",
     "OkTopk",
@@ -64,14 +69,17 @@ __all__ = [
 ]
 
 
+# Who trains needs torch; nobody else waits for it.
+_WITH_TORCH = {
+    "CommState": "anabranch.sparse.checkpoint",
+    "DataParallel": "anabranch.runtime.parallel",
+    "Lean": "anabranch.memory.options",
+    "OkTopk": "anabranch.sparse.options",
+}
+
+
 def __getattr__(name: str) -> _Any:
     """Import torch only for those who train."""
-    if name == "DataParallel":
-        from anabranch.runtime.parallel import DataParallel
-
-        return DataParallel
-    if name == "OkTopk":
-        from anabranch.sparse.options import OkTopk
-
-        return OkTopk
-    raise AttributeError(f"module 'anabranch' has no attribute {name!r}")
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module 'anabranch' has no attribute {name!r}")
+    return getattr(_import_module(_WITH_TORCH[name]), name)

@@ -35,6 +35,7 @@ def test_without_ranks_it_says_how_to_get_them(capsys: pytest.CaptureFixture[str
         (["--trace", "resnet50", "--lanes", "2.5"], "--lanes is '2.5': expected whole numbers from 1 to"),
         (["--trace", "resnet50", "--lanes", "inf"], "--lanes is 'inf': expected positive numbers"),
         (["--trace", "resnet50", "--compress", "zip"], "--compress is 'zip': expected bf16, oktopk"),
+        (["--trace", "resnet50", "--compress", "gtopk"], "--compress is 'gtopk': expected a density in (0, 1]"),
         (["--trace", "resnet50", "--model", "resnet50"], "run them apart"),
         (["--trace", "resnet50", "--report", "/nowhere/report.md"], "/nowhere: no such folder"),
         (["--trace", "nonsense"], "nonsense: no such file, and no trace of this name"),
@@ -57,3 +58,11 @@ def test_a_report_is_not_overwritten(
     report.write_text("precious")
     assert "--force" in refused(capsys, "--trace", "resnet50", "--report", str(report))
     assert report.read_text() == "precious"
+
+
+def test_help_names_every_way_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
+    from anabranch.bench.compress import OTHERS, WIRES
+
+    assert main(["bench", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(way in told for way in [*WIRES, "oktopk:0.01", *(f"{name}:0.01" for name in OTHERS)])

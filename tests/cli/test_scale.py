@@ -1,15 +1,16 @@
 """anabranch scale: the library's sweep, its assumptions, and a plot that opens."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from anabranch import planners, save
+from anabranch import Network, planners, save
 from anabranch.cli import links
 from anabranch.cli.main import main
-from anabranch.sim import sweep
+from anabranch.sim import finish_s, sweep
 from cli.nouns import HOSTILE, RING, error_of, json_of, measured, small_trace, trace_file
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -112,3 +113,62 @@ def test_wrong_options_are_one_line(
 def test_one_rank_has_no_links_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["scale", "--trace", trace_file(tmp_path), "--network", "linear:ranks=1,start=0,s_per_byte=0"]
     assert "cannot be carried" in error_of(capsys, *argv)
+
+
+def sparse(tmp_path: Path, capsys: pytest.CaptureFixture[str], *ways: str, network: str = RING) -> dict[str, Any]:
+    asked = [word for way in ways for word in ("--compress", way)]
+    return json_of(capsys, "scale", "--trace", trace_file(tmp_path), "--network", network, *QUICK, *asked)
+
+
+def test_sparse_buckets_are_priced_at_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = sparse(tmp_path, capsys, "oktopk:0.01", "oktopk", "oktopk:0.01")
+    steps = {(point["planner"], point["world_size"]): point["iteration_s"] for point in document["points"]}
+    assert [key[0] for key in steps if key[1] == 64] == ["by_bytes", "optimal", "oktopk:0.01", "oktopk"]
+    for size in (4, 16, 64):
+        assert steps["oktopk:0.01", size] < steps["optimal", size]
+        assert steps["oktopk:0.01", size] <= steps["oktopk", size] <= 1.02 * steps["oktopk:0.01", size]
+    assert steps["oktopk:0.01", 4] < steps["oktopk:0.01", 64]
+    told = "; ".join(document["assumptions"])
+    assert "virtual ranks" in told and "as on an H200" in told and "2(P-1)" in told
+
+
+def test_sparse_points_are_those_of_the_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from anabranch.sparse.pricing import H200, priced
+
+    here = priced(links.network(RING).at(64), 0.05, H200)
+    plan = planners.optimal(small_trace(), here, collective="oktopk:0.05")
+    point = sparse(tmp_path, capsys, "oktopk:0.05")["points"][-1]
+    assert point["buckets"] == len(plan) and point["world_size"] == 64
+    assert point["iteration_s"] == pytest.approx(small_trace().forward_s + finish_s(small_trace(), plan, here))
+
+
+def test_a_measured_exchange_tells_what_selection_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = measured().curve("dense").points
+    slow = [(point.nbytes, 1e-3 + 5e-10 * point.nbytes) for point in dense]
+    curves = {"dense": [(point.nbytes, point.seconds) for point in dense], "oktopk:0.01": slow}
+    save(Network.measured(8, curves), tmp_path / "network.json")
+    document = sparse(tmp_path, capsys, "oktopk:0.01", network=str(tmp_path / "network.json"))
+    assert any("oktopk:0.01 took beyond its messages" in told for told in document["assumptions"])
+
+
+def test_gradients_that_are_not_float32_stay_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = tuple(replace(tensor, dtype="float64", itemsize=8) for tensor in small_trace().tensors)
+    save(replace(small_trace(), tensors=tensors), tmp_path / "double.json")
+    argv = ["scale", "--trace", str(tmp_path / "double.json"), "--network", RING, *QUICK, "--compress", "oktopk:0.01"]
+    points = {(p["planner"], p["world_size"]): p["iteration_s"] for p in json_of(capsys, *argv)["points"]}
+    assert points["oktopk:0.01", 64] == points["optimal", 64]
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("bf16", "--compress is 'bf16': scale prices oktopk (as dense as is hidden) and oktopk:0.01"),
+        ("gtopk:0.01", "--compress is 'gtopk:0.01': scale prices oktopk"),
+        ("oktopk:2", "--compress is 'oktopk:2': expected a density in (0, 1], such as oktopk:0.01"),
+    ],
+)
+def test_what_cannot_be_priced_is_named(
+    way: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *QUICK, "--compress", way]
+    assert words in error_of(capsys, *argv)

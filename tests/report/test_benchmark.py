@@ -84,3 +84,13 @@ def test_markdown_has_a_table_per_model_and_the_explanation() -> None:
 
 def test_values_from_elsewhere_cannot_touch_the_terminal() -> None:
     assert "\x1b" not in shown(example(facts={"device": "x\x1b[2J"}, skipped=("\x1b[0m",), model="\x1b]0;"))
+
+
+def test_what_was_sent_is_shown_where_it_is_known() -> None:
+    assert "sent" not in shown(example())
+    counted = example(rows=(Row("DDP", (0.1,), sent_nbytes=78.214e6), Row("DataParallel", (0.1,), sent_nbytes=4.5e6)))
+    lines = markdown("A title", [counted]).splitlines()
+    assert next(line for line in lines if line.startswith("| contestant")).endswith("| sent MB |")
+    assert next(line for line in lines if line.startswith("| DDP")).endswith("| 78.21 |")
+    assert "network cards count" in shown(counted)
+    assert figures(counted)["rows"][1]["sent_nbytes"] == 4.5e6

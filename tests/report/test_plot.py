@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.report.plot import LABEL_GAP, _apart, scaling_plot
+from anabranch.report.plot import LABEL_GAP, NOTE_LETTERS, _apart, scaling_plot
 
 CURVES = {
     "per_tensor": {4: 0.1, 8: 0.2, 2048: 5.0},
@@ -24,6 +24,13 @@ def test_svg_names_every_line_title_and_unit() -> None:
     for text in ("per_tensor", "optimal", "resnet $50$", "ranks (logarithmic)", "iteration, ms", "Scaling efficiency"):
         assert text in comments
     assert content == scaling_plot("resnet $50$", "weak", CURVES, SHARES, "svg")
+
+
+def test_a_long_note_goes_on_in_the_next_line() -> None:
+    note = "; ".join(f"assumption number {number}" for number in range(20))
+    comments = [line.strip() for line in scaling_plot("title", note, CURVES, SHARES, "svg").decode().splitlines()]
+    shown = [line.removeprefix("<!-- ").removesuffix(" -->") for line in comments if "assumption number" in line]
+    assert " ".join(shown) == note and max(map(len, shown)) <= NOTE_LETTERS
 
 
 @pytest.mark.parametrize("curves", [CURVES, {"one": {4: 0.0}}], ids=["several", "one point of no time"])

@@ -26,7 +26,7 @@ RANKS = 3
 VICTIM = 1
 TIMEOUT_S = 5.0  # of the process group
 MARGIN_S = 20.0  # for a busy machine
-FAULT_STEP = 6  # the plan is in force from the fourth step on
+FAULT_STEP = 6  # the plan is in force from the first step on
 LAYERS = 4
 PLAN = ab.Plan(
     tuple(

@@ -157,4 +157,4 @@ def test_every_forward_sees_what_ddp_would_show_it(name: str, stage: str) -> Non
     for answer in on_ranks(follow, 2, name, stage):
         outcome = Outcome.of(answer)
         assert outcome.apart == []
-        assert outcome.layouts >= 2
+        assert outcome.layouts >= (1 if stage == "is told the plan" else 2)

@@ -263,7 +263,7 @@ def test_equals_ddp_to_the_last_bit_on_two_ranks(name: str, stage: str) -> None:
         if name == "frozen on the way":
             assert "no longer planning: parameters were frozen" in outcome.explained or stage == "is told the plan"
         else:
-            assert outcome.layouts >= 2
+            assert outcome.layouts >= (1 if stage == "is told the plan" else 2)
 
 
 @pytest.mark.parametrize("name", ["plain", "no_sync", "unused", "static", "bucket views", "checkpoint, re-entrant"])

@@ -1,13 +1,14 @@
 """A whole cluster: sweeps, jitter and stragglers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch import Network, Plan, TensorSpec, Trace, planners, simulate
+from anabranch import Curve, Network, Plan, TensorSpec, Trace, planners, simulate
 from anabranch.sim import ScalePoint, slowest_rank, sweep
 from shorthand import trace_of
 from strategies import traces
@@ -140,3 +141,18 @@ def test_refusals() -> None:
                     {"stragglers": -1}):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(options))):
             slowest_rank(TRACE, 8, **{"jitter": 0.0, **options})  # type: ignore[arg-type]
+
+
+def test_pricing_adds_costs_at_every_size() -> None:
+    def pricing(here: Network) -> Network:
+        return replace(here, curves={**here.curves, "cheap": Curve.linear(1e-6 * here.world_size, 0.0)})
+
+    def cheap(trace: Trace, network: Network) -> Plan:
+        return planners.optimal(trace, network, collective="cheap")
+
+    points = list(sweep(TRACE, RING, [4, 16], {"cheap": cheap, "optimal": planners.optimal}, pricing=pricing))
+    by_size = {(point.world_size, point.planner): point for point in points}
+    assert by_size[16, "cheap"].exposed_s == pytest.approx(16e-6)
+    assert by_size[4, "cheap"].exposed_s == pytest.approx(4e-6)
+    plain = {point.world_size: point for point in sweep(TRACE, RING, [4, 16], {"optimal": planners.optimal})}
+    assert all(by_size[size, "optimal"] == plain[size] for size in (4, 16))

@@ -69,6 +69,19 @@ def test_on_adversarial_gradients(name: str, make: "object") -> None:
     check_steps(EXCHANGES[name], 4, 2000, 0.01, 6, make)
 
 
+@pytest.mark.parametrize("name", OK_TOPK)
+def test_all_large_values_at_the_end_of_many_ranks(name: str) -> None:
+    """More ranks than ``regions.WIDEST``: the first regions would be wider than what owners have room for."""
+
+    def at_the_end(number: int) -> Gradients:
+        made = gradients(16, 3200, number, scale=1e-3)
+        for gradient in made:
+            gradient[3168:] *= 1e6
+        return made
+
+    check_steps(EXCHANGES[name], 16, 3200, 0.01, 4, at_the_end)
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 @pytest.mark.parametrize("name", ALL)
 def test_fewer_values_than_ranks(name: str, ranks: int) -> None:

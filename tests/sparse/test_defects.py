@@ -43,8 +43,7 @@ def test_places_beyond_float32(name: str) -> None:
 def test_sums_of_boundaries_beyond_int32() -> None:
     """There: boundaries summed as int32, which overflowed from 146 ranks on for 14.7 million elements."""
     numel, ranks = 14_728_266, 256
-    running = torch.zeros(1000, dtype=torch.int32)
-    assert regions.proposal(running, ranks).dtype == torch.int64
+    assert regions.wanted(torch.tensor(1000), ranks).dtype == regions.even(numel, ranks).dtype == torch.int64
     last = torch.full((ranks - 1,), numel - 1, dtype=torch.int64)
     proposals = torch.minimum(last, torch.arange(1, ranks) * (numel // ranks))
     summed = proposals * ranks

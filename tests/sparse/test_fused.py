@@ -138,7 +138,7 @@ def test_an_exchange_takes_a_dozen_launches(precision: Any, most: int, monkeypat
     options, bucket = OkTopk(wire=precision), torch.ones(800, device=DEVICE)
     world, (state,) = next(worlds(1, 800))
     state.fresh, state.step = False, 1
-    state.owner_buffer()
+    world.comms[0].zeros(800, DEVICE)
     kind = type(import_module("anabranch.sparse.kernels.message").blank)
     monkeypatch.setattr(kind, "run", lambda self, *args, **kwargs: launched.append(self))
     with Counted() as counted:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from anabranch.sparse import select, thresholds
+from anabranch.sparse.comm import Zeros
 from anabranch.sparse.fixed import Sizes
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
@@ -22,10 +23,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_blocks(monkeypatch)
 
 
-class Ranks:
+class Ranks(Zeros):
     """A group that nobody asks to send."""
 
     def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
         self.rank, self.size = rank, size
 
 
@@ -141,7 +143,7 @@ def test_owner_adds_takes_once_and_leaves_a_clean_buffer(precision: Any) -> None
     state = BucketState.of(torch.zeros(numel, device=DEVICE), ranks)
     work = fused_for(torch.zeros(numel, device=DEVICE), state, sizes, 0.0, [0, 700, 1400, 2000])
     work.reduce(received)
-    assert not state.owner_buffer().any()
+    assert not work.zeros.any()
     heads, packed = unframed(work.part.cpu(), sizes.wire)
     sums = select.sums_at_owner(unframed(received.cpu(), sizes.wire)[1], torch.zeros(numel))
     values = sums[:, 0].contiguous().view(torch.float32)
@@ -167,7 +169,7 @@ def test_owner_passes_poison_on(cause: str) -> None:
     work = fused_for(torch.zeros(100, device=DEVICE), state, sizes, 0.0, [0, 30, 60, 100])
     work.reduce(received)
     assert int(unframed(work.part.cpu(), sizes.wire)[0][0, 0]) < 0
-    assert not state.owner_buffer().any()
+    assert not work.zeros.any()
 
 
 @pytest.mark.parametrize(("numel", "k"), [(9000, 5000), (3000, 20), (40_000, 30_000)])

@@ -1,25 +1,31 @@
 """Regions always part the bucket; pairs arrive as they were sent."""
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.sparse import regions
+from anabranch.sparse import regions, select
 from anabranch.sparse.exact import balanced, overlaps
-from anabranch.sparse.select import running_count
 from anabranch.sparse.wire import FP32, framed, head, unframed, wire_for
 
 
+def proposal(mask: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Of a rank that selects these."""
+    return select.proposal(mask.float(), torch.zeros(len(mask)), torch.tensor(0.5), ranks)
+
+
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), ranks=st.integers(1, 9), numel=st.integers(1, 80))
-def test_regions_part_the_bucket(data: st.DataObject, ranks: int, numel: int) -> None:
+@given(data=st.data(), ranks=st.integers(1, 9), numel=st.integers(1, 80), chunk=st.integers(1, 80))
+def test_regions_part_the_bucket(data: st.DataObject, ranks: int, numel: int, chunk: int) -> None:
     proposals = []
     for _ in range(ranks):
         mask = data.draw(st.lists(st.booleans(), min_size=numel, max_size=numel))
-        made = regions.proposal(running_count(torch.tensor(mask)), ranks)
+        with patch.object(select, "CHUNK", chunk):
+            made = proposal(torch.tensor(mask), ranks)
         where = [j for j, chosen in enumerate(mask) if chosen]
         naive = [where[j * len(where) // ranks] if where else j * numel // ranks for j in range(1, ranks)]
         assert made.tolist() == naive
@@ -33,13 +39,19 @@ def test_regions_part_the_bucket(data: st.DataObject, ranks: int, numel: int) ->
 def test_balanced_where_values_are_in_one_corner() -> None:
     mask = torch.zeros(1000, dtype=torch.bool)
     mask[:40] = True
-    bounds = regions.agreed(4 * regions.proposal(running_count(mask), 4), 1000, 4)
+    bounds = regions.agreed(4 * proposal(mask, 4), 1000, 4)
     assert bounds.tolist() == [0, 10, 20, 30, 1000]
 
 
 def test_no_region_outgrows_its_owner() -> None:
     bounds = regions.agreed(torch.zeros(15, dtype=torch.int64), 1600, 16)
     assert int(bounds.diff().amax()) == 400
+
+
+def test_nor_does_the_first() -> None:
+    """Everything large lies at the end: the first region would be nearly all of the bucket."""
+    bounds = regions.agreed(16 * torch.arange(1585, 1600), 1600, 16)
+    assert bounds.tolist() == [0, 400, 800, 1200, *range(1588, 1601)]
 
 
 def test_positions_that_int32_cannot_hold_are_refused() -> None:

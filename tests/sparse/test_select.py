@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.sparse import select
+from anabranch.sparse.comm import Zeros
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
@@ -124,7 +125,7 @@ def test_an_average_too_small_for_float32_still_clears() -> None:
     assert residual.item() == 0
 
 
-class Nowhere:
+class Nowhere(Zeros):
     """A group of four that sends nothing: for tensors without values."""
 
     rank, size = 1, 4

@@ -105,6 +105,59 @@ def test_another_world_size_conserves_the_sum(old: int, new: int) -> None:
         assert not after[-1].residuals()["a"].any()
 
 
+def test_states_of_different_checkpoints_are_refused() -> None:
+    states = [SparseState(rank, 2) for rank in range(2)]
+    for rank, state in enumerate(states):
+        bucket = state.bucket(["a"], [5])
+        bucket.residual.fill_(rank + 1.0)
+        bucket.step, bucket.fresh = 7 + rank, False
+    with pytest.raises(ValueError, match=r"different checkpoints: rank 0's says step 7 .* rank 1's says step 8 "):
+        SparseState(0, 1).load_state_dict(*(state.state_dict() for state in states))
+    for state in states:
+        state.bucket(["a"], [5]).step = 7
+    states[1].bucket(["a"], [5]).boundaries[1] = 3
+    with pytest.raises(ValueError, match="bucket to a: step 7, regions"):
+        SparseState(0, 1).load_state_dict(*(state.state_dict() for state in states))
+
+
+def test_what_was_lent_is_gone_or_waits_again() -> None:
+    state = filled()
+    before = {name: piece.clone() for name, piece in state.residuals().items()}
+    state.release(["d", "e"])
+    assert sorted(state.loose) == ["a", "b", "c"] and state.lend("d") is None
+    for name in ("a", "c"):
+        lent = state.lend(name)
+        assert lent is not None and torch.equal(lent, before[name]) and state.lend(name) is None
+    kept = state.state_dict()["residuals"]
+    assert all(torch.equal(kept[name], piece) for name, piece in before.items()), "what is lent is still to be kept"
+    bucket = state.bucket(["c"], [40])
+    assert not bucket.residual.any()
+    bucket.residual.fill_(1.0)
+    state.settle(sent=False)
+    assert torch.equal(state.residuals()["a"], before["a"])
+    assert torch.equal(state.residuals()["c"], before["c"] + 1)
+    state.release([])
+    assert state.lend("a") is not None
+    state.settle(sent=True)
+    assert "a" not in state.residuals()
+
+
+def test_everything_that_waits_follows_the_scale() -> None:
+    state = filled()
+    before = {name: piece.clone() for name, piece in state.residuals().items()}
+    state.rescale(8.0)
+    assert all(torch.equal(piece, before[name]) for name, piece in state.residuals().items()), "nothing to compare with"
+    state.release(["d", "e"])
+    state.lend("a")
+    state.rescale(2.0)
+    kept = state.state_dict()
+    assert all(torch.equal(kept["residuals"][name], piece / 4) for name, piece in before.items()) and kept["scale"] == 2
+    other = SparseState(0, 2)
+    other.load_state_dict(kept)
+    other.rescale(8.0)
+    assert all(torch.equal(piece, before[name]) for name, piece in other.residuals().items())
+
+
 def test_bad_states_are_refused() -> None:
     saved = filled().state_dict()
     with pytest.raises(ValueError, match="give its own"):

@@ -34,17 +34,13 @@ def test_under_six_k(name: str, ranks: int) -> None:
     assert 0.15 * bound < world.traffic.volume() <= bound
 
 
-@pytest.mark.parametrize("name", ["exact", "fixed"])
-def test_under_six_k_on_64_ranks(name: str) -> None:
-    world = settled(name, 64, numel=100_000, before=1)
-    assert world.traffic.volume() <= 6 * 1000 * 63 / 64
-    assert world.traffic.imbalance() < 1.7
-
-
-@pytest.mark.parametrize("name", ["exact", "fixed"])
-def test_under_six_k_on_256_ranks(name: str) -> None:
-    world = settled(name, 256, numel=200_000, before=1)
-    assert world.traffic.volume() <= 6 * 2000 * 255 / 256
+@pytest.mark.parametrize("ranks", [32, 64, 128, 256])
+@pytest.mark.parametrize("name", ["exact", "fixed", "fixed bf16"])
+def test_under_six_k_on_many_ranks(name: str, ranks: int) -> None:
+    numel = max(50_000, 800 * ranks)  # 8 values per rank and message: with fewer, heads are what is counted
+    world = settled(name, ranks, numel=numel, before=1)
+    assert world.traffic.volume() <= 6 * DENSITY * numel * (ranks - 1) / ranks
+    assert world.traffic.imbalance() < 2
 
 
 @pytest.mark.parametrize("name", ["fixed", "fixed bf16"])
@@ -68,7 +64,7 @@ def test_bf16_travels_in_fewer_words() -> None:
 def test_rivals_cost_what_they_should(ranks: int) -> None:
     n, k, part = NUMEL, K, (ranks - 1) / ranks
     assert settled("dense", ranks).traffic.volume() == pytest.approx(2 * n * part)
-    assert settled("allgather", ranks).traffic.volume(["gather"]) == 2 * k * (ranks - 1)
+    assert settled("topk", ranks).traffic.volume(["gather"]) == 2 * k * (ranks - 1)
     tree = settled("gtopk", ranks).traffic
     assert tree.volume(["up"]) + tree.volume(["down"]) == 4 * k * math.ceil(math.log2(ranks))
     dsa = settled("dsa", ranks).traffic

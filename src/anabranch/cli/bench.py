@@ -43,11 +43,18 @@ SizesOption = Annotated[str, typer.Option(metavar="MIB,...", help="Bucket sizes 
 LanesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of lanes to plan for.")]
 WireOption = Annotated[
     list[str] | None,
-    typer.Option(help="Also let DataParallel choose with this: bf16, oktopk, oktopk:0.01; may be repeated."),
+    typer.Option(
+        metavar="WAY",
+        help="Also DataParallel with bf16, oktopk (as dense as is hidden) or oktopk:0.01 (1 % of the elements); or a "
+        "rival, in the same buckets: topk:0.01, gtopk:0.01, dsa:0.01, gaussian:0.01; may be repeated.",
+    ),
 ]
 OnlyOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="Only contestants whose name contains this, and DDP and DataParallel; repeat."),
+    typer.Option(
+        metavar="TEXT",
+        help="Only contestants whose name contains this, beside DDP, DataParallel and --compress; may be repeated.",
+    ),
 ]
 BackendOption = Annotated[str | None, typer.Option(help="gloo or nccl; nccl where there is a GPU.")]
 ReportOption = Annotated[Path | None, typer.Option(help="Write a Markdown report to this file.")]
@@ -83,7 +90,8 @@ def bench(
     sizes, counts, wires = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes), list(dict.fromkeys(compress or ()))
     traces = [(text, specs.trace(text)) for text in trace or ()]
 
-    from anabranch.bench.run import Settings, compression
+    from anabranch.bench.compress import compression
+    from anabranch.bench.run import Settings
     from anabranch.bench.subject import from_trace, from_zoo
 
     for wire in wires:

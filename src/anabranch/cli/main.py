@@ -12,6 +12,7 @@ from anabranch.cli.compare import compare
 from anabranch.cli.demo import demo
 from anabranch.cli.lab import lab
 from anabranch.cli.measure import measure
+from anabranch.cli.memory import memory
 from anabranch.cli.plan import plan
 from anabranch.cli.record import record
 from anabranch.cli.scale import scale
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (record, measure, plan, simulate, compare, scale, show, bench, demo):
+for verb in (record, measure, plan, simulate, compare, scale, show, bench, memory, demo):
     app.command()(verb)
 # Options after the first word of its program are the program's, also where "--" is left out.
 app.command(context_settings={"allow_interspersed_args": False})(lab)

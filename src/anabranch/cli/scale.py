@@ -11,6 +11,7 @@ import typer
 from anabranch.cli import lineup, specs
 from anabranch.cli.links import MAX_RANKS
 from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, progress, show_tables
+from anabranch.cli.sparse import sparse_rows
 from anabranch.files import write_bytes
 from anabranch.network import Network
 from anabranch.sim import ScalePoint, sweep
@@ -33,6 +34,14 @@ class Scaling(StrEnum):
 
 SizesOption = Annotated[str, typer.Option(help="Numbers of ranks, rising.")]
 PlannersOption = Annotated[str, typer.Option(help=f"Some of {', '.join(lineup.LINEUP)}.")]
+CompressOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WAY",
+        help="Also the exact plan with sparse buckets where they gain: oktopk:0.01 (1 % of the elements), or oktopk "
+        "(as dense as the backward pass hides); may be repeated.",
+    ),
+]
 ScalingOption = Annotated[Scaling, typer.Option(help="Keep the batch of each rank (weak) or of all (strong).")]
 JitterOption = Annotated[float, typer.Option(help="Each piece of work takes exp(jitter·z) as long, z standard normal.")]
 StragglersOption = Annotated[int, typer.Option(help="How many ranks compute slower than the others.")]
@@ -48,6 +57,7 @@ def scale(
     network: specs.NetworkOption,
     world_sizes: SizesOption = "4,8,16,32,64,128,256,512,1024,2048",
     planners: PlannersOption = "per_tensor,by_bytes,mgwfbp,optimal,lanes",
+    compress: CompressOption = None,
     scaling: ScalingOption = Scaling.weak,
     jitter: JitterOption = 0.0,
     stragglers: StragglersOption = 0,
@@ -67,11 +77,12 @@ def scale(
     slow = STRAGGLER_FACTOR if straggler_factor is None else straggler_factor
     ranks = {"jitter": jitter, "stragglers": stragglers, "straggler_factor": slow, "seed": seed}
     gradients, links = specs.trace(trace), specs.network(network)
-    sizes, entries = _sizes(world_sizes), {name: lineup.entry(name) for name in _names(planners)}
-    functions = {name: entry.function for name, entry in entries.items()}
-    steps = sweep(gradients, links, sizes, functions, scaling=scaling.value, **ranks)  # type: ignore[arg-type]
-    points = list(progress(steps, len(sizes) * len(entries), "sweeping"))
-    assumptions = _assumptions(links, sizes, scaling)
+    sizes, sparse = _sizes(world_sizes), sparse_rows(list(dict.fromkeys(compress or ())), gradients, links)
+    functions = {**{name: lineup.entry(name).function for name in _names(planners)}, **sparse.planners}
+    given = {"scaling": scaling.value, "pricing": sparse.pricing, **ranks}
+    steps = sweep(gradients, links, sizes, functions, **given)  # type: ignore[arg-type]
+    points = list(progress(steps, len(sizes) * len(functions), "sweeping"))
+    assumptions = _assumptions(links, sizes, scaling) + sparse.assumptions
     if plot and form:
         write_bytes(_drawn(gradients, points, assumptions, form), plot, force)
     document = {

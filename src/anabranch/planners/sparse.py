@@ -49,3 +49,12 @@ def densest(trace: Trace, network: Network, collectives: Sequence[str], dense: C
                 if finish_s(trace, tried, network) <= limit_s:
                     best = tried
     return best
+
+
+def where_it_gains(trace: Trace, network: Network, collectives: Sequence[str], dense: Collection[str] = ()) -> Plan:
+    """The sparse plan for one density, or for a ladder of them; the exact dense plan where that finishes no later."""
+    if len(collectives) > 1:
+        found = densest(trace, network, collectives, dense)
+    else:
+        found = sparse(trace, network, collectives[0], dense)
+    return min([optimal(trace, network), found], key=lambda plan: finish_s(trace, plan, network))

@@ -16,13 +16,17 @@ COMPUTE, BASELINE, OURS = "compute only", "DDP", "DataParallel"  # what all othe
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contestant: seconds a step in each of its turns, and what was predicted where there is a prediction."""
+    """One contestant: seconds a step in each of its turns, and what was predicted where there is a prediction.
+
+    ``sent_nbytes``: what a step made the busiest rank's host send, where that is known.
+    """
 
     name: str
     turns_s: tuple[float, ...]
     predicted_s: float | None = None
     buckets: int | None = None
     lanes: int | None = None
+    sent_nbytes: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -88,7 +92,7 @@ def _cells(benchmark: Benchmark) -> tuple[list[str], list[list[str]]]:
     baseline = benchmark.row(BASELINE)
     headers = [
         "contestant", "buckets", "lanes", f"step {scale.unit}", "from – to", "step / DDP", "step / bound",
-        f"predicted {scale.unit}", "error",
+        f"predicted {scale.unit}", "error", *(["sent MB"] if _counted(benchmark) else []),
     ]  # fmt: skip
     table = []
     for row in benchmark.rows:
@@ -103,6 +107,7 @@ def _cells(benchmark: Benchmark) -> tuple[list[str], list[list[str]]]:
             f"{row.step_s / benchmark.bound_s:.2f}",
             scale(row.predicted_s or 0.0) if known else "-",
             f"{row.error:+.1%}" if known else "-",
+            *([f"{(row.sent_nbytes or 0.0) / 1e6:.2f}"] if _counted(benchmark) else []),
         ])  # fmt: skip
     return headers, table
 
@@ -151,13 +156,18 @@ def _title(benchmark: Benchmark) -> str:
     return f"{plain(benchmark.model)}, {benchmark.ranks} ranks, {benchmark.batch} {benchmark.unit} each"
 
 
+def _counted(benchmark: Benchmark) -> bool:
+    return any(row.sent_nbytes is not None for row in benchmark.rows)
+
+
 def _legend(benchmark: Benchmark) -> str:
+    sent = " Sent: a step, by the busiest rank's host, as its network cards count it." if _counted(benchmark) else ""
     return (
         "Medians over the turns, and their range: differences within the ranges mean nothing. step / DDP: median over "
         "the rounds of the ratio to DDP's default in "
         f"the same round. Bound: {seconds(benchmark.bound_s)}, computing alone, or its forward part and all bytes at "
         "the link's rate where that is longer; only fewer bytes can beat it. Predicted: the simulator's, from the "
-        "recorded backward and the network as DataParallel measured it and corrected it by its own trials."
+        f"recorded backward and the network as DataParallel measured it and corrected it by its own trials.{sent}"
     )
 
 

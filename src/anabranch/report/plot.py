@@ -3,6 +3,7 @@
 import io
 import warnings
 from collections.abc import Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Literal
 
 from anabranch.report.cells import plain, time_scale
@@ -19,6 +20,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 FEW_TIMES = 8  # beyond this range a linear axis would squeeze all lines but the slowest together
 LABEL_GAP = 0.052  # of the axes' height: one line of text
+NOTE_LETTERS = 150  # that a line above the figure holds
 
 
 def scaling_plot(title: str, note: str, iteration_s: Curves, efficiency: Curves, form: Format = "png") -> bytes:
@@ -35,7 +37,7 @@ def scaling_plot(title: str, note: str, iteration_s: Curves, efficiency: Curves,
     in_percent = {name: {n: 100 * share for n, share in curve.items()} for name, curve in efficiency.items()}
     _panel(left, in_unit, "Iteration time", f"iteration, {scale.unit} (lower is better)", logarithmic=True)
     _panel(right, in_percent, "Scaling efficiency", "speed-up / ranks, % (higher is better)")
-    figure.suptitle(f"{plain(title)}\n{plain(note)}", fontsize=11, parse_math=False)
+    figure.suptitle(f"{plain(title)}\n{fill(plain(note), NOTE_LETTERS)}", fontsize=11, parse_math=False)
     return saved(figure, form)
 
 

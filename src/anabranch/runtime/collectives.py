@@ -1,12 +1,31 @@
 """Collectives: what the buckets of a live model can name, from a plain all-reduce to exchanges that remember."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from anabranch.plan import Bucket
+from anabranch.plan import Bucket, Plan
 from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps
+
+
+class Scaler(Protocol):
+    """What torch.amp.GradScaler is, too."""
+
+    def get_scale(self) -> float:
+        """What losses are multiplied by."""
+        ...
+
+
+class Remembered(Protocol):
+    """What the exchange of one bucket remembers: what waits, one parameter after another."""
+
+    names: tuple[str, ...]
+    residual: torch.Tensor
+
+    def pieces(self) -> Mapping[str, torch.Tensor]:
+        """What waits of each parameter; views."""
+        ...
 
 
 class Collectives(Protocol):
@@ -15,13 +34,11 @@ class Collectives(Protocol):
     kinds         those to measure and to plan with beside "dense", cheapest first
     dense_names   gradients that must travel dense
     warmup_steps  steps of training before any of ``kinds`` is tried
-    flushing      whether to send all that waits in this step, because the next is run by another plan
     """
 
     kinds: Sequence[str]
     dense_names: frozenset[str]
     warmup_steps: int
-    flushing: bool
 
     def runs(self, kind: str, dtype: torch.dtype) -> bool:
         """Whether a bucket of this dtype may name this."""
@@ -35,12 +52,20 @@ class Collectives(Protocol):
         """The exchange of one bucket in this step."""
         ...
 
+    def remembered(self, bucket: Bucket) -> Remembered | None:
+        """What the exchange of this bucket remembers; None if it forgets everything."""
+        ...
+
+    def step_over(self) -> None:
+        """All gradients of a step are averaged, on all ranks."""
+        ...
+
     def probe(self, kind: str) -> Collective:
         """An exchange of this kind that belongs to no bucket, to be timed; called again and again, it remembers."""
         ...
 
-    def waits(self) -> bool:
-        """Whether anything is still to be sent."""
+    def turn_to(self, plan: Plan | None) -> None:
+        """The next step is run by this plan, or by DDP's own buckets: send in it what waits and is not the plan's."""
         ...
 
     def words(self) -> list[str]:
@@ -52,7 +77,19 @@ class Collectives(Protocol):
         ...
 
     def load_state_dict(self, *states: Any) -> None:
-        """Take over what ``state_dict`` gave, of this rank or of all ranks."""
+        """Take over what ``state_dict`` gave, of this rank or of all ranks; before the first step."""
+        ...
+
+    def loaded(self) -> list[str]:
+        """What was, line by line, as far as it must be the same on all ranks."""
+        ...
+
+    def rescale(self, scale: float) -> None:
+        """From now on gradients are those of a loss times this: so becomes what waits."""
+        ...
+
+    def close(self) -> None:
+        """Let go of hooks."""
         ...
 
 
@@ -62,7 +99,7 @@ class Plain:
     def __init__(self, compress: str | None = None) -> None:
         self.kinds: Sequence[str] = () if compress is None else (compress,)
         self.dense_names: frozenset[str] = frozenset()
-        self.warmup_steps, self.flushing = 0, False
+        self.warmup_steps = 0
 
     def runs(self, kind: str, dtype: torch.dtype) -> bool:  # noqa: ARG002
         """See ``Collectives``."""
@@ -76,13 +113,19 @@ class Plain:
         """See ``Collectives``."""
         return COLLECTIVES[bucket.collective](buffer, group, divisor)
 
+    def remembered(self, bucket: Bucket) -> Remembered | None:  # noqa: ARG002
+        """See ``Collectives``."""
+        return None
+
+    def step_over(self) -> None:
+        """Nothing to do."""
+
     def probe(self, kind: str) -> Collective:
         """See ``Collectives``."""
         return COLLECTIVES[kind]
 
-    def waits(self) -> bool:
-        """Never."""
-        return False
+    def turn_to(self, plan: Plan | None) -> None:
+        """Nothing waits."""
 
     def words(self) -> list[str]:
         """Nothing to tell."""
@@ -99,3 +142,13 @@ class Plain:
                 "the checkpoint holds the state of a compression, and this DataParallel has none: make it with the "
                 "compress= that the checkpoint was written with, or leave the state out"
             )
+
+    def loaded(self) -> list[str]:
+        """Nothing."""
+        return []
+
+    def rescale(self, scale: float) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """No hooks."""

@@ -42,7 +42,7 @@ def explanation(pilot: "Pilot") -> str:
     if pilot.trials:
         lines += ["", *_trials(pilot)]
     if pilot.live.plan is not None:
-        lines += ["", *_buckets(pilot.live.plan, trace), *pilot.collectives.words()]
+        lines += ["", *_buckets(pilot.live.plan, trace, network), *pilot.collectives.words()]
     return "\n".join(lines)
 
 
@@ -93,13 +93,31 @@ def _trials(pilot: "Pilot") -> list[str]:
     return [*lines, f"{star}From the start of forward to averaged gradients; medians on rank 0."]
 
 
-def _buckets(plan: Plan, trace: Trace | None) -> list[str]:
+def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[str]:
+    """A line per bucket: how it travels, what that is predicted to take alone on the wire, and what dense would."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
-    lines = [f"Plan {plan.fingerprint[:12]}:", "  # lane by               MiB gradients ready, ms last gradient"]
+    lines = [
+        f"Plan {plan.fingerprint[:12]}:",
+        "  # lane by               MiB gradients ready, ms takes, ms dense, ms last gradient",
+    ]
+    taken_s = dense_s = 0.0
     for index, bucket in enumerate(plan.buckets):
         members = [tensors[name] for name in bucket.names if name in tensors]
-        mib = f"{sum(tensor.nbytes for tensor in members) / MIB:8.3f}" if members else f"{'-':>8}"
+        nbytes = sum(tensor.nbytes for tensor in members)
+        mib = f"{nbytes / MIB:8.3f}" if members else f"{'-':>8}"
         ready = f"{max(tensor.ready_s for tensor in members) * 1e3:9.2f}" if members else f"{'-':>9}"
+        costs = f"{'-':>9} {'-':>9}"
+        if members and network is not None and bucket.collective in network.curves:
+            seconds, plain_s = network.seconds(bucket.collective, nbytes), network.seconds("dense", nbytes)
+            costs = f"{seconds * 1e3:9.2f} {plain_s * 1e3:9.2f}"
+            if bucket.collective != "dense":
+                taken_s, dense_s = taken_s + seconds, dense_s + plain_s
         route = f"{index:3d} {bucket.lane:4d} {bucket.collective:11s}"
-        lines.append(f"{route} {mib} {len(bucket.names):9d} {ready} {bucket.names[-1]}")
+        lines.append(f"{route} {mib} {len(bucket.names):9d} {ready} {costs} {bucket.names[-1]}")
+    if dense_s > 0:
+        compressed = sum(bucket.collective != "dense" for bucket in plan.buckets)
+        lines.append(
+            f"{compressed} of {len(plan)} buckets are compressed, which saves {(dense_s - taken_s) * 1e3:.2f} ms of "
+            f"the {dense_s * 1e3:.2f} ms that the wire would need for them (predicted)."
+        )
     return lines

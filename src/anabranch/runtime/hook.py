@@ -28,17 +28,20 @@ class PlanHook:
         watch: StepWatch,
         after_last: Callable[[Lane], None],
         collectives: Collectives | None = None,
+        before_first: Callable[[], None] | None = None,
     ) -> None:
         self.plan = plan
         self._collectives = collectives or Plain()
         self.divisor: Callable[[], int] | None = None  # where it is not the world size: under join()
         self.look = False  # whether to mark when each bucket is launched and done
-        self._lanes, self._watch, self._after_last = lanes, watch, after_last
+        self._lanes, self._watch, self._before_first, self._after_last = lanes, watch, before_first, after_last
         self._world_size = dist.get_world_size(lanes[0].group)
         self._next = 0
 
     def run(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
         """The hook itself; DDP calls it in plan order, on every rank alike."""
+        if self._next == 0 and self._before_first is not None:
+            self._before_first()
         index, self._next = self._next, (self._next + 1) % len(self.plan)
         planned = self.plan.buckets[index]
         lane = self._lanes[planned.lane]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -157,11 +157,13 @@ class Lanes:
 
     A host lane issues from its own thread, at no fixed point of the program, so it must have a group to itself: on
     the user's group, a loss that the program all-reduces after backward could meet a bucket. A stream lane issues
-    where the program is, and the first one uses the user's group, as DDP does.
+    where the program is, and the first one uses the user's group, as DDP does; ``slim`` ones have communicators of
+    their own, on one multiprocessor each. Little data needs no more, and NCCL's blocks keep theirs busy while they
+    wait for the network: an all-to-all takes as many of them from backward as it can get.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._main, self._device = group, device
+    def __init__(self, group: Group, device: torch.device, slim: bool = False) -> None:
+        self._main, self._device, self._slim = group, device, slim
         self._made: list[Group] = []
         self._lanes: list[Lane] = []
         self._failures: list[CollectiveError] = []  # on NCCL failures show in torch's own watchdog instead
@@ -195,7 +197,8 @@ class Lanes:
         while len(self._lanes) < count:
             number = len(self._lanes)
             if self._device.type == "cuda":
-                group = self._main if number == 0 else self._made_group(number)
+                shared = number == 0 and not (self._slim and self.most > 1)
+                group = self._main if shared else self._made_group(number)
                 self._lanes.append(StreamLane(group, self._device))
             else:
                 self._lanes.append(HostLane(self._made_group(number), f"anabranch-lane-{number}", self._failures))
@@ -212,18 +215,30 @@ class Lanes:
                     dist.destroy_process_group(group)
 
     def _made_group(self, number: int) -> Group:
-        group = same_ranks(self._main, dist.get_backend(self._main), f"anabranch lane {number}")
+        backend = dist.get_backend(self._main)
+        options = _one_block(timeout_of(self._main)) if self._slim and self._device.type == "cuda" else None
+        group = same_ranks(self._main, backend, f"anabranch lane {number}", options)
         self._made.append(group)
         return group
 
 
-def same_ranks(group: Group, backend: str, description: str) -> Group:
+def _one_block(timeout: timedelta | None) -> Any:
+    """Options of an NCCL communicator that runs on one multiprocessor."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = 1
+    if timeout is not None:
+        options._timeout = timeout  # torch warns where it differs from the group's
+    return options
+
+
+def same_ranks(group: Group, backend: str, description: str, options: Any = None) -> Group:
     """A new group of the same ranks with the same deadline. Collective among them."""
     everyone = dist.get_world_size(group) == dist.get_world_size()
     made = dist.new_group(
         None if everyone else dist.get_process_group_ranks(group),
         timeout=timeout_of(group),
         backend=backend,
+        pg_options=options,
         use_local_synchronization=not everyone,
         group_desc=description,
     )

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._compile import _disable_dynamo
 
 from anabranch.plan import Plan
+from anabranch.runtime.agree import check_same
 from anabranch.runtime.buffers import BehindBuffers
 from anabranch.runtime.clock import clock_for
 from anabranch.runtime.collectives import Collectives
@@ -26,12 +28,15 @@ class LiveLayout:
     ) -> None:
         self._collectives = collectives
         self._owner = weakref.ref(ddp)  # not the other way round: a dropped model must be able to go
-        self.parameters = reduced_parameters(ddp)
+        self.parameters = self.trained_now()
         self.device = next(iter(self.parameters.values())).device
-        self.lanes = Lanes(ddp.process_group, self.device)
+        slim = any(collectives.aside(kind) for kind in collectives.kinds)  # it sends little, beside computation
+        self.lanes = Lanes(ddp.process_group, self.device, slim)
         self.watch = StepWatch(clock_for(self.device), after_step, self._seen)
         self.hook: PlanHook | None = None  # the plan in force; none with DDP's own buckets
         self.stale = False  # a layout could not be taken: the model trains something else than it was wrapped with
+        self.agreed = False  # whether ranks have compared what they loaded
+        self._control = control
         self._buffers = BehindBuffers(self._module_buffers, control)
         self._due: tuple[Plan | None] | None = None  # what the next forward lays the buckets out for
         self._stock: Layout | None = None  # DDP's own buckets, once there are others
@@ -55,6 +60,7 @@ class LiveLayout:
         """Have the next forward lay the buckets out for this plan; no plan means DDP's own."""
         if plan is not None:
             self.lanes.grow(plan.lanes)
+        self._collectives.turn_to(plan)
         self._due = (plan,)
 
     @_disable_dynamo
@@ -74,9 +80,33 @@ class LiveLayout:
         if averaged:
             self.watch.forward_begins()
 
+    def load(self, *states: Any) -> None:
+        """Have the collectives take over what they kept; ranks compare it in the first step."""
+        if self.agreed:
+            raise RuntimeError(
+                "load_comm_state_dict() after steps were made: load before the first, in which ranks compare what they "
+                "were given; close() this DataParallel, wrap the module again, and load"
+            )
+        self._collectives.load_state_dict(*states)
+
+    @_disable_dynamo
+    def agree(self) -> None:
+        """Refuse, on all ranks alike, what they have loaded differently; once, in the first averaged backward.
+
+        It comes before the first planned bucket, because ranks that remember different steps send different messages.
+        """
+        if not self.agreed:
+            self.agreed = True
+            what = "the checkpoint given to load_comm_state_dict(), on every rank or on none,"
+            check_same(what, self._collectives.loaded(), self._control)
+
+    def trained_now(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients are averaged, by name."""
+        return reduced_parameters(self.ddp)
+
     def trains_the_same(self) -> bool:
         """Whether the model trains what it was wrapped with; if not, its buckets must stay as they are."""
-        now = reduced_parameters(self.ddp)
+        now = self.trained_now()
         return list(now) == list(self.parameters) and all(now[name] is p for name, p in self.parameters.items())
 
     @_disable_dynamo
@@ -96,9 +126,11 @@ class LiveLayout:
 
     def close(self) -> None:
         """Let go of threads and groups."""
+        self._collectives.close()
         self.watch.clock.close()
         self.lanes.close()
         self._buffers.close()
+        del self._control
 
     def _seen(self) -> object:
         ddp = self._owner()
@@ -116,7 +148,7 @@ class LiveLayout:
             return
         if self.hook is None:
             self._stock = self._stock or built_by_ddp(self.ddp)
-        self.hook = PlanHook(plan, self.lanes, self.watch, self._send_buffers, self._collectives)
+        self.hook = PlanHook(plan, self.lanes, self.watch, self._send_buffers, self._collectives, self.agree)
         relayout(self.ddp, layout_of(plan, list(self.parameters)), self.hook.run)
 
     def _module_buffers(self) -> list[torch.Tensor]:

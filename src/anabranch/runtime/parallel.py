@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -13,28 +12,25 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
+from anabranch.memory.options import Lean
+from anabranch.memory.parallel import LeanParallel
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.runtime.agree import check_same
 from anabranch.runtime.collectives import Collectives, Plain
-from anabranch.runtime.dense import COLLECTIVES
-from anabranch.runtime.explain import explanation
 from anabranch.runtime.lanes import same_ranks
 from anabranch.runtime.layout import reduced_parameters, unwrap
 from anabranch.runtime.pilot import Pilot
+from anabranch.runtime.steered import CLOSED, Steered
 from anabranch.runtime.wishes import Planner, Wishes, model_described
-from anabranch.sparse.collectives import SparseCollectives
+from anabranch.sparse.collectives import SparseCollectives, check_compress
 from anabranch.sparse.options import OkTopk
-from anabranch.timeline import Timeline
-from anabranch.trace import Trace
 
 # Options of DDP under which its reducer does not run the buckets as we know them.
 OWN_WAYS = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
-CLOSED = "it was closed"
-COMPRESSIONS = tuple(kind for kind in COLLECTIVES if kind != "dense")
 
 
-class DataParallel(DistributedDataParallel):
+class DataParallel(Steered, DistributedDataParallel):
     """Drop-in for ``DistributedDataParallel``: all its arguments, and it is one.
 
     The first steps run DDP's own buckets and are recorded; then the network is measured (a few seconds), rank 0 plans,
@@ -46,10 +42,16 @@ class DataParallel(DistributedDataParallel):
     lanes: at most so many simultaneous messages; None tries two where the measurement says that they pay.
     compress: "bf16" sends bfloat16 and adds in float32, OkTopk(...) sends the largest values and keeps the rest for
     later steps; each only where that is faster. profile_steps: per trial; 0 never plans.
+    memory: Lean(...) updates each bucket inside backward, so that no gradient lives long; it is no DDP then, but a
+    ``LeanParallel``.
     """
 
-    _pilot: Pilot | None = None  # DDP's constructor may register a comm hook before ours is through
-    _idle = ""
+    def __new__(cls, module: nn.Module | None = None, *args: Any, memory: Lean | None = None, **options: Any) -> Any:
+        """One that DDP's reducer runs or, with ``memory``, one with an engine of its own."""
+        if memory is None:
+            return super().__new__(cls)
+        return LeanParallel(module, *args, memory=memory, **options)  # type: ignore[arg-type]
+
     _alone = False  # one rank: gradients are already their own average
     _joining = False
 
@@ -65,7 +67,7 @@ class DataParallel(DistributedDataParallel):
         profile_steps: int = 10,
         **options: Any,
     ) -> None:
-        _check(compress)
+        check_compress(compress)
         wishes = Wishes(planner, plan, network, lanes, profile_steps)
         given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
         mesh = given.get("device_mesh")
@@ -75,23 +77,25 @@ class DataParallel(DistributedDataParallel):
         check_same("the model", model_described(module), group)
         check_same("the settings of DataParallel", [*wishes.described(), f"compress {compress}"], group)
         super().__init__(module, *args, **options)
-        self._idle = self._why_not(given, wishes)
+        self._idle = self._why_not(given, wishes, isinstance(compress, OkTopk))
         if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # whose first step must synchronise
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # else DDP moves the inputs
         if not self._idle:
-            collectives = self._collectives(compress)
+            collectives = self._memory = self._collectives(compress)
             wishes = replace(wishes, kinds=tuple(collectives.kinds), dense_names=collectives.dense_names)
-            wishes.check_fits(self, collectives)
+            wishes.check_fits(reduced_parameters(self), dist.get_world_size(self.process_group), collectives)
             control = same_ranks(self.process_group, "gloo", "anabranch control")
             self._pilot = Pilot(self, wishes, control, collectives)
-            self._release = weakref.finalize(self, _release, self._pilot, control)
+            self._release = weakref.finalize(self, self._pilot.close)
+        elif dist.get_world_size(self.process_group) == 1:
+            self._memory = self._collectives(compress)
 
-    def _why_not(self, given: dict[str, Any], wishes: Wishes) -> str:
-        """Why there is nothing to plan here; empty if there is."""
+    def _why_not(self, given: dict[str, Any], wishes: Wishes, compressed: bool) -> str:
+        """Why there is nothing to plan here; empty if there is, or a checkpoint may hold something to send."""
         if dist.get_world_size(self.process_group) == 1:
             return "there is one rank, so nothing to send"
-        if wishes.profile_steps == 0 and wishes.plan is None:
+        if wishes.profile_steps == 0 and wishes.plan is None and not compressed:
             return "profile_steps is 0"
         if self.device_type == "cuda" and "nccl" not in dist.get_backend_config(self.process_group):
             return "its gradients are on a GPU and its process group has no NCCL"
@@ -103,77 +107,32 @@ class DataParallel(DistributedDataParallel):
 
     def _collectives(self, compress: str | OkTopk | None) -> Collectives:
         """What buckets can name, by what the user asked for."""
-        if isinstance(compress, OkTopk):
-            if self.find_unused_parameters:
-                raise ValueError(
-                    "OkTopk with find_unused_parameters=True: DDP drops the averages of parameters that no rank used, "
-                    "and with them what had waited to be sent; leave one of the two away"
-                )
-            return SparseCollectives(compress, reduced_parameters(self), self.process_group)
-        return Plain(compress)
-
-    # What came out of it.
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force; None while DDP's own buckets run."""
-        return self._pilot.live.plan if self._pilot is not None else None
-
-    @property
-    def trace(self) -> Trace | None:
-        """The recorded trace, the slowest rank's at every gradient; None before profiling is over."""
-        return self._pilot.trace if self._pilot is not None else None
-
-    @property
-    def network(self) -> Network | None:
-        """The network as measured or given; None before."""
-        return self._pilot.network if self._pilot is not None else None
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """A measured step of what is in force; None before there is one."""
-        return self._pilot.kept.timeline if self._pilot is not None and self._pilot.kept is not None else None
+        if not isinstance(compress, OkTopk):
+            return Plain(compress)
+        if self.find_unused_parameters and not self._idle:
+            raise ValueError(
+                "OkTopk with find_unused_parameters=True: DDP drops the averages of parameters that no rank used, "
+                "and with them what had waited to be sent; leave one of the two away"
+            )
+        owner = weakref.ref(self)  # not the other way round: a dropped model must be able to go
+        return SparseCollectives(
+            compress,
+            reduced_parameters(self),
+            self.process_group,
+            lambda: (ddp := owner()) is not None and (ddp._alone or ddp.require_backward_grad_sync),
+        )
 
     def explain(self) -> str:
         """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
-        if self._pilot is None:
-            return f"No plan: {self._idle}. Gradients travel as under DistributedDataParallel."
         join = "\nInside join() nothing is planned: ranks that have run out of inputs could take no part in it."
-        return explanation(self._pilot) + (join if self._inside_join() else "")
-
-    def comm_state_dict(self) -> dict[str, Any]:
-        """What this rank must keep in a checkpoint beside the model: what waits to be sent; {} without ``OkTopk``."""
-        if self._idle == CLOSED:
-            raise RuntimeError("this DataParallel was closed, and what had waited is gone: ask before close()")
-        kept = self._pilot.collectives.state_dict() if self._pilot is not None else {}
-        return {**kept, "steps_trained": self._pilot.steps_done} if self._pilot is not None and kept else {}
-
-    def load_comm_state_dict(self, *states: Any) -> None:
-        """Take over what ``comm_state_dict`` gave on this rank.
-
-        If the number of ranks has changed, give every rank those of all old ranks: ``load_comm_state_dict(*states)``.
-        """
-        if self._pilot is not None:
-            self._pilot.collectives.load_state_dict(*states)
-            self._pilot.steps_done += max((int(state.get("steps_trained", 0)) for state in states), default=0)
-        elif any(state.get("residuals") for state in states):
-            raise RuntimeError(f"gradients that wait to be sent cannot be taken over: {self._idle}")
-
-    def replan(self) -> None:
-        """Profile, measure and plan again soon: within the next 20 steps after rank 0 has called it."""
-        if self._pilot is not None:
-            self._pilot.replan_asked = True
-
-    def hold(self) -> None:
-        """Keep what was chosen last and plan no more, however the step time drifts. Call it on every rank alike."""
-        if self._pilot is not None:
-            self._pilot.hold()
+        return super().explain() + (join if self._inside_join() else "")
 
     def close(self) -> None:
         """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
         if self._pilot is not None:
             self._release()
-        self._pilot, self._idle, self._alone = None, CLOSED, False
+        self._let_go()
+        self._alone = False
         unwrap(self)
 
     # DDP's seams.
@@ -190,6 +149,8 @@ class DataParallel(DistributedDataParallel):
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         pilot = self._pilot
         if pilot is not None:
+            if torch.is_grad_enabled():
+                self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join():
                 pilot.before_forward(averaged=self.require_backward_grad_sync)
             pilot.live.drain_buffers()  # after the step's first mark: what of it is not hidden counts
@@ -249,13 +210,14 @@ class DataParallel(DistributedDataParallel):
             if self._pilot.live.hook is not None:
                 raise RuntimeError("DataParallel runs a plan already: register a comm hook before the first step")
             self._release()
-            self._pilot, self._idle = None, f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
+            self._pilot = self._memory = None
+            self._idle = f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
         self.require_backward_grad_sync, self._alone = True, False
         super().register_comm_hook(state, hook)
 
     def __getstate__(self) -> dict[str, Any]:
         attributes: dict[str, Any] = super().__getstate__()
-        for name in ("_pilot", "_release"):
+        for name in ("_pilot", "_release", "_memory", "_scaler"):
             attributes.pop(name, None)
         if self._pilot is not None:
             attributes["_comm_hooks"] = []  # ours: the copy has none
@@ -265,15 +227,3 @@ class DataParallel(DistributedDataParallel):
         super().__setstate__(state)
         self._pilot, self._idle = None, "it is a copy"
         self._alone, self.require_backward_grad_sync = False, True  # it may have been copied into a larger world
-
-
-def _release(pilot: Pilot, control: dist.ProcessGroup) -> None:
-    pilot.close()
-    if dist.is_initialized():
-        with suppress(ValueError, AssertionError):  # gone already, with the default group
-            dist.destroy_process_group(control)
-
-
-def _check(compress: object) -> None:
-    if compress is not None and not isinstance(compress, OkTopk) and compress not in COMPRESSIONS:
-        raise ValueError(f"compress is {compress!r}: expected one of {', '.join(COMPRESSIONS)}, OkTopk(...), or None")

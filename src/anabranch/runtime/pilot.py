@@ -9,6 +9,7 @@ acts on it.
 import logging
 import warnings
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -36,7 +37,6 @@ log = logging.getLogger("anabranch")
 SETTLE_STEPS = 3  # after a change of layout: DDP rebuilds in the second step, and caches warm up
 WATCH_STEPS = 20  # how often rank 0 says whether to plan again, by its step times or because it was asked to
 DRIFT = 0.10
-MOST_FLUSHES = 20  # before a plan leaves although something still waits
 MARGIN = 0.01  # a plan must gain this much to be kept: less is noise, and stock DDP is the safer choice
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 LATE = 0.9  # of backward: when even the first gradient comes later, nothing overlaps
@@ -52,9 +52,16 @@ class Pilot:
     ``control`` is a group of the same ranks that carries host memory and that nobody else uses.
     """
 
-    def __init__(self, ddp: Any, wishes: Wishes, control: dist.ProcessGroup, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        ddp: Any,
+        wishes: Wishes,
+        control: dist.ProcessGroup,
+        collectives: Collectives,
+        layout: type[LiveLayout] = LiveLayout,
+    ) -> None:
         self._wishes, self._control, self.collectives = wishes, control, collectives
-        self.live = LiveLayout(ddp, control, self._step_done, collectives)
+        self.live = layout(ddp, control, self._step_done, collectives)
         self._watch = self.live.watch
         self._recorder: Recorder | None = None
         self.trace: Trace | None = None
@@ -64,10 +71,9 @@ class Pilot:
         self.failure = ""  # why planning failed, if it did
         self.stage = "settling"
         self.replan_asked = False
-        self._patience = 1
-        self.steps_done = 0
+        self._patience, self.steps_done = 1, 0
         self._course = self._life()
-        next(self._course)
+        next(self._course, None)
 
     # What DataParallel calls.
 
@@ -89,26 +95,29 @@ class Pilot:
         """Plan no more: go on with what was chosen last, or DDP's own buckets before any choice."""
         self._course.close()
         label, plan = (self.kept.label, self.kept.plan) if self.kept is not None else (DDP_BUCKETS, None)
-        self._course, self.stage = self._turn_to(plan), f"running {label}, held"
-        next(self._course, None)
+        self.stage = f"running {label}, held"
+        self.live.want(plan)
 
     def close(self) -> None:
         """Let go of hooks, threads and groups."""
         self._course.close()
         self.live.close()
+        if dist.is_initialized():
+            with suppress(ValueError, AssertionError):  # gone already, with the default group
+                dist.destroy_process_group(self._control)
         # The last reference to a group must go while Python is whole: its threads need the interpreter to end.
         del self._control
 
     @_disable_dynamo
     def _step_done(self) -> None:
         self.steps_done += 1
+        self.live.agree()
+        self.collectives.step_over()
         if self.live.stale:
             self._course.close()
             self.stage = f"no longer planning: {FROZEN}"
         try:
-            with warnings.catch_warnings(
-                record=True
-            ) as caught:  # made an error by -W error, one would stop one rank alone
+            with warnings.catch_warnings(record=True) as caught:  # raised, by -W error, one would stop one rank alone
                 warnings.simplefilter("always")
                 next(self._course, None)
         except Exception as error:
@@ -120,9 +129,12 @@ class Pilot:
     # The course: one yield per synchronised step.
 
     def _life(self) -> Course:
-        yield from self._steps(SETTLE_STEPS)
         if self._wishes.plan is not None:
             yield from self._as_told()
+        if self._wishes.profile_steps == 0:
+            self.stage = f"running {DDP_BUCKETS}: profile_steps is 0"
+            return
+        yield from self._steps(SETTLE_STEPS)
         while self.live.trains_the_same():
             self.stage, self.failure = "profiling", ""
             yield from self._profile(DDP_BUCKETS, None)
@@ -157,21 +169,9 @@ class Pilot:
                 self.trials.append((yield from self._try(label, plan)))
 
     def _change_to(self, plan: Plan | None) -> Course:
-        """Another layout soon, and time for it to settle."""
-        yield from self._turn_to(plan)
-        yield from self._steps(SETTLE_STEPS)
-
-    def _turn_to(self, plan: Plan | None) -> Course:
-        """Another layout from the next step on, once what waits has been sent by the old one."""
-        if self.live.plan is not None and self.live.plan != plan and self._wishes.kinds:
-            self.collectives.flushing = True
-            yield
-            for _ in range(MOST_FLUSHES):  # a step that was not finite has sent nothing
-                if on_all_ranks(not self.collectives.waits(), self._control):
-                    break
-                yield
-            self.collectives.flushing = False
+        """Another layout from the next step on, and time for it to settle."""
         self.live.want(plan)
+        yield from self._steps(SETTLE_STEPS)
 
     def _refine(self, several_lanes: bool) -> bool:
         """Correct what was measured (not what was given) by what the buckets of such trials took; whether it was."""
@@ -268,7 +268,7 @@ class Pilot:
             self.trials = [stock, *(again if trial is best else trial for trial in self.trials[1:])]
             best = again if self._winner([stock, again]) == 1 else stock
             reason = f"{again.label} was not clearly faster when tried again"
-        yield from self._turn_to(best.plan)
+        self.live.want(best.plan)
         self.kept = best
         self.stage = f"running DDP's own buckets: {reason}" if best.plan is None else f"running {best.label}"
         if dist.get_rank(self._control) == 0:

@@ -1,18 +1,16 @@
 """Wishes: the arguments of DataParallel that are not DDP's, and what is wrong with them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.errors import NetworkError, PlanError
 from anabranch.network import Network
 from anabranch.plan import MAX_LANES, Plan
 from anabranch.planners import PLANNERS
 from anabranch.runtime.collectives import Collectives
-from anabranch.runtime.layout import layout_of, reduced_parameters
+from anabranch.runtime.layout import layout_of
 from anabranch.trace import Trace
 
 Planner = Callable[[Trace, Network], Plan]
@@ -58,9 +56,8 @@ class Wishes:
             f"profile_steps {self.profile_steps}",
         ]
 
-    def check_fits(self, ddp: DistributedDataParallel, collectives: Collectives) -> None:
-        """Refuse a plan or network that is not for this model and these ranks, before the first step."""
-        ranks = dist.get_world_size(ddp.process_group)
+    def check_fits(self, parameters: Mapping[str, nn.Parameter], ranks: int, collectives: Collectives) -> None:
+        """Refuse a plan or network that is not for these parameters and ranks, before the first step."""
         if self.network is not None and self.network.world_size != ranks:
             raise NetworkError(
                 f"the network was measured among {self.network.world_size} ranks and these are {ranks}: "
@@ -70,7 +67,6 @@ class Wishes:
             for kind in self.kinds:
                 self.network.curve(kind)  # raises if it has no cost for it
         if self.plan is not None:
-            parameters = reduced_parameters(ddp)
             layout_of(self.plan, list(parameters))
             for bucket in self.plan.buckets:
                 dtypes = {parameters[name].dtype for name in bucket.names}

@@ -13,6 +13,7 @@ from anabranch.sim.iteration import finish_s
 from anabranch.trace import Trace
 
 Planner = Callable[[Trace, Network], Plan]
+Pricing = Callable[[Network], Network]
 Scaling = Literal["weak", "strong"]
 
 MAX_JITTER = 3.0  # ranks that differ twentyfold; beyond, nothing is being modelled any more
@@ -46,8 +47,11 @@ def sweep(
     stragglers: int = 0,
     straggler_factor: float = 1.0,
     seed: int = 0,
+    pricing: Pricing | None = None,
 ) -> Iterator[ScalePoint]:
     """Every planner at every world size, on ``network`` carried to that size.
+
+    ``pricing`` adds what the carried network cannot know: the costs of further collectives at its size.
 
     Weak scaling keeps the batch per rank, so the trace as it is. Strong scaling keeps the global batch: each of N ranks
     computes 1/N of it, and computing time is taken to be proportional to the batch. Plans are made from the quiet
@@ -58,6 +62,7 @@ def sweep(
     alone_s = trace.forward_s + trace.backward_s
     for world_size in world_sizes:
         here = network.at(world_size)
+        here = here if pricing is None else pricing(here)
         quiet = trace.scaled(1 / world_size) if scaling == "strong" else trace
         real = quiet
         if jitter or stragglers:

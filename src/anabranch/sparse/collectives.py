@@ -3,20 +3,21 @@
 A bucket that names "oktopk:0.01" travels at a density of 1 %. Densities are few, because each is measured.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from anabranch.plan import Bucket
+from anabranch.plan import Bucket, Plan
 from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps
 from anabranch.sparse.comm import GroupComm
+from anabranch.sparse.leftovers import Leftovers
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.rivals import dense_exchange
 from anabranch.sparse.state import BucketState, SparseState
+from anabranch.sparse.waiting import grows
 
 KIND = "oktopk"
 LADDER = (0.01, 0.02, 0.05, 0.1, 0.2)  # the densities that "auto" chooses from
@@ -44,18 +45,29 @@ class SparseCollectives:
 
     ``parameters`` are those of the model that are averaged, by name. Vectors (biases, norms) always travel dense: they
     are few, and waiting hurts them most. So do gradients that are not float32: what waits is, and would not fit theirs.
+    ``averaged`` says whether the backward pass that ends was averaged.
     """
 
-    def __init__(self, options: OkTopk, parameters: Mapping[str, torch.Tensor], group: Group) -> None:
+    def __init__(
+        self,
+        options: OkTopk,
+        parameters: Mapping[str, torch.Tensor],
+        group: Group,
+        averaged: Callable[[], bool],
+    ) -> None:
         fixed = [] if options.density == "auto" else [float(options.density)]
         self.kinds: Sequence[str] = [kind_of(density) for density in fixed or LADDER]
         self.dense_names = frozenset(name for name, p in parameters.items() if p.dim() < 2 or p.dtype != torch.float32)
-        self.warmup_steps, self.flushing = options.warmup_steps, False
+        self.warmup_steps = options.warmup_steps
         self._options = replace(options, warmup_steps=0)  # whoever trains has seen to it by then
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # of the buckets seen so far
         self._device = next(iter(parameters.values())).device
         self._world_size = dist.get_world_size(group)
         self._state = SparseState(dist.get_rank(group), self._world_size, self._device)
+        self._leftovers = Leftovers(self._state, parameters, averaged)
+        self._parameters = parameters
+        self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: what remembers, and the averages
         self._comms: dict[Group, GroupComm] = {}
 
     def runs(self, kind: str, dtype: torch.dtype) -> bool:
@@ -68,13 +80,39 @@ class SparseCollectives:
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         """See ``Collectives``."""
-        density = density_of(bucket.collective)
-        if density is None:
+        density, state = density_of(bucket.collective), self.remembered(bucket)
+        if density is None or state is None:
             return COLLECTIVES[bucket.collective](buffer, group, divisor)
-        state = self._state.bucket(bucket.names, [self._numels[name] for name in bucket.names])
-        if self.flushing:
-            return dense_exchange(buffer, state, self._comm(group), divisor, 1.0)
+        self._exchanged.append((state, buffer))
         return exchange(buffer, state, self._comm(group), divisor, density, self._options)
+
+    def remembered(self, bucket: Bucket) -> BucketState | None:
+        """See ``Collectives``."""
+        if not self.aside(bucket.collective):
+            return None
+        if bucket.names not in self._sizes:
+            self._sizes[bucket.names] = tuple(self._numels[name] for name in bucket.names)
+        return self._state.bucket(bucket.names, self._sizes[bucket.names])
+
+    def step_over(self) -> None:
+        """Under a loss scaler, which leaves a step out where any gradient is not finite: put back what was sent in it.
+
+        Every rank gets the average, so that the sum over the ranks of what waits is what it was. A bucket that was not
+        finite itself has put back its own already. Waits for the device, as the scaler will.
+        """
+        exchanged, self._exchanged = self._exchanged, []
+        if self._state.scale is None or not exchanged:
+            return
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if gradients and not bool(torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()):
+            for state, average in exchanged:
+                state.residual.add_(torch.where(torch.isfinite(average).all(), average, 0.0))
+
+    def turn_to(self, plan: Plan | None) -> None:
+        """See ``Collectives``."""
+        sparse = [bucket for bucket in (plan.buckets if plan is not None else ()) if self.aside(bucket.collective)]
+        self._leftovers.keep({name for bucket in sparse for name in bucket.names})
+        self._sizes.clear()
 
     def probe(self, kind: str) -> Collective:
         """See ``Collectives``. Sends noise: what an exchange takes depends on how many values pass, not on which."""
@@ -92,19 +130,22 @@ class SparseCollectives:
 
         return exchanged
 
-    def waits(self) -> bool:
-        """See ``Collectives``."""
-        return any(bool(state.residual.any()) for state in self._state.buckets())
-
     def words(self) -> list[str]:
         """See ``Collectives``."""
         told = []
         for state in self._state.buckets():
-            share = float(state.applied) / max(1, state.residual.numel())
+            to, share = state.names[-1], float(state.applied) / max(1, state.residual.numel())
+            looks = state.waiting.looks() if state.waiting is not None else []
+            age = f", for about {looks[-1].age_steps:.1f} steps" if looks else ""
             waits = float(state.residual.norm())
-            told.append(
-                f"sparse bucket to {state.names[-1]}: {share:.2%} applied in its last step, |waiting| {waits:.3g}"
-            )
+            told.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |waiting| {waits:.3g}{age}")
+            if grows(looks, max(share, 1e-4)):
+                then = looks[len(looks) // 2]
+                told.append(
+                    f"WARNING: what waits in the bucket to {to} grows without bound: |waiting| {then.norm:.3g} at step "
+                    f"{then.step} and {looks[-1].norm:.3g} at step {looks[-1].step}, {then.age_steps:.1f} and "
+                    f"{looks[-1].age_steps:.1f} steps of gradients: give OkTopk a higher density"
+                )
         return told
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,8 +155,28 @@ class SparseCollectives:
     def load_state_dict(self, *states: Any) -> None:
         """See ``Collectives``."""
         self._state.load_state_dict(*states)
+        self._leftovers.keep(self._leftovers.sparse)
+
+    def loaded(self) -> list[str]:
+        """See ``Collectives``."""
+        return self._state.loaded
+
+    def rescale(self, scale: float) -> None:
+        """See ``Collectives``."""
+        self._state.rescale(scale)
+
+    def close(self) -> None:
+        """See ``Collectives``."""
+        self._leftovers.close()
 
     def _comm(self, group: Group) -> GroupComm:
         if group not in self._comms:
             self._comms[group] = GroupComm(group)
         return self._comms[group]
+
+
+def check_compress(compress: object) -> None:
+    """Refuse what ``DataParallel(compress=...)`` cannot run."""
+    plain = [kind for kind in COLLECTIVES if kind != "dense"]
+    if compress is not None and not isinstance(compress, OkTopk) and compress not in plain:
+        raise ValueError(f"compress is {compress!r}: expected one of {', '.join(plain)}, OkTopk(...), or None")

@@ -11,6 +11,19 @@ from anabranch.runtime.dense import Group, gather, issued
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
+class Zeros:
+    """Zeros that whoever adds into them leaves behind: one exchange after another needs some, and all use the same."""
+
+    def __init__(self) -> None:
+        self._zeros = torch.zeros(0)
+
+    def zeros(self, numel: int, device: torch.device) -> torch.Tensor:
+        """So many, float32."""
+        if len(self._zeros) < numel or self._zeros.device != device:
+            self._zeros = torch.zeros(numel, dtype=torch.float32, device=device)
+        return self._zeros[:numel]
+
+
 class Comm(Protocol):
     """A rank's view of its group. Every operation is issued at once and returns the work to yield.
 
@@ -26,6 +39,10 @@ class Comm(Protocol):
     @property
     def size(self) -> int:
         """How many ranks there are."""
+        ...
+
+    def zeros(self, numel: int, device: torch.device) -> torch.Tensor:
+        """See ``Zeros``; exchanges on one ``Comm`` follow each other."""
         ...
 
     def all_to_all(
@@ -54,10 +71,11 @@ class Comm(Protocol):
         ...
 
 
-class GroupComm:
+class GroupComm(Zeros):
     """A ``Comm`` over a process group of torch.distributed: Gloo or NCCL."""
 
     def __init__(self, group: Group) -> None:
+        super().__init__()
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
 

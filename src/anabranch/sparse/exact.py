@@ -140,7 +140,7 @@ def _sums(
     """My region's sums (places in the region), the threshold to apply to them, and the one of my own share."""
     if received is None:
         return None, state.tilt, torch.zeros_like(state.tilt)
-    buffer = state.owner_buffer()
+    buffer = comm.zeros(regions.widest_numel(len(state.residual), comm.size), state.residual.device)
     for part in received if in_order and buffer.is_cuda else [torch.cat(received)]:
         select.add(buffer, part[None])
     width = int(state.boundaries[comm.rank + 1] - state.boundaries[comm.rank])

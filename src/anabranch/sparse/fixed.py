@@ -72,7 +72,7 @@ def fixed_exchange(
     hold(sent, received, *offered)
 
     heads, pairs = unframed(received, sizes.wire)
-    sums = select.sums_at_owner(pairs, state.owner_buffer(), options.deterministic)
+    sums = select.sums_at_owner(pairs, owned_zeros(gradient, comm), options.deterministic)
     found, threshold = owner_threshold(sums, sizes, state, comm.size)
     taken = select.take(sums, threshold, sizes.capacity, sizes.wire)
     poison = taken.poison | (heads[:, 0] < 0).any()
@@ -87,6 +87,11 @@ def fixed_exchange(
     if sizes.wire.rounds:
         select.keep_leftover(taken.packed, taken.leftover, residual, boundaries[comm.rank], poisoned)
     note(state, offered.counts.sum(), heads, comm.rank, poisoned)
+
+
+def owned_zeros(gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
+    """Zeros for the sums of any region of this bucket."""
+    return comm.zeros(regions.widest_numel(len(gradient), comm.size), gradient.device)
 
 
 @cache
@@ -104,8 +109,7 @@ def balance(gradient: torch.Tensor, state: BucketState, comm: Comm, sizes: Sizes
     if sizes.everything:
         state.boundaries.copy_(regions.uniform(len(gradient), comm.size, gradient.device))
     elif state.fresh or state.step % options.region_period == 0:
-        running = select.running_count(select.passing(state.residual + gradient, state.local_threshold))
-        proposed = regions.proposal(running, comm.size)
+        proposed = select.proposal(gradient, state.residual, state.local_threshold, comm.size)
         yield comm.all_reduce(proposed, "regions")
         hold(proposed)
         state.boundaries.copy_(regions.agreed(proposed, len(gradient), comm.size))

@@ -15,7 +15,7 @@ import triton
 from anabranch.runtime.dense import Steps, hold
 from anabranch.sparse import thresholds
 from anabranch.sparse.comm import Comm
-from anabranch.sparse.fixed import Sizes, balance
+from anabranch.sparse.fixed import Sizes, balance, owned_zeros
 from anabranch.sparse.kernels import message, step, threshold
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
@@ -50,11 +50,12 @@ class Fused:
     """One step of one bucket on one rank: its messages, and the launches between them.
 
     ``words`` is the memory of all messages: a row to each owner (``sent``), one to everyone (``part``), a counter.
+    ``zeros`` is where this owner adds.
     """
 
     def __init__(self, gradient: torch.Tensor, state: BucketState, comm: Comm, sizes: Sizes) -> None:
         self.gradient, self.state, self.sizes = gradient, state, sizes
-        self.rank, self.ranks = comm.rank, comm.size
+        self.rank, self.ranks, self.zeros = comm.rank, comm.size, owned_zeros(gradient, comm)
         self.row_words = sizes.message_nbytes // 4
         rows = self.ranks + 1
         self.words = torch.empty(rows * self.row_words + 1, dtype=torch.int32, device=gradient.device)
@@ -95,7 +96,7 @@ class Fused:
         capacity, most = self.sizes.capacity, self.ranks * self.sizes.capacity
         sums, places = torch.empty(2, most, dtype=torch.int32, device=received.device)
         heads, pairs = self._views(received)
-        buffer = self.state.owner_buffer()
+        buffer = self.zeros
         step.add[self._grid](pairs, buffer, capacity, **self.wire, block=PAIRS)
         step.collect[self._grid](
             pairs, buffer.view(torch.int32), self.counter, sums, places, capacity, **self.wire, block=PAIRS

@@ -27,17 +27,14 @@ def uniform(numel: int, ranks: int, device: torch.device | None = None) -> torch
     return torch.arange(ranks + 1, dtype=torch.int64, device=device) * numel // ranks
 
 
-def proposal(running: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The P−1 inner boundaries that part this rank's selected values evenly, as int64; uniform if none is selected.
+def even(numel: int, ranks: int, device: torch.device | None = None) -> torch.Tensor:
+    """The P−1 inner boundaries of regions of equal size."""
+    return uniform(numel, ranks, device)[1:-1]
 
-    ``running[j]`` is how many of the elements 0 … j are selected. Boundary j is the position of selected value number
-    ⌊j·count/P⌋, counted from 0. Nothing waits for the host.
-    """
-    numel = len(running)
-    parts = torch.arange(1, ranks, dtype=torch.int64, device=running.device)
-    first = parts * running[-1].to(torch.int64) // ranks + 1
-    found = torch.searchsorted(running, first.to(running.dtype))
-    return torch.where(running[-1] > 0, found.clamp(max=numel), parts * numel // ranks)
+
+def wanted(count: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Which of ``count`` selected values, counted from 1, begin regions 1 … P−1 if each is to have equally many."""
+    return torch.arange(1, ranks, dtype=torch.int64, device=count.device) * count // ranks + 1
 
 
 def proposal_of(places: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
@@ -51,14 +48,14 @@ def proposal_of(places: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
 def agreed(summed: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
     """The boundaries, from the sum over the ranks of their proposals; no region wider than ``widest_numel``.
 
-    In c_j = b_j − j·widest, "no region is wider" reads "c never rises", so a running minimum enforces it; the last
-    regions are held up from below in the same way, and b stays sorted.
+    In c_j = b_j − j·widest, "no region is wider" reads "c never rises", from c_0 = 0 on, so a running minimum enforces
+    it; the last regions are held up from below in the same way, and b stays sorted.
     """
     widest = widest_numel(numel, ranks)
     steps = torch.arange(1, ranks, dtype=torch.int64, device=summed.device) * widest
     inner = summed // ranks
     if ranks > 1:
-        inner = torch.cummin(inner - steps, dim=0).values + steps
+        inner = torch.cummin((inner - steps).clamp(max=0), dim=0).values + steps
         inner = torch.maximum(inner, numel - (ranks * widest - steps))
     bounds = torch.full((ranks + 1,), numel, dtype=torch.int64, device=summed.device)
     bounds[:1].zero_()

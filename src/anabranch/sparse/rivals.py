@@ -1,6 +1,7 @@
 """The other exchanges that Ok-Topk is compared with, under the same contract and the same counting of words.
 
 dense       2n(P−1)/P words: an all-reduce
+topk        2k(P−1): an all-gather of everyone's top-k
 gtopk       4k·log₂P: top-k merged up a tree and sent down again
 dsa         between 4k(P−1)/P and (2k+n)(P−1)/P: sums at owners, all of them gathered (SparCML's split all-gather)
 gaussian    2k(P−1), if its threshold selects k: an all-gather of what passes a Gaussian's quantile
@@ -132,7 +133,7 @@ def gaussian_exchange(gradient: torch.Tensor, state: BucketState, comm: Comm, di
 
 RIVALS: Mapping[str, Exchange] = {
     "dense": dense_exchange,
-    "allgather": allgather_exchange,
+    "topk": allgather_exchange,
     "gtopk": gtopk_exchange,
     "dsa": dsa_exchange,
     "gaussian": gaussian_exchange,

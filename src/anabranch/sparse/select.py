@@ -12,11 +12,15 @@ more pass than there are slots, the first in order of position get them; the oth
 ``offer`` and ``finish`` the gradient's buffer holds the old residual, so that a step can be undone at no extra memory.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from anabranch.sparse import regions
 from anabranch.sparse.wire import FP32, Wire, rounded
+
+CHUNK = 2**22  # elements of a pass that needs temporaries
 
 
 class Offer(NamedTuple):
@@ -46,6 +50,24 @@ def passing(values: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
 def running_count(mask: torch.Tensor) -> torch.Tensor:
     """How many are set up to and including each position; int32 where that suffices."""
     return mask.cumsum(0, dtype=torch.int32 if len(mask) < 2**31 else torch.int64)
+
+
+def proposal(gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor, ranks: int) -> torch.Tensor:
+    """``regions.proposal`` for what passes of residual + gradient, a chunk at a time: no temporary is large."""
+    counts = [passing(a + b, threshold).sum() for a, b in _chunks(residual, gradient)]
+    ends = torch.stack(counts).cumsum(0)
+    wanted = regions.wanted(ends[-1], ranks)
+    found = regions.even(len(residual), ranks, residual.device)
+    for number, (a, b) in enumerate(_chunks(residual, gradient)):
+        before = ends[number] - counts[number]
+        at = torch.searchsorted(running_count(passing(a + b, threshold)).to(torch.int64), wanted - before)
+        here = (wanted > before) & (wanted <= ends[number])
+        found = torch.where(here, number * CHUNK + at, found)
+    return found
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True)
 
 
 def accumulate(gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -84,7 +106,8 @@ def sums_at_owner(received: torch.Tensor, buffer: torch.Tensor, in_order: bool =
     """Add the pairs [P, m, 2] that all ranks offered of my region: the sums, as pairs [P·m, 2] in order of position.
 
     ``buffer`` is float32, as wide as the widest region, zero before and after. ``in_order`` adds in the order of
-    ranks, the same bits every time; without it a GPU may add in any order. Sums of zero are left out.
+    ranks, the same bits every time; without it a GPU may add in any order. Sums of zero are left out: to
+    clear what cancels, its ranks would have to be told, at the price of applying it, and the next gradients change it.
     """
     add(buffer, received, in_order)
     ends = torch.arange(2, device=buffer.device) * len(buffer)  # torch.tensor(…, device="cuda") would wait for the GPU

@@ -5,7 +5,8 @@ bucket: another plan parts and joins it by name, exactly. Regions belong to the 
 the bucket is another.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 
 from anabranch.sparse import regions
+from anabranch.sparse.waiting import Waiting
 
 VERSION = 1
+log = logging.getLogger("anabranch")
 
 
 @dataclass
@@ -23,7 +26,8 @@ class BucketState:
 
     ``boundaries`` (int64 [P+1]) part it into regions and ``tilt`` (a float32 scalar) is how much this owner's threshold
     differs from its share's. Of the last step, for reports: ``local_threshold`` and ``global_threshold``, and how many
-    values passed, ``offered`` here and ``applied`` on all owners together. All are on the device.
+    values passed, ``offered`` here and ``applied`` on all owners together. All are on the device. ``waiting``, if it is
+    kept: how much has waited since when.
     """
 
     names: tuple[str, ...]
@@ -33,11 +37,11 @@ class BucketState:
     tilt: torch.Tensor
     step: int = 0
     fresh: bool = True
+    waiting: Waiting | None = None
     local_threshold: torch.Tensor = field(init=False)
     global_threshold: torch.Tensor = field(init=False)
     offered: torch.Tensor = field(init=False)
     applied: torch.Tensor = field(init=False)
-    _sums: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         """Nothing has passed before the first step."""
@@ -60,25 +64,27 @@ class BucketState:
         """How many ranks share the bucket."""
         return len(self.boundaries) - 1
 
-    def owner_buffer(self) -> torch.Tensor:
-        """Zeros, as many as the widest region has elements; whoever adds into them leaves zeros behind."""
-        widest = regions.widest_numel(len(self.residual), self.ranks)
-        if self._sums is None:
-            self._sums = torch.zeros(widest, dtype=torch.float32, device=self.residual.device)
-        return self._sums
-
     def pieces(self) -> dict[str, torch.Tensor]:
         """The residual of each parameter; views."""
         return dict(zip(self.names, self.residual.split(list(self.numels)), strict=True))
 
 
 class SparseState:
-    """All sparse buckets of one model on one rank."""
+    """All sparse buckets of one model on one rank.
+
+    loose       what waits of parameters that are in no sparse bucket now
+    lent        what was added to gradients of which nobody knows yet whether their average is finite
+    scale       of the loss from which all that waits was computed, where someone says (``rescale``)
+    loaded      what was loaded, as far as it must be the same on all ranks, line by line
+    """
 
     def __init__(self, rank: int, world_size: int, device: torch.device | None = None) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        self.loose: dict[str, torch.Tensor] = {}
+        self.lent: dict[str, torch.Tensor] = {}
+        self.scale: float | None = None
+        self.loaded = ["nothing"]
         self._buckets: dict[tuple[str, ...], BucketState] = {}
-        self._loose: dict[str, torch.Tensor] = {}  # residuals of parameters that are in no sparse bucket now
         self._settings: dict[tuple[str, ...], Mapping[str, Any]] = {}  # loaded regions that wait for their bucket
         self._step = 0  # of buckets that are no more: schedules go on where they were
 
@@ -88,19 +94,48 @@ class SparseState:
         If it is not the bucket of the last step, its residual is put together from those of its parameters, wherever
         they were, and what the other parameters of their old buckets had waits for theirs. Call it on every rank alike.
         """
-        key = tuple(names)
-        if len(set(key)) != len(key) or len(key) != len(numels):
-            raise ValueError(
-                f"a bucket needs distinct parameter names with one size each, not {key} with {tuple(numels)}"
-            )
-        if key not in self._buckets:
-            self._dissolve(set(key))
-            self._buckets[key] = self._built(key, tuple(numels))
-        if self._buckets[key].numels != tuple(numels):
-            raise ValueError(
-                f"the parameters of bucket {key[0]} … have {self._buckets[key].numels} elements, not {tuple(numels)}"
-            )
+        key, sizes = tuple(names), tuple(numels)
+        known = self._buckets.get(key)
+        if known is not None and known.numels == sizes:
+            return known
+        if known is not None:
+            raise ValueError(f"the parameters of bucket {key[0]} … have {known.numels} elements, not {sizes}")
+        if len(set(key)) != len(key) or len(key) != len(sizes):
+            raise ValueError(f"a bucket needs distinct parameter names with one size each, not {key} with {sizes}")
+        self._dissolve(key)
+        self._buckets[key] = self._built(key, sizes)
         return self._buckets[key]
+
+    def release(self, kept: Collection[str]) -> None:
+        """Only these parameters are in sparse buckets from now on: what waits of the others becomes loose."""
+        self._dissolve({name for key in self._buckets for name in key}.difference(kept))
+
+    def lend(self, name: str) -> torch.Tensor | None:
+        """What waits of a parameter in no sparse bucket, to be added to its gradient; None if nothing does."""
+        piece = self.loose.pop(name, None)
+        if piece is not None:
+            self.lent[name] = piece + self.lent[name] if name in self.lent else piece
+        return piece
+
+    def settle(self, sent: bool) -> None:
+        """What was lent is on its way for good, or waits again."""
+        lent, self.lent = self.lent, {}
+        if not sent:
+            waiting = self.residuals()
+            for name, piece in lent.items():
+                if name in waiting:
+                    waiting[name].add_(piece)
+                else:
+                    self.loose[name] = piece
+
+    def rescale(self, scale: float) -> None:
+        """From now on gradients are those of a loss times ``scale``: so becomes all that waits."""
+        if self.scale is not None and self.scale != scale:
+            for state in self._buckets.values():
+                state.residual.mul_(scale / self.scale)
+            for piece in (*self.loose.values(), *self.lent.values()):
+                piece.mul_(scale / self.scale)
+        self.scale = scale
 
     def buckets(self) -> list[BucketState]:
         """Those of the last steps."""
@@ -108,19 +143,23 @@ class SparseState:
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What has not been sent, by parameter; views of the live tensors."""
-        found = dict(self._loose)
+        found = dict(self.loose)
         for state in self._buckets.values():
             found.update(state.pieces())
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name, numbers and texts; nothing that needs pickle to be read."""
+        residuals = {name: piece.detach().clone() for name, piece in self.residuals().items()}
+        for name, piece in self.lent.items():
+            residuals[name] = residuals[name] + piece if name in residuals else piece.clone()
         return {
             "version": VERSION,
             "rank": self.rank,
             "world_size": self.world_size,
             "step": max([self._step, *(state.step for state in self._buckets.values())]),
-            "residuals": {name: piece.detach().clone() for name, piece in self.residuals().items() if piece.any()},
+            "scale": self.scale,
+            "residuals": {name: piece for name, piece in residuals.items() if piece.any()},
             "buckets": [_settings(state) for state in self._buckets.values() if not state.fresh],
         }
 
@@ -132,17 +171,29 @@ class SparseState:
         sum over the ranks of what waits is what it was, up to float32 rounding where ranks are added together.
         """
         states = tuple(state for state in states if state)  # a run without anything to remember has kept {}
+        self.loaded = ["nothing"]
         if not states:
             return
-        mine, same = self._own(states)
-        self._buckets, self._loose, self._settings = {}, {}, {}
+        try:
+            mine, same = self._own(states)
+        except ValueError as error:
+            self.loaded = [f"what it refused: {error}"]
+            raise
+        self.loaded = shared(states[0])
+        self._buckets, self._settings, self.lent = {}, {}, {}
+        self.loose.clear()
         for state in mine:
             for name, piece in state["residuals"].items():
                 own = piece.detach().to(device=self.device, dtype=torch.float32).flatten()
-                self._loose[name] = self._loose[name] + own if name in self._loose else own.clone()
-        self._step = max((int(state["step"]) for state in states), default=0)
+                self.loose[name] = self.loose[name] + own if name in self.loose else own.clone()
+        self._step, self.scale = int(states[0]["step"]), states[0].get("scale")
         if same:
             self._settings = {tuple(settings["names"]): settings for settings in mine[0]["buckets"]}
+        elif self.rank == 0:
+            words = (
+                "anabranch: what waited on %d ranks now waits on %d: its sum is conserved, regions are balanced anew"
+            )
+            log.warning(words, int(states[0]["world_size"]), self.world_size)
 
     def _own(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
         """The states that become this rank's, and whether the world has the size it had."""
@@ -153,6 +204,13 @@ class SparseState:
         sizes = sorted({int(state["world_size"]) for state in states})
         if len(sizes) != 1:
             raise ValueError(f"the sparse states given come from worlds of {sizes} ranks: give those of one run")
+        for state in states[1:]:
+            for first, other in zip(shared(states[0]), shared(state), strict=False):
+                if first != other:
+                    raise ValueError(
+                        f"the sparse states given are of different checkpoints: rank {states[0]['rank']}'s says "
+                        f"{first}, rank {state['rank']}'s says {other}: give those of one run at one step"
+                    )
         same = sizes[0] == self.world_size
         if not (self.rank in old if same else set(old) == set(range(sizes[0]))):
             raise ValueError(
@@ -161,28 +219,38 @@ class SparseState:
             )
         return [old[self.rank]] if same else [old[r] for r in range(self.rank, sizes[0], self.world_size)], same
 
-    def _dissolve(self, names: set[str]) -> None:
+    def _dissolve(self, names: Collection[str]) -> None:
         """Take apart the buckets that hold any of these parameters."""
-        for key in [key for key in self._buckets if not names.isdisjoint(key)]:
+        for key in [key for key in self._buckets if not set(names).isdisjoint(key)]:
             state = self._buckets.pop(key)
             self._step = max(self._step, state.step)
-            self._loose.update((name, piece.clone()) for name, piece in state.pieces().items())
+            self.loose.update((name, piece.clone()) for name, piece in state.pieces().items())
 
     def _built(self, names: tuple[str, ...], numels: tuple[int, ...]) -> BucketState:
         residual = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
         ends = [sum(numels[:i]) for i in range(len(numels) + 1)]
         for name, (low, high) in zip(names, pairwise(ends), strict=True):
-            if (piece := self._loose.pop(name, None)) is not None:
+            if (piece := self.loose.pop(name, None)) is not None:
                 if len(piece) != high - low:
                     raise ValueError(f"parameter {name} has {high - low} elements, and its residual has {len(piece)}")
                 residual[low:high].copy_(piece)
         state = BucketState.of(residual, self.world_size, names, numels)
-        state.step = self._step
+        state.step, state.waiting = self._step, Waiting(self.device)
         if (settings := self._settings.pop(names, None)) is not None:
             state.tilt.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
             state.step, state.fresh = int(settings["step"]), False
         return state
+
+
+def shared(state: Mapping[str, Any]) -> list[str]:
+    """What the states of all ranks of one checkpoint have in common, line by line."""
+    trained, scale = state.get("steps_trained"), state.get("scale")
+    head = f"step {state['step']} of {state['world_size']} ranks, {trained} steps trained, loss scale {scale}"
+    return [
+        head,
+        *(f"bucket to {b['names'][-1]}: step {b['step']}, regions {b['boundaries']}" for b in state["buckets"]),
+    ]
 
 
 def _settings(state: BucketState) -> dict[str, Any]:

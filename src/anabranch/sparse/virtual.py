@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from anabranch.errors import DisagreementError
 from anabranch.runtime.dense import Steps
-from anabranch.sparse.comm import MAX, SUM
+from anabranch.sparse.comm import MAX, SUM, Zeros
 from anabranch.sparse.traffic import Traffic
 
 
@@ -57,10 +57,11 @@ class _Request:
         return self.kind, self.phase, self.given.dtype, shape, even
 
 
-class VirtualComm:
+class VirtualComm(Zeros):
     """One rank of a ``VirtualWorld``; a ``Comm``."""
 
     def __init__(self, world: "VirtualWorld", rank: int) -> None:
+        super().__init__()
         self._world, self._rank = world, rank
 
     @property

@@ -1,0 +1,65 @@
+"""Predicted against measured peak memory on this GPU, every way to train: prints a Markdown report.
+
+python benchmarks/memory.py [--optimizer momentum] [--ranks 4] [model:batch ...]
+
+Without torchrun one rank runs in a mirror of ``--ranks``, and Lean is left out; under torchrun or in a lab it runs too.
+"""
+
+import argparse
+from datetime import UTC, datetime
+
+import torch
+import torch.distributed as dist
+
+from anabranch.bench.memory import OPTIMIZERS, built, peak, runnable, world
+from anabranch.memory.account import KINDS, Setting, predict
+from anabranch.memory.probe import Loss, probe
+
+SUBJECTS = ("resnet152:64", "vgg16:64", "bert-large:8", "gpt2:8")
+MIB, GIB = 2**20, 2**30
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="momentum")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("subjects", nargs="*", default=SUBJECTS, metavar="model:batch")
+    given = parser.parse_args()
+    with world() as ranks:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        setting = Setting(ranks=ranks if ranks > 1 else given.ranks, density=given.density)
+        rows = [row for subject in given.subjects for row in measured(subject, given.optimizer, setting)]
+        if dist.get_rank() == 0:
+            name, versions = torch.cuda.get_device_name(), f"torch {torch.__version__}"
+            print(f"# Peak memory, predicted and measured\n\n{datetime.now(UTC).date()}, {name}, {versions}.")
+            print(f"{setting.ranks} ranks, density {setting.density:g}, {given.optimizer}; GiB, its parts in MiB.\n")
+            print("| model:batch | mode | predicted | measured | off by | " + " | ".join(KINDS) + " | fullest |")
+            print("|---|---|" + "---:|" * (3 + len(KINDS)) + "---|")
+            print("\n".join(rows))
+
+
+def measured(subject: str, optimizer: str, setting: Setting) -> list[str]:
+    """The lines of one model."""
+    name, _, batch = subject.partition(":")
+    factory = OPTIMIZERS[optimizer]
+
+    def build(device: torch.device) -> tuple[torch.nn.Module, Loss]:
+        return built(name, device, int(batch))
+
+    profile = probe(build, factory)
+    lines = []
+    for mode in runnable():
+        found = predict(profile, mode, setting)
+        seen = peak(build, mode, factory, setting.ranks, setting.density)
+        parts = " | ".join(f"{found.kinds[kind] / MIB:.0f}" for kind in KINDS)
+        off = found.nbytes / seen - 1
+        lines.append(
+            f"| {subject} | {mode} | {found.nbytes / GIB:.2f} | {seen / GIB:.2f} | {off:+.1%} | {parts} | {found.at} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

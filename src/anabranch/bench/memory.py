@@ -1,0 +1,248 @@
+"""Every way to train, live for a few steps on one GPU, with the allocator's peak: what predictions are held against.
+
+One rank is enough to see what a rank holds: ``Mirror`` is a world of ranks that all send what this one sends, so that
+messages have the sizes of that world. Lean runs where there are real ranks, through DataParallel.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from itertools import count
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket, HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch.memory.account import BUCKET_NBYTES, DDP, LEAN, LEAN_HOST, NAIVE, OKTOPK
+from anabranch.memory.probe import Factory, Loss, probe
+from anabranch.memory.profile import by_bytes
+from anabranch.plan import Bucket, Plan
+from anabranch.runtime import zoo
+from anabranch.runtime.layout import unwrap
+from anabranch.runtime.parallel import DataParallel
+from anabranch.sparse.allgather import top_pairs, wanted
+from anabranch.sparse.collectives import kind_of
+from anabranch.sparse.comm import Comm, Zeros
+from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.select import add
+from anabranch.sparse.state import BucketState
+
+STEPS = 4
+# foreach is a GPU's default, and must be said where tensors have no device.
+OPTIMIZERS: Mapping[str, Factory] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, foreach=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
+}
+
+Build = Callable[[torch.device], tuple[nn.Module, Loss]]
+
+
+class Subject(NamedTuple):
+    """What is trained, and how it travels."""
+
+    model: nn.Module
+    loss: Loss
+    optimizer: Factory
+    ranks: int
+    density: float
+    plan: Plan
+
+
+Training = Callable[[Subject], Generator[None, None, None]]
+
+
+def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
+    """A model of the zoo and its loss, which runs on any device, also on one without data."""
+    if name in zoo.IMAGES:
+        return zoo._image_model(name, device, batch)
+    if name in zoo.SEQUENCES:
+        return zoo._language_model(name, device, batch, zoo.SEQUENCES[name][1])
+    raise ValueError(f"model is {name!r}: expected one of {', '.join(zoo.MODELS)}")
+
+
+class _Done:
+    def wait(self) -> bool:
+        return True
+
+
+class Mirror(Zeros):
+    """A ``Comm`` of ``size`` ranks that all offer what this one does: every message has its size, none travels."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_to_all(self, output: torch.Tensor, given: torch.Tensor, phase: str, *_: Any) -> Any:  # noqa: ARG002
+        """What every rank sends to the first."""
+        output.view(self.size, -1).copy_(given.view(self.size, -1)[:1].expand(self.size, -1))
+        return _Done()
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> Any:  # noqa: ARG002
+        """This rank's part; those of the others are zeros: places in this rank's region need not be in theirs."""
+        output.zero_().view(self.size, -1)[0].copy_(part.view(-1))
+        return _Done()
+
+    def all_reduce(self, tensor: torch.Tensor, phase: str, op: Any = None) -> Any:  # noqa: ARG002
+        """A sum."""
+        tensor.mul_(self.size)
+        return _Done()
+
+
+def ddp(subject: Subject) -> Generator[None, None, None]:
+    """Stock DDP, gradients being views of its buckets."""
+    wrapped = DistributedDataParallel(subject.model, gradient_as_bucket_view=True)
+    try:
+        yield from _steps(wrapped, subject)
+    finally:
+        unwrap(wrapped)
+
+
+def naive(subject: Subject) -> Generator[None, None, None]:
+    """Top-k of the whole model after backward, as the published codes do it: every object beside every other."""
+    parameters = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+    optimizer = subject.optimizer(parameters)
+    numel = sum(parameter.numel() for parameter in parameters)
+    residual = torch.zeros(numel, device=parameters[0].device)
+    while True:
+        optimizer.zero_grad(set_to_none=True)
+        subject.loss(subject.model).backward()
+        naive_exchange(parameters, residual, subject.ranks, wanted(numel, subject.density))
+        optimizer.step()
+        yield
+
+
+def naive_exchange(parameters: Sequence[nn.Parameter], residual: torch.Tensor, ranks: int, k: int) -> None:
+    """Add what waits to a flat copy, send its k largest, keep the rest, and give back the average of all that came.
+
+    All ranks are taken to send what this one does.
+    """
+    total = torch.cat([cast(torch.Tensor, parameter.grad).flatten() for parameter in parameters]).add_(residual)
+    pairs = top_pairs(total, k)
+    residual.copy_(total)
+    residual[pairs[:, 1].to(torch.int64)] = 0.0
+    everyone = torch.empty(ranks, k, 2, dtype=torch.int32, device=residual.device)
+    everyone.copy_(pairs)
+    update = torch.zeros_like(residual)
+    add(update, everyone, in_order=False)
+    update.div_(ranks)
+    for parameter, piece in zip(parameters, update.split([p.numel() for p in parameters]), strict=True):
+        cast(torch.Tensor, parameter.grad).copy_(piece.view_as(parameter))
+
+
+def oktopk(subject: Subject) -> Generator[None, None, None]:
+    """DDP whose buckets travel by Ok-Topk's exchange of fixed-size messages."""
+    wrapped = DistributedDataParallel(subject.model, gradient_as_bucket_view=True)
+    states: dict[int, BucketState] = {}
+    ranks, density, comm = subject.ranks, subject.density, cast(Comm, Mirror(subject.ranks))
+
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG001
+        buffer = bucket.buffer()
+        if buffer.data_ptr() not in states:
+            states[buffer.data_ptr()] = BucketState.of(torch.zeros_like(buffer), ranks)
+        for work in fixed_exchange(buffer, states[buffer.data_ptr()], comm, float(ranks), density):
+            work.wait()
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        done.set_result(buffer)
+        return done
+
+    wrapped.register_comm_hook(None, hook)
+    try:
+        yield from _steps(wrapped, subject, states.clear)
+    finally:
+        unwrap(wrapped)
+
+
+def lean(subject: Subject, residuals: str = "in place") -> Generator[None, None, None]:
+    """DataParallel with Lean."""
+    from anabranch.memory.options import Lean
+
+    made: Any = DataParallel  # whose argument is young
+    wrapped = made(
+        subject.model,
+        plan=subject.plan,
+        profile_steps=0,
+        compress=OkTopk(density=subject.density, warmup_steps=0),
+        memory=Lean(optimizer=subject.optimizer, residuals=cast(Any, residuals)),
+    )
+    try:
+        while True:
+            subject.loss(wrapped).backward()
+            yield
+    finally:
+        wrapped.close()
+
+
+def sparse_plan(build: Build, density: float) -> Plan:
+    """Buckets of 25 MiB in the order of backward, those of matrices sparse: what ``account`` takes for granted."""
+    profile = probe(build)
+    buckets = sorted(by_bytes(profile, BUCKET_NBYTES, sparsely=True), key=lambda bucket: bucket.complete)
+    kinds = {True: kind_of(density), False: "dense"}
+    return Plan(tuple(Bucket(tuple(profile.arrivals[i].name for i in b.arrivals), 0, kinds[b.sparse]) for b in buckets))
+
+
+TRAININGS: Mapping[str, Training] = {
+    DDP: ddp, NAIVE: naive, OKTOPK: oktopk, LEAN: lean, LEAN_HOST: partial(lean, residuals="host"),
+}  # fmt: skip
+
+
+def runnable() -> list[str]:
+    """The modes that can run here: Lean where this anabranch's DataParallel knows it, and there are real ranks."""
+    knows = "memory" in signature(DataParallel.__init__).parameters and dist.get_world_size() > 1
+    return [mode for mode in TRAININGS if knows or not mode.startswith(LEAN)]
+
+
+def peak(build: Build, mode: str, optimizer: Factory, ranks: int, density: float) -> int:
+    """The allocator's peak on this GPU over the first steps of a mode."""
+    plan = sparse_plan(build, density)
+    device = torch.device("cuda", torch.cuda.current_device())
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    training = TRAININGS[mode](Subject(*build(device), optimizer, ranks, density, plan))
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(STEPS):
+        next(training)
+    torch.cuda.synchronize()
+    found = int(torch.cuda.max_memory_allocated()) - before
+    training.close()
+    return found
+
+
+@contextmanager
+def world(backend: str = "nccl") -> Iterator[int]:
+    """The ranks that torchrun or the lab started, or a world of one; yields their number."""
+    if dist.is_initialized():
+        yield dist.get_world_size()
+        return
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def _steps(
+    wrapped: nn.Module, subject: Subject, after_first: Callable[[], None] | None = None
+) -> Generator[None, None, None]:
+    optimizer = subject.optimizer(list(subject.model.parameters()))
+    for number in count():
+        optimizer.zero_grad(set_to_none=True)
+        subject.loss(wrapped).backward()
+        optimizer.step()
+        if number == 0 and after_first is not None:  # DDP lays its buckets out anew after its first step
+            after_first()
+        yield

@@ -1,0 +1,225 @@
+"""anabranch memory: what a model holds in memory, trained in every way; the largest batch that fits, and how fast."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anabranch.cli import links, specs
+from anabranch.cli.output import JsonOption, print_json, show_tables
+from anabranch.cli.throughput import ASSUMPTIONS, samples_per_s
+
+if TYPE_CHECKING:
+    from anabranch.memory.account import Footprint, Setting
+    from anabranch.memory.probe import Build
+    from anabranch.network import Network
+
+SIZE_NBYTES: Mapping[str, float] = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6}
+RATE_ALPHA = "30us"
+# What torch's allocator has but cannot use, because its free pieces are too small.
+FRAGMENTED = 0.05
+
+
+class Optimizer(StrEnum):
+    """What remembers how much: nothing, one number per parameter, or two."""
+
+    sgd = "sgd"
+    momentum = "momentum"
+    adamw = "adamw"
+
+
+class Activations(StrEnum):
+    """Where activations are between forward and backward."""
+
+    keep = "keep"
+    offload = "offload"
+
+
+ModelOption = Annotated[str, typer.Option(help="A model of torchvision or transformers, such as resnet152 or gpt2.")]
+BatchOption = Annotated[int, typer.Option("--batch-size", min=1, help="Images or sequences per rank.")]
+RanksOption = Annotated[int | None, typer.Option(min=1, help="How many ranks; 4 unless a network says.")]
+DensityOption = Annotated[float, typer.Option(help="Which share of the gradients the sparse ways send.")]
+OptimizerOption = Annotated[Optimizer, typer.Option(help="Whose state to count.")]
+ActivationsOption = Annotated[Activations, typer.Option(help="In which way lean keeps activations.")]
+WithinOption = Annotated[str | None, typer.Option(metavar="SIZE", help="Find the largest batch in this: 16GiB.")]
+NetworkOption = Annotated[str | None, typer.Option(metavar="N", help="For throughput: a network, as in scale.")]
+RateOption = Annotated[str | None, typer.Option(help="Instead of a network: a ring of links of this rate, 10gbit.")]
+MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run a few steps of each way on this GPU.")]
+
+
+def memory(
+    model: ModelOption,
+    batch_size: BatchOption,
+    ranks: RanksOption = None,
+    density: DensityOption = 0.01,
+    optimizer: OptimizerOption = Optimizer.momentum,
+    activations: ActivationsOption = Activations.keep,
+    within: WithinOption = None,
+    network: NetworkOption = None,
+    rate: RateOption = None,
+    measure: MeasureOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict peak memory by kind of object: for DDP, naive sparse, Ok-Topk and Lean; the largest batch that fits."""
+    limit_nbytes = _size(within)
+    wire = _network(network, rate, ranks)
+    ranks = ranks or (wire.world_size if wire else 4)
+    from anabranch.memory.account import Setting
+
+    setting = Setting(ranks=ranks, density=density)
+    account = _Account(model, optimizer, activations)
+    footprints = account.at(batch_size, setting)
+    found: dict[str, Any] = {
+        "command": "memory", "model": model, "batch_size": batch_size, "ranks": ranks, "density": density,
+        "optimizer": optimizer.value, "activations": activations.value, "assumptions": list(account.assumptions),
+        "modes": {
+            mode: {"kinds": dict(f.kinds), "predicted_nbytes": f.nbytes, "at": f.at, "host_nbytes": f.host}
+            for mode, f in footprints.items()
+        },
+    }  # fmt: skip
+    if measure:
+        for mode, nbytes in _measured(model, batch_size, optimizer, setting).items():
+            found["modes"][mode]["measured_nbytes"] = nbytes
+    batches = dict.fromkeys(footprints, batch_size)
+    if limit_nbytes is not None:
+        batches = {mode: account.largest(mode, setting, limit_nbytes) for mode in footprints}
+        found["within_nbytes"], found["largest_batch"] = limit_nbytes, batches
+        found["assumptions"].append(f"{FRAGMENTED:.0%} of the memory is lost between torch's blocks")
+    if wire is not None:
+        found["samples_per_s"] = _speeds(model, wire, batches, density, found["assumptions"])
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+class _Account:
+    """Footprints of one model at any batch; each batch is run on tensors without data once."""
+
+    def __init__(self, model: str, optimizer: Optimizer, activations: Activations) -> None:
+        from anabranch.memory.probe import CONVOLUTION_WORKSPACE, probe
+
+        factory = _factory(optimizer)
+        self._offload = activations is Activations.offload
+
+        @cache
+        def profile(batch: int, offload: bool) -> Any:
+            return probe(_build(model, batch), factory, offload=offload)
+
+        self._profile = profile
+        self.assumptions = [
+            "float32, as the model is in torchvision or transformers; operations keep what they keep on a GPU",
+            f"cuDNN takes {CONVOLUTION_WORKSPACE:g} times the bytes of a convolution's tensors, cuBLAS 64 MiB",
+            "what NCCL, the CUDA context and fragmentation take is not counted",
+            "buckets of 25 MiB in the order of backward; naive sparse exchanges the whole model after backward",
+        ]
+        if self._offload:
+            self.assumptions.append("lean's activations are fetched one by one; prefetching keeps some more")
+
+    def at(self, batch: int, setting: "Setting") -> "dict[str, Footprint]":
+        """Every mode at one batch."""
+        from anabranch.memory.account import MODES, predict
+
+        return {mode: predict(self._profile(batch, self._offloads(mode)), mode, setting) for mode in MODES}
+
+    def largest(self, mode: str, setting: "Setting", limit_nbytes: int) -> int:
+        """The largest batch of a mode within the limit."""
+        from anabranch.memory.account import predict
+        from anabranch.memory.batch import largest_batch
+
+        def nbytes(batch: int) -> int:
+            return predict(self._profile(batch, self._offloads(mode)), mode, setting).nbytes
+
+        return largest_batch(nbytes, int(limit_nbytes * (1 - FRAGMENTED)))
+
+    def _offloads(self, mode: str) -> bool:
+        return self._offload and mode.startswith("lean")
+
+
+def _build(model: str, batch: int) -> "Build":
+    from anabranch.bench.memory import built
+
+    return lambda device: built(model, device, batch)
+
+
+def _factory(optimizer: Optimizer) -> Any:
+    from anabranch.bench.memory import OPTIMIZERS
+
+    return OPTIMIZERS[optimizer.value]
+
+
+def _measured(model: str, batch: int, optimizer: Optimizer, setting: "Setting") -> dict[str, int]:
+    """The allocator's peak of each mode that can run here."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
+    from anabranch.bench.memory import peak, runnable, world
+
+    with world() as ranks:
+        if ranks not in (1, setting.ranks):
+            raise ValueError(f"--measure runs on {ranks} ranks and --ranks is {setting.ranks}: leave out --ranks")
+        build, factory = _build(model, batch), _factory(optimizer)
+        return {mode: peak(build, mode, factory, setting.ranks, setting.density) for mode in runnable()}
+
+
+def _speeds(
+    model: str, network: "Network", batches: Mapping[str, int], density: float, assumptions: list[str]
+) -> dict[str, float]:
+    """Samples per second of each mode at its batch; nothing for a model without a bundled trace."""
+    if model not in specs.bundled():
+        assumptions.append(f"no throughput: anabranch brings no trace of {model}")
+        return {}
+    trace = specs.trace(model)
+    assumptions += ASSUMPTIONS
+    return {mode: samples_per_s(trace, network, mode, batch, density) for mode, batch in batches.items() if batch}
+
+
+def _size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    nbytes = links.quantity(text, SIZE_NBYTES)
+    if not nbytes >= 1:
+        raise ValueError(f"--within is {text!r}: expected a size in GiB, MiB, GB or MB, such as 16GiB")
+    return int(nbytes)
+
+
+def _network(text: str | None, rate: str | None, ranks: int | None) -> "Network | None":
+    if text is not None and rate is not None:
+        raise ValueError(f"--network is {text} and --rate is {rate}: expected one of them")
+    if rate is not None:
+        return links.network(f"ring:ranks={ranks or 4},alpha={RATE_ALPHA},rate={rate}")
+    if text is None:
+        return None
+    network = specs.network(text)
+    return network if ranks is None else network.at(ranks)
+
+
+def _print(found: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    from anabranch.report.cells import plain, size
+    from anabranch.report.memory import batch_report, memory_report
+
+    modes: dict[str, Any] = found["modes"]
+    title = f"{found['model']}, batch {found['batch_size']}, {found['optimizer']}, {found['ranks']} ranks"
+    parts: list[Any] = [
+        memory_report(
+            title,
+            {mode: row["kinds"] for mode, row in modes.items()},
+            {mode: row["host_nbytes"] for mode, row in modes.items()},
+            {mode: row["measured_nbytes"] for mode, row in modes.items() if "measured_nbytes" in row},
+        )
+    ]
+    rows: dict[str, dict[str, str]] = {}
+    if "largest_batch" in found:
+        rows["largest batch per rank"] = {mode: str(batch) for mode, batch in found["largest_batch"].items()}
+    if found.get("samples_per_s"):
+        rows["samples/s, all ranks"] = {mode: f"{speed:.1f}" for mode, speed in found["samples_per_s"].items()}
+    if rows:
+        where = f"Within {size(found['within_nbytes'])}" if "within_nbytes" in found else "At this batch"
+        parts.append(batch_report(where, list(modes), rows))
+    parts.append(Text(plain(f"Assumed: {'; '.join(found['assumptions'])}.")))
+    show_tables(*parts)

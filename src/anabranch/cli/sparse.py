@@ -1,0 +1,60 @@
+"""What --compress means to scale: rows with sparse buckets, their price at any size, and what that rests on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.planners.sparse import where_it_gains
+from anabranch.trace import Trace
+
+
+class SparseRows(NamedTuple):
+    """Planners by the text that asked for them, what prices their buckets, and what is assumed."""
+
+    planners: Mapping[str, Callable[[Trace, Network], Plan]]
+    pricing: Callable[[Network], Network]
+    assumptions: list[str]
+
+
+def sparse_rows(texts: Sequence[str], trace: Trace, network: Network) -> SparseRows:
+    """A row for each of ``texts``, such as "oktopk:0.01", on networks that were carried from ``network``."""
+    if not texts:
+        return SparseRows({}, lambda here: here, [])
+    from anabranch.sparse.collectives import kind_of
+    from anabranch.sparse.pricing import priced, selection_on
+
+    densities = {text: _densities(text) for text in texts}
+    dense = [tensor.name for tensor in trace.tensors if tensor.dtype not in ("", "float32") or tensor.itemsize != 4]
+    selections = {density: selection_on(network, density) for row in densities.values() for density in row}
+
+    def pricing(here: Network) -> Network:
+        for density, selection in selections.items():
+            here = priced(here, density, selection)
+        return here
+
+    planners = {
+        text: partial(where_it_gains, collectives=[kind_of(density) for density in row], dense=dense)
+        for text, row in densities.items()
+    }
+    sources = " and ".join(dict.fromkeys(selection.source for selection in selections.values()))
+    return SparseRows(planners, pricing, [
+        "sparse buckets cost the messages that virtual ranks count for Ok-Topk's fixed-size exchange, 2(P-1) of "
+        "1.25 k/P pairs one behind the other, and new regions every 64 steps",
+        f"selecting takes {sources}, and does not slow the backward pass",
+        "any float32 gradient may travel sparsely, and does where that is predicted to gain",
+    ])  # fmt: skip
+
+
+def _densities(text: str) -> list[float]:
+    """One density, or the ladder from which "auto" chooses."""
+    from anabranch.bench.compress import compression
+    from anabranch.sparse.collectives import KIND, LADDER
+    from anabranch.sparse.options import OkTopk
+
+    if text.partition(":")[0] != KIND:
+        raise ValueError(f"--compress is {text!r}: scale prices {KIND} (as dense as is hidden) and {KIND}:0.01")
+    way = compression(text)
+    assert isinstance(way, OkTopk)
+    return list(LADDER) if way.density == "auto" else [float(way.density)]

@@ -1,0 +1,44 @@
+"""The largest batch that fits: a search that looks at few batches, since each look runs a model."""
+
+from collections.abc import Callable, Mapping
+
+
+def largest_batch(nbytes_at: Callable[[int], int], limit_nbytes: int, first: int = 8, most: int = 1 << 16) -> int:
+    """The largest batch whose peak is at most the limit; 0 if none is. ``nbytes_at`` never falls.
+
+    Peaks are nearly straight lines, so a line through the two nearest batches known says where to look next; both
+    neighbours of the answer are looked at, whatever the line said.
+    """
+    known = {0: 0}
+
+    def fits(batch: int) -> bool:
+        if batch not in known:
+            known[batch] = nbytes_at(batch)
+        return known[batch] <= limit_nbytes
+
+    low, high = 0, first
+    while high <= most and fits(high):
+        low, high = high, 2 * high if low == 0 else max(high + 1, _crossing(known, low, high, limit_nbytes))
+    if high > most:
+        return most if low == most or fits(most) else _between(fits, known, low, most, limit_nbytes)
+    return _between(fits, known, low, high, limit_nbytes)
+
+
+def _between(fits: Callable[[int], bool], known: Mapping[int, int], low: int, high: int, limit: int) -> int:
+    """``low`` fits and ``high`` does not."""
+    while high - low > 1:
+        guess = _crossing(known, low, high, limit) if low else (low + high) // 2
+        middle = min(high - 1, max(low + 1, guess))
+        if fits(middle):
+            low = middle
+            if middle + 1 < high and not fits(middle + 1):
+                high = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _crossing(known: Mapping[int, int], low: int, high: int, limit: int) -> int:
+    """Where the line through two known batches reaches the limit."""
+    slope = (known[high] - known[low]) / (high - low)
+    return low + int((limit - known[low]) / slope) if slope > 0 else 2 * high

@@ -1,0 +1,84 @@
+"""The layout in force on a model under Lean: an engine with the plan's buckets, or with those that DDP would make."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from anabranch import planners
+from anabranch.memory.engine import Engine
+from anabranch.memory.optimizers import BucketOptimizers
+from anabranch.memory.residual import InHostMemory, InPlace, Residuals
+from anabranch.memory.update import Updates
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.runtime.collectives import Collectives
+from anabranch.runtime.hook import PlanHook
+from anabranch.runtime.live import LiveLayout
+from anabranch.trace import TensorSpec, Trace
+
+
+class LeanLayout(LiveLayout):
+    """As ``LiveLayout``, with an engine of our own in the place of DDP's reducer."""
+
+    def __init__(
+        self, parallel: Any, control: dist.ProcessGroup, after_step: Callable[[], None], collectives: Collectives
+    ) -> None:
+        self._engine: Engine | None = None
+        self._steps_done = 0  # by engines that are no more
+        super().__init__(parallel, control, after_step, collectives)
+        memory = parallel.memory
+        self.optimizers = BucketOptimizers(memory.optimizer, self.parameters)
+        self.updates = Updates(memory.clip_norm)
+        self.residuals: Residuals = InHostMemory(self.device) if memory.residuals == "host" else InPlace()
+        self._averaging = parallel.averaging
+        self._stock_plan = as_ddp(self.parameters)
+        self.lanes.grow(1)
+        self._lay_out(None)
+
+    def close(self) -> None:
+        """See ``LiveLayout``."""
+        if self._engine is not None:
+            self._engine.close()
+        super().close()
+
+    def trained_now(self) -> dict[str, nn.Parameter]:
+        """See ``LiveLayout``."""
+        return trained(self.ddp.module)
+
+    def _seen(self) -> object:
+        return self._steps_done + (self._engine.steps_done if self._engine is not None else 0)
+
+    def _lay_out(self, plan: Plan | None) -> None:
+        self.watch.forget()
+        wanted = plan if plan is not None else self._stock_plan
+        if self._engine is not None:
+            if self._engine.hook.plan == wanted:
+                return
+            self._steps_done += self._engine.steps_done
+            self._engine.close()
+
+        def hook(collectives: Collectives) -> PlanHook:
+            return PlanHook(wanted, self.lanes, self.watch, lambda _lane: None, collectives, self.agree)
+
+        self._engine = None  # the old slots go before the new ones come
+        self._engine = Engine(
+            hook, self._collectives, self.parameters, self.optimizers, self.updates, self.residuals, self._averaging
+        )
+        self.hook = self._engine.hook if plan is not None else None
+
+
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require gradients, by name; shared ones once."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def as_ddp(parameters: dict[str, nn.Parameter]) -> Plan:
+    """The buckets that DDP would make: by size, from the last parameter to the first, one dtype each."""
+    backwards = list(reversed(parameters.items()))
+    tensors = [
+        TensorSpec(name, p.numel(), p.element_size(), index * 1e-6, str(p.dtype).removeprefix("torch."))
+        for index, (name, p) in enumerate(backwards)
+    ]
+    return planners.by_bytes(Trace(tuple(tensors), 0.0), Network.ring(2, 1e-4, 1e-9))

@@ -1,0 +1,118 @@
+"""Activations of a live model kept, offloaded, recomputed, or a mix of these chosen from what its own steps show."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from anabranch.memory.activations import MIB, Offloader
+from anabranch.memory.blocks import REST
+from anabranch.memory.choose import Action, Choice, choose
+from anabranch.memory.recompute import Treated, recompute
+from anabranch.memory.survey import Survey, measure_link
+
+Mode = Literal["keep", "offload", "recompute", "auto"]
+SURVEY_STEPS = 2  # the first also warms up
+
+Agree = Callable[[dict[str, Action]], dict[str, Action]]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Where activations are between forward and backward.
+
+    mode            "keep" them on the device, "offload" all to the host, "recompute" every block, or "auto": a mix
+    budget_nbytes   what "auto" may have on the device at once
+    least_nbytes    smaller tensors are never offloaded
+    window_nbytes   how much may wait for its copy to the host before computation waits
+    ahead_nbytes    how much may be back before it is needed
+    host_nbytes     how much pinned host memory may be used
+    """
+
+    mode: Mode = "auto"
+    budget_nbytes: int | None = None
+    least_nbytes: int = MIB
+    window_nbytes: int = 256 * MIB
+    ahead_nbytes: int = 256 * MIB
+    host_nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run."""
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"Activations mode is {self.mode!r}: expected one of {', '.join(get_args(Mode))}")
+        for name in ("least_nbytes", "window_nbytes", "ahead_nbytes"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ValueError(f"Activations {name} is {getattr(self, name)!r}: expected a whole number from 0 on")
+        for name in ("budget_nbytes", "host_nbytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"Activations {name} is {value!r}: expected a whole number from 1 on, or None")
+        if (self.mode == "auto") != (self.budget_nbytes is not None):
+            raise ValueError(
+                f"Activations mode is {self.mode!r} with budget_nbytes={self.budget_nbytes}: expected a budget "
+                "with mode 'auto', and with no other"
+            )
+
+
+class ManagedActivations:
+    """A model whose activations are managed as asked, until ``undo()``.
+
+    In mode "auto" the first steps are surveyed, in the leanest way there is; the mix is chosen before the next forward.
+    ``agree`` turns this rank's choice into the one that all ranks follow: ranks must recompute alike where a block
+    communicates, as SyncBatchNorm does.
+    """
+
+    def __init__(self, model: nn.Module, options: Activations, agree: Agree = dict) -> None:
+        self.options = options
+        self.choice: Choice | None = None  # of mode "auto", once it is made
+        self._model, self._agree = model, agree
+        self._treated: Treated | None = None
+        self._survey: Survey | None = None
+        self._handle: torch.utils.hooks.RemovableHandle | None = None
+        self.offloader = None if options.mode in ("keep", "recompute") else self._new_offloader()
+        if options.mode == "offload":
+            self._treated = Treated(model, {REST: "offload"}, self.offloader)
+        elif options.mode == "recompute":
+            self._treated = recompute(model)
+        elif options.mode == "auto":
+            assert self.offloader is not None
+            self._survey = Survey(model, self.offloader)
+            self._handle = model.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    @property
+    def actions(self) -> dict[str, Action]:
+        """What is done with each block now; empty while all are kept or surveyed."""
+        return {} if self._treated is None else dict(self._treated.actions)
+
+    def undo(self) -> None:
+        """Leave the model as it was, and let go of host memory that no graph needs."""
+        for used in (self._treated, self._survey):
+            if used is not None:
+                used.undo()
+        if self._handle is not None:
+            self._handle.remove()
+        if self.offloader is not None:
+            self.offloader.close()
+        self._treated = self._survey = self._handle = None
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+        if self._survey is None or self._survey.steps < SURVEY_STEPS or not torch.is_grad_enabled():
+            return
+        assert self.offloader is not None and self.options.budget_nbytes is not None
+        blocks, survey, self._survey = self._survey.blocks(), self._survey, None
+        survey.undo()
+        windows = self.options.window_nbytes + self.options.ahead_nbytes
+        link = measure_link(self.offloader.device)
+        self.choice = choose(blocks, link, max(self.options.budget_nbytes - windows, 0))
+        self._treated = Treated(self._model, self._agree(self.choice.actions), self.offloader)
+
+    def _new_offloader(self) -> Offloader:
+        parameter = next(self._model.parameters(), None)
+        if parameter is None:
+            raise ValueError("the model has no parameters: expected one to train, on the device that it computes on")
+        options = self.options
+        return Offloader(
+            parameter.device, options.least_nbytes, options.window_nbytes, options.ahead_nbytes, options.host_nbytes
+        )

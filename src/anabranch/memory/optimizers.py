@@ -1,0 +1,108 @@
+"""An optimizer per bucket, all with one memory: whatever the buckets are, each parameter keeps its own state.
+
+The user sees one optimizer of the class that he asked for, over all parameters: learning-rate schedulers change its
+groups, and its ``state_dict`` is an ordinary one. Its ``step`` does nothing more, since backward has done it all. A
+bucket's optimizer has the bucket's parameters, the user's current settings of their groups, and the same ``state``.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from anabranch.memory.options import OptimizerFactory
+
+
+class BucketOptimizers:
+    """Makes and keeps the optimizers of one model. ``shown`` is the one for the user."""
+
+    def __init__(self, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._factory = factory
+        self._made: list[torch.optim.Optimizer] = []
+        self.shown = self._make(list(parameters.values()))
+        self.shown.step = MethodType(_already_done, self.shown)  # type: ignore[method-assign]
+        groups = enumerate(self.shown.param_groups)
+        self._group_of = {parameter: index for index, group in groups for parameter in group["params"]}
+
+    def over(self, parameters: Sequence[nn.Parameter]) -> "BucketOptimizer":
+        """One for the parameters of a bucket; those of buckets that are no more go with them."""
+        return BucketOptimizer(self._make(parameters), parameters, self.shown, self._group_of)
+
+    def forget(self) -> None:
+        """The buckets are no more; what their optimizers remember stays."""
+        self._made = [self.shown]
+
+    def _make(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        made = self._factory(list(parameters))
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(f"Lean's optimizer function returned {made!r}: expected a torch.optim.Optimizer")
+        if any(made is other for other in self._made):
+            raise ValueError(
+                f"Lean's optimizer function returned the same {type(made).__name__} twice: expected a new one in every "
+                "call, over the parameters it is given"
+            )
+        if _needs_closure(made):
+            raise ValueError(
+                f"{type(made).__name__} calls the model again in its step, which cannot be done inside backward: "
+                "use an optimizer whose step() needs no closure"
+            )
+        held = {parameter for group in made.param_groups for parameter in group["params"]}
+        if held != set(parameters):
+            raise ValueError(
+                f"Lean's optimizer function was given {len(parameters)} parameters and returned an optimizer over "
+                f"{len(held)} others or fewer: it must hold exactly those it is given"
+            )
+        self._made.append(made)
+        return made
+
+
+class BucketOptimizer:
+    """Updates the parameters of one bucket."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        shown: torch.optim.Optimizer,
+        group_of: Mapping[nn.Parameter, int],
+    ) -> None:
+        self._optimizer, self._parameters, self._shown = optimizer, parameters, shown
+        self._numels = [parameter.numel() for parameter in parameters]
+        self._groups = [(group, group_of[group["params"][0]]) for group in optimizer.param_groups if group["params"]]
+
+    @property
+    def takes_found_inf(self) -> bool:
+        """Whether its step can be told on the device to do nothing: fused ones can."""
+        return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
+
+    def step(self, update: torch.Tensor, found_inf: torch.Tensor | None = None) -> None:
+        """One step with ``update``, the bucket's average gradient; afterwards no parameter has a gradient.
+
+        ``found_inf`` (a float on the device, for those that take it): where it is not 0, nothing changes.
+        """
+        if found_inf is not None:
+            self._optimizer.found_inf, self._optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
+        # Both are looked up in every step: schedulers change the settings, load_state_dict() replaces both.
+        self._optimizer.state = self._shown.state
+        for group, index in self._groups:
+            chosen = self._shown.param_groups[index]
+            group.update((name, value) for name, value in chosen.items() if name != "params")
+        for parameter, piece in zip(self._parameters, update.split(self._numels), strict=True):
+            parameter.grad = piece.view_as(parameter)
+        self._optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
+
+
+def _already_done(self: torch.optim.Optimizer, closure: Any = None) -> None:  # noqa: ARG001
+    """The user's ``optimizer.step()``: backward has done it."""
+    if closure is not None:
+        raise ValueError("under Lean every bucket was updated in backward: call optimizer.step() without a closure")

@@ -1,0 +1,193 @@
+"""Carries out what was chosen for a model's blocks, in place of their forward: no wrappers, so no names change."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from anabranch.memory.activations import Offloader
+from anabranch.memory.blocks import REST, Unit, blocks_of
+from anabranch.memory.choose import ACTIONS, Action
+
+
+class StatisticsHeld:
+    """Within it, norms compute the same but do not count the batch: they have seen it in the forward.
+
+    Their statistics are others for that time, which nobody reads: without any, autograd would save fewer tensors than
+    in the forward, and checkpointing would refuse that.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._norms = [inner for module in modules for inner in module.modules() if isinstance(inner, _BatchNorm)]
+        self._others: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
+        self._own: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
+
+    def __enter__(self) -> None:
+        """Set aside the statistics of those that count."""
+        for norm in self._norms:
+            if norm.training and norm.track_running_stats and norm not in self._own:
+                own = self._own[norm] = dict(norm._buffers)
+                norm._buffers.update(self._others_for(norm, own))
+
+    def __exit__(self, *exception: object) -> None:
+        """Put them back."""
+        for norm, own in self._own.items():
+            norm._buffers.update(own)
+        self._own = {}
+
+    def _others_for(self, norm: nn.Module, own: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor | None]:
+        others = self._others.get(norm)
+        if others is None or any(
+            mine is not None and (other is None or other.device != mine.device or other.dtype != mine.dtype)
+            for mine, other in ((own[name], others.get(name)) for name in own)
+        ):  # also when the model has moved
+            others = {name: None if mine is None else torch.zeros_like(mine) for name, mine in own.items()}
+            self._others[norm] = others
+        return others
+
+
+class Stretch:
+    """One or more units that are treated as one."""
+
+    def __init__(self, action: Action, units: Sequence[Unit], offloader: Offloader | None) -> None:
+        self.action, self.units, self._offloader = action, list(units), offloader
+        self._held: StatisticsHeld | None = None
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules that it runs."""
+        return [part for unit in self.units for part in unit.parts]
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function that runs the units, with their activations treated as chosen."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with self._hooks():
+            if self.action in ("keep", "offload"):
+                return function(*args, **kwargs)
+            held = self._held = self._held or StatisticsHeld(self.parts)
+            return checkpoint(
+                partial(function, **kwargs),  # so that no name of theirs can meet one of checkpoint's own
+                *args,
+                use_reentrant=False,
+                context_fn=lambda: (nullcontext(), held),
+            )
+
+    def _hooks(self) -> AbstractContextManager[None]:
+        if self._offloader is None:
+            return nullcontext()
+        if self.action in ("offload", "recompute+offload"):
+            return self._offloader.hooks(*self.parts)
+        return self._offloader.keep()
+
+
+class ModuleForward:
+    """The forward of a module that is a unit; an object, not a closure, so that a deep copy calls the copied module."""
+
+    def __init__(self, module: nn.Module, stretch: Stretch) -> None:
+        self._module, self._stretch = module, stretch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return self._stretch.run(partial(type(self._module).forward, self._module), args, kwargs)
+
+
+class SequentialForward:
+    """The forward of a Sequential whose children are treated in stretches; those in none run as they are."""
+
+    def __init__(self, module: nn.Module, stretches: Sequence[Stretch]) -> None:
+        self._module = module
+        self._stretches = {unit.children[0]: stretch for stretch in stretches for unit in stretch.units[:1]}
+        self._in_stretches = {name for stretch in stretches for unit in stretch.units for name in unit.children}
+
+    def __call__(self, input: Any) -> Any:
+        """Run them in order."""
+        for name, child in self._module._modules.items():  # named_children() leaves out a layer that is used again
+            if name in self._stretches:
+                stretch = self._stretches[name]
+                input = stretch.run(partial(_in_order, stretch.parts), (input,), {})
+            elif child is not None and name not in self._in_stretches:
+                input = child(input)
+        return input
+
+
+def _in_order(parts: Sequence[nn.Module], value: Any) -> Any:
+    for part in parts:
+        value = part(value)
+    return value
+
+
+class Treated:
+    """A model whose blocks' activations are treated as chosen until ``undo()``; blocks without an action are let be."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        actions: Mapping[str, Action],
+        offloader: Offloader | None = None,
+        stretch: Callable[[Action, Sequence[Unit], Offloader | None], Stretch] = Stretch,
+    ) -> None:
+        units = {unit.name: unit for unit in blocks_of(model)}
+        _check(units, actions, offloader)
+        self.actions = dict(actions)
+        self._patched: list[nn.Module] = []
+        sequentials: dict[nn.Module, list[Stretch]] = {}
+        for name, unit in units.items():
+            action = actions.get(name)
+            if action is None:
+                continue
+            if not unit.children:
+                self._patch(unit.module, ModuleForward(unit.module, stretch(action, [unit], offloader)))
+            elif action == "join":
+                sequentials[unit.module][-1].units.append(unit)
+            else:
+                sequentials.setdefault(unit.module, []).append(stretch(action, [unit], offloader))
+        for module, stretches in sequentials.items():
+            self._patch(module, SequentialForward(module, stretches))
+        if actions.get(REST, "keep") == "offload" and "forward" not in model.__dict__:  # else nothing is outside
+            self._patch(model, ModuleForward(model, Stretch("offload", [Unit(REST, model)], offloader)))
+
+    def undo(self) -> None:
+        """Give every module its own forward back."""
+        while self._patched:
+            del self._patched.pop().__dict__["forward"]
+
+    def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        if "forward" in module.__dict__:
+            self.undo()
+            raise ValueError(
+                f"the forward of a {type(module).__name__} is already replaced: expected its class's own; undo "
+                "whatever replaced it, or choose an action for other blocks"
+            )
+        module.forward = forward
+        self._patched.append(module)
+
+
+def recompute(model: nn.Module, names: Sequence[str] | None = None) -> Treated:
+    """Recompute the named units in backward, all of them if no names are given, each from its own input."""
+    chosen = [unit.name for unit in blocks_of(model)] if names is None else names
+    return Treated(model, dict.fromkeys(chosen, "recompute"))
+
+
+def _check(units: Mapping[str, Unit], actions: Mapping[str, Action], offloader: Offloader | None) -> None:
+    for name, action in actions.items():
+        if name == REST and action not in ("keep", "offload"):
+            raise ValueError(f"action of what is outside all blocks is {action!r}: expected 'keep' or 'offload'")
+        if name != REST and name not in units:
+            known = ", ".join(units) or "none: it has no repeated blocks"
+            raise ValueError(f"no block is called {name!r}: expected one of blocks_of(model), which are {known}")
+        if action not in ACTIONS:
+            raise ValueError(f"action of block {name!r} is {action!r}: expected one of {', '.join(ACTIONS)}")
+        if offloader is None and action in ("offload", "recompute+offload"):
+            raise ValueError(f"action of block {name!r} is {action!r}, but there is no offloader: give one")
+    before: Action | None = None
+    for name, unit in units.items():
+        chosen = actions.get(name)
+        if chosen == "join" and not (unit.joins and before in ("recompute", "recompute+offload", "join")):
+            raise ValueError(f"block {name!r} cannot join the one before it: expected that to be recomputed too")
+        before = chosen

@@ -1,0 +1,224 @@
+"""What each block saves and how long it computes, from steps that are lean themselves; and how fast the link is."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from anabranch.memory.activations import Offloader
+from anabranch.memory.blocks import REST, Unit, blocks_of
+from anabranch.memory.choose import Action, Block, HostLink
+from anabranch.memory.copies import copies_for
+from anabranch.memory.pinned import HostPool
+from anabranch.memory.recompute import StatisticsHeld, Stretch, Treated
+from anabranch.runtime.clock import Clock, clock_for
+from anabranch.runtime.layout import tensors_in
+
+LINK_NBYTES = 64 << 20  # long enough that what it costs to begin does not count
+
+
+@dataclass
+class Sight:
+    """One unit in one step."""
+
+    unit: Unit
+    began: object
+    ended: object
+    inner_nbytes: int
+    input_nbytes: int
+    saved_output_nbytes: int
+    shared_nbytes: int = 0
+    gradient: object | None = None  # when that of its output was there
+
+
+class Survey:
+    """Measures the units of a live model while it trains, without ever keeping the activations of two of them.
+
+    Every unit is recomputed from an offloaded input. Before that it runs once more, for the clock and the count: what
+    autograd wants to save then is counted and let go. Random numbers and running statistics are as without it.
+    """
+
+    def __init__(self, model: nn.Module, offloader: Offloader) -> None:
+        self.steps = 0  # whose backward is over
+        self._clock: Clock = clock_for(offloader.device)
+        self._offloader = offloader
+        self._sights: dict[str, Sight] = {}
+        self._before: tuple[Sight, set[StorageWeakRef]] | None = None  # the unit before, and what it returned
+        self._gradients: list[tuple[str, object]] = []
+        self._over: object | None = None
+        self._rest_nbytes, self._mark_nbytes = 0, 0
+        actions: dict[str, Action] = {unit.name: "recompute+offload" for unit in blocks_of(model)}
+        self._treated = Treated(model, {**actions, REST: "offload"}, offloader, self._measured)
+        self._handle = model.register_forward_pre_hook(self._begins)
+        self._last = model.register_forward_hook(self._ends)
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        self._treated.undo()
+        self._handle.remove()
+        self._last.remove()
+
+    def blocks(self) -> list[Block]:
+        """What was seen in the last step, in the order of forward: first what is outside of all units."""
+        self._clock.settle()
+        marks = [mark for _, mark in self._gradients] + [self._over]
+        took_s = {
+            name: self._clock.between(marks[number], marks[number + 1])
+            for number, (name, _) in enumerate(self._gradients)
+        }
+        found = [Block(REST, 0.0, 0.0, self._rest_nbytes, 0, recomputes=False)]
+        for name, sight in self._sights.items():
+            forward_s = self._clock.between(sight.began, sight.ended)
+            found.append(
+                Block(
+                    name,
+                    forward_s,
+                    max(took_s.get(name, 0.0) - forward_s, 0.0),  # with the recomputation
+                    sight.inner_nbytes,
+                    sight.input_nbytes,
+                    sight.shared_nbytes,
+                    sight.unit.joins,
+                )
+            )
+        return found
+
+    def see(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a unit for the clock and the count alone."""
+        inputs = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in tensors_in((args, kwargs))}
+        versions = [tensor._version for tensor in inputs.values()]
+        counted = Counted(unit)
+        devices = [self._offloader.device] if self._offloader.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), StatisticsHeld(unit.parts), saved_tensors_hooks(counted.pack, _never):
+            began = self._clock.mark()
+            output = function(*args, **kwargs)
+            ended = self._clock.mark()
+        if versions != [tensor._version for tensor in inputs.values()]:
+            raise ValueError(
+                f"block {unit.name!r} changes its input in place, so it cannot be recomputed from it: expected an "
+                "input that stays as it is; make its first operation one that is not in place"
+            )
+        outputs = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(output)}
+        sight = Sight(
+            unit,
+            began,
+            ended,
+            sum(nbytes for storage, nbytes in counted.nbytes.items() if storage not in inputs),
+            sum(tensor.untyped_storage().nbytes() for tensor in inputs.values()),
+            sum(nbytes for storage, nbytes in counted.nbytes.items() if storage in outputs and storage not in inputs),
+        )
+        if self._before is not None:
+            before, returned = self._before
+            if not returned.isdisjoint(inputs):  # what the block before has saved of its output is our input
+                sight.shared_nbytes = min(before.saved_output_nbytes, sight.input_nbytes)
+                before.inner_nbytes -= sight.shared_nbytes
+        self._sights[unit.name] = sight
+
+    def seen(self, unit: Unit, output: Any, offloaded_nbytes: int) -> None:
+        """The unit has run in earnest."""
+        sight = self._sights[unit.name]
+        returned = tensors_in(output)
+        self._before = (sight, {StorageWeakRef(tensor.untyped_storage()) for tensor in returned})
+        self._mark_nbytes += offloaded_nbytes  # not of the rest
+
+        def gradient_is_there(gradient: torch.Tensor) -> None:  # noqa: ARG001
+            if sight.gradient is None:
+                sight.gradient = self._clock.mark()
+                if not self._gradients:
+                    Variable._execution_engine.queue_callback(self._backward_over)
+                self._gradients.append((unit.name, sight.gradient))
+
+        for tensor in returned:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(gradient_is_there)
+
+    def _measured(self, action: Action, units: Sequence[Unit], offloader: Offloader | None) -> "Measured":
+        return Measured(action, units, offloader, self)
+
+    def _begins(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+        if torch.is_grad_enabled():
+            self._sights, self._before, self._gradients = {}, None, []
+            self._mark_nbytes = self._offloader.counts.offloaded_nbytes
+
+    def _ends(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
+        if torch.is_grad_enabled():
+            self._rest_nbytes = self._offloader.counts.offloaded_nbytes - self._mark_nbytes
+
+    def _backward_over(self) -> None:
+        self._over = self._clock.mark()
+        self.steps += 1
+
+
+class Measured(Stretch):
+    """A unit that is looked at whenever it runs."""
+
+    def __init__(self, action: Action, units: Sequence[Unit], offloader: Offloader | None, survey: Survey) -> None:
+        super().__init__(action, units, offloader)
+        self._survey, self._counts = survey, offloader.counts if offloader is not None else None
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Once to look, once in earnest."""
+        if not torch.is_grad_enabled() or self._counts is None:
+            return function(*args, **kwargs)
+        self._survey.see(self.units[0], function, args, dict(kwargs))
+        before = self._counts.offloaded_nbytes
+        output = super().run(function, args, kwargs)
+        self._survey.seen(self.units[0], output, self._counts.offloaded_nbytes - before)
+        return output
+
+
+class Counted:
+    """Saved-tensor hooks that count the bytes of each storage once and let it go."""
+
+    def __init__(self, unit: Unit) -> None:
+        held = (tensor for part in unit.parts for tensor in (*part.parameters(), *part.buffers()))
+        self._fixed = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
+        self.nbytes: dict[StorageWeakRef, int] = {}  # a weak reference, so that no other storage gets its address
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        """Count it."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage not in self._fixed:
+            self.nbytes[storage] = tensor.untyped_storage().nbytes()
+
+
+def _never(packed: object) -> torch.Tensor:
+    raise AssertionError(f"nothing is differentiated here, but {packed!r} was asked for")
+
+
+def survey(model: nn.Module, step: Callable[[], None], offloader: Offloader) -> list[Block]:
+    """The blocks of ``model`` as seen in the second of two calls of ``step``, a forward and backward of it."""
+    seen = Survey(model, offloader)
+    try:
+        step()
+        step()
+        return seen.blocks()
+    finally:
+        seen.undo()
+
+
+def measure_link(device: torch.device, nbytes: int = LINK_NBYTES) -> HostLink:
+    """How fast pinned memory is reached from ``device`` and it from there, while bytes go both ways."""
+    copies, clock = copies_for(device), clock_for(device)
+    pool = HostPool(device.type == "cuda")
+    outward, homeward = pool.take(nbytes), pool.take(nbytes)
+    assert outward is not None and homeward is not None
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    seconds = (1.0, 1.0)
+    for _ in range(2):  # the first time memory is touched does not count
+        start = clock.mark()
+        done = copies.out(source, outward)
+        space, arrived = copies.back(homeward, nbytes, None)
+        copies.wait(done)
+        out_at = clock.mark()
+        copies.wait(arrived)
+        back_at = clock.mark()
+        clock.settle()
+        seconds = (clock.between(start, out_at), clock.between(start, back_at))
+        del space
+    clock.close()
+    return HostLink(nbytes / max(seconds[0], 1e-9), nbytes / max(seconds[1], 1e-9))

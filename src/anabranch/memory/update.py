@@ -1,0 +1,70 @@
+"""The update of a bucket behind its exchange: nothing is updated with a gradient that is not finite, on any rank.
+
+The average is the same on all ranks, so each sees by itself whether it is finite. On a CPU the lane's thread looks and
+steps. On a GPU the host must not wait for the exchange inside backward: fused optimizers are told on the device, for
+others the answer is copied to the host, and the step is launched when it is there, at the latest when its slot or the
+end of backward comes.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from anabranch.memory.optimizers import BucketOptimizer
+from anabranch.runtime.dense import Steps, hold
+
+
+@dataclass(frozen=True)
+class Due:
+    """A step that waits for the host to know whether its average is finite."""
+
+    optimizer: BucketOptimizer
+    average: torch.Tensor
+    finite: torch.Tensor  # in pinned memory
+    known: torch.cuda.Event
+
+
+class Updates:
+    """Steps the optimizers of buckets. ``skipped`` counts the steps that were left out, as far as the host knows."""
+
+    def __init__(self, clip_norm: float | None) -> None:
+        self._clip_norm = clip_norm
+        self._due: deque[Due] = deque()
+        self._stream: torch.cuda.Stream | None = None  # of its own: on a lane's, a step would wait for later exchanges
+        self.skipped = 0
+
+    def after(self, exchange: Steps, average: torch.Tensor, optimizer: BucketOptimizer) -> Steps:
+        """The exchange that leaves the average in ``average``, and the step with it."""
+        yield from exchange
+        finite = torch.isfinite(torch.linalg.vector_norm(average, float("inf")))
+        if self._clip_norm is not None:
+            norm = torch.linalg.vector_norm(average.float())
+            average.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if not average.is_cuda:
+            self._step(optimizer, average, bool(finite))
+        elif optimizer.takes_found_inf:
+            optimizer.step(average, found_inf=finite.logical_not().float())
+        else:
+            hold(finite)
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            answer.copy_(finite, non_blocking=True)
+            known = torch.cuda.Event()
+            known.record()
+            self._due.append(Due(optimizer, average, answer, known))
+
+    def settle(self, keep: int = 0) -> None:
+        """Launch the steps that are due, but for the last ``keep``, waiting on the host for what it must know."""
+        while len(self._due) > keep:
+            due = self._due.popleft()
+            due.known.synchronize()
+            self._stream = self._stream or torch.cuda.Stream(due.average.device)
+            with torch.cuda.stream(self._stream):
+                self._step(due.optimizer, due.average, bool(due.finite))
+            torch.cuda.current_stream(due.average.device).wait_stream(self._stream)  # before the slot is used again
+
+    def _step(self, optimizer: BucketOptimizer, average: torch.Tensor, finite: bool) -> None:
+        if finite:
+            optimizer.step(average)
+        else:
+            self.skipped += 1

@@ -1,0 +1,99 @@
+"""Steered: what every wrapper that a pilot steers can tell and be told, whoever runs its buckets."""
+
+from typing import Any
+
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.runtime.collectives import Collectives, Scaler
+from anabranch.runtime.explain import explanation
+from anabranch.runtime.pilot import Pilot
+from anabranch.timeline import Timeline
+from anabranch.trace import Trace
+
+CLOSED = "it was closed"
+
+
+class Steered:
+    """What came of profiling, measuring and planning; checkpoints of what waits to be sent; whether to plan again."""
+
+    _pilot: Pilot | None = None  # while a wrapper is being made there is none
+    _idle = ""  # why there is nothing to plan
+    _memory: Collectives | None = None  # of one rank too, which may go on where several have stopped
+    _scaler: Scaler | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None while DDP's own buckets run."""
+        return self._pilot.live.plan if self._pilot is not None else None
+
+    @property
+    def trace(self) -> Trace | None:
+        """The recorded trace, the slowest rank's at every gradient; None before profiling is over."""
+        return self._pilot.trace if self._pilot is not None else None
+
+    @property
+    def network(self) -> Network | None:
+        """The network as measured or given; None before."""
+        return self._pilot.network if self._pilot is not None else None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """A measured step of what is in force; None before there is one."""
+        return self._pilot.kept.timeline if self._pilot is not None and self._pilot.kept is not None else None
+
+    def explain(self) -> str:
+        """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
+        if self._pilot is None:
+            return f"No plan: {self._idle}. Gradients travel as under DistributedDataParallel."
+        return explanation(self._pilot)
+
+    def comm_state_dict(self) -> dict[str, Any]:
+        """What this rank must keep in a checkpoint beside the model: what waits to be sent; {} without ``OkTopk``."""
+        if self._idle == CLOSED:
+            raise RuntimeError("this DataParallel was closed, and what had waited is gone: ask before close()")
+        kept = self._memory.state_dict() if self._memory is not None else {}
+        return {**kept, "steps_trained": self._pilot.steps_done if self._pilot is not None else 0} if kept else {}
+
+    def load_comm_state_dict(self, *states: Any) -> None:
+        """Take over what ``comm_state_dict`` gave on this rank: on every rank, before the first step.
+
+        If the number of ranks has changed, give every rank those of all old ranks: ``load_comm_state_dict(*states)``.
+        Ranks compare what they were given in the first step: one that loads another checkpoint, or none, is an error.
+        """
+        if self._pilot is not None:
+            self._pilot.live.load(*states)
+            self._pilot.steps_done = max((int(state.get("steps_trained", 0)) for state in states), default=0)
+        elif self._memory is not None:
+            self._memory.load_state_dict(*states)
+        elif any(state.get("residuals") for state in states):
+            raise RuntimeError(f"gradients that wait to be sent cannot be taken over: {self._idle}")
+        self._follow_scale()
+
+    def follow(self, scaler: Scaler) -> None:
+        """Let what waits to be sent follow this GradScaler, on every rank; keep the scaler in your checkpoints, too.
+
+        Gradients wait as they were: of a loss times that step's scale. When the scale changes, or what was loaded had
+        another, all that waits is multiplied by the same ratio before the next forward.
+        """
+        self._scaler = scaler
+        self._follow_scale()
+
+    def _follow_scale(self) -> None:
+        if self._scaler is not None and self._memory is not None:
+            self._memory.rescale(float(self._scaler.get_scale()))
+
+    def replan(self) -> None:
+        """Profile, measure and plan again soon: within the next 20 steps after rank 0 has called it."""
+        if self._pilot is not None:
+            self._pilot.replan_asked = True
+
+    def hold(self) -> None:
+        """Keep what was chosen last and plan no more, however the step time drifts. Call it on every rank alike."""
+        if self._pilot is not None:
+            self._pilot.hold()
+
+    def _let_go(self) -> None:
+        """It was closed."""
+        if self._memory is not None:
+            self._memory.close()
+        self._pilot, self._memory, self._idle = None, None, CLOSED

@@ -1,0 +1,55 @@
+"""The trainings whose memory is measured: each really trains, and nothing is lost."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.bench import memory
+from anabranch.bench.memory import Subject, naive_exchange, sparse_plan, world
+from memory.models import images
+
+DENSITY = 0.1
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with world("gloo"):
+        yield
+
+
+@pytest.mark.parametrize("training", [memory.ddp, memory.naive, memory.oktopk])
+def test_it_trains(training: memory.Training, alone: None) -> None:
+    model, loss = images(2)(torch.device("cpu"))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    plan = sparse_plan(images(2), DENSITY)
+    running = training(Subject(model, loss, memory.OPTIMIZERS["momentum"], 4, DENSITY, plan))
+    for _ in range(3):  # DDP lays out its buckets anew after the first
+        next(running)
+    running.close()
+    pairs = list(zip(before, model.parameters(), strict=True))
+    assert all(new.isfinite().all() for _, new in pairs) and any((new != old).any() for old, new in pairs)
+
+
+def test_the_average_of_ranks_that_send_alike_is_what_one_offers() -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(1000))
+    parameter.grad = torch.randn(1000)
+    given, residual = parameter.grad.clone(), torch.zeros(1000)
+    naive_exchange([parameter], residual, 4, 100)
+    torch.testing.assert_close(parameter.grad + residual, given)
+    assert int((parameter.grad != 0).sum()) == 100
+
+
+def test_the_plan_is_whole_and_vectors_travel_dense() -> None:
+    plan = sparse_plan(images(2), DENSITY)
+    model, _ = images(2)(torch.device("cpu"))
+    kinds = {name: bucket.collective for bucket in plan.buckets for name in bucket.names}
+    assert set(kinds) == {name for name, _ in model.named_parameters()}
+    assert kinds["0.bias"] == "dense" and kinds["6.weight"] == "oktopk:0.1"
+
+
+def test_an_unknown_model_is_told() -> None:
+    with pytest.raises(ValueError, match="model is 'resnet9': expected one of googlenet"):
+        memory.built("resnet9", torch.device("meta"), 1)

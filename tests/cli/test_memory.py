@@ -1,0 +1,108 @@
+"""anabranch memory: what the library predicts, what fits, and what that does to throughput."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.bench import memory as bench
+from anabranch.cli import specs
+from anabranch.cli.main import main
+from anabranch.cli.throughput import naive_s, recorded_batch, samples_per_s
+from anabranch.memory.account import KINDS, MODES, Setting, predict
+from anabranch.memory.probe import Loss, probe
+from anabranch.network import Network
+from cli.nouns import error_of, json_of, small_trace
+from memory.models import images
+
+ASKED = ["memory", "--model", "resnet50", "--batch-size", "4"]
+
+
+@pytest.fixture(autouse=True)
+def small_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision may not be here: every model of the zoo is a small one."""
+
+    def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
+        return images(batch)(device)
+
+    monkeypatch.setattr(bench, "built", built)
+
+
+def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--ranks", "8", "--optimizer", "adamw", "--density", "0.02")
+    profile = probe(images(4), bench.OPTIMIZERS["adamw"])
+    assert list(document["modes"]) == list(MODES)
+    for mode, row in document["modes"].items():
+        expected = predict(profile, mode, Setting(ranks=8, density=0.02))
+        assert row["kinds"] == expected.kinds and row["predicted_nbytes"] == expected.nbytes
+        assert row["at"] == expected.at and row["host_nbytes"] == expected.host
+
+
+def test_the_table_has_every_kind_and_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "--within", "1GiB", "--rate", "10gbit"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in (*KINDS, *MODES, "predicted peak", "largest batch", "samples/s", "Assumed: "))
+
+
+def test_the_largest_batch_fits_in_what_blocks_leave(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--within", "100MiB")
+    found: dict[str, int] = document["largest_batch"]
+    assert found["ddp"] >= found["oktopk"] > 0
+    for mode in ("ddp", "lean"):
+        fits, too_much = (
+            predict(probe(images(found[mode] + more), bench.OPTIMIZERS["momentum"]), mode).nbytes for more in (0, 1)
+        )
+        assert fits <= 0.95 * 100 * 2**20 < too_much
+
+
+def test_offloaded_activations_let_lean_take_more(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = json_of(capsys, *ASKED, "--within", "100MiB")["largest_batch"]
+    away = json_of(capsys, *ASKED, "--within", "100MiB", "--activations", "offload")["largest_batch"]
+    assert away["ddp"] == kept["ddp"] and away["lean"] > kept["lean"]
+
+
+def test_throughput_is_at_the_batch_of_each_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--within", "100MiB", "--network", "ring:ranks=8,alpha=30us,rate=1gbit")
+    trace, network = specs.trace("resnet50"), Network.ring(8, 30e-6, 8e-9)
+    assert document["ranks"] == 8
+    for mode, speed in document["samples_per_s"].items():
+        expected = samples_per_s(trace, network, mode, document["largest_batch"][mode], 0.01)
+        assert speed == pytest.approx(expected)
+    assert any("in proportion to the batch" in line for line in document["assumptions"])
+
+
+def test_a_model_without_a_trace_has_no_throughput(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing: dict[str, Any] = {}
+    monkeypatch.setattr(specs, "bundled", lambda: nothing)
+    document = json_of(capsys, *ASKED, "--rate", "10gbit")
+    assert document["samples_per_s"] == {}
+    assert "no throughput: anabranch brings no trace of resnet50" in document["assumptions"]
+
+
+def test_naive_messages_grow_with_the_ranks() -> None:
+    few, many = (naive_s(1_000_000, Network.ring(ranks, 30e-6, 8e-9), 0.01) for ranks in (2, 64))
+    assert many - few == pytest.approx(62 * (30e-6 + 80_000 * 8e-9))
+    assert naive_s(1_000_000, Network.ring(1, 30e-6, 8e-9), 0.01) == 0
+    with pytest.raises(ValueError, match="the trace's meta has batch None: expected for how many samples"):
+        recorded_batch(small_trace())
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--within", "16"], "--within is '16': expected a size in GiB, MiB, GB or MB, such as 16GiB"),
+        (["--network", "ring:ranks=4,alpha=1us,rate=1gbit", "--rate", "1gbit"], "expected one of them"),
+        (["--density", "0"], "density is 0.0: expected a share of the elements in (0, 1], such as 0.01"),
+        (["--rate", "fast"], "rate is 'fast', expected a rate in bit"),
+    ],
+)
+def test_wrong_requests_are_told(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in error_of(capsys, *ASKED, *argv)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_measuring_without_a_gpu_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--measure runs the model on a GPU, and torch finds none here" in error_of(capsys, *ASKED, "--measure")

@@ -1,0 +1,161 @@
+"""What a survey sees is what autograd saves, the surveyed steps are true steps, and the mix follows from them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.memory.activations import Offloader
+from anabranch.memory.choose import Action, Block
+from anabranch.memory.mix import Activations, ManagedActivations
+from anabranch.memory.survey import measure_link, survey
+from memory.networks import Attention, Net, Vgg, assert_same, inputs_of, one_thread, plainly, trained
+
+__all__ = ["one_thread"]
+
+CPU = torch.device("cpu")
+
+
+def step_of(model: nn.Module) -> Callable[[], None]:
+    batch = inputs_of(model)
+
+    def step() -> None:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+
+    return step
+
+
+def surveyed(model: nn.Module) -> dict[str, Block]:
+    seen = survey(model, step_of(model), Offloader(CPU, least_nbytes=256))
+    return {block.name: block for block in seen}
+
+
+def test_a_survey_counts_what_autograd_saves() -> None:
+    blocks = surveyed(Net())
+    assert list(blocks) == ["", "stage1.0", "stage1.1", "stage1.2", "stage2.0", "stage2.1"]
+    whole = 4 * 8 * 8 * 8 * 4  # bytes of an activation with 8 channels
+    for name in ("stage1.0", "stage1.1", "stage1.2"):
+        block = blocks[name]
+        # the norms save their inputs, the first relu its output; that of the second is the next one's input
+        assert block.input_nbytes == whole
+        assert whole // 2 + whole // 2 + whole <= block.inner_nbytes < 2 * whole + 256
+        assert block.forward_s > 0
+        assert block.backward_s >= 0
+    assert [blocks[name].shared_nbytes for name in blocks][1:] == [0, whole, whole, whole, whole]
+    assert blocks["stage1.1"].joins and not blocks["stage2.0"].joins
+    assert not blocks[""].recomputes
+    assert blocks[""].inner_nbytes >= 2 * whole  # what norm and relu of the stem save
+
+
+def test_surveyed_steps_are_true_steps() -> None:
+    def look(model: nn.Module) -> ManagedActivations:
+        return ManagedActivations(model, Activations("auto", budget_nbytes=1 << 30, least_nbytes=256))
+
+    for build in (Net, lambda: Net(drop=0.3), Attention, Vgg):
+        assert_same(trained(build, steps=2), trained(build, plainly, look, steps=2))
+
+
+@pytest.mark.parametrize(
+    ("build", "budget"),
+    [(Net, 90_000), (lambda: Net(drop=0.3), 140_000), (Vgg, 44_000), (Net, 1 << 20), (Vgg, 1 << 20)],
+)
+def test_the_chosen_mix_trains_the_same_to_the_bit(build: Callable[[], nn.Module], budget: int) -> None:
+    made: list[ManagedActivations] = []
+
+    def look(model: nn.Module) -> None:
+        options = Activations("auto", budget, least_nbytes=256, window_nbytes=8192, ahead_nbytes=8192)
+        made.append(ManagedActivations(model, options))
+
+    assert_same(trained(build, steps=5), trained(build, plainly, look, steps=5))
+    choice = made[0].choice
+    assert choice is not None
+    assert choice.forecast.peak_nbytes <= budget
+    assert made[0].actions == choice.actions
+    assert (set(choice.actions.values()) == {"keep"}) == (budget == 1 << 20)
+
+
+@pytest.mark.parametrize("mode", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("build", [Net, Attention, Vgg])
+def test_every_mode_trains_the_same_to_the_bit(build: Callable[[], nn.Module], mode: Any) -> None:
+    made: list[ManagedActivations] = []
+
+    def manage(model: nn.Module) -> None:
+        made.append(ManagedActivations(model, Activations(mode, least_nbytes=256)))
+
+    assert_same(trained(build), trained(build, plainly, manage))
+    if mode == "offload":
+        assert made[0].offloader is not None
+        assert made[0].offloader.counts.offloaded > 10
+
+
+def test_undo_leaves_the_model_as_it_was() -> None:
+    for mode in ("offload", "recompute", "auto"):
+        model = Net()
+        managed = ManagedActivations(model, Activations(mode, 1 << 30 if mode == "auto" else None, least_nbytes=256))
+        step_of(model)()
+        managed.undo()
+        assert not any("forward" in module.__dict__ for module in model.modules())
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        step_of(model)()
+
+
+def test_all_ranks_can_follow_one_choice() -> None:
+    model = Net()
+    theirs: dict[str, Action] = {"stage1.0": "recompute", "stage1.1": "join"}
+    managed = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=256), agree=lambda mine: theirs)
+    for _ in range(4):
+        step_of(model)()
+    assert managed.actions == theirs
+    managed.undo()
+
+
+def test_evaluation_between_surveyed_steps_is_not_counted() -> None:
+    model = Net()
+    managed = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=256))
+    for _ in range(3):
+        with torch.no_grad():
+            model.eval()(inputs_of(model))
+        model.train()
+        step_of(model)()
+    assert managed.choice is not None
+    assert len(managed.choice.actions) == 6
+    managed.undo()
+
+
+def test_a_block_that_changes_its_input_is_refused() -> None:
+    class Rude(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.linear(x.relu_())
+            return result
+
+    model = nn.Sequential(nn.Linear(16, 16), Rude())
+    with pytest.raises(ValueError, match="block '1' changes its input in place"):
+        survey(model, lambda: model(torch.randn(4, 16)).sum().backward(), Offloader(CPU))
+
+
+def test_the_link_has_a_speed() -> None:
+    link = measure_link(CPU, 1 << 20)
+    assert link.out_nbytes_per_s > 0
+    assert link.back_nbytes_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "maybe"}, "mode is 'maybe': expected one of keep, offload"),
+        ({"mode": "auto"}, "mode is 'auto' with budget_nbytes=None: expected a budget"),
+        ({"mode": "keep", "budget_nbytes": 5}, "mode is 'keep' with budget_nbytes=5"),
+        ({"mode": "auto", "budget_nbytes": 0}, "budget_nbytes is 0"),
+        ({"mode": "offload", "window_nbytes": -1}, "window_nbytes is -1"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Activations(**options)

@@ -1,0 +1,267 @@
+"""Lean changes where gradients live, and nothing else: the same weights, bit by bit, whatever the model does."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import anabranch as ab
+from ranks import on_ranks
+
+WIDTH = 24
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "two groups": lambda params: torch.optim.AdamW([
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() < 2], "lr": 0.03},
+    ]),
+}  # fmt: skip
+
+
+class Tied(nn.Module):
+    """One weight at both ends, a part that is frozen, and one that every other step leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, WIDTH)
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.guess = nn.Linear(WIDTH, 30, bias=False)
+        self.guess.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(self.embed(tokens))
+        for layer in self.inner:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return nn.functional.cross_entropy(self.guess(hidden).flatten(0, 1), tokens.flatten())
+
+
+def made() -> Tied:
+    torch.manual_seed(3)
+    return Tied()
+
+
+def planned(model: nn.Module, kind: str) -> ab.Plan:
+    """Matrices by ``kind`` in two buckets, vectors dense."""
+    named = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
+    matrices, vectors = [n for n, p in named if p.dim() > 1], [n for n, p in named if p.dim() < 2]
+    parts = [(matrices[:2], kind), (vectors, "dense"), (matrices[2:], kind)]
+    return ab.Plan(tuple(ab.Bucket(tuple(names), collective=kind) for names, kind in parts))
+
+
+def tokens(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(30, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def side_by_side(rank: int, optimizer: str, residuals: str, kind: str, accumulate: int) -> list[torch.Tensor]:
+    """The same training with and without Lean, compared after every step; the weights at the end."""
+    factory = OPTIMIZERS[optimizer]
+    options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True) if kind != "dense" else None
+    plain_model, lean_model = made(), made()
+    plan = planned(plain_model, kind)
+    plain = ab.DataParallel(plain_model, plan=plan, compress=options, profile_steps=0)
+    own = factory([p for p in plain_model.parameters() if p.requires_grad])
+    memory = ab.Lean(factory, residuals=residuals)  # type: ignore[arg-type]
+    lean: Any = ab.DataParallel(lean_model, plan=plan, compress=options, profile_steps=0, memory=memory)
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 4, 0.5) for each in (own, lean.optimizer)]
+    for step in range(0, 8 * accumulate, accumulate):
+        for micro in range(accumulate):
+            last = micro == accumulate - 1
+            for model in (plain, lean):
+                with nullcontext() if last else model.no_sync():
+                    model(tokens(step + micro, rank)).backward()
+        own.step()
+        own.zero_grad()
+        lean.optimizer.step()  # as in a program that was written for DDP; it does nothing
+        for scheduler in schedulers:
+            scheduler.step()
+        for (name, a), b in zip(plain_model.named_parameters(), lean_model.parameters(), strict=True):
+            assert torch.equal(a, b), (step, name)
+            assert b.grad is None, name
+    ours, theirs = plain.comm_state_dict(), lean.comm_state_dict()
+    assert ours.get("residuals", {}).keys() == theirs.get("residuals", {}).keys()
+    assert all(torch.equal(ours["residuals"][name], piece) for name, piece in theirs.get("residuals", {}).items())
+    weights = [p.detach().clone() for p in lean_model.parameters()]
+    plain.close()
+    lean.close()
+    return weights
+
+
+@pytest.mark.parametrize("residuals", ["in place", "host"])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_the_same_weights_with_and_without(optimizer: str, residuals: str) -> None:
+    told = on_ranks(side_by_side, 2, optimizer, residuals, "oktopk:0.1", 1)
+    assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("residuals", "kind"), [("in place", "oktopk:0.1"), ("host", "oktopk:0.1"), ("in place", "dense")]
+)
+def test_accumulation(residuals: str, kind: str) -> None:
+    on_ranks(side_by_side, 3, "adamw", residuals, kind, 2)
+
+
+def against_ddp(rank: int) -> None:
+    """Dense, with buckets as DDP makes them."""
+    ours, theirs = made(), made()
+    lean: Any = ab.DataParallel(ours, profile_steps=0, memory=ab.Lean(OPTIMIZERS["adamw"]))
+    ddp = DistributedDataParallel(theirs)
+    optimizer = OPTIMIZERS["adamw"]([p for p in theirs.parameters() if p.requires_grad])
+    for step in range(5):
+        lean(tokens(step, rank)).backward()
+        ddp(tokens(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    lean.close()
+
+
+def test_dense_trains_as_ddp() -> None:
+    on_ranks(against_ddp, 2)
+
+
+def through_the_course(rank: int) -> str:
+    """Profiled, measured, planned, tried, chosen: with the weights of all ranks the same all along."""
+    model = made()
+    lean: Any = ab.DataParallel(
+        model, compress=ab.OkTopk(density=0.2, warmup_steps=2), profile_steps=2, memory=ab.Lean(OPTIMIZERS["momentum"])
+    )
+    first = last = 0.0
+    for step in range(60):
+        loss = lean(tokens(step, rank))
+        loss.backward()
+        first, last = first or loss.item(), loss.item()
+        mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+        theirs = mine.clone()
+        dist.broadcast(theirs, 0)
+        assert torch.equal(mine, theirs), step
+    assert last < first
+    told = str(lean.explain())
+    lean.close()
+    return told
+
+
+def test_the_whole_course() -> None:
+    told = on_ranks(through_the_course, 2)
+    assert "running" in told[0] and "speed-up" in told[0]
+
+
+def not_finite(rank: int, residuals: str, kind: str) -> dict[str, Any]:
+    """Rank 1's gradient of one matrix is inf in step 3: its bucket is left as it is, everywhere; the others go on."""
+    model = made()
+    plan = planned(model, kind)
+    options = ab.OkTopk(density=0.1, warmup_steps=0) if kind != "dense" else None
+    memory = ab.Lean(OPTIMIZERS["adamw"], residuals=residuals)  # type: ignore[arg-type]
+    lean: Any = ab.DataParallel(model, plan=plan, compress=options, profile_steps=0, memory=memory)
+    bad = plan.buckets[0].names[0]
+    at = 0
+    model.get_parameter(bad).register_hook(lambda g: g * float("inf") if rank == 1 and at == 3 else g)
+    for at in range(5):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        lean(tokens(at, rank)).backward()
+        moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+        skipped = set(plan.buckets[0].names)
+        assert (moved & skipped == set()) if at == 3 else (skipped <= moved), at
+        assert moved >= set(plan.buckets[1].names)
+        assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    waiting = lean.comm_state_dict().get("residuals", {})
+    assert all(bool(torch.isfinite(piece).all()) for piece in waiting.values())
+    found = {"skipped": lean.skipped}
+    lean.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("residuals", "kind"), [("in place", "oktopk:0.1"), ("host", "oktopk:0.1"), ("in place", "dense")]
+)
+def test_a_bucket_that_is_not_finite_is_updated_nowhere(residuals: str, kind: str) -> None:
+    assert on_ranks(not_finite, 2, residuals, kind) == [{"skipped": 1}, {"skipped": 1}]
+
+
+def resumed(rank: int) -> None:
+    """Weights, optimizer and what waits, saved and loaded in the middle: the same bits as without."""
+    factory, plan = OPTIMIZERS["adamw"], planned(made(), "oktopk:0.1")
+
+    def wrapped(model: nn.Module) -> Any:
+        options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
+        return ab.DataParallel(model, plan=plan, compress=options, profile_steps=0, memory=ab.Lean(factory))
+
+    whole, first, second = made(), made(), made()
+    through, stopped = wrapped(whole), wrapped(first)
+    for step in range(8):
+        through(tokens(step, rank)).backward()
+        if step < 4:
+            stopped(tokens(step, rank)).backward()
+    kept = (first.state_dict(), stopped.optimizer.state_dict(), stopped.comm_state_dict())
+    stopped.close()
+    going_on = wrapped(second)
+    second.load_state_dict(kept[0])
+    going_on.optimizer.load_state_dict(kept[1])
+    going_on.load_comm_state_dict(kept[2])
+    for step in range(4, 8):
+        going_on(tokens(step, rank)).backward()
+    for (name, a), b in zip(whole.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    through.close()
+    going_on.close()
+
+
+def test_resuming_is_exact() -> None:
+    on_ranks(resumed, 2)
+
+
+def clipped(rank: int) -> float:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    nn.init.zeros_(model.weight)
+    memory = ab.Lean(lambda params: torch.optim.SGD(params, lr=1.0), clip_norm=0.25)
+    lean: Any = ab.DataParallel(model, profile_steps=0, memory=memory)
+    lean(torch.full((1, WIDTH), 1.0 + rank)).sum().backward()
+    lean.close()
+    return model.weight.norm().item()
+
+
+def test_each_bucket_is_clipped() -> None:
+    assert on_ranks(clipped, 2) == [pytest.approx(0.25, rel=1e-3)] * 2
+
+
+def refusals(rank: int) -> list[str]:
+    model, told = nn.Linear(4, 4), []
+    same = torch.optim.SGD(model.parameters(), lr=0.1)
+    factories: list[Any] = [lambda _: same, lambda p: torch.optim.LBFGS(p), lambda _: "none"]
+    for factory in factories:
+        try:
+            ab.DataParallel(model, profile_steps=0, memory=ab.Lean(factory))(torch.ones(1, 4)).sum().backward()
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_optimizers_that_cannot_work_are_refused() -> None:
+    told = on_ranks(refusals, 1)[0]
+    assert ["twice" in told[0], "closure" in told[1], "expected a torch.optim.Optimizer" in told[2]] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "expected a function"),
+        ({"optimizer": 3}, "expected a function"),
+        ({"optimizer": torch.optim.SGD, "residuals": "disk"}, "'in place' or 'host'"),
+        ({"optimizer": torch.optim.SGD, "clip_norm": 0}, "more than 0"),
+    ],
+)
+def test_bad_settings(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ab.Lean(**arguments)
+
+
+def test_an_optimizer_is_needed() -> None:
+    with pytest.raises(TypeError, match="optimizer"):
+        ab.Lean()  # type: ignore[call-arg]

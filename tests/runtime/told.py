@@ -1,0 +1,74 @@
+"""A model that is told its gradients, so that every value can be followed to where it is applied or waits."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import anabranch as ab
+
+ROWS, COLUMNS = 40, 25
+
+
+class Told(nn.Module):
+    """Weights whose gradient is the input, and a vector whose gradient is ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        self.second = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        self.bias = nn.Parameter(torch.zeros(COLUMNS))
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (self.first * one).sum() + (self.second * other).sum() + self.bias.sum()
+
+
+def gradients(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    wild = [torch.randn(ROWS, COLUMNS, generator=generator) ** 3 for _ in range(2)]
+    return wild[0], wild[1]
+
+
+def two_buckets(density: float) -> ab.Plan:
+    kind = f"oktopk:{density:g}"
+    return ab.Plan((ab.Bucket(("second", "first"), collective=kind), ab.Bucket(("bias",))))
+
+
+def fresh(plan: ab.Plan | None = None, **options: Any) -> tuple[Told, ab.DataParallel]:
+    """A model that runs a sparse plan from its first step on; without a plan, DDP's own buckets for ever."""
+    model = Told()
+    compress = ab.OkTopk(density=0.1, deterministic=True, region_period=4, **options)
+    return model, ab.DataParallel(model, plan=plan, compress=compress, profile_steps=0)
+
+
+def one_step(model: Told, parallel: ab.DataParallel, step: int, rank: int, scale: float = 1.0) -> torch.Tensor:
+    """What is applied to both matrices."""
+    model.zero_grad()
+    (scale * parallel(*gradients(step, rank))).backward()
+    assert model.first.grad is not None and model.second.grad is not None
+    return torch.stack([model.first.grad, model.second.grad]).detach().clone()
+
+
+def waiting(parallel: ab.DataParallel) -> torch.Tensor:
+    """What waits here for both matrices."""
+    kept = parallel.comm_state_dict()["residuals"]
+    pieces = [kept.get(name, torch.zeros(ROWS * COLUMNS)) for name in ("first", "second")]
+    return torch.stack(pieces).view(2, ROWS, COLUMNS)
+
+
+def computed(ranks: int, first: int, last: int) -> torch.Tensor:
+    """The sum of all ranks' gradients of these steps."""
+    return sum(
+        (torch.stack(gradients(step, rank)).double() for step in range(first, last) for rank in range(ranks)),
+        torch.zeros(2, ROWS, COLUMNS, dtype=torch.float64),
+    )
+
+
+def stopped(rank: int) -> dict[str, Any]:
+    """The state of a rank after some steps."""
+    model, parallel = fresh(two_buckets(0.1))
+    for step in range(6):
+        one_step(model, parallel, step, rank)
+    kept = parallel.comm_state_dict()
+    parallel.close()
+    return kept
