@@ -207,7 +207,7 @@ def pictures(curves: Sequence[Curve], path: str, shown: Callable[[str], bool]) -
     Path(f"{path}_steps.svg").write_bytes(
         curves_plot(panels, "Over steps, 4 ranks: mean of the seeds, and their range")
     )
-    sparse = [c for c in char if c.contestant != DENSE]
+    sparse = [c for c in char if c.contestant != DENSE and "weigh" not in c.contestant]  # which has other units
     panels = [("residual_norm", "step", "norm of what waits on a rank", "step", sparse),
               ("age_steps", "step", "its age in steps, weighted by magnitude", "step", sparse)]  # fmt: skip
     Path(f"{path}_waiting.svg").write_bytes(curves_plot(panels, "What waits, characters: means over 4 ranks"))

@@ -63,9 +63,9 @@ def exact_exchange(
     state.local_threshold.copy_(local)
     passed, poison = accumulated(gradient, residual, local)
     if state.fresh or state.step % options.region_period == 0:
-        proposed = regions.proposal_of(passed, len(residual), comm.size)
-        yield comm.all_reduce(proposed, "regions")
-        state.boundaries.copy_(regions.agreed(proposed, len(residual), comm.size))
+        counts = regions.counted(passed, len(residual), comm.size)
+        yield comm.all_reduce(counts, "regions")
+        state.boundaries.copy_(regions.agreed(counts, len(residual), comm.size))
 
     offered = Pairs(passed, residual[passed]).largest(MOST * sizes.k)
     offered = offered._replace(values=rounded(offered.values, sizes.wire))
@@ -185,7 +185,7 @@ def _gather(
     held = lengths
     if max(lengths) * comm.size > IMBALANCE * sum(lengths):
         held = balanced(sum(lengths), comm.size)
-        rows = yield from _rebalance(rows, overlaps(lengths, held), comm)
+        rows = yield from _rebalance(rows, lengths, held, comm)
     everything = torch.empty(sum(lengths), sizes.wire.pair_nbytes, dtype=torch.uint8, device=rows.device)
     yield comm.all_gather_uneven(everything, rows, held, "gather")
     pairs = sizes.wire.decode(everything)
@@ -193,11 +193,11 @@ def _gather(
     return Pairs(pairs[:, 1] + state.boundaries[owners], pairs[:, 0].contiguous().view(torch.float32)), heads
 
 
-def _rebalance(rows: torch.Tensor, moves: torch.Tensor, comm: Comm) -> Rows:
-    """The rows that are mine after every owner has given ``moves[i, j]`` of its rows to owner j."""
-    coming = moves[:, comm.rank].tolist()
+def _rebalance(rows: torch.Tensor, lengths: Sequence[int], held: Sequence[int], comm: Comm) -> Rows:
+    """The rows that are mine if all rows, in order, are handed out anew, ``held[j]`` to owner j."""
+    coming = overlaps(held, lengths, comm.rank)
     output = torch.empty(sum(coming), rows.shape[1], dtype=rows.dtype, device=rows.device)
-    yield comm.all_to_all(output, rows, "balance", coming, moves[comm.rank].tolist())
+    yield comm.all_to_all(output, rows, "balance", coming, overlaps(lengths, held, comm.rank))
     return output
 
 
@@ -230,9 +230,9 @@ def balanced(total: int, ranks: int) -> list[int]:
     return [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
 
 
-def overlaps(lengths: Sequence[int], targets: Sequence[int]) -> torch.Tensor:
-    """int64 [P, P]: how many consecutive slots of holder i belong to j, if slots are handed out anew in order."""
-    ends, new_ends = torch.tensor(lengths).cumsum(0), torch.tensor(targets).cumsum(0)
-    starts, new_starts = ends - torch.tensor(lengths), new_ends - torch.tensor(targets)
-    shared = torch.minimum(ends[:, None], new_ends) - torch.maximum(starts[:, None], new_starts)
-    return shared.clamp(min=0)
+def overlaps(lengths: Sequence[int], others: Sequence[int], rank: int) -> list[int]:
+    """How many of ``rank``'s slots each of the others has, if both hand out the same slots in order."""
+    begin = sum(lengths[:rank])
+    ends = torch.tensor(others).cumsum(0)
+    shared = ends.clamp(max=begin + lengths[rank]) - (ends - torch.tensor(others)).clamp(min=begin)
+    return [int(count) for count in shared.clamp(min=0)]
