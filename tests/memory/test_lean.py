@@ -251,7 +251,6 @@ def test_optimizers_that_cannot_work_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "expected a function"),
         ({"optimizer": 3}, "expected a function"),
         ({"optimizer": torch.optim.SGD, "residuals": "disk"}, "'in place' or 'host'"),
         ({"optimizer": torch.optim.SGD, "clip_norm": 0}, "more than 0"),
@@ -260,6 +259,11 @@ def test_optimizers_that_cannot_work_are_refused() -> None:
 def test_bad_settings(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ab.Lean(**arguments)
+
+
+def test_an_optimizer_in_place_of_a_function() -> None:
+    with pytest.raises(ValueError, match="every bucket has its own"):
+        ab.Lean(torch.optim.SGD([torch.zeros(1)], lr=0.1))  # type: ignore[arg-type]
 
 
 def test_an_optimizer_is_needed() -> None:

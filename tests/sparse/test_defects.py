@@ -43,18 +43,20 @@ def test_places_beyond_float32(name: str) -> None:
 def test_sums_of_boundaries_beyond_int32() -> None:
     """There: boundaries summed as int32, which overflowed from 146 ranks on for 14.7 million elements."""
     numel, ranks = 14_728_266, 256
-    width = regions.bin_width(numel, ranks)
-    counts = torch.full((-(-numel // width),), width * ranks)  # every rank selects everything
-    assert int(counts.sum()) > 2**31
-    bounds = regions.agreed(counts, numel, ranks)
-    assert int((bounds - regions.uniform(numel, ranks)).abs().max()) <= width
+    assert regions.wanted(torch.tensor(1000), ranks).dtype == regions.even(numel, ranks).dtype == torch.int64
+    last = torch.full((ranks - 1,), numel - 1, dtype=torch.int64)
+    proposals = torch.minimum(last, torch.arange(1, ranks) * (numel // ranks))
+    summed = proposals * ranks
+    assert int(summed.max()) > 2**31
+    bounds = regions.agreed(summed, numel, ranks)
+    assert torch.equal(bounds[1:-1], proposals)
 
 
 def test_more_than_two_to_the_31_elements_in_all() -> None:
     """Boundaries, their sums and their differences, without the elements themselves."""
     numel, ranks = 3 * 2**31, 64
     even = regions.uniform(numel, ranks)
-    assert torch.equal(regions.bounded(even[1:-1], numel, ranks), even)
+    assert torch.equal(regions.agreed(even[1:-1] * ranks, numel, ranks), even)
 
 
 @pytest.mark.parametrize("name", sorted(EXCHANGES))

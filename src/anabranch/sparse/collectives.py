@@ -120,13 +120,14 @@ class SparseCollectives:
         if density is None:
             return COLLECTIVES[kind]
         states: dict[int, BucketState] = {}
+        settled = replace(self._options, start_density=None)  # what the density falls to is what it costs in the end
 
         def exchanged(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
             if buffer.numel() not in states:
                 generator = torch.Generator(buffer.device).manual_seed(dist.get_rank(group))
                 buffer.normal_(generator=generator)
                 states[buffer.numel()] = BucketState.of(torch.zeros_like(buffer), self._world_size)
-            return exchange(buffer, states[buffer.numel()], self._comm(group), divisor, density, self._options)
+            return exchange(buffer, states[buffer.numel()], self._comm(group), divisor, density, settled)
 
         return exchanged
 

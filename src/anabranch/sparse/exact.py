@@ -63,9 +63,9 @@ def exact_exchange(
     state.local_threshold.copy_(local)
     passed, poison = accumulated(gradient, residual, local)
     if state.fresh or state.step % options.region_period == 0:
-        counts = regions.counted(passed, len(residual), comm.size)
-        yield comm.all_reduce(counts, "regions")
-        state.boundaries.copy_(regions.agreed(counts, len(residual), comm.size))
+        proposed = regions.proposal_of(passed, len(residual), comm.size)
+        yield comm.all_reduce(proposed, "regions")
+        state.boundaries.copy_(regions.agreed(proposed, len(residual), comm.size))
 
     offered = Pairs(passed, residual[passed]).largest(MOST * sizes.k)
     offered = offered._replace(values=rounded(offered.values, sizes.wire))

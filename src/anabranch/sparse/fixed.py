@@ -109,10 +109,10 @@ def balance(gradient: torch.Tensor, state: BucketState, comm: Comm, sizes: Sizes
     if sizes.everything:
         state.boundaries.copy_(regions.uniform(len(gradient), comm.size, gradient.device))
     elif state.fresh or state.step % options.region_period == 0:
-        counts = select.counted(gradient, state.residual, state.local_threshold, comm.size)
-        yield comm.all_reduce(counts, "regions")
-        hold(counts)
-        state.boundaries.copy_(regions.agreed(counts, len(gradient), comm.size))
+        proposed = select.proposal(gradient, state.residual, state.local_threshold, comm.size)
+        yield comm.all_reduce(proposed, "regions")
+        hold(proposed)
+        state.boundaries.copy_(regions.agreed(proposed, len(gradient), comm.size))
 
 
 def owner_threshold(

@@ -11,7 +11,7 @@ class OkTopk:
     """How gradients are sparsified.
 
     density             share of a bucket's elements to send per step; "auto": what the backward pass hides
-    warmup_steps        first steps that go dense: early gradients change too fast to wait
+    warmup_steps        first steps that go dense: early gradients change too fast to wait; a given plan runs at once
     start_density       density right after warm-up, from which it falls geometrically over ``decay_steps``
     threshold_period    steps between exact thresholds in an exact exchange; they are sampled in between
     region_period       steps between re-balanced regions

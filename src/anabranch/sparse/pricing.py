@@ -12,7 +12,6 @@ from typing import NamedTuple
 from anabranch.curve import Curve
 from anabranch.links import AlphaBeta, TwoLevel
 from anabranch.network import Network
-from anabranch.sparse import regions
 from anabranch.sparse.collectives import density_of, kind_of
 from anabranch.sparse.fixed import Sizes
 from anabranch.sparse.options import OkTopk
@@ -52,13 +51,12 @@ def phases(numel: int, ranks: int, density: float, options: OkTopk | None = None
     """The messages of one step for a bucket of so many elements; what happens every few steps counts in proportion."""
     options = options or OkTopk()
     sizes, others = Sizes.of(numel, ranks, density, options), ranks - 1
-    # Counts per bin, int64, all-reduced: each rank passes on 1/P of them 2(P−1) times.
-    counts_nbytes = 8 * -(-numel // regions.bin_width(numel, ranks))
+    boundaries_nbytes = 8 * others  # int64, all-reduced: each rank passes on 1/P of them 2(P−1) times
     balancing = 0 if sizes.everything else 2 * others / options.region_period
     return {
         "split": Phase(others, sizes.message_nbytes, ring=False),
         "gather": Phase(others, sizes.message_nbytes, ring=True),
-        "regions": Phase(balancing, counts_nbytes / ranks, ring=True),
+        "regions": Phase(balancing, boundaries_nbytes / ranks, ring=True),
     }
 
 

@@ -12,10 +12,10 @@ more pass than there are slots, the first in order of position get them; the oth
 ``offer`` and ``finish`` the gradient's buffer holds the old residual, so that a step can be undone at no extra memory.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from anabranch.sparse import regions
 from anabranch.sparse.wire import FP32, Wire, rounded
@@ -52,15 +52,22 @@ def running_count(mask: torch.Tensor) -> torch.Tensor:
     return mask.cumsum(0, dtype=torch.int32 if len(mask) < 2**31 else torch.int64)
 
 
-def counted(gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor, ranks: int) -> torch.Tensor:
-    """``regions.counted`` for what passes of residual + gradient, some bins at a time: no temporary is large."""
-    width = regions.bin_width(len(residual), ranks)
-    length = max(1, CHUNK // width) * width
-    found = []
-    for a, b in zip(residual.split(length), gradient.split(length), strict=True):
-        passed = passing(a + b, threshold)
-        found.append(pad(passed, (0, -len(passed) % width)).view(-1, width).sum(dim=1))
-    return torch.cat(found)
+def proposal(gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor, ranks: int) -> torch.Tensor:
+    """``regions.proposal`` for what passes of residual + gradient, a chunk at a time: no temporary is large."""
+    counts = [passing(a + b, threshold).sum() for a, b in _chunks(residual, gradient)]
+    ends = torch.stack(counts).cumsum(0)
+    wanted = regions.wanted(ends[-1], ranks)
+    found = regions.even(len(residual), ranks, residual.device)
+    for number, (a, b) in enumerate(_chunks(residual, gradient)):
+        before = ends[number] - counts[number]
+        at = torch.searchsorted(running_count(passing(a + b, threshold)).to(torch.int64), wanted - before)
+        here = (wanted > before) & (wanted <= ends[number])
+        found = torch.where(here, number * CHUNK + at, found)
+    return found
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True)
 
 
 def accumulate(gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
