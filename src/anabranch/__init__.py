@@ -31,12 +31,14 @@ from anabranch.trace import TensorSpec, Trace
 from anabranch.version import __version__
 
 if _TYPE_CHECKING:
+    from anabranch.memory.mix import Activations
     from anabranch.memory.options import Lean
     from anabranch.runtime.parallel import DataParallel
     from anabranch.sparse.checkpoint import CommState
     from anabranch.sparse.options import OkTopk
 
 __all__ = [
+    "Activations",
     "AlphaBeta",
     "AnabranchError",
     "Bucket",
@@ -71,6 +73,7 @@ __all__ = [
 
 # Who trains needs torch; nobody else waits for it.
 _WITH_TORCH = {
+    "Activations": "anabranch.memory.mix",
     "CommState": "anabranch.sparse.checkpoint",
     "DataParallel": "anabranch.runtime.parallel",
     "Lean": "anabranch.memory.options",

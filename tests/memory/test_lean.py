@@ -217,6 +217,59 @@ def test_resuming_is_exact() -> None:
     on_ranks(resumed, 2)
 
 
+def scaled(rank: int) -> None:
+    """By powers of two: the same bits as without, before and after the scale changes; and it follows what happens."""
+    factory, plan = OPTIMIZERS["adamw"], planned(made(), "oktopk:0.1")
+    plain_model, scaled_model = made(), made()
+
+    def wrapped(model: nn.Module) -> Any:
+        options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
+        return ab.DataParallel(model, plan=plan, compress=options, profile_steps=0, memory=ab.Lean(factory))
+
+    plain, lean = wrapped(plain_model), wrapped(scaled_model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    lean.follow(scaler)
+    scales, at = [], 0
+    bad = plan.buckets[0].names[0]
+    scaled_model.get_parameter(bad).register_hook(lambda g: g * float("inf") if rank == 1 and at == 6 else g)
+    for at in range(9):
+        scaler.scale(lean(tokens(at, rank))).backward()
+        scales.append(scaler.get_scale())
+        if at < 6:
+            plain(tokens(at, rank)).backward()
+            for (name, a), b in zip(plain_model.named_parameters(), scaled_model.parameters(), strict=True):
+                assert torch.equal(a, b), (at, name)
+    assert scales == [2.0**8] * 3 + [2.0**9] * 3 + [2.0**10] + [2.0**9] * 2
+    plain.close()
+    lean.close()
+
+
+def test_a_loss_scale_is_followed() -> None:
+    on_ranks(scaled, 2)
+
+
+def with_activations(rank: int, mode: str, budget: int | None) -> None:
+    """Kept, or not: the same bits."""
+    models = [made(), made()]
+    options = ab.Activations(mode, budget, least_nbytes=64, window_nbytes=4096, ahead_nbytes=4096)  # type: ignore[arg-type]
+    wrapped: list[Any] = [
+        ab.DataParallel(model, profile_steps=0, memory=ab.Lean(OPTIMIZERS["adamw"], activations=each))
+        for model, each in zip(models, (ab.Activations("keep"), options), strict=True)
+    ]
+    for step in range(5):
+        for each in wrapped:
+            each(tokens(step, rank)).backward()
+        for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(a, b), (step, name)
+    for each in wrapped:
+        each.close()
+
+
+@pytest.mark.parametrize(("mode", "budget"), [("offload", None), ("recompute", None), ("auto", 1 << 20)])
+def test_activations_elsewhere_change_nothing(mode: str, budget: int | None) -> None:
+    on_ranks(with_activations, 2, mode, budget)
+
+
 def clipped(rank: int) -> float:
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     nn.init.zeros_(model.weight)

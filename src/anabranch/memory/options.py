@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 import torch
 
+from anabranch.memory.mix import Activations
+
+KEPT = Activations(mode="keep")
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 Residuals = Literal["in place", "host"]
 
@@ -18,12 +21,14 @@ class Lean:
                   a bucket is updated inside backward, so that its gradient need not live until the end
     residuals     what waits to be sent: "in place" (it is the gradient memory) or "host" (in pinned host memory,
                   fetched while the bucket before is computed)
+    activations   Activations(mode="offload"), "recompute", or "auto" within a budget: where they are until backward
     clip_norm     each bucket's average gradient is scaled down to this norm; the norm over all buckets is known only
                   when most of them have been updated, so that it cannot be clipped
     """
 
     optimizer: OptimizerFactory
     residuals: Residuals = "in place"
+    activations: Activations = KEPT
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -38,12 +43,14 @@ class Lean:
             raise ValueError(f"Lean optimizer is {self.optimizer!r}: expected a function (parameters) -> optimizer")
         if self.residuals not in ("in place", "host"):
             raise ValueError(f"Lean residuals is {self.residuals!r}: expected 'in place' or 'host'")
+        if not isinstance(self.activations, Activations):
+            raise ValueError(f"Lean activations is {self.activations!r}: expected Activations(mode=...)")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"Lean clip_norm is {self.clip_norm!r}: expected more than 0, or None")
 
     def described(self) -> list[str]:
         """A line per setting, such that ranks with equal lines wish the same."""
-        return [f"Lean residuals {self.residuals}", f"Lean clip_norm {self.clip_norm}"]
+        return [f"Lean residuals {self.residuals}", f"Lean clip_norm {self.clip_norm}", f"Lean {self.activations}"]
 
 
 def check_lean(memory: Any) -> None:

@@ -1,5 +1,6 @@
 """DataParallel under Lean: a wrapper of our own, since DDP's reducer keeps every gradient alive."""
 
+import json
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from anabranch.memory.choose import Action
 from anabranch.memory.layout import LeanLayout, trained
+from anabranch.memory.mix import ManagedActivations
 from anabranch.memory.options import Lean, check_lean
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.runtime.agree import check_same
-from anabranch.runtime.collectives import Collectives, Plain
+from anabranch.runtime.agree import check_same, from_rank_0
+from anabranch.runtime.collectives import Collectives, Plain, Scaler
 from anabranch.runtime.lanes import same_ranks
 from anabranch.runtime.pilot import Pilot
 from anabranch.runtime.steered import Steered
@@ -63,12 +66,13 @@ class LeanParallel(Steered, nn.Module):
         check_same("the settings of DataParallel", asked, group)
         self.module, self.memory, self.process_group = module, memory, group
         self._broadcast_buffers, self._averaging = broadcast_buffers, True
-        parameters = _checked(trained(module))
+        parameters = _checked(module)
         with torch.no_grad():
             self._from_rank_0([*module.parameters(), *module.buffers()])
         collectives = self._memory = self._collectives(compress, parameters)
         wishes = replace(wishes, kinds=tuple(collectives.kinds), dense_names=collectives.dense_names)
         wishes.check_fits(parameters, ranks, collectives)
+        self._activations = ManagedActivations(module, memory.activations, self._as_rank_0)
         control = same_ranks(group, "gloo", "anabranch control")
         self._pilot = Pilot(self, wishes, control, collectives, LeanLayout)
         self._release = weakref.finalize(self, self._pilot.close)
@@ -96,7 +100,7 @@ class LeanParallel(Steered, nn.Module):
     @property
     def skipped(self) -> int:
         """Updates of buckets that were left out because a gradient was not finite on some rank."""
-        return self.layout.updates.skipped
+        return self.layout.updates.count()
 
     def averaging(self) -> bool:
         """Whether gradients are averaged now: not under no_sync()."""
@@ -120,12 +124,41 @@ class LeanParallel(Steered, nn.Module):
             self._after_forward(output)
         return output
 
+    def follow(self, scaler: Scaler) -> None:
+        """Let updates, and what waits to be sent, follow this GradScaler; call it on every rank, and once.
+
+        ``scaler.scale(loss).backward()`` is all that is left to do: before the next forward the scale falls if an
+        update was left out, and rises after its interval of steps without, by the scaler's own factors.
+        ``scaler.step()`` and ``scaler.update()`` are for gradients that live until then: do not call them.
+        """
+        self._good_steps, self._seen = 0, self._so_far()
+        super().follow(scaler)
+
+    def _follow_scale(self) -> None:
+        scaler = self._scaler
+        if isinstance(scaler, torch.amp.GradScaler) and self._seen != (now := self._so_far()):
+            (_, skipped), self._seen = self._seen, now
+            self._good_steps = self._good_steps + 1 if skipped == now[1] else 0
+            if self._good_steps == 0:
+                scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+            elif self._good_steps == scaler.get_growth_interval():
+                self._good_steps = 0
+                scaler.update(scaler.get_scale() * scaler.get_growth_factor())
+        super()._follow_scale()
+        if scaler is not None:
+            self.layout.updates.scale = float(scaler.get_scale())
+
+    def _so_far(self) -> tuple[int, int]:
+        """Steps made, and updates left out."""
+        return (self._pilot.steps_done if self._pilot is not None else 0), self.skipped
+
     @_disable_dynamo
     def _before_forward(self, will_average: bool) -> None:
         if self._pilot is None:
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         if torch.is_grad_enabled():
-            self._follow_scale()
+            if self._averaging:
+                self._follow_scale()
             self._pilot.before_forward(averaged=self._averaging)
         if will_average and self._broadcast_buffers:
             with torch.no_grad():
@@ -136,6 +169,11 @@ class LeanParallel(Steered, nn.Module):
         assert self._pilot is not None
         self._pilot.after_forward(output)
 
+    def _as_rank_0(self, actions: dict[str, Action]) -> dict[str, Action]:
+        """Rank 0's choice for activations: ranks must recompute alike where a block communicates."""
+        chosen: dict[str, Action] = json.loads(from_rank_0(json.dumps(actions).encode(), self.process_group))
+        return chosen
+
     def _from_rank_0(self, tensors: list[torch.Tensor]) -> None:
         if tensors and dist.get_world_size(self.process_group) > 1:
             dist._broadcast_coalesced(self.process_group, tensors, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
@@ -144,13 +182,20 @@ class LeanParallel(Steered, nn.Module):
         """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
         if self._pilot is not None:
             self._release()
+            self._activations.undo()
         self._let_go()
 
 
-def _checked(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Refuse what the engine cannot run."""
+def _checked(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What it trains; refuses what the engine cannot run."""
+    parameters = trained(module)
     if not parameters:
         raise ValueError("no parameter of this module requires a gradient: nothing to train")
+    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse:
+        raise ValueError(
+            f"{sparse[0]} has sparse gradients, and Lean adds gradients up in place: make it with sparse=False"
+        )
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
         raise ValueError(f"the parameters are on {', '.join(map(str, devices))}: Lean trains models on one device")

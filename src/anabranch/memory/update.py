@@ -26,10 +26,12 @@ class Due:
 
 
 class Updates:
-    """Steps the optimizers of buckets. ``skipped`` counts the steps that were left out, as far as the host knows."""
+    """Steps the optimizers of buckets. ``skipped``: steps that were left out, as far as the host knows: ``count()``."""
 
     def __init__(self, clip_norm: float | None) -> None:
         self._clip_norm = clip_norm
+        self.scale = 1.0  # of the loss whose gradients these are
+        self._found_inf: list[torch.Tensor] = []  # on the device, of fused optimizers
         self._due: deque[Due] = deque()
         self._stream: torch.cuda.Stream | None = None  # of its own: on a lane's, a step would wait for later exchanges
         self.skipped = 0
@@ -38,13 +40,16 @@ class Updates:
         """The exchange that leaves the average in ``average``, and the step with it."""
         yield from exchange
         finite = torch.isfinite(torch.linalg.vector_norm(average, float("inf")))
+        if self.scale != 1.0:
+            average.div_(self.scale)
         if self._clip_norm is not None:
             norm = torch.linalg.vector_norm(average.float())
             average.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if not average.is_cuda:
             self._step(optimizer, average, bool(finite))
         elif optimizer.takes_found_inf:
-            optimizer.step(average, found_inf=finite.logical_not().float())
+            self._found_inf.append(finite.logical_not().float())
+            optimizer.step(average, found_inf=self._found_inf[-1])
         else:
             hold(finite)
             answer = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -62,6 +67,13 @@ class Updates:
             with torch.cuda.stream(self._stream):
                 self._step(due.optimizer, due.average, bool(due.finite))
             torch.cuda.current_stream(due.average.device).wait_stream(self._stream)  # before the slot is used again
+
+    def count(self) -> int:
+        """Steps left out so far; waits for the device where it alone knows."""
+        if self._found_inf:
+            self.skipped += int(torch.stack(self._found_inf).sum())
+            self._found_inf = []
+        return self.skipped
 
     def _step(self, optimizer: BucketOptimizer, average: torch.Tensor, finite: bool) -> None:
         if finite:
