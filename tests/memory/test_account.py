@@ -153,14 +153,7 @@ def test_ballooning_is_where_activations_are_gone() -> None:
 
 def test_with_many_ranks_owners_hold_little() -> None:
     few, many = (predict(small(), "oktopk", Setting(ranks=ranks)) for ranks in (4, 64))
-    assert few.nbytes - many.nbytes == pytest.approx(160_000_000 * (1 - 4 / 64), rel=0.02)
-
-
-def test_shared_owners_and_bounded_balancing_take_less() -> None:
-    each = predict(small(activations=0), "lean").nbytes
-    shared = predict(small(activations=0), "lean", Setting(owners_shared=True)).nbytes
-    bounded = predict(small(activations=0), "lean", Setting(owners_shared=True, balancing_nbytes=MIB)).nbytes
-    assert each - shared == 3 * 40_000_000 and bounded < shared - 40_000_000
+    assert few.nbytes - many.nbytes == pytest.approx(40_000_000 * (1 - 4 / 64), rel=0.02)
 
 
 def test_an_optimizers_step_can_be_the_fullest_moment() -> None:

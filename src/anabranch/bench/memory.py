@@ -79,6 +79,7 @@ class Mirror(Zeros):
     rank = 0
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self.size = size
 
     def all_to_all(self, output: torch.Tensor, given: torch.Tensor, phase: str, *_: Any) -> Any:  # noqa: ARG002

@@ -19,6 +19,7 @@ from anabranch.memory.profile import BucketSize, Moment, Profile, by_bytes, by_n
 from anabranch.sparse.fixed import Sizes
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.regions import widest_numel
+from anabranch.sparse.select import CHUNK
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
 DDP, NAIVE, OKTOPK, LEAN, LEAN_HOST = MODES = ("ddp", "naive sparse", "oktopk", "lean", "lean, host")
@@ -62,8 +63,6 @@ class Setting:
 
     ranks, density    how many ranks exchange, and what share of a sparse bucket's elements
     buckets           of names, as a plan has them; None: 25 MiB each, in the order of backward
-    owners_shared     whether all buckets add up in one owner's buffer, as large as the largest needs
-    balancing_nbytes  at most so much is used to balance regions; None: all of a bucket at once
     blas_workspace    what cuBLAS keeps for itself
     """
 
@@ -71,8 +70,6 @@ class Setting:
     density: float = 0.01
     buckets: Sequence[Sequence[str]] | None = None
     options: OkTopk = field(default_factory=OkTopk)
-    owners_shared: bool = False
-    balancing_nbytes: int | None = None
     blas_workspace: int = BLAS_WORKSPACE
 
     def __post_init__(self) -> None:
@@ -193,17 +190,14 @@ def _messages(bucket: BucketSize, setting: Setting) -> tuple[dict[str, int], dic
     sizes, ranks = Sizes.of(bucket.numel, setting.ranks, setting.density, setting.options), setting.ranks
     send = (ranks + 1) * sizes.message_nbytes
     usual = {"send": send, "receive": 2 * ranks * sizes.message_nbytes, "workspace": 2 * 4 * ranks * sizes.capacity}
-    # What waits and the gradient added up, and its magnitudes; or what passes as bytes, then as counts: 2 n, and masks.
-    balancing = 0 if sizes.everything else 2 * bucket.nbytes + bucket.numel
-    if setting.balancing_nbytes is not None:
-        balancing = min(balancing, setting.balancing_nbytes)
+    # A chunk at a time: what waits and the gradient added up, then what passes as bytes and as counts of two widths.
+    balancing = 0 if sizes.everything else (4 + 1 + 4 + 8) * min(bucket.numel, CHUNK)
     return usual, {"send": send, "receive": 0, "workspace": balancing}
 
 
 def _owners(buckets: Sequence[BucketSize], setting: Setting) -> int:
-    """An owner's sums: each sparse bucket has as much as its widest region may have, or all share the largest."""
-    widest = [4 * widest_numel(bucket.numel, setting.ranks) for bucket in buckets if bucket.sparse]
-    return max(widest, default=0) if setting.owners_shared else sum(widest)
+    """An owner's sums: all buckets use what the one with the widest region needs."""
+    return max((4 * widest_numel(bucket.numel, setting.ranks) for bucket in buckets if bucket.sparse), default=0)
 
 
 def _dense_until(profile: Profile, buckets: Sequence[BucketSize]) -> list[int]:
