@@ -7,7 +7,8 @@
     python -m benchmarks.convergence_report curves.jsonl
 
 Contestants: ``dense`` (DDP), ``compute`` (nothing is sent), and ``oktopk:DENSITY`` with ``,warmup=STEPS``,
-``,start=DENSITY``, ``,decay=STEPS``, ``,buckets=tensor`` (a budget per tensor), ``,lr=RATE`` and ``,clip=NORM``.
+``,start=DENSITY``, ``,decay=STEPS``, ``,buckets=tensor`` (a budget per tensor), ``,lr=RATE``, ``,clip=NORM``
+and ``,momentum=SHARE`` (each rank's own, before it sends; the optimizer then has none).
 Without ``--timed`` the sparse plan is given, so that every step after warm-up is sparse however fast the network is;
 with it, DataParallel takes its own course and chooses once by itself, and the clock, which stands still during
 validation, counts.
@@ -44,6 +45,7 @@ class Contestant:
     buckets: str = "one"
     lr: float | None = None
     clip: float | None = None
+    momentum: float = 0.0
 
     @classmethod
     def parsed(cls, text: str) -> "Contestant":
@@ -52,7 +54,8 @@ class Contestant:
         name, _, density = kind.partition(":")
         if name not in ("dense", "compute", "oktopk") or (name == "oktopk") != bool(density):
             raise ValueError(f"contestant is {text!r}: expected dense, compute or oktopk:DENSITY, then settings")
-        read = {"warmup": int, "start": float, "decay": int, "buckets": str, "lr": float, "clip": float}
+        read = {"warmup": int, "start": float, "decay": int, "buckets": str, "lr": float, "clip": float,
+                "momentum": float}  # fmt: skip
         given: dict[str, Any] = {key: read[key](value) for key, _, value in (s.partition("=") for s in settings)}
         return cls(text, None if name != "oktopk" else density if density == "auto" else float(density), **given)
 
@@ -60,7 +63,7 @@ class Contestant:
         """For DataParallel."""
         assert self.density is not None
         return ab.OkTopk(density=self.density, warmup_steps=warmup, start_density=self.start,  # type: ignore[arg-type]
-                         decay_steps=self.decay)  # fmt: skip
+                         decay_steps=self.decay, momentum=self.momentum)  # fmt: skip
 
     def plan(self, model: nn.Module) -> ab.Plan:
         """Vectors dense, as DataParallel has it; all else sparse in one bucket, or in one per tensor."""
@@ -108,6 +111,9 @@ class Run:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._waiting, self.parallel, self._loss = Waiting(), task.model, torch.zeros(())
         self._norm, self._held = 0.0, False
+        if contestant.momentum:
+            for group in task.optimizer.param_groups:
+                group.update({"betas": (0.0, group["betas"][1])} if "betas" in group else {"momentum": 0.0})
 
     def curve(self, steps: int) -> Iterator[dict[str, Any]]:
         """Points every few steps; ``time_s`` does not count what is measured in between."""

@@ -56,6 +56,11 @@ class LeanParallel(Steered, nn.Module):
         super().__init__()
         check_compress(compress)
         check_lean(memory)
+        if isinstance(compress, OkTopk) and compress.momentum:
+            raise ValueError(
+                f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to what waits as they come: "
+                "leave momentum to the optimizer"
+            )
         group = process_group or dist.group.WORLD
         if group is None:
             raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")

@@ -1,6 +1,6 @@
 """What waits on every rank, as entries of a torch.distributed.checkpoint: tensors alone, under keys of their rank.
 
-    anabranch/rank3/residual/layer.weight   what waits there of that parameter
+    anabranch/rank3/residuals/layer.weight  what waits there of that parameter
     anabranch/rank3/numbers                 the rest of ``comm_state_dict()``: JSON, as bytes in a uint8 tensor
 
 There one key on two ranks is one entry, and the other rank's is dropped without a word: hence the rank in the key. What
@@ -33,6 +33,9 @@ class Model(Protocol):
     def load_comm_state_dict(self, *states: Any) -> None:
         """Take it over, from this rank or from all."""
         ...
+
+
+TENSORS = ("residuals", "velocities")  # by parameter; all else is numbers and texts
 
 
 class CommState(Stateful):
@@ -96,14 +99,19 @@ class CommState(Stateful):
 
 def packed(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """A rank's ``comm_state_dict()`` as tensors."""
-    numbers = {name: value for name, value in state.items() if name != "residuals"}
+    numbers = {name: value for name, value in state.items() if name not in TENSORS}
     yield "numbers", torch.frombuffer(bytearray(json.dumps(numbers).encode()), dtype=torch.uint8).clone()
-    for name, piece in state.get("residuals", {}).items():
-        yield f"residual/{name}", piece
+    for kind in TENSORS:
+        for name, piece in state.get(kind, {}).items():
+            yield f"{kind}/{name}", piece
 
 
 def unpacked(entries: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The same ``comm_state_dict()`` again."""
     numbers: dict[str, Any] = json.loads(entries["numbers"].cpu().numpy().tobytes())
-    residuals = {key.partition("/")[2]: value for key, value in entries.items() if key != "numbers"}
-    return {**numbers, "residuals": residuals} if numbers else {}
+    found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in TENSORS}
+    for key, value in entries.items():
+        kind, _, name = key.partition("/")
+        if name:
+            found[kind][name] = value
+    return {**numbers, **found} if numbers else {}

@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 
 from anabranch.plan import Bucket, Plan
-from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps
+from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps, Traffic, traffic
 from anabranch.sparse.comm import GroupComm
+from anabranch.sparse.exact import MOST
+from anabranch.sparse.fixed import Sizes
 from anabranch.sparse.leftovers import Leftovers
+from anabranch.sparse.momentum import Momentum
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState, SparseState
@@ -65,6 +68,7 @@ class SparseCollectives:
         self._device = next(iter(parameters.values())).device
         self._world_size = dist.get_world_size(group)
         self._state = SparseState(dist.get_rank(group), self._world_size, self._device)
+        self._momentum = Momentum(options.momentum, options.wire != "fp32")
         self._leftovers = Leftovers(self._state, parameters, averaged)
         self._parameters = parameters
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: what remembers, and the averages
@@ -84,7 +88,8 @@ class SparseCollectives:
         if density is None or state is None:
             return COLLECTIVES[bucket.collective](buffer, group, divisor)
         self._exchanged.append((state, buffer))
-        return exchange(buffer, state, self._comm(group), divisor, density, self._options)
+        steps = exchange(buffer, state, self._comm(group), divisor, density, self._options)
+        return self._momentum.around(steps, buffer, state)
 
     def remembered(self, bucket: Bucket) -> BucketState | None:
         """See ``Collectives``."""
@@ -107,6 +112,23 @@ class SparseCollectives:
         if gradients and not bool(torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()):
             for state, average in exchanged:
                 state.residual.add_(torch.where(torch.isfinite(average).all(), average, 0.0))
+
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
+        """See ``Collectives``. Exact exchanges send what passed, evenly over ranks; fixed ones their slots, full or not.
+
+        What passed lies on the device, so that on a GPU, also of an exact exchange, the planned sizes are given.
+        """
+        settled, state = density_of(bucket.collective), self.remembered(bucket)
+        if settled is None or state is None:
+            return traffic(bucket.collective, numel, dtype, ranks)
+        density = self._options.density_at(max(0, state.step - 1), settled)
+        sizes = Sizes.of(numel, ranks, density, self._options)
+        if self._device.type != "cpu":
+            nbytes = 2 * (ranks - 1) * sizes.message_nbytes
+            return Traffic(nbytes, nbytes, sizes.k / numel)
+        offered, applied = min(int(state.offered), MOST * sizes.k), int(state.applied)
+        nbytes = (offered + applied) * sizes.wire.pair_nbytes * (ranks - 1) // ranks
+        return Traffic(nbytes, nbytes, applied / numel)
 
     def turn_to(self, plan: Plan | None) -> None:
         """See ``Collectives``."""
@@ -151,11 +173,13 @@ class SparseCollectives:
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Collectives``."""
-        return self._state.state_dict()
+        velocities = {name: piece.clone() for name, piece in self._momentum.state_dict().items()}
+        return {**self._state.state_dict(), "velocities": velocities}
 
     def load_state_dict(self, *states: Any) -> None:
         """See ``Collectives``."""
         self._state.load_state_dict(*states)
+        self._momentum.load_state_dict(*(state.get("velocities", {}) for state in self._state.taken))
         self._leftovers.keep(self._leftovers.sparse)
 
     def loaded(self) -> list[str]:
@@ -164,6 +188,8 @@ class SparseCollectives:
 
     def rescale(self, scale: float) -> None:
         """See ``Collectives``."""
+        if self._state.scale is not None:
+            self._momentum.rescale(scale / self._state.scale)
         self._state.rescale(scale)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ class OkTopk:
     density             share of a bucket's elements to send per step; "auto": what the backward pass hides
     warmup_steps        first steps that go dense: early gradients change too fast to wait; a given plan runs at once
     start_density       density right after warm-up, from which it falls geometrically over ``decay_steps``
+    momentum            of each rank's own gradients, before they are sent, such as 0.9: then give the optimizer none
     threshold_period    steps between exact thresholds in an exact exchange; they are sampled in between
     region_period       steps between re-balanced regions
     wire                values as "fp32" or "bf16" (what rounding takes off is kept in the residual)
@@ -25,6 +26,7 @@ class OkTopk:
     warmup_steps: int = 100
     start_density: float | None = None
     decay_steps: int = 300
+    momentum: float = 0.0
     threshold_period: int = 32
     region_period: int = 64
     wire: Precision = "fp32"
@@ -46,6 +48,8 @@ class OkTopk:
                 raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected a whole number from {least} on")
         if self.wire not in ("fp32", "bf16"):
             raise ValueError(f"OkTopk wire is 'fp32' or 'bf16', not {self.wire!r}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"OkTopk momentum is {self.momentum}: expected a share from 0 up to, but not, 1")
         if not self.capacity_factor >= 1:
             raise ValueError(f"OkTopk capacity_factor is at least 1, not {self.capacity_factor}")
 

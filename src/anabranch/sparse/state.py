@@ -76,6 +76,7 @@ class SparseState:
     lent        what was added to gradients of which nobody knows yet whether their average is finite
     scale       of the loss from which all that waits was computed, where someone says (``rescale``)
     loaded      what was loaded, as far as it must be the same on all ranks, line by line
+    taken       the states that have become this rank's
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device | None = None) -> None:
@@ -84,6 +85,7 @@ class SparseState:
         self.lent: dict[str, torch.Tensor] = {}
         self.scale: float | None = None
         self.loaded = ["nothing"]
+        self.taken: list[Mapping[str, Any]] = []
         self._buckets: dict[tuple[str, ...], BucketState] = {}
         self._settings: dict[tuple[str, ...], Mapping[str, Any]] = {}  # loaded regions that wait for their bucket
         self._step = 0  # of buckets that are no more: schedules go on where they were
@@ -171,7 +173,7 @@ class SparseState:
         sum over the ranks of what waits is what it was, up to float32 rounding where ranks are added together.
         """
         states = tuple(state for state in states if state)  # a run without anything to remember has kept {}
-        self.loaded = ["nothing"]
+        self.loaded, self.taken = ["nothing"], []
         if not states:
             return
         try:
@@ -179,7 +181,7 @@ class SparseState:
         except ValueError as error:
             self.loaded = [f"what it refused: {error}"]
             raise
-        self.loaded = shared(states[0])
+        self.loaded, self.taken = shared(states[0]), mine
         self._buckets, self._settings, self.lent = {}, {}, {}
         self.loose.clear()
         for state in mine:
