@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": {*NOUNS, "planners", "runtime", "sparse"},
     "lab": {"errors"},
     "lab.emulation": {*BASE, "links"},
+    "reproduce": {*NOUNS, "files", "planners", "sim", "sparse", "memory", "bench"},  # whatever a paper's figures need
     "integrations": EVERYTHING,
     "cli": EVERYTHING,
 }
@@ -57,6 +58,7 @@ TORCH_AT_MODULE_LEVEL = {
     "integrations",
     "lab.emulation.group",
     "lab.emulation.work",
+    "reproduce.oktopk_counts",
 }
 TORCH_NEVER = {*NOUNS, "files", "sim", "planners", "report", "lab"}
 

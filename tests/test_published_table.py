@@ -1,25 +1,16 @@
 """The GoogleNet table of algorithms.md §1.6, from the public trace, where that is present beside the project."""
 
-import csv
-from itertools import groupby
-from pathlib import Path
-
 import pytest
 
-from anabranch import Network, TensorSpec, Trace, planners
+from anabranch import Network, Trace, planners
+from anabranch.reproduce.mgwfbp_published import ALPHA_S, BETA_S_PER_BYTE, GAMMA_S_PER_BYTE, POINTS
+from anabranch.reproduce.mgwfbp_published import ring as cost
 from anabranch.sim import finish_s
-from shorthand import trace_of
+from k80 import googlenet_trace, needs_the_trace
 
-DATA = Path(__file__).parents[2] / "shared" / "data" / "googlenet_k80_b64_tmp8comm.csv"
-pytestmark = pytest.mark.skipif(
-    not DATA.is_file(), reason=f"the third-party trace {DATA.name} is not beside the project"
-)
+pytestmark = needs_the_trace
 
-# The costs behind the table, §1.10. The a and b printed in it are these, rounded to 4 digits: from the rounded ones
-# seven of its cells come out otherwise. Its a is 2Nα, the older form of §1.2, not the ring's 2(N−1)α.
-ALPHA_S = 45.25e-6
-BETA_S_PER_BYTE = 1.2 / (9 * 2**30 / 8)
-GAMMA_S_PER_BYTE = 160 / 64e9
+# The a and b printed are the costs of §1.10 rounded to 4 digits: from the rounded ones seven cells come out otherwise.
 
 # N: a, b, milliseconds of WFBP, one message, rule, optimum; groups of rule and optimum; rule/WFBP, rule/one, opt./rule
 TABLE = """
@@ -42,22 +33,8 @@ MISPRINTS = {("1024", "9.80"): "9.79", ("2048", "12103"): "12102"}
 
 @pytest.fixture(scope="module")
 def googlenet() -> Trace:
-    """Rows are in forward order; neighbours with one time are one layer of 4-byte elements."""
-    with DATA.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    layers = [(float(us) * 1e-6, sum(int(row["size_elems_aligned"]) for row in same))
-              for us, same in groupby(rows, key=lambda row: row["backward_us"])]  # fmt: skip
-    ready_s, tensors = 0.0, []
-    for layer in range(len(layers), 0, -1):
-        backward_s, numel = layers[layer - 1]
-        ready_s += backward_s
-        tensors.append(TensorSpec(f"layer {layer}", numel, 4, ready_s))
-    return trace_of(tensors, 0.5 * ready_s)
-
-
-def cost(world_size: int) -> tuple[float, float]:
-    n = world_size
-    return 2 * n * ALPHA_S, 2 * (n - 1) / n * BETA_S_PER_BYTE + (n - 1) / n * GAMMA_S_PER_BYTE
+    """The authors' own."""
+    return googlenet_trace()
 
 
 def like(printed: str, value: float) -> str:
@@ -70,6 +47,10 @@ def test_the_trace_is_the_one_described(googlenet: Trace) -> None:
     assert googlenet.nbytes == 4 * 13_379_136
     assert like("205.3", googlenet.backward_s * 1e3) == "205.3"
     assert like("102.7", googlenet.forward_s * 1e3) == "102.7"
+
+
+def test_the_table_is_the_one_that_reproduce_shows() -> None:
+    assert {ranks: tuple(map(float, row[2:6])) for ranks, row in ROWS.items()} == dict(POINTS)
 
 
 @pytest.mark.parametrize("world_size", ROWS)

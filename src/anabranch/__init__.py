@@ -33,6 +33,8 @@ from anabranch.version import __version__
 if _TYPE_CHECKING:
     from anabranch.memory.mix import Activations
     from anabranch.memory.options import Lean
+    from anabranch.runtime.loggers import JsonLines, Progress, TensorBoard
+    from anabranch.runtime.metrics import Logger, Metrics
     from anabranch.runtime.parallel import DataParallel
     from anabranch.sparse.checkpoint import CommState
     from anabranch.sparse.options import OkTopk
@@ -50,14 +52,19 @@ __all__ = [
     "DataParallel",
     "DisagreementError",
     "FileError",
+    "JsonLines",
     "LabError",
     "Lean",
+    "Logger",
+    "Metrics",
     "Network",
     "NetworkError",
     "OkTopk",
     "Plan",
     "PlanError",
+    "Progress",
     "Span",
+    "TensorBoard",
     "TensorSpec",
     "Timeline",
     "Trace",
@@ -76,8 +83,13 @@ _WITH_TORCH = {
     "Activations": "anabranch.memory.mix",
     "CommState": "anabranch.sparse.checkpoint",
     "DataParallel": "anabranch.runtime.parallel",
+    "JsonLines": "anabranch.runtime.loggers",
     "Lean": "anabranch.memory.options",
+    "Logger": "anabranch.runtime.metrics",
+    "Metrics": "anabranch.runtime.metrics",
     "OkTopk": "anabranch.sparse.options",
+    "Progress": "anabranch.runtime.loggers",
+    "TensorBoard": "anabranch.runtime.loggers",
 }
 
 

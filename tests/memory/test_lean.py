@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Tied(nn.Module):
-    """One weight at both ends, a part that is frozen, and one that every other step leaves out."""
+    """One weight at both ends, and a part that is frozen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -133,12 +133,12 @@ def test_what_was_lent_is_gone_or_waits_again() -> None:
     bucket = state.bucket(["c"], [40])
     assert not bucket.residual.any()
     bucket.residual.fill_(1.0)
-    state.settle(sent=False)
+    state.settle(sent=())
     assert torch.equal(state.residuals()["a"], before["a"])
     assert torch.equal(state.residuals()["c"], before["c"] + 1)
     state.release([])
     assert state.lend("a") is not None
-    state.settle(sent=True)
+    state.settle(sent=state.lent)
     assert "a" not in state.residuals()
 
 

@@ -15,6 +15,7 @@ from anabranch.cli.measure import measure
 from anabranch.cli.memory import memory
 from anabranch.cli.plan import plan
 from anabranch.cli.record import record
+from anabranch.cli.reproduce import reproduce
 from anabranch.cli.scale import scale
 from anabranch.cli.show import show
 from anabranch.cli.simulate import simulate
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (record, measure, plan, simulate, compare, scale, show, bench, memory, demo):
+for verb in (record, measure, plan, simulate, compare, scale, reproduce, show, bench, memory, demo):
     app.command()(verb)
 # Options after the first word of its program are the program's, also where "--" is left out.
 app.command(context_settings={"allow_interspersed_args": False})(lab)

@@ -5,7 +5,7 @@ to what waits, at once, and is gone. Else it stays until its bucket is complete,
 runs the exchange and right behind it the step of the bucket's optimizer; then the slot goes to the next bucket.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -18,11 +18,13 @@ from torch.futures import Future
 from anabranch.memory.optimizers import BucketOptimizer, BucketOptimizers
 from anabranch.memory.residual import Residuals
 from anabranch.memory.slots import Slots
-from anabranch.memory.update import Updates
+from anabranch.memory.update import Updates, all_finite
 from anabranch.plan import Bucket
 from anabranch.runtime.collectives import Collectives, Remembered
-from anabranch.runtime.dense import Group, Steps
+from anabranch.runtime.dense import Group, Steps, hold
 from anabranch.runtime.hook import PlanHook
+from anabranch.runtime.layout import tensors_in
+from anabranch.sparse.leftovers import shaped
 
 
 @dataclass
@@ -62,9 +64,9 @@ class LiveBucket:
         """Add the parameter's gradient to what waits, and take it away; a gradient that is not finite is left out."""
         if self.waiting is None or parameter.grad is None:
             return
-        gradient, parameter.grad = parameter.grad.detach().reshape(-1), None
-        finite = torch.isfinite(torch.linalg.vector_norm(gradient, float("inf")))
-        self.waiting[name].add_(gradient.masked_fill_(~finite, 0.0))
+        gradient, parameter.grad = parameter.grad.detach(), None
+        finite = all_finite(gradient)
+        shaped(self.waiting[name], parameter).add_(gradient.masked_fill_(~finite, 0.0))
         self.finite = finite if self.finite is None else self.finite.logical_and_(finite)
 
     def move_to(self, slot: torch.Tensor) -> None:
@@ -73,7 +75,7 @@ class LiveBucket:
             if parameter.grad is None:
                 piece.zero_()
             else:
-                piece.copy_(parameter.grad.reshape(-1))
+                shaped(piece, parameter).copy_(parameter.grad)
                 parameter.grad = None
 
 
@@ -111,6 +113,7 @@ class Updating:
         """Gradients have been added to what waits, so there are none in the slot; it tells whether they were finite."""
         buffer.zero_()
         if finite is not None:
+            hold(finite)
             buffer[0] = torch.where(finite, 0.0, float("inf"))
         yield from exchange
         self._residuals.put_back(state)
@@ -147,7 +150,7 @@ class Engine:
         updating.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
         self._slots = Slots([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
         residuals.lay_out([bucket.nbytes for bucket in self._buckets if bucket.sparse])
-        self._launched, self._begun = 0, False
+        self._launched, self._begun, self._awaited = 0, False, False
         self._handles: list[Any] = [
             parameters[name].register_post_accumulate_grad_hook(partial(self._take, bucket, name))
             for bucket in self._buckets
@@ -159,6 +162,38 @@ class Engine:
         while self._handles:
             self._handles.pop().remove()
 
+    def before_forward(self) -> None:
+        """Refuse to go on where a backward pass was broken off: other ranks may stand at another bucket."""
+        if torch._C._current_graph_task_id() >= 0:  # a forward that backward itself has called, to compute it again
+            return
+        if self._begun:
+            raise RuntimeError(
+                f"a backward pass was broken off by an exception after {self._launched} of {len(self._buckets)} "
+                "buckets, whose parameters are updated: close() this DataParallel, wrap again, and load a checkpoint"
+            )
+        self._awaited = False
+
+    def after_forward(self, output: object) -> None:
+        """Have the backward pass of this output end with ``_finish``.
+
+        The first gradient may come inside a part that reentrant checkpointing differentiates by itself, and a callback
+        that is queued there runs when that part is over.
+        """
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._await)
+
+    def applied(self, names: Collection[str]) -> list[str]:
+        """Those of these parameters that the last backward pass has updated."""
+        updated = [bucket for bucket in self._buckets if self._updates.applied(bucket.optimizer)]
+        return [name for bucket in updated for name in bucket.planned.names if name in names]
+
+    def _await(self, gradient: torch.Tensor) -> None:  # noqa: ARG002
+        if self._averaging():
+            self._awaited = True
+            Variable._execution_engine.queue_callback(self._finish)
+
+    @torch.no_grad()
     def _take(self, bucket: LiveBucket, name: str, parameter: torch.Tensor) -> None:
         """A gradient has come."""
         if not self._averaging():
@@ -178,7 +213,8 @@ class Engine:
     def _begin(self) -> None:
         """The first gradient of a backward pass."""
         self._begun = True
-        Variable._execution_engine.queue_callback(self._finish)
+        if not self._awaited:
+            Variable._execution_engine.queue_callback(self._finish)
         for bucket in self._buckets:
             bucket.state = self._collectives.remembered(bucket.planned)
             bucket.waiting = None if bucket.state is None else self._residuals.at_hand(bucket.state)
@@ -207,12 +243,16 @@ class Engine:
         if following is not None:
             self._residuals.prefetch(following)
 
+    @torch.no_grad()
     def _finish(self) -> None:
         """Backward is over: launch what is left, gradients that did not come being zeros, and wait for all."""
+        self._awaited = False
+        if not self._begun:  # autograd.grad(), which updates nothing; or another output of the same step
+            return
         while self._launched < len(self._buckets):
             self._launch()
-        self._updates.settle()
         self._slots.settle()
+        self._updates.settle()
         for bucket in self._buckets:
             bucket.come.clear()
         self._launched, self._begun = 0, False

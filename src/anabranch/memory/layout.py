@@ -1,6 +1,7 @@
 """The layout in force on a model under Lean: an engine with the plan's buckets, or with those that DDP would make."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -32,7 +33,8 @@ class LeanLayout(LiveLayout):
         self.optimizers = BucketOptimizers(memory.optimizer, self.parameters)
         self.updates = Updates(memory.clip_norm)
         self.residuals: Residuals = InHostMemory(self.device) if memory.residuals == "host" else InPlace()
-        self._averaging = parallel.averaging
+        averaging = weakref.WeakMethod(parallel.averaging)  # a dropped model must be able to go
+        self._averaging = lambda: (now := averaging()) is not None and bool(now())
         self._stock_plan = as_ddp(self.parameters)
         self.lanes.grow(1)
         self._lay_out(None)
@@ -42,6 +44,27 @@ class LeanLayout(LiveLayout):
         if self._engine is not None:
             self._engine.close()
         super().close()
+
+    def before_forward(self, averaged: bool) -> None:
+        """See ``LiveLayout``."""
+        self.lanes.check()  # says more of what broke a backward pass off
+        if self._engine is not None:
+            self._engine.before_forward()
+        super().before_forward(averaged)
+
+    def after_forward(self, output: object) -> None:
+        """A forward whose gradients will be averaged has returned, behind the watch's own mark."""
+        if self._engine is not None:
+            self._engine.after_forward(output)
+
+    def want(self, plan: Plan | None) -> None:
+        """See ``LiveLayout``."""
+        self.residuals.settle()  # what the new plan does not send is taken out of the old buckets
+        super().want(plan)
+
+    def applied(self, names: Collection[str]) -> Collection[str]:
+        """Those of these parameters that the last backward pass has updated."""
+        return self._engine.applied(names) if self._engine is not None else ()
 
     def trained_now(self) -> dict[str, nn.Parameter]:
         """See ``LiveLayout``."""
@@ -62,6 +85,7 @@ class LeanLayout(LiveLayout):
         def hook(collectives: Collectives) -> PlanHook:
             return PlanHook(wanted, self.lanes, self.watch, lambda _lane: None, collectives, self.agree)
 
+        self.updates.forget()
         self._engine = None  # the old slots go before the new ones come
         self._engine = Engine(
             hook, self._collectives, self.parameters, self.optimizers, self.updates, self.residuals, self._averaging
@@ -70,8 +94,9 @@ class LeanLayout(LiveLayout):
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients, by name; shared ones once."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    """The parameters that require gradients, by name; shared ones once; not those that DDP would ignore."""
+    own_affair = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in own_affair}
 
 
 def as_ddp(parameters: dict[str, nn.Parameter]) -> Plan:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from anabranch.memory.options import OptimizerFactory
+from anabranch.sparse.leftovers import shaped
 
 
 class BucketOptimizers:
@@ -24,6 +25,7 @@ class BucketOptimizers:
         self._made: list[torch.optim.Optimizer] = []
         self.shown = self._make(list(parameters.values()))
         self.shown.step = MethodType(_already_done, self.shown)  # type: ignore[method-assign]
+        self.shown._opt_called = True  # type: ignore[attr-defined] # else schedulers warn of a step() that nobody called
         groups = enumerate(self.shown.param_groups)
         self._group_of = {parameter: index for index, group in groups for parameter in group["params"]}
 
@@ -91,10 +93,24 @@ class BucketOptimizer:
             chosen = self._shown.param_groups[index]
             group.update((name, value) for name, value in chosen.items() if name != "params")
         for parameter, piece in zip(self._parameters, update.split(self._numels), strict=True):
-            parameter.grad = piece.view_as(parameter)
+            if parameter.requires_grad:  # one that was frozen meanwhile must not decay, or go on by its momentum
+                parameter.grad = shaped(piece, parameter)  # fused optimizers see memory, not shapes
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
+        for group, index in self._groups:
+            _check_settings(self._optimizer, group, self._shown.param_groups[index])
+
+
+def _check_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any], shown: dict[str, Any]) -> None:
+    """Refuse a step that has changed its group: the next one would get the user's settings again."""
+    for name, value in group.items():
+        was = shown.get(name) if name != "params" else value
+        if value is not was and (isinstance(value, torch.Tensor) or value != was):
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() changes {name!r} in its parameter groups, and every bucket has "
+                "its own: use an optimizer that keeps what it remembers in state, by parameter"
+            )
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,9 +2,10 @@
 
 import json
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,8 +59,8 @@ class LeanParallel(Steered, nn.Module):
         check_lean(memory)
         if isinstance(compress, OkTopk) and compress.momentum:
             raise ValueError(
-                f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to what waits as they come: "
-                "leave momentum to the optimizer"
+                f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to what waits as they "
+                "come: leave momentum to the optimizer"
             )
         group = process_group or dist.group.WORLD
         if group is None:
@@ -73,11 +74,13 @@ class LeanParallel(Steered, nn.Module):
         self._broadcast_buffers, self._averaging = broadcast_buffers, True
         parameters = _checked(module)
         with torch.no_grad():
-            self._from_rank_0([*module.parameters(), *module.buffers()])
+            self._from_rank_0([*_shared(module.named_parameters(), module), *_shared(module.named_buffers(), module)])
         collectives = self._memory = self._collectives(compress, parameters)
         wishes = replace(wishes, kinds=tuple(collectives.kinds), dense_names=collectives.dense_names)
         wishes.check_fits(parameters, ranks, collectives)
-        self._activations = ManagedActivations(module, memory.activations, self._as_rank_0)
+        self._activations = ManagedActivations(module, memory.activations, partial(_as_rank_0, group))
+        self._undo = weakref.finalize(self, self._activations.undo)
+        self._undo.atexit = False  # there is no one left to use the module
         control = same_ranks(group, "gloo", "anabranch control")
         self._pilot = Pilot(self, wishes, control, collectives, LeanLayout)
         self._release = weakref.finalize(self, self._pilot.close)
@@ -87,7 +90,12 @@ class LeanParallel(Steered, nn.Module):
             return Plain(compress)
         owner = weakref.ref(self)
         averaged = lambda: (own := owner()) is not None and own._averaging  # noqa: E731
-        return SparseCollectives(compress, parameters, self.process_group, averaged)
+
+        def applied(names: Collection[str]) -> Collection[str]:
+            own = owner()
+            return own.layout.applied(names) if own is not None else ()
+
+        return SparseCollectives(compress, parameters, self.process_group, averaged, applied)
 
     @property
     def layout(self) -> LeanLayout:
@@ -106,6 +114,19 @@ class LeanParallel(Steered, nn.Module):
     def skipped(self) -> int:
         """Updates of buckets that were left out because a gradient was not finite on some rank."""
         return self.layout.updates.count()
+
+    def explain(self) -> str:
+        """See ``Steered``."""
+        if self._pilot is not None:
+            with suppress(RuntimeError):  # a lane has failed, and has said so where it was waited for
+                self.layout.residuals.settle()
+        return super().explain()
+
+    def comm_state_dict(self) -> dict[str, Any]:
+        """See ``Steered``."""
+        if self._pilot is not None:
+            self.layout.residuals.settle()  # it may be on its way to host memory
+        return super().comm_state_dict()
 
     def averaging(self) -> bool:
         """Whether gradients are averaged now: not under no_sync()."""
@@ -149,9 +170,10 @@ class LeanParallel(Steered, nn.Module):
             elif self._good_steps == scaler.get_growth_interval():
                 self._good_steps = 0
                 scaler.update(scaler.get_scale() * scaler.get_growth_factor())
+        if scaler is not None and self.layout.updates.scale != (scale := float(scaler.get_scale())):
+            self.layout.updates.scale = scale
+            self.layout.residuals.settle()
         super()._follow_scale()
-        if scaler is not None:
-            self.layout.updates.scale = float(scaler.get_scale())
 
     def _so_far(self) -> tuple[int, int]:
         """Steps made, and updates left out."""
@@ -167,17 +189,13 @@ class LeanParallel(Steered, nn.Module):
             self._pilot.before_forward(averaged=self._averaging)
         if will_average and self._broadcast_buffers:
             with torch.no_grad():
-                self._from_rank_0(list(self.module.buffers()))
+                self._from_rank_0(_shared(self.module.named_buffers(), self.module))
 
     @_disable_dynamo
     def _after_forward(self, output: Any) -> None:
         assert self._pilot is not None
         self._pilot.after_forward(output)
-
-    def _as_rank_0(self, actions: dict[str, Action]) -> dict[str, Action]:
-        """Rank 0's choice for activations: ranks must recompute alike where a block communicates."""
-        chosen: dict[str, Action] = json.loads(from_rank_0(json.dumps(actions).encode(), self.process_group))
-        return chosen
+        self.layout.after_forward(output)
 
     def _from_rank_0(self, tensors: list[torch.Tensor]) -> None:
         if tensors and dist.get_world_size(self.process_group) > 1:
@@ -187,8 +205,20 @@ class LeanParallel(Steered, nn.Module):
         """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
         if self._pilot is not None:
             self._release()
-            self._activations.undo()
+            self._undo()
         self._let_go()
+
+
+def _as_rank_0(group: dist.ProcessGroup, actions: dict[str, Action]) -> dict[str, Action]:
+    """Rank 0's choice for activations: ranks must recompute alike where a block communicates."""
+    chosen: dict[str, Action] = json.loads(from_rank_0(json.dumps(actions).encode(), group))
+    return chosen
+
+
+def _shared(named: Iterable[tuple[str, torch.Tensor]], module: nn.Module) -> list[torch.Tensor]:
+    """Those that are the same on all ranks: DDP leaves some to each."""
+    own_affair = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return [tensor for name, tensor in named if name not in own_affair]
 
 
 def _checked(module: nn.Module) -> dict[str, nn.Parameter]:

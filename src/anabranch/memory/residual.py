@@ -99,6 +99,10 @@ class InHostMemory:
         """See ``Residuals``."""
         self.settle()
         self._slots, self._freed, self._home = Slots(nbytes, self._device), {}, {}
+        if self._coming is not None:  # whoever had that memory before may still be using it
+            self._coming.wait_stream(torch.cuda.current_stream(self._device))
+        if self._coming is not None:  # the allocator may have taken them from what the current stream still uses
+            self._coming.wait_stream(torch.cuda.current_stream(self._device))
 
     def at_hand(self, state: Remembered) -> Mapping[str, torch.Tensor] | None:
         """It is away; one that was just made on the device goes to host memory now, before the next one is made."""

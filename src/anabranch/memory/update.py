@@ -8,11 +8,19 @@ end of backward comes.
 
 from collections import deque
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 
 from anabranch.memory.optimizers import BucketOptimizer
 from anabranch.runtime.dense import Steps, hold
+
+
+def all_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all its elements are finite, on its device and without a copy of it."""
+    if tensor.numel() == 0:  # which has no largest element
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.isfinite(torch.linalg.vector_norm(tensor, float("inf")))
 
 
 @dataclass(frozen=True)
@@ -34,12 +42,14 @@ class Updates:
         self._found_inf: list[torch.Tensor] = []  # on the device, of fused optimizers
         self._due: deque[Due] = deque()
         self._stream: torch.cuda.Stream | None = None  # of its own: on a lane's, a step would wait for later exchanges
+        self._finite: dict[BucketOptimizer, torch.Tensor] = {}  # in the last step
+        self._counting = Lock()  # lanes are threads on a CPU
         self.skipped = 0
 
     def after(self, exchange: Steps, average: torch.Tensor, optimizer: BucketOptimizer) -> Steps:
         """The exchange that leaves the average in ``average``, and the step with it."""
         yield from exchange
-        finite = torch.isfinite(torch.linalg.vector_norm(average, float("inf")))
+        finite = self._finite[optimizer] = all_finite(average)
         if self.scale != 1.0:
             average.div_(self.scale)
         if self._clip_norm is not None:
@@ -67,6 +77,17 @@ class Updates:
             with torch.cuda.stream(self._stream):
                 self._step(due.optimizer, due.average, bool(due.finite))
             torch.cuda.current_stream(due.average.device).wait_stream(self._stream)  # before the slot is used again
+        if keep == 0 and len(self._found_inf) > 1:  # lanes have been waited for; nobody may ever ask for the count
+            hold(*self._found_inf)
+            self._found_inf = [torch.stack(self._found_inf).sum()]
+
+    def applied(self, optimizer: BucketOptimizer) -> bool:
+        """Whether it was stepped in the last backward pass; waits for the device."""
+        return optimizer in self._finite and bool(self._finite[optimizer])
+
+    def forget(self) -> None:
+        """The buckets are no more."""
+        self._finite.clear()
 
     def count(self) -> int:
         """Steps left out so far; waits for the device where it alone knows."""
@@ -77,6 +98,10 @@ class Updates:
 
     def _step(self, optimizer: BucketOptimizer, average: torch.Tensor, finite: bool) -> None:
         if finite:
-            optimizer.step(average)
+            try:
+                optimizer.step(average)
+            except Exception as error:
+                raise RuntimeError(f"the optimizer's step failed on this rank: {error!r}") from error
         else:
-            self.skipped += 1
+            with self._counting:
+                self.skipped += 1

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from anabranch.plan import Bucket, Plan
-from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps
+from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps, Traffic, traffic
 
 
 class Scaler(Protocol):
@@ -58,6 +58,10 @@ class Collectives(Protocol):
 
     def step_over(self) -> None:
         """All gradients of a step are averaged, on all ranks."""
+        ...
+
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
+        """What the last exchange of this bucket sent, computed without waiting for a device; None if nobody knows."""
         ...
 
     def probe(self, kind: str) -> Collective:
@@ -119,6 +123,10 @@ class Plain:
 
     def step_over(self) -> None:
         """Nothing to do."""
+
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
+        """See ``Collectives``."""
+        return traffic(bucket.collective, numel, dtype, ranks)
 
     def probe(self, kind: str) -> Collective:
         """See ``Collectives``."""

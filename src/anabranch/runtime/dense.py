@@ -6,6 +6,7 @@ stream, before asking for the next step. So no collective ever waits inside anot
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,28 @@ def bf16(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
     average = received.view(ranks, share).sum(dim=0, dtype=torch.float32).mul_(1.0 / divisor)
     yield issued(gather(offered, average.to(torch.bfloat16), group))
     buffer.copy_(offered[: buffer.numel()])
+
+
+class Traffic(NamedTuple):
+    """What one rank sends and receives for a bucket, and the share of its elements that is exchanged.
+
+    Computed from sizes, for rings and direct messages: without what the transport adds.
+    """
+
+    sent_nbytes: int
+    received_nbytes: int
+    density: float
+
+
+def traffic(kind: str, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
+    """What a dense collective of this kind costs the wire; None if it is of another kind."""
+    if kind not in COLLECTIVES:
+        return None
+    if kind == "bf16" and dtype == torch.float32:
+        nbytes = 2 * (ranks - 1) * -(-numel // ranks) * torch.bfloat16.itemsize
+    else:
+        nbytes = 2 * (ranks - 1) * numel * dtype.itemsize // ranks
+    return Traffic(nbytes, nbytes, 1.0)
 
 
 COLLECTIVES: Mapping[str, Collective] = {"dense": dense, "bf16": bf16}

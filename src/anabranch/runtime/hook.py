@@ -60,7 +60,7 @@ class PlanHook:
 
     def _marker(self, index: int) -> Callable[[list[dist.Work]], None] | None:
         step = self._watch.current
-        if not self.look or step is None:
+        if step is None or not (self.look or self._watch.lookers):
             return None
         clock = self._watch.clock
         launched = clock.mark()

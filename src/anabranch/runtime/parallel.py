@@ -65,6 +65,7 @@ class DataParallel(Steered, DistributedDataParallel):
         lanes: int | None = None,
         compress: str | OkTopk | None = None,
         profile_steps: int = 10,
+        memory: Lean | None = None,  # noqa: ARG002 - it is None: with any, __new__ makes another class
         **options: Any,
     ) -> None:
         check_compress(compress)

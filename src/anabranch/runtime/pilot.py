@@ -60,7 +60,7 @@ class Pilot:
         collectives: Collectives,
         layout: type[LiveLayout] = LiveLayout,
     ) -> None:
-        self._wishes, self._control, self.collectives = wishes, control, collectives
+        self._wishes, self.control, self.collectives = wishes, control, collectives
         self.live = layout(ddp, control, self._step_done, collectives)
         self._watch = self.live.watch
         self._recorder: Recorder | None = None
@@ -69,8 +69,7 @@ class Pilot:
         self.trials: list[Trial] = []
         self.kept: Trial | None = None
         self.failure = ""  # why planning failed, if it did
-        self.stage = "settling"
-        self.replan_asked = False
+        self.stage, self.replan_asked = "settling", False
         self._patience, self.steps_done = 1, 0
         self._course = self._life()
         next(self._course, None)
@@ -101,12 +100,13 @@ class Pilot:
     def close(self) -> None:
         """Let go of hooks, threads and groups."""
         self._course.close()
+        self._watch.close()
         self.live.close()
         if dist.is_initialized():
             with suppress(ValueError, AssertionError):  # gone already, with the default group
-                dist.destroy_process_group(self._control)
+                dist.destroy_process_group(self.control)
         # The last reference to a group must go while Python is whole: its threads need the interpreter to end.
-        del self._control
+        del self.control
 
     @_disable_dynamo
     def _step_done(self) -> None:
@@ -123,7 +123,7 @@ class Pilot:
         except Exception as error:
             self.stage = f"stopped planning: {type(error).__name__}: {error}"
             raise
-        for warning in caught if dist.get_rank(self._control) == 0 else []:
+        for warning in caught if dist.get_rank(self.control) == 0 else []:
             log.warning("anabranch: %s", warning.message)
 
     # The course: one yield per synchronised step.
@@ -179,14 +179,14 @@ class Pilot:
         before = self.network
         told = [trial for trial in self.trials if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes]
         for trial in told if self._wishes.network is None else []:
-            self.network = refine(self.network, self.trace, trial, self._control)
+            self.network = refine(self.network, self.trace, trial, self.control)
         return self.network != before
 
     def _as_told(self) -> Course:
         """Run the user's plan, whatever comes of it."""
-        plan = agree_on(Plan, self._wishes.plan, self._control)
+        plan = agree_on(Plan, self._wishes.plan, self.control)
         if self._wishes.network is not None:
-            self.network = agree_on(Network, self._wishes.network, self._control)
+            self.network = agree_on(Network, self._wishes.network, self.control)
         self.stage = "running the plan it was given"
         yield from self._change_to(plan)
         if self._wishes.profile_steps:
@@ -206,11 +206,11 @@ class Pilot:
                 self.trials = [(yield from self._try(label, plan))]
             finally:
                 self._recorder = None
-        if not on_all_ranks(recorder.steps > 0, self._control):
+        if not on_all_ranks(recorder.steps > 0, self.control):
             self.failure = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
             return
         trace = recorder.trace({"model": type(self.live.ddp.module).__name__})
-        self.trace = agree_on(Trace, latest(trace, self._control), self._control)
+        self.trace = agree_on(Trace, latest(trace, self.control), self.control)
         if self.trace.tensors[0].ready_s > LATE * self.trace.backward_s:
             warnings.warn(
                 "all gradients come at the end of backward, as when the whole model is one compiled graph: "
@@ -235,7 +235,7 @@ class Pilot:
         assert self.trace is not None
         self.live.lanes.grow(min(self._wishes.lanes or 2, self.live.lanes.most))
         if self._wishes.network is not None:
-            self.network = agree_on(Network, self._wishes.network, self._control)
+            self.network = agree_on(Network, self._wishes.network, self.control)
             return
         self.stage = "measuring the network"
         kinds = {kind: self.collectives.probe(kind) for kind in ("dense", *self._wishes.kinds)}
@@ -245,7 +245,7 @@ class Pilot:
     def _think(self, wishes: Wishes) -> Generator[None, None, Candidates]:
         """Rank 0 plans beside the next steps; then everyone has its candidates."""
         assert self.trace is not None and self.network is not None
-        thinking = Thinking(partial(candidates, wishes, self.trace, self.network), self._control)
+        thinking = Thinking(partial(candidates, wishes, self.trace, self.network), self.control)
         yield
         while not thinking.done():
             yield
@@ -271,7 +271,7 @@ class Pilot:
         self.live.want(best.plan)
         self.kept = best
         self.stage = f"running DDP's own buckets: {reason}" if best.plan is None else f"running {best.label}"
-        if dist.get_rank(self._control) == 0:
+        if dist.get_rank(self.control) == 0:
             tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in self.trials)
             log.info("anabranch: %s (%s)", self.stage, tried)
         return best
@@ -281,7 +281,7 @@ class Pilot:
         first, *others = trials
         best = min(others or trials, key=lambda trial: trial.step_s)
         beaten = best.step_s < first.step_s * (1 - MARGIN)
-        return from_rank_0(bytes([trials.index(best) if beaten else 0]), self._control)[0]
+        return from_rank_0(bytes([trials.index(best) if beaten else 0]), self.control)[0]
 
     def _until_drift(self) -> Course:
         """Return when rank 0 sees the step time leave its range, or was asked for a new plan."""
@@ -295,6 +295,6 @@ class Pilot:
             now_s = median(seconds) if seconds else usual_s
             usual_s = usual_s or now_s
             drifted = rounds >= self._patience and abs(now_s - usual_s) > DRIFT * usual_s
-            if from_rank_0(bytes([drifted or self.replan_asked]), self._control)[0]:
+            if from_rank_0(bytes([drifted or self.replan_asked]), self.control)[0]:
                 self.replan_asked = False
                 return

@@ -1,14 +1,22 @@
 """Steered: what every wrapper that a pilot steers can tell and be told, whoever runs its buckets."""
 
+import logging
+import os
 from typing import Any
+
+import torch.distributed as dist
 
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.runtime.collectives import Collectives, Scaler
 from anabranch.runtime.explain import explanation
+from anabranch.runtime.metrics import Logger, MetricsFeed
 from anabranch.runtime.pilot import Pilot
+from anabranch.runtime.window import TraceWindow
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
+
+log = logging.getLogger("anabranch")
 
 CLOSED = "it was closed"
 
@@ -46,6 +54,34 @@ class Steered:
         if self._pilot is None:
             return f"No plan: {self._idle}. Gradients travel as under DistributedDataParallel."
         return explanation(self._pilot)
+
+    def log_to(self, *loggers: Logger, every_rank: bool = False) -> None:
+        """Tell these loggers the ``Metrics`` of every synchronised step from now on; closed with the model.
+
+        Rank 0 tells its own; with ``every_rank`` each rank does, and each needs a file or folder of its own. Nothing
+        waits for a GPU: there, metrics come some steps late. A logger that fails is let go, and the log says so.
+        """
+        pilot = self._watched("log_to()")
+        if pilot is not None and loggers and (every_rank or dist.get_rank(pilot.control) == 0):
+            pilot.live.watch.observers.append(MetricsFeed(pilot, loggers))
+
+    def trace_steps(self, first: int, last: int, path: str | os.PathLike[str], force: bool = False) -> None:
+        """Have rank 0 write what all ranks did in these steps, by one clock, as one trace for Perfetto.
+
+        The first step of a training is 1. Call it on every rank alike, between steps. At the window's ends ranks
+        compare their clocks and wait for their GPUs.
+        """
+        pilot = self._watched("trace_steps()")
+        if pilot is not None:
+            TraceWindow(pilot, first, last, path, force)
+
+    def _watched(self, what: str) -> Pilot | None:
+        """Who sees the steps; nobody, where there is nothing to plan."""
+        if self._idle == CLOSED:
+            raise RuntimeError(f"{what} of a DataParallel that was closed: wrap the module again")
+        if self._pilot is None:
+            log.warning("anabranch: %s has nothing to show: %s", what, self._idle)
+        return self._pilot
 
     def comm_state_dict(self) -> dict[str, Any]:
         """What this rank must keep in a checkpoint beside the model: what waits to be sent; {} without ``OkTopk``."""

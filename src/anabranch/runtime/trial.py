@@ -1,8 +1,10 @@
 """Trial: how one layout did on the live model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
+from typing import NamedTuple
 
 from anabranch.plan import Plan
 from anabranch.runtime.clock import Clock
@@ -27,7 +29,7 @@ class Trial:
         """From the marks of some steps, which must be settled; the last few of them were looked at in detail."""
         seconds = [clock.between(step.forward, step.averaged) for step in steps]
         looked = sorted(range(len(steps))[-LOOKED:], key=seconds.__getitem__)
-        looks = tuple(_timeline(steps[index], plan, clock) for index in looked)
+        looks = tuple(timeline_of(steps[index], plan, clock) for index in looked)
         for step in steps:
             step.buckets.clear()  # works keep their tensors alive
         exposed_s = median(max(0.0, clock.between(step.computed, step.averaged)) for step in steps)
@@ -44,7 +46,30 @@ class Trial:
         return self.looks[len(self.looks) // 2]
 
 
-def _timeline(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
+class BucketTimes(NamedTuple):
+    """Of bucket ``number`` of a plan in one step; it begins when it is launched and its lane is free."""
+
+    number: int
+    launched_s: float
+    begin_s: float
+    end_s: float
+
+
+def bucket_times(step: StepMarks, plan: Plan, clock: Clock, origin: object) -> Iterator[BucketTimes]:
+    """The buckets whose ends were seen, in launch order; seconds count from the mark ``origin``."""
+    free_s = dict.fromkeys(range(plan.lanes), -inf)
+    for index, launched, end in sorted(step.buckets, key=lambda item: item[0]):
+        lane = plan.buckets[index].lane
+        seen_s = clock.until(origin, end)
+        if seen_s is None:  # then the launch may have no time yet, either
+            continue
+        launched_s = clock.between(origin, launched)
+        end_s = max(launched_s, seen_s)
+        yield BucketTimes(index, launched_s, min(max(launched_s, free_s[lane]), end_s), end_s)
+        free_s[lane] = end_s
+
+
+def timeline_of(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
     """A measured timeline; without a plan only the time that communication exposed is known, not its buckets."""
 
     def at(mark: object) -> float:
@@ -55,15 +80,8 @@ def _timeline(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
     if plan is None:
         spans.append(Span("lane 0", "exposed communication", computed_s, max(computed_s, at(step.averaged))))
     else:
-        free_s = dict.fromkeys(range(plan.lanes), 0.0)
-        for index, launched, end in sorted(step.buckets, key=lambda item: item[0]):
-            bucket = plan.buckets[index]
-            label = f"bucket {index}: {bucket.collective}, {len(bucket.names)} tensors, {bucket.names[-1]}"
-            seen_s = clock.until(step.backward, end)
-            if seen_s is None:
-                continue
-            end_s = max(at(launched), seen_s)
-            begin_s = min(max(at(launched), free_s[bucket.lane]), end_s)
-            spans.append(Span(f"lane {bucket.lane}", label, begin_s, end_s))
-            free_s[bucket.lane] = end_s
+        for times in bucket_times(step, plan, clock, step.backward):
+            bucket = plan.buckets[times.number]
+            label = f"bucket {times.number}: {bucket.collective}, {len(bucket.names)} tensors, {bucket.names[-1]}"
+            spans.append(Span(f"lane {bucket.lane}", label, times.begin_s, times.end_s))
     return Timeline(tuple(spans), {"source": "measured"})

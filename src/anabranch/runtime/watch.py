@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.autograd import Variable
@@ -13,13 +14,26 @@ from anabranch.runtime.layout import tensors_in
 
 @dataclass(slots=True)
 class StepMarks:
-    """Instants of one synchronised step; buckets are (index in the plan, launch, end)."""
+    """Instants of one synchronised step; buckets are (index in the plan, launch, end), ready gradients by name."""
 
     forward: object
     backward: object | None = None
     computed: object | None = None  # backward is over
     averaged: object | None = None  # so is communication: backward() returns
     buckets: list[tuple[int, object, object]] = field(default_factory=list)
+    ready: dict[str, object] = field(default_factory=dict)
+
+
+class Observer(Protocol):
+    """Someone who is shown every step."""
+
+    def step_over(self, step: StepMarks) -> None:
+        """The gradients of this step are averaged; its marks may not have settled. All ranks are there."""
+        ...
+
+    def close(self) -> None:
+        """There will be no more steps."""
+        ...
 
 
 class StepWatch:
@@ -37,6 +51,8 @@ class StepWatch:
         self.clock = clock
         self._seen, self._seen_before = seen, None if seen is None else seen()
         self.current: StepMarks | None = None  # between forward and the end of its backward
+        self.observers: list[Observer] = []
+        self.lookers = 0  # observers who want every bucket marked
         self._after_step = after_step
         self._steps: deque[StepMarks] = deque(maxlen=keep)
 
@@ -69,6 +85,12 @@ class StepWatch:
         """Steps so far were run under other conditions than those to come."""
         self._steps.clear()
 
+    def close(self) -> None:
+        """Tell observers that there will be no more steps."""
+        observers, self.observers, self.lookers = self.observers, [], 0
+        for observer in observers:
+            observer.close()
+
     def _computed(self, step: StepMarks) -> None:
         step.computed = self.clock.mark()
         Variable._execution_engine.queue_callback(lambda: self._averaged(step))
@@ -83,4 +105,6 @@ class StepWatch:
         self._steps.append(step)
         if self.current is step:
             self.current = None
+        for observer in list(self.observers):  # before anyone changes what the next step runs
+            observer.step_over(step)
         self._after_step()

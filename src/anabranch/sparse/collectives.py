@@ -15,7 +15,7 @@ from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps, Traff
 from anabranch.sparse.comm import GroupComm
 from anabranch.sparse.exact import MOST
 from anabranch.sparse.fixed import Sizes
-from anabranch.sparse.leftovers import Leftovers
+from anabranch.sparse.leftovers import Applied, Leftovers
 from anabranch.sparse.momentum import Momentum
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
@@ -48,7 +48,7 @@ class SparseCollectives:
 
     ``parameters`` are those of the model that are averaged, by name. Vectors (biases, norms) always travel dense: they
     are few, and waiting hurts them most. So do gradients that are not float32: what waits is, and would not fit theirs.
-    ``averaged`` says whether the backward pass that ends was averaged.
+    ``averaged`` and ``applied`` as in ``Leftovers``.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class SparseCollectives:
         parameters: Mapping[str, torch.Tensor],
         group: Group,
         averaged: Callable[[], bool],
+        applied: Applied | None = None,
     ) -> None:
         fixed = [] if options.density == "auto" else [float(options.density)]
         self.kinds: Sequence[str] = [kind_of(density) for density in fixed or LADDER]
@@ -69,7 +70,7 @@ class SparseCollectives:
         self._world_size = dist.get_world_size(group)
         self._state = SparseState(dist.get_rank(group), self._world_size, self._device)
         self._momentum = Momentum(options.momentum, options.wire != "fp32")
-        self._leftovers = Leftovers(self._state, parameters, averaged)
+        self._leftovers = Leftovers(self._state, parameters, averaged, applied)
         self._parameters = parameters
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: what remembers, and the averages
         self._comms: dict[Group, GroupComm] = {}
@@ -114,7 +115,7 @@ class SparseCollectives:
                 state.residual.add_(torch.where(torch.isfinite(average).all(), average, 0.0))
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
-        """See ``Collectives``. Exact exchanges send what passed, evenly over ranks; fixed ones their slots, full or not.
+        """See ``Collectives``. Exact exchanges send what passed, evenly over ranks; fixed ones all their slots.
 
         What passed lies on the device, so that on a GPU, also of an exact exchange, the planned sizes are given.
         """
@@ -159,7 +160,7 @@ class SparseCollectives:
         for state in self._state.buckets():
             to, share = state.names[-1], float(state.applied) / max(1, state.residual.numel())
             looks = state.waiting.looks() if state.waiting is not None else []
-            age = f", for about {looks[-1].age_steps:.1f} steps" if looks else ""
+            age = f", for about {looks[-1].age_steps:.1f} steps" if looks and looks[-1].age_steps else ""
             waits = float(state.residual.norm())
             told.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |waiting| {waits:.3g}{age}")
             if grows(looks, max(share, 1e-4)):

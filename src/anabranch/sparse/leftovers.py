@@ -14,17 +14,25 @@ from torch.utils.hooks import RemovableHandle
 
 from anabranch.sparse.state import SparseState
 
+Applied = Callable[[Collection[str]], Collection[str]]
+
 
 class Leftovers:
     """Sends from ``state`` what its buckets do not; ``sparse`` are the parameters that are in buckets.
 
-    ``averaged``: whether the backward pass that ends was averaged.
+    ``averaged``: whether the backward pass that ends was averaged. ``applied``, where parameters are updated inside
+    backward: which of these were; else their averages tell.
     """
 
     def __init__(
-        self, state: SparseState, parameters: Mapping[str, torch.Tensor], averaged: Callable[[], bool]
+        self,
+        state: SparseState,
+        parameters: Mapping[str, torch.Tensor],
+        averaged: Callable[[], bool],
+        applied: Applied | None = None,
     ) -> None:
         self._state, self._parameters, self._averaged = state, parameters, averaged
+        self._applied = applied or self._if_finite
         self.sparse: Collection[str] = ()
         self._handles: list[RemovableHandle] = []
 
@@ -47,16 +55,19 @@ class Leftovers:
         queue = Variable._execution_engine.queue_callback
         queue(lambda: queue(self._check))
         piece = self._state.lend(name)
-        return gradient if piece is None else gradient + shaped(piece, self._parameters[name]).to(gradient.dtype)
+        return gradient if piece is None else gradient + shaped(piece, self._parameters[name]).to(gradient)
 
     def _check(self) -> None:
         """What was added is sent if the averages are finite; under no_sync() that is seen after a later pass."""
         if not self._state.lent or not self._averaged():
             return
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        finite = bool(torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all())
-        self._state.settle(sent=finite)
+        self._state.settle(self._applied(self._state.lent))
         self.keep(self.sparse)
+
+    def _if_finite(self, names: Collection[str]) -> Collection[str]:
+        """All or none: whoever steps with these gradients leaves the whole step out if any is not finite."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        return names if bool(torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()) else ()
 
 
 def shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from anabranch.sparse.state import BucketState
 class Momentum:
     """Velocities of the sparse buckets of one model on one rank; by parameter, so that buckets can change.
 
-    ``share`` is how much of a velocity is left after a step; 0 does nothing at all. ``rounds``: what travels is rounded,
-    so that something is left to wait where a value was sent.
+    ``share`` is how much of a velocity is left after a step; 0 does nothing at all. ``rounds``: what travels is
+    rounded, so that something is left to wait where a value was sent.
     """
 
     def __init__(self, share: float, rounds: bool = False) -> None:

@@ -119,16 +119,17 @@ class SparseState:
             self.lent[name] = piece + self.lent[name] if name in self.lent else piece
         return piece
 
-    def settle(self, sent: bool) -> None:
-        """What was lent is on its way for good, or waits again."""
+    def settle(self, sent: Collection[str]) -> None:
+        """What was lent of these parameters is on its way for good; that of the others waits again."""
         lent, self.lent = self.lent, {}
-        if not sent:
-            waiting = self.residuals()
-            for name, piece in lent.items():
-                if name in waiting:
-                    waiting[name].add_(piece)
-                else:
-                    self.loose[name] = piece
+        waiting = self.residuals()
+        for name, piece in lent.items():
+            if name in sent:
+                continue
+            if name in waiting:
+                waiting[name].add_(piece.to(waiting[name].device))
+            else:
+                self.loose[name] = piece
 
     def rescale(self, scale: float) -> None:
         """From now on gradients are those of a loss times ``scale``: so becomes all that waits."""
@@ -154,7 +155,7 @@ class SparseState:
         """This rank's state: tensors by parameter name, numbers and texts; nothing that needs pickle to be read."""
         residuals = {name: piece.detach().clone() for name, piece in self.residuals().items()}
         for name, piece in self.lent.items():
-            residuals[name] = residuals[name] + piece if name in residuals else piece.clone()
+            residuals[name] = residuals[name] + piece.to(residuals[name].device) if name in residuals else piece.clone()
         return {
             "version": VERSION,
             "rank": self.rank,

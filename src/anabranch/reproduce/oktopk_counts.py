@@ -1,0 +1,62 @@
+"""Words of sparse exchanges, counted on virtual ranks."""
+
+from collections.abc import Iterator
+
+import torch
+
+from anabranch.sparse.exact import exact_exchange
+from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.rivals import RIVALS, Exchange
+from anabranch.sparse.state import BucketState
+from anabranch.sparse.virtual import VirtualWorld
+
+RANKS, NUMEL, DENSITY = 16, 50_000, 0.01
+LAYERS = 50
+
+
+EXACT, FIXED = "Ok-Topk, exact", "Ok-Topk, fixed"
+
+COUNTED: dict[str, Exchange] = {
+    EXACT: exact_exchange,
+    FIXED: fixed_exchange,
+    "Dense": RIVALS["dense"],
+    "TopkA": RIVALS["topk"],
+    "TopkDSA": RIVALS["dsa"],
+    "gTopk": RIVALS["gtopk"],
+    "Gaussiank": RIVALS["gaussian"],
+}
+
+
+def k_of(numel: int) -> int:
+    """How many values a step selects."""
+    return round(DENSITY * numel)
+
+
+def words_sent() -> dict[str, float]:
+    """By scheme: phase after phase the busiest rank's larger side, in a step after the first, which refreshes all."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # many small operations: threads would wait for each other more than they work
+    try:
+        return {name: _counted(exchange) for name, exchange in COUNTED.items()}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _counted(exchange: Exchange) -> float:
+    world = VirtualWorld(RANKS)
+    states = [BucketState.of(torch.zeros(NUMEL), RANKS) for _ in range(RANKS)]
+    for _, given in zip(range(2), _gradients(), strict=False):
+        world.traffic.clear()
+        ranks = zip(given, states, world.comms, strict=True)
+        world.run([exchange(gradient, state, comm, float(RANKS), DENSITY) for gradient, state, comm in ranks])
+    return sum(world.traffic.volume([phase]) for phase in world.traffic.phases)
+
+
+def _gradients() -> Iterator[list[torch.Tensor]]:
+    """Heavy-tailed, layers of very different size, and half as much signal that ranks share as noise of their own."""
+    chance = torch.Generator().manual_seed(0)
+    layers = torch.randn(LAYERS, generator=chance).repeat_interleave(NUMEL // LAYERS)
+    magnitude = (layers + 1.5 * torch.randn(NUMEL, generator=chance)).exp()
+    while True:
+        signal = 0.5 * torch.randn(NUMEL, generator=chance)
+        yield [(signal + torch.randn(NUMEL, generator=chance)) * magnitude for _ in range(RANKS)]

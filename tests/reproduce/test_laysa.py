@@ -1,0 +1,51 @@
+"""LaySA's figures: what is not measured says so, and what is predicted is called that."""
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.bench import memory as ways
+from anabranch.memory.account import LEAN_HOST, NAIVE, predict
+from anabranch.memory.probe import Loss, probe
+from anabranch.reproduce import laysa
+from memory.models import images
+
+
+def test_nothing_that_needs_a_gpu_has_a_figure() -> None:
+    for figure in laysa.headlines().figures:
+        assert figure.ours is None and figure.published and figure.word.startswith("not measured yet: ")
+
+
+def test_memory_beside_activations() -> None:
+    section = laysa.without_activations()
+    assert "predicted" in section.how and "not measured" in section.how
+    rows = {(row.case, row.what): row for row in section.figures}
+    for model in laysa.MODELS:
+        naive = rows[model, "naive sparse over dense"].ours
+        assert naive is not None and 1.5 < naive < 2.5  # 3n becomes 6n, and a little
+    # One gradient of VGG-16 is 74 % of it: Lean's slots are no smaller than what they replace, and the word says so.
+    for mode in ("lean", "lean, host"):
+        row = rows["vgg16", f"{mode}: saved over naive sparse"]
+        assert row.ours is not None and row.ours < 0 and "74%" in row.word
+        saved = rows["bert-large", f"{mode}: saved over naive sparse"].ours
+        assert saved is not None and 30 < saved < 80
+
+
+def test_whole_steps_are_predicted_where_torchvision_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
+        return images(2)(device)
+
+    monkeypatch.setattr(ways, "built", built)
+    monkeypatch.setattr(laysa, "find_spec", lambda name: object())
+    momentum = ways.OPTIMIZERS["momentum"]
+    lean = predict(probe(images(2), momentum, offload=True), LEAN_HOST, laysa.SETTING).nbytes
+    naive = predict(probe(images(2), momentum), NAIVE, laysa.SETTING).nbytes
+    for row in laysa.with_activations().figures:
+        assert row.ours == pytest.approx(100 * (1 - lean / naive))
+        assert row.word.startswith("predicted, not measured")
+
+
+def test_without_torchvision_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laysa, "find_spec", lambda name: None)
+    for row in laysa.with_activations().figures:
+        assert row.ours is None and "torchvision is not installed" in row.word
