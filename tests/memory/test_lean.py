@@ -301,6 +301,21 @@ def test_optimizers_that_cannot_work_are_refused() -> None:
     assert ["twice" in told[0], "closure" in told[1], "expected a torch.optim.Optimizer" in told[2]] == [True] * 3
 
 
+def unfrozen(rank: int) -> str:
+    model = made()
+    lean: Any = ab.DataParallel(model, profile_steps=0, memory=ab.Lean(OPTIMIZERS["adamw"]))
+    lean(tokens(0, rank)).backward()
+    model.frozen.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="wrap the module again") as caught:
+        lean(tokens(1, rank))
+    lean.close()
+    return str(caught.value)
+
+
+def test_what_is_unfrozen_later_is_not_silently_left_out() -> None:
+    assert all("frozen.weight was unfrozen" in told for told in on_ranks(unfrozen, 2))
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -50,6 +50,11 @@ class LeanLayout(LiveLayout):
         self.lanes.check()  # says more of what broke a backward pass off
         if self._engine is not None:
             self._engine.before_forward()
+        if new := [name for name in self.trained_now() if name not in self.parameters]:
+            raise RuntimeError(
+                f"{new[0]} was unfrozen or added after the model was wrapped, and no optimizer of Lean's has it: "
+                "close() this DataParallel and wrap the module again"
+            )
         super().before_forward(averaged)
 
     def after_forward(self, output: object) -> None:
