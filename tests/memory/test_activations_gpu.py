@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -14,27 +14,13 @@ from anabranch.memory.choose import Action
 from anabranch.memory.mix import Activations, ManagedActivations
 from anabranch.memory.recompute import Treated
 from anabranch.memory.survey import measure_link, survey
+from gpu import ON_GPU, no_waiting
 from memory.networks import Bottleneck
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-]
+pytestmark = ON_GPU
 
 DEPTH = 12
 WHOLE = 32 * 64 * 56 * 56 * 4  # bytes of the activation between two blocks
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the device is an error in here."""
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)

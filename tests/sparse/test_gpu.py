@@ -1,7 +1,5 @@
 """On a GPU: the same bits as on the CPU, and not one wait for the host."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -13,24 +11,10 @@ from anabranch.sparse.select import unpack
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.virtual import VirtualWorld
 from anabranch.sparse.wire import FP32, unframed
+from gpu import ON_GPU, no_waiting
 from sparse.worlds import check_step, gradients, states, step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-]
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the device is an error in here."""
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+pytestmark = ON_GPU
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])

@@ -18,10 +18,10 @@ from torch.futures import Future
 from anabranch.memory.optimizers import BucketOptimizer, BucketOptimizers
 from anabranch.memory.residual import Residuals
 from anabranch.memory.slots import Slots
-from anabranch.memory.update import Updates, all_finite
+from anabranch.memory.update import Updates
 from anabranch.plan import Bucket
 from anabranch.runtime.collectives import Collectives, Remembered
-from anabranch.runtime.dense import Group, Steps, hold
+from anabranch.runtime.dense import Group, Steps, all_finite, hold
 from anabranch.runtime.hook import PlanHook
 from anabranch.runtime.layout import tensors_in
 from anabranch.sparse.leftovers import shaped

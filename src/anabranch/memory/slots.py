@@ -26,11 +26,6 @@ class Slots:
         self._last: list[Future[torch.Tensor] | None] = [None] * count
         self._next = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Of all slots together."""
-        return sum(memory.numel() for memory in self._memory)
-
     def take(self, numel: int, dtype: torch.dtype) -> Slot:
         """The next slot, for so many elements."""
         index, self._next = self._next, (self._next + 1) % len(self._memory)

@@ -13,14 +13,7 @@ from threading import Lock
 import torch
 
 from anabranch.memory.optimizers import BucketOptimizer
-from anabranch.runtime.dense import Steps, hold
-
-
-def all_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether all its elements are finite, on its device and without a copy of it."""
-    if tensor.numel() == 0:  # which has no largest element
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    return torch.isfinite(torch.linalg.vector_norm(tensor, float("inf")))
+from anabranch.runtime.dense import Steps, all_finite, hold
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,14 @@ def issued(work: dist.Work | None, what: str = "a bucket") -> dist.Work:
     return work
 
 
+def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
+    """Whether all elements of all of them are finite: a bool on their device, without a copy of any."""
+    found = [torch.isfinite(torch.linalg.vector_norm(t, float("inf"))) for t in tensors if t.numel()]
+    if not found:  # nothing has no largest element
+        return torch.ones((), dtype=torch.bool, device=tensors[0].device if tensors else None)
+    return torch.stack(found).all()
+
+
 def hold(*tensors: torch.Tensor) -> None:
     """Keep memory from being handed out again before the current stream is done with it.
 

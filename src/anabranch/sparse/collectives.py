@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.plan import Bucket, Plan
-from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps, Traffic, traffic
+from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps, Traffic, all_finite, traffic
 from anabranch.sparse.comm import GroupComm
 from anabranch.sparse.exact import MOST
 from anabranch.sparse.fixed import Sizes
@@ -110,9 +110,9 @@ class SparseCollectives:
         if self._state.scale is None or not exchanged:
             return
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if gradients and not bool(torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()):
+        if gradients and not bool(all_finite(*gradients)):
             for state, average in exchanged:
-                state.residual.add_(torch.where(torch.isfinite(average).all(), average, 0.0))
+                state.residual.add_(torch.where(all_finite(average), average, 0.0))
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
         """See ``Collectives``. Exact exchanges send what passed, evenly over ranks; fixed ones all their slots.

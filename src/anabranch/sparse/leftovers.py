@@ -12,6 +12,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from anabranch.runtime.dense import all_finite
 from anabranch.sparse.state import SparseState
 
 Applied = Callable[[Collection[str]], Collection[str]]
@@ -67,7 +68,7 @@ class Leftovers:
     def _if_finite(self, names: Collection[str]) -> Collection[str]:
         """All or none: whoever steps with these gradients leaves the whole step out if any is not finite."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        return names if bool(torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()) else ()
+        return names if bool(all_finite(*gradients)) else ()
 
 
 def shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
