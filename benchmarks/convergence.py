@@ -109,7 +109,9 @@ class Run:
     def __init__(self, task: Task, contestant: Contestant, timed: bool) -> None:
         self.task, self.contestant, self._timed = task, contestant, timed
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._waiting, self.parallel, self._loss = Waiting(), task.model, torch.zeros(())
+        self._waiting, self.parallel = Waiting(), task.model
+        self._device = next(task.model.parameters()).device
+        self._loss = torch.zeros((), device=self._device)
         self._norm, self._held = 0.0, False
         if contestant.momentum:
             for group in task.optimizer.param_groups:
@@ -128,6 +130,8 @@ class Run:
             for step in range(first, first + self.task.every):
                 anneal(self.task, first_lr, step, steps)
                 self._step(step)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
             time_s, nbytes = time_s + perf_counter() - begun, nbytes + sent_nbytes() - before
 
     def _wrapped(self) -> nn.Module:
@@ -169,8 +173,9 @@ class Run:
 
     def _measured(self) -> dict[str, float]:
         found = self.task.validated(self._rank, self._ranks)
-        sums = torch.tensor([*found.values(), (float(self._loss), float(self.task.every))], dtype=torch.float64)
-        self._loss = torch.zeros(())
+        rows = [*found.values(), (float(self._loss), float(self.task.every))]
+        sums = torch.tensor(rows, dtype=torch.float64, device=self._device)
+        self._loss = torch.zeros_like(self._loss)
         dist.all_reduce(sums)
         names = [*(f"validation_{name}" for name in found), "train_loss"]
         told = {name: float(total / count) for name, (total, count) in zip(names, sums, strict=True)}
@@ -194,11 +199,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--longer", type=int, default=0, help="steps that contestants other than dense may add")
     parser.add_argument("--timed", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    runs = [Run(TASKS[options.task](options.seed, each.lr), each, options.timed) for each in options.contestant]
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    tasks = [TASKS[options.task](options.seed, each.lr, options.device) for each in options.contestant]
+    runs = [Run(task, each, options.timed) for task, each in zip(tasks, options.contestant, strict=True)]
     about = {"task": options.task, "seed": options.seed, "timed": options.timed}
     going = {run: run.curve(options.steps + (0 if run.contestant.density is None else options.longer)) for run in runs}
     while going:

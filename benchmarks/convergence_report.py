@@ -195,6 +195,11 @@ def _line(axes: "Axes", name: str, style: int, group: Sequence[Curve], what: str
                   markevery=10, linewidth=1.3, label=None if number else name)  # fmt: skip
 
 
+def tasks(curves: Sequence[Curve]) -> list[str]:
+    """In the order in which they came."""
+    return list(dict.fromkeys(curve.task for curve in curves))
+
+
 def pictures(curves: Sequence[Curve], path: str, shown: Callable[[str], bool]) -> None:
     """Over steps, over time, and what waits."""
     steps = [c for c in curves if c.how != "timed" and shown(c.contestant)]
@@ -204,16 +209,18 @@ def pictures(curves: Sequence[Curve], path: str, shown: Callable[[str], bool]) -
     panels = [("validation_loss", "step", "characters: validation loss, nats (logarithmic)", "step", char)]
     if digits:
         panels.append(("validation_accuracy", "step", "digits: share of unseen digits read", "step", digits))
-    Path(f"{path}_steps.svg").write_bytes(
-        curves_plot(panels, "Over steps, 4 ranks: mean of the seeds, and their range")
-    )
+    if steps:
+        drawn = curves_plot(panels, "Over steps, 4 ranks: mean of the seeds, and their range")
+        Path(f"{path}_steps.svg").write_bytes(drawn)
     sparse = [c for c in char if c.contestant != DENSE and "weigh" not in c.contestant]  # which has other units
     panels = [("residual_norm", "step", "norm of what waits on a rank", "step", sparse),
               ("age_steps", "step", "its age in steps, weighted by magnitude", "step", sparse)]  # fmt: skip
-    Path(f"{path}_waiting.svg").write_bytes(curves_plot(panels, "What waits, characters: means over 4 ranks"))
+    if sparse:
+        Path(f"{path}_waiting.svg").write_bytes(curves_plot(panels, "What waits, characters: means over 4 ranks"))
     timed = [c for c in curves if c.how == "timed"]
-    panels = [("validation_loss", "time_s", f"{task}: validation loss (logarithmic)", "seconds", group)
-              for task in ("char", "digits") if (group := [c for c in timed if c.task == task])]  # fmt: skip
+    panels = [("validation_loss", over, f"{task}: validation loss (logarithmic)", across, group)
+              for task in tasks(timed) for over, across in (("step", "step"), ("time_s", "seconds"))
+              if (group := [c for c in timed if c.task == task])]  # fmt: skip
     if panels:
         Path(f"{path}_time.svg").write_bytes(curves_plot(panels, "Over time on a network that binds dense training"))
 
@@ -226,7 +233,7 @@ def main() -> None:
     parser.add_argument("--shown", nargs="*", help="contestants in the pictures; all, if not given")
     options = parser.parse_args()
     curves = read(options.files)
-    for task in ("char", "digits"):
+    for task in tasks(curves):
         if chosen := [c for c in curves if c.task == task and c.how != "timed"]:
             print(f"{task}, equal steps\n\n{equal_steps(chosen)}\n")
         if chosen := [c for c in curves if c.task == task and c.how == "timed"]:

@@ -44,22 +44,23 @@ class Characters:
     """0.12 million parameters, 4 × 64 characters per rank and step, AdamW at 3e-3, falling to a tenth of it."""
 
     every, last_lr = 50, 0.1
-    width, layers = 64, 2
+    width, layers, passages, lr = 64, 2, 4, 3e-3
 
-    def __init__(self, seed: int, lr: float | None = None, batch: int = 4) -> None:
-        self._seed, self._batch = seed, batch
-        self._text, held_out = sources()
+    def __init__(self, seed: int, lr: float | None = None, device: str = "cpu") -> None:
+        self._seed = seed
+        self._text, held_out = (text.to(device) for text in sources())
         torch.manual_seed(seed)
-        self.model: nn.Module = CharTransformer(self.width, self.layers, length=LENGTH)
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr or 3e-3, fused=True)
+        self.model: nn.Module = CharTransformer(self.width, self.layers, length=LENGTH).to(device)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr or self.lr, fused=True)
         starts = torch.randint(len(held_out) - LENGTH - 1, (PASSAGES, 1), generator=torch.Generator().manual_seed(1))
-        self._held_out = held_out[starts + torch.arange(LENGTH + 1)]
+        self._held_out = held_out[(starts + torch.arange(LENGTH + 1)).to(device)]
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
         """See ``Task``."""
         generator = torch.Generator().manual_seed((self._seed << 32) + step * ranks + rank)
-        starts = torch.randint(len(self._text) - LENGTH - 1, (self._batch, 1), generator=generator)
-        return (self._text[starts + torch.arange(LENGTH + 1)],)
+        starts = torch.randint(len(self._text) - LENGTH - 1, (self.passages, 1), generator=generator)
+        places = (starts + torch.arange(LENGTH + 1)).to(self._text.device, non_blocking=True)
+        return (self._text[places],)
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """See ``Task``."""
@@ -78,12 +79,20 @@ class MoreCharacters(Characters):
     width, layers = 96, 3
 
 
+class ManyCharacters(Characters):
+    """The same with 10.8 million, 16 × 64 characters per rank and step, at 1e-3: for GPUs."""
+
+    every, width, layers, passages, lr = 100, 384, 6, 16, 1e-3
+
+
 class Digits:
     """The classifier with BatchNorm of examples/digits.py, 25 images per rank and step, SGD with momentum."""
 
     every, last_lr = 20, 1.0
 
-    def __init__(self, seed: int, lr: float | None = None, batch: int = 25) -> None:
+    def __init__(self, seed: int, lr: float | None = None, device: str = "cpu", batch: int = 25) -> None:
+        if device != "cpu":
+            raise ValueError(f"device is {device!r}: the digits are read on the cpu")
         self._seed, self._batch = seed, batch
         pixels, labels = load_digits(return_X_y=True)
         self._images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
@@ -144,8 +153,9 @@ def _block(before: int, after: int) -> list[nn.Module]:
     return [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
 
 
-TASKS: dict[str, Callable[[int, float | None], Task]] = {
+TASKS: dict[str, Callable[[int, float | None, str], Task]] = {
     "char": Characters,
     "char-0.37M": MoreCharacters,
+    "char-11M": ManyCharacters,
     "digits": Digits,
 }

@@ -192,7 +192,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     contestant, variant = parsed(arguments.contestant)
-    task = TASKS[arguments.task](arguments.seed, contestant.lr)
+    task = TASKS[arguments.task](arguments.seed, contestant.lr, "cpu")
     about = {"task": arguments.task, "contestant": arguments.contestant, "seed": arguments.seed, "virtual": True}
     for point in curve(task, contestant, variant, arguments.steps):
         line = json.dumps(about | point)

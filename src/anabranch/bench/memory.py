@@ -124,14 +124,17 @@ def naive(subject: Subject) -> Generator[None, None, None]:
 def naive_exchange(parameters: Sequence[nn.Parameter], residual: torch.Tensor, ranks: int, k: int) -> None:
     """Add what waits to a flat copy, send its k largest, keep the rest, and give back the average of all that came.
 
-    All ranks are taken to send what this one does.
+    Where there are not so many ranks, all are taken to send what this one does.
     """
     total = torch.cat([cast(torch.Tensor, parameter.grad).flatten() for parameter in parameters]).add_(residual)
     pairs = top_pairs(total, k)
     residual.copy_(total)
     residual[pairs[:, 1].to(torch.int64)] = 0.0
     everyone = torch.empty(ranks, k, 2, dtype=torch.int32, device=residual.device)
-    everyone.copy_(pairs)
+    if dist.is_initialized() and ranks == dist.get_world_size():
+        dist.all_gather_into_tensor(everyone, pairs[None])
+    else:
+        everyone.copy_(pairs)
     update = torch.zeros_like(residual)
     add(update, everyone, in_order=False)
     update.div_(ranks)
@@ -183,10 +186,10 @@ def lean(subject: Subject, residuals: str = "in place") -> Generator[None, None,
         wrapped.close()
 
 
-def sparse_plan(build: Build, density: float) -> Plan:
+def sparse_plan(build: Build, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
     """Buckets of 25 MiB in the order of backward, those of matrices sparse: what ``account`` takes for granted."""
     profile = probe(build)
-    buckets = sorted(by_bytes(profile, BUCKET_NBYTES, sparsely=True), key=lambda bucket: bucket.complete)
+    buckets = sorted(by_bytes(profile, bucket_nbytes, sparsely=True), key=lambda bucket: bucket.complete)
     kinds = {True: kind_of(density), False: "dense"}
     return Plan(tuple(Bucket(tuple(profile.arrivals[i].name for i in b.arrivals), 0, kinds[b.sparse]) for b in buckets))
 

@@ -20,7 +20,7 @@ IMAGES = {
     "inception_v3": 32,
     "vgg16": 64,
 }
-SEQUENCES = {"bert-base": (8, 128), "bert-large": (8, 128), "gpt2": (8, 512)}
+SEQUENCES = {"bert-base": (8, 128), "bert-large": (8, 128), "gpt2": (8, 512), "gpt2-large": (4, 512)}
 
 MODELS = (*IMAGES, *SEQUENCES)
 
@@ -84,13 +84,16 @@ def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module
 
 def _language_model(name: str, device: torch.device, batch: int, length: int) -> tuple[nn.Module, Loss]:
     transformers: Any = _needs("transformers", name)
-    if name == "gpt2":
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
-    elif name == "bert-large":
+    size: dict[str, int] = {}
+    if name == "bert-large":
         size = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-        model = transformers.BertForMaskedLM(transformers.BertConfig(**size))
-    else:
-        model = transformers.BertForMaskedLM(transformers.BertConfig())
+    elif name == "gpt2-large":
+        size = {"n_embd": 1280, "n_layer": 36, "n_head": 20}
+    with device:  # where a billion parameters are drawn in no time
+        if name.startswith("gpt2"):
+            model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
+        else:
+            model = transformers.BertForMaskedLM(transformers.BertConfig(**size))
     model = model.to(device).train()
     tokens = torch.randint(30_000, (batch, length), device=device)
 

@@ -1,0 +1,323 @@
+"""What Lean's memory is worth, beside dense with torch's ways to reuse memory and beside naive sparse training.
+
+    anabranch lab --hosts 4 --rate 10gbit --backend nccl -- python -m benchmarks.lean gpt2-large resnet152
+    anabranch lab --hosts 2 --rate unshaped --backend nccl -- python -m benchmarks.lean resnet152:128 gpt2:8
+
+Prints a Markdown table for each model. With a batch all systems train at it, with as much memory as they take. Without
+one no rank may have more than ``--limit-gib``, and each system trains at its own largest batch: where the line through
+its peaks at two small batches, taken on one rank alone, meets the limit less a margin; then all ranks train at it under
+the allocator's limit. What is put into host memory is limited too, since the ranks of a lab share it.
+"""
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.activations import checkpointed
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn.parallel import DistributedDataParallel
+
+import anabranch as ab
+from anabranch.bench.memory import built, naive_exchange, sparse_plan
+from anabranch.memory.probe import Loss
+from anabranch.runtime.layout import unwrap
+from anabranch.sparse.allgather import wanted
+
+GIB = 1 << 30
+DENSITY = 0.01
+MARGIN = 0.92  # of the limit: what the line through two peaks does not say, and what the allocator cannot use
+BUCKETS = 12  # few, as sparse exchanges like it
+WARM, TIMED = 4, 4  # steps; Lean has chosen its mix after two
+IMAGES, SEQUENCES = 8, 1  # samples to begin with
+
+Step = Callable[[], None]
+
+
+@dataclass
+class Case:
+    """A model to train at a batch, on the ranks of a group, within a limit."""
+
+    name: str
+    batch: int
+    group: dist.ProcessGroup
+    limit_nbytes: int
+    host_nbytes: int
+    budget_nbytes: int | None = None  # for a mix of what is done with activations
+
+    @property
+    def optimizer(self) -> Callable[[Any], torch.optim.Optimizer]:
+        """As people train such a model."""
+        if "gpt" in self.name or "bert" in self.name:
+            return partial(torch.optim.AdamW, lr=1e-4, fused=True)
+        return partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
+
+    @property
+    def precision(self) -> AbstractContextManager[object]:
+        """Transformers in bfloat16, as people train them; images in TF32, as cuDNN does by itself."""
+        return torch.autocast("cuda", torch.bfloat16, enabled="gpt" in self.name or "bert" in self.name)
+
+    def built(self) -> tuple[nn.Module, Loss]:
+        """The model and its loss."""
+        return built(self.name, torch.device("cuda", torch.cuda.current_device()), self.batch)
+
+
+System = Callable[[Case], tuple[Step, Callable[[], None]]]
+
+
+def dense(case: Case, prepare: Callable[[nn.Module], object], around: Callable[[], Any]) -> tuple[Step, Step]:
+    """DDP with activations reused in torch's own way."""
+    model, loss = case.built()
+    prepare(model)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, process_group=case.group)
+    optimizer = case.optimizer(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with around(), case.precision:
+            value = loss(wrapped)
+        value.backward()
+        optimizer.step()
+
+    return step, lambda: unwrap(wrapped)
+
+
+def naive(case: Case) -> tuple[Step, Step]:
+    """Sparse as the published codes do it: a separate residual, all-gather, a decompressed update."""
+    model, loss = case.built()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = case.optimizer(parameters)
+    numel = sum(parameter.numel() for parameter in parameters)
+    residual = torch.zeros(numel, device=parameters[0].device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with case.precision:
+            value = loss(model)
+        value.backward()
+        ranks = dist.get_world_size() if case.group is dist.group.WORLD else 1
+        naive_exchange(parameters, residual, ranks, wanted(numel, DENSITY))
+        optimizer.step()
+
+    return step, lambda: None
+
+
+def lean(case: Case, mode: str, residuals: str = "in place") -> tuple[Step, Step]:
+    """Ours."""
+    model, loss = case.built()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    wrapped: Any = ab.DataParallel(
+        model,
+        plan=sparse_plan(lambda device: built(case.name, device, 1), DENSITY, 4 * numel // BUCKETS),
+        profile_steps=0,
+        process_group=case.group,
+        compress=ab.OkTopk(density=DENSITY, warmup_steps=0),
+        memory=ab.Lean(
+            optimizer=case.optimizer,
+            residuals=residuals,  # type: ignore[arg-type]
+            activations=ab.Activations(mode, case.budget_nbytes, host_nbytes=case.host_nbytes),  # type: ignore[arg-type]
+        ),
+    )
+
+    def step() -> None:
+        with case.precision:
+            value = loss(wrapped)
+        value.backward()
+
+    return step, wrapped.close
+
+
+MIX = "Lean, a mix, residuals on the host"
+REUSE_CHECKPOINT, REUSE_HOST, NAIVE = "dense, torch's checkpoint", "dense, torch's save_on_cpu", "naive sparse"
+SYSTEMS: dict[str, System] = {
+    REUSE_CHECKPOINT: partial(dense, prepare=checkpointed, around=nullcontext),
+    REUSE_HOST: partial(dense, prepare=lambda _: None, around=partial(save_on_cpu, pin_memory=True)),
+    NAIVE: naive,
+    "Lean, activations kept": partial(lean, mode="keep"),
+    "Lean, recomputed": partial(lean, mode="recompute"),
+    "Lean, recomputed, residuals on the host": partial(lean, mode="recompute", residuals="host"),
+    MIX: partial(lean, mode="auto", residuals="host"),
+}
+BUDGETS_GIB = (0.75, 1, 1.5, 2, 3, 4, 6)  # the leanest that a mix can be
+
+
+@dataclass
+class Row:
+    """What a system has shown."""
+
+    system: str
+    batch: int = 0
+    peak_nbytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Samples per second of all ranks."""
+        return self.batch * dist.get_world_size() * len(self.seconds) / sum(self.seconds) if self.seconds else 0.0
+
+
+def main() -> None:
+    """Print a table for each model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--limit-gib", type=float, default=16.0)
+    parser.add_argument("--host-gib", type=float, default=20.0, help="per rank")
+    parser.add_argument("--network", default="", help="what to call it")
+    given = parser.parse_args()
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    total = torch.cuda.get_device_properties(0).total_memory
+    show(f"\n{datetime.now(UTC).date()}, {dist.get_world_size()} ranks, {given.network}; ")
+    show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; density {DENSITY:g}; {TIMED} steps each.")
+    host_nbytes, limit_nbytes = int(given.host_gib * GIB), int(given.limit_gib * GIB)
+    for subject in given.models:
+        name, _, batch = subject.partition(":")
+        torch.cuda.set_per_process_memory_fraction(1.0 if batch else limit_nbytes / total)
+        show(f"\n## {name}, " + ("equal batches" if batch else f"{given.limit_gib:g} GiB a rank") + "\n")
+        tabulate(equal(name, int(batch), host_nbytes) if batch else rows(name, alone, limit_nbytes, host_nbytes))
+    dist.destroy_process_group()
+
+
+def tabulate(found: Iterator[Row]) -> None:
+    """Print rows as they come."""
+    show("| system | batch a rank | peak GiB | less than naive | ms a step | samples/s | × the better reuse | |")
+    show("|---|---:|---:|---:|---:|---:|---:|---|")
+    rates: dict[str, float] = {}
+    naive_nbytes = 0
+    for row in found:
+        rates[row.system] = row.rate
+        naive_nbytes = row.peak_nbytes if row.system == NAIVE else naive_nbytes
+        best = max(rates.get(REUSE_CHECKPOINT, 0.0), rates.get(REUSE_HOST, 0.0))
+        times = f"{row.rate / best:.2f}" if best else ""
+        less = f"{1 - row.peak_nbytes / naive_nbytes:.0%}" if naive_nbytes and row.peak_nbytes else ""
+        ms = f"{sum(row.seconds) / len(row.seconds) * 1e3:.0f}" if row.seconds else ""
+        cells = [row.batch, f"{row.peak_nbytes / GIB:.2f}", less, ms, f"{row.rate:.1f}", times, row.note]
+        show(f"| {row.system} | " + " | ".join(map(str, cells)) + " |")
+
+
+def rows(name: str, alone: dist.ProcessGroup, limit_nbytes: int, host_nbytes: int) -> Iterator[Row]:
+    """One system after the other, each at its largest batch."""
+    world = dist.group.WORLD
+    assert world is not None
+    batches: dict[str, int] = {}
+    for system, make in SYSTEMS.items():
+        case = Case(name, 0, world, limit_nbytes, host_nbytes)
+        if system == MIX:  # larger than what can be kept, and with room to keep something
+            kept, recomputed = batches["Lean, activations kept"], batches["Lean, recomputed, residuals on the host"]
+            case.batch = round((max(kept, 1) * max(recomputed, 1)) ** 0.5)
+            case.budget_nbytes = int(MARGIN * limit_nbytes) - still_nbytes(name)
+        else:
+            case.batch = largest(make, name, alone, limit_nbytes, host_nbytes if system == REUSE_HOST else None)
+        batches[system] = case.batch
+        yield Row(system, note="does not fit") if case.batch == 0 else seen(system, case)
+
+
+def equal(name: str, batch: int, host_nbytes: int) -> Iterator[Row]:
+    """One system after the other, at the same batch and without a limit."""
+    world = dist.group.WORLD
+    assert world is not None
+    for system in SYSTEMS:
+        for budget_gib in BUDGETS_GIB if system == MIX else (None,):
+            budget_nbytes = None if budget_gib is None else int(budget_gib * GIB)
+            row = seen(system, Case(name, batch, world, 0, host_nbytes, budget_nbytes))
+            if row.seconds:
+                break
+        yield row
+
+
+def seen(system: str, case: Case) -> Row:
+    """What it shows, or why it cannot run."""
+    try:
+        peak_nbytes, seconds = timed(SYSTEMS[system], case)
+        return Row(system, case.batch, peak_nbytes, seconds)
+    except (torch.OutOfMemoryError, ValueError) as error:  # on every rank alike
+        return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
+
+
+def still_nbytes(name: str) -> int:
+    """What Lean has on the device all the time where residuals are on the host."""
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in built(name, torch.device("meta"), 1)[0].parameters())
+    states = 2 if "gpt" in name or "bert" in name else 1
+    return (1 + states) * 4 * numel + 2 * 4 * numel // BUCKETS
+
+
+def largest(make: System, name: str, alone: dist.ProcessGroup, limit_nbytes: int, host_nbytes: int | None) -> int:
+    """The batch at which the line through two peaks meets the limit, the same on every rank; 0 where none fits."""
+    first = SEQUENCES if "gpt" in name or "bert" in name else IMAGES
+    known: list[tuple[int, int]] = []
+    for batch in (first, 4 * first):
+        try:
+            known.append((batch, timed(make, Case(name, batch, alone, limit_nbytes, 0), steps=2)[0]))
+        except torch.OutOfMemoryError:
+            break
+    found = 0
+    if len(known) == 2:
+        (_, low), (_, high) = known
+        slope = max((high - low) / (3 * first), 1.0)
+        found = int(first + (MARGIN * limit_nbytes - low) / slope)
+        if host_nbytes is not None:  # all that is kept on the device otherwise
+            found = min(found, int(host_nbytes / kept_nbytes(name, first, alone, limit_nbytes)))
+    elif known:
+        found = first
+    agreed = torch.tensor([found], device="cuda")
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    return max(int(agreed), 0)
+
+
+def kept_nbytes(name: str, batch: int, alone: dist.ProcessGroup, limit_nbytes: int) -> float:
+    """What a sample leaves on the device where nothing is reused."""
+    plain = partial(dense, prepare=lambda _: None, around=nullcontext)
+    peaks = []
+    for number in (batch, 2 * batch):
+        peaks.append(timed(plain, Case(name, number, alone, limit_nbytes, 0), steps=2)[0])
+    return (peaks[1] - peaks[0]) / batch
+
+
+def timed(make: System, case: Case, steps: int | None = None) -> tuple[int, list[float]]:
+    """The allocator's peak, and the seconds of the later steps; with ``steps`` only the peak of so many."""
+    tidy()
+    step, close = make(case)
+    try:
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARM if steps is None else steps):
+            step()
+        torch.cuda.synchronize()
+        seconds = []
+        for _ in range(TIMED if steps is None else 0):
+            dist.barrier()
+            begun = perf_counter()
+            step()
+            torch.cuda.synchronize()
+            seconds.append(perf_counter() - begun)
+        return int(torch.cuda.max_memory_allocated()), seconds
+    finally:
+        close()
+
+
+def tidy() -> None:
+    """So that the next one finds all memory free."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+
+
+def show(line: str) -> None:
+    """On rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
