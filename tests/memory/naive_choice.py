@@ -5,6 +5,7 @@ from itertools import product
 
 from anabranch.memory.choose import ACTIONS, Action, Block, HostLink
 
+INF = float("inf")
 AGAIN = ("recompute", "recompute+offload", "join")
 MOVES_INPUT = ("offload", "recompute+offload")
 
@@ -32,21 +33,37 @@ def moves(blocks: Sequence[Block], actions: Mapping[str, Action], number: int) -
 
 def played_extra_s(blocks: Sequence[Block], link: HostLink, actions: Mapping[str, Action]) -> float:
     """Forward and backward played out, less what they take by themselves."""
+    window_s = INF if link.window_nbytes is None else link.window_nbytes / link.out_nbytes_per_s
     now = free = 0.0
     for number, block in enumerate(blocks):
         begin, end = moves(blocks, actions, number)
         free = max(free, now) + begin / link.out_nbytes_per_s
+        now = max(now, free - window_s)  # so that no more than a window waits
         now += block.forward_s
         free = max(free, now) + end / link.out_nbytes_per_s
+        now = max(now, free - window_s)
     forward_s = max(now, free)
-    now = free = 0.0
-    for run in reversed(runs_of(blocks, actions)):
-        free += sum(moves(blocks, actions, run[0])) / link.back_nbytes_per_s  # one after the other from the start on
-        now = max(now, free) if sum(moves(blocks, actions, run[0])) else now
-        for number in run:
-            now += blocks[number].backward_s
-            now += blocks[number].forward_s if actions[blocks[number].name] in AGAIN else 0.0
-    return forward_s + now - sum(block.forward_s + block.backward_s for block in blocks)
+    return forward_s + played_backward_s(blocks, link, actions) - sum(b.forward_s + b.backward_s for b in blocks)
+
+
+def played_backward_s(blocks: Sequence[Block], link: HostLink, actions: Mapping[str, Action]) -> float:
+    """Copies come back one after the other, as far ahead of the run that is computed as is allowed."""
+    ahead = INF if link.ahead_nbytes is None else link.ahead_nbytes
+    runs = list(reversed(runs_of(blocks, actions)))
+    total = sum(sum(moves(blocks, actions, run[0])) for run in runs)
+    now, here, wanted = 0.0, 0.0, 0.0  # bytes that have come, and that have been asked for
+    for run in runs:
+        if own := sum(moves(blocks, actions, run[0])):
+            wanted += own
+            now += max(wanted - here, 0.0) / link.back_nbytes_per_s
+            here = max(here, wanted)
+        computes_s = sum(
+            blocks[number].backward_s + (blocks[number].forward_s if actions[blocks[number].name] in AGAIN else 0.0)
+            for number in run
+        )
+        now += computes_s
+        here = max(here, min(here + computes_s * link.back_nbytes_per_s, wanted + ahead, total))
+    return now
 
 
 def played_peak(blocks: Sequence[Block], actions: Mapping[str, Action]) -> int:
@@ -57,7 +74,10 @@ def played_peak(blocks: Sequence[Block], actions: Mapping[str, Action]) -> int:
         before = actions[blocks[run[0] - 1].name] if run[0] else "recompute"
         stays = {"keep": first.nbytes, "recompute": first.input_nbytes}.get(action, 0)
         extra = first.shared_nbytes if action in MOVES_INPUT and before == "keep" else 0
-        peak = max(peak, kept + extra + sum(blocks[number].nbytes for number in run))
+        so_far = 0
+        for number in run:  # from its last block on, but all of it has been recomputed
+            so_far += blocks[number].nbytes
+            peak = max(peak, kept + extra + so_far + blocks[number].work_nbytes)
         kept += stays + extra
     return peak
 

@@ -27,12 +27,14 @@ def chains(draw: st.DrawFn, most: int) -> list[Block]:
                 draw(st.integers(0, given_nbytes)) if number else 0,
                 number > 0 and draw(st.booleans()),
                 draw(st.integers(0, 5)) > 0,
+                draw(st.integers(0, 20)),
             )
         )
     return made
 
 
-links = st.builds(HostLink, st.sampled_from([1.0, 8.0, 64.0]), st.sampled_from([1.0, 8.0, 64.0]))
+rates, windows = st.sampled_from([1.0, 8.0, 64.0]), st.none() | st.integers(0, 60)
+links = st.builds(HostLink, rates, rates, windows, windows)
 
 
 @given(chains(7), links, st.data())
@@ -51,7 +53,7 @@ def test_prediction_is_what_playing_it_out_shows(blocks: list[Block], link: Host
 
 @given(chains(5), links, st.integers(0, 150))
 def test_no_choice_is_better(blocks: list[Block], link: HostLink, room: int) -> None:
-    budget = max(block.nbytes for block in blocks) + room
+    budget = max(block.nbytes + block.work_nbytes for block in blocks) + room
     choice = choose(blocks, link, budget)
     assert choice.forecast == predict(blocks, link, choice.actions)
     assert choice.forecast.peak_nbytes <= budget
@@ -63,7 +65,7 @@ def test_no_choice_is_better(blocks: list[Block], link: HostLink, room: int) -> 
 def test_a_narrow_search_stays_within_the_budget_and_knows_what_it_may_have_missed(
     blocks: list[Block], link: HostLink, room: int, width: int
 ) -> None:
-    budget = max(block.nbytes for block in blocks) + room
+    budget = max(block.nbytes + block.work_nbytes for block in blocks) + room
     choice = choose(blocks, link, budget, width)
     best = least_extra_s(blocks, link, budget)
     assert choice.forecast.peak_nbytes <= budget
@@ -73,7 +75,7 @@ def test_a_narrow_search_stays_within_the_budget_and_knows_what_it_may_have_miss
 
 @given(chains(6), links, st.integers(0, 100), st.integers(0, 100))
 def test_more_room_never_costs_time(blocks: list[Block], link: HostLink, room: int, more: int) -> None:
-    budget = max(block.nbytes for block in blocks) + room
+    budget = max(block.nbytes + block.work_nbytes for block in blocks) + room
     less = choose(blocks, link, budget).forecast.extra_s
     assert choose(blocks, link, budget + more).forecast.extra_s <= less + 1e-9
 

@@ -26,6 +26,7 @@ class Counts:
 
     offloaded: int = 0
     offloaded_nbytes: int = 0
+    largest_nbytes: int = 0  # of them, since somebody set this to 0
     shared: int = 0  # saved again while already offloaded: nothing was copied
     kept: int = 0
     fetched: int = 0
@@ -169,6 +170,7 @@ class Offloader:
         stash.written = self._copies.out(stash.device, buffer)
         self.counts.offloaded += 1
         self.counts.offloaded_nbytes += stash.nbytes
+        self.counts.largest_nbytes = max(self.counts.largest_nbytes, stash.nbytes)
         self._leaving.append((stash.device, weakref.ref(stash), stash.written))
         self._release(self._window_nbytes)
         return stash

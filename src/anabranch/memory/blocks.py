@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 REST = ""  # the name of what is saved outside all units
+END = "(end)"  # and of where backward begins: nothing of its own, but gradients as large as a model's last outputs
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 

@@ -24,6 +24,7 @@ class Block:
     inner_nbytes            what autograd saves in it and nobody else needs
     input_nbytes            what it is given, which recomputation starts from
     shared_nbytes           the part of its input that the block before has saved as well
+    work_nbytes             gradients of activations that come and go while it is differentiated
     joins                   whether it can be recomputed in one run with the block before, needing no input of its own
     recomputes              whether it can be recomputed at all
     """
@@ -36,12 +37,13 @@ class Block:
     shared_nbytes: int = 0
     joins: bool = False
     recomputes: bool = True
+    work_nbytes: int = 0
 
     def __post_init__(self) -> None:
         """Refuse sizes and times that cannot be."""
         check_seconds(f"forward_s of block {self.name}", self.forward_s)
         check_seconds(f"backward_s of block {self.name}", self.backward_s)
-        for what in ("inner_nbytes", "input_nbytes", "shared_nbytes"):
+        for what in ("inner_nbytes", "input_nbytes", "shared_nbytes", "work_nbytes"):
             check_nbytes(f"{what} of block {self.name}", getattr(self, what))
         if self.shared_nbytes > self.input_nbytes:
             raise ValueError(
@@ -51,21 +53,37 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """All that is on the device while it is differentiated."""
+        """All that autograd has saved in it."""
         return self.inner_nbytes + self.input_nbytes
 
 
 @dataclass(frozen=True)
 class HostLink:
-    """How fast bytes go from the device to the host's pinned memory and back, both at once."""
+    """How fast bytes go from the device to the host's pinned memory and back, both at once.
+
+    window_nbytes   how much may wait for its copy out before computation waits; None: all
+    ahead_nbytes    how much may be back before it is needed; None: all
+    """
 
     out_nbytes_per_s: float
     back_nbytes_per_s: float
+    window_nbytes: int | None = None
+    ahead_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a link that does not move."""
         check_positive("out_nbytes_per_s", self.out_nbytes_per_s)
         check_positive("back_nbytes_per_s", self.back_nbytes_per_s)
+
+    @property
+    def window_s(self) -> float:
+        """How far copies out may be behind."""
+        return float("inf") if self.window_nbytes is None else self.window_nbytes / self.out_nbytes_per_s
+
+    @property
+    def ahead_s(self) -> float:
+        """How far copies back may be ahead."""
+        return float("inf") if self.ahead_nbytes is None else self.ahead_nbytes / self.back_nbytes_per_s
 
 
 class Forecast(NamedTuple):
@@ -89,13 +107,14 @@ class _State(NamedTuple):
 
     The link carries one copy after the other. ``late_s`` is how far it is behind when forward reaches this block, and
     what remains of that at the end of forward is waited for. The way back is the same seen from the end: a copy must
-    have arrived before its block's backward, so what the computation after it does not hide comes on top.
+    have arrived before its block's backward, so what the computation after it does not hide comes on top. Beyond the
+    link's windows nothing hides anything.
     """
 
     last: Action
     kept_nbytes: int
     passing_nbytes: int  # on the device only while this block, or the run of blocks it is in, is differentiated
-    recomputed_s: float
+    spent_s: float  # recomputing, and waiting where a window was full
     late_s: float  # copies out that are still under way
     lead_s: float  # copies back that the backward of this block and those after it have not hidden
     due_s: float  # copies back for this block, or for the first of its run: nothing here can hide them
@@ -104,7 +123,7 @@ class _State(NamedTuple):
 
     @property
     def extra_s(self) -> float:
-        return self.recomputed_s + self.late_s + self.lead_s + self.due_s
+        return self.spent_s + self.late_s + self.lead_s + self.due_s
 
 
 _START = _State("keep", 0, 0, 0.0, 0.0, 0.0, 0.0, 0, 0)
@@ -165,10 +184,10 @@ def _check(blocks: Sequence[Block], budget_nbytes: int) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two blocks are called {twice!r}: expected a name for each")
-    largest = max(blocks, key=lambda block: block.nbytes, default=None)
-    if largest is not None and largest.nbytes > budget_nbytes:
+    largest = max(blocks, key=lambda block: block.nbytes + block.work_nbytes, default=None)
+    if largest is not None and (least := largest.nbytes + largest.work_nbytes) > budget_nbytes:
         raise ValueError(
-            f"budget_nbytes is {budget_nbytes}: block {largest.name!r} alone has {largest.nbytes} on the device while "
+            f"budget_nbytes is {budget_nbytes}: block {largest.name!r} alone has {least} on the device while "
             "it is differentiated; give at least that, a smaller batch, or smaller blocks"
         )
 
@@ -220,17 +239,21 @@ def _after(state: _State, block: Block, link: HostLink, action: Action) -> _Stat
     moved_after = block.inner_nbytes if action == "offload" else 0
     kept = state.kept_nbytes + stays
     hides_s = block.backward_s + (block.forward_s if recomputed else 0.0)
-    pending_s = state.lead_s + (0.0 if action == "join" else state.due_s)
-    late_s = max(state.late_s + moved_before / link.out_nbytes_per_s - block.forward_s, 0.0)
+    wanted_s = state.lead_s + (0.0 if action == "join" else state.due_s)
+    pending_s = min(wanted_s, link.ahead_s)
+    begun_s = state.late_s + moved_before / link.out_nbytes_per_s
+    late_s = max(min(begun_s, link.window_s) - block.forward_s, 0.0)
+    ended_s = late_s + moved_after / link.out_nbytes_per_s
+    waited_s = wanted_s - pending_s + max(begun_s - link.window_s, 0.0) + max(ended_s - link.window_s, 0.0)
     return _State(
         last=action,
         kept_nbytes=kept,
         passing_nbytes=passing,
-        recomputed_s=state.recomputed_s + (block.forward_s if recomputed else 0.0),
-        late_s=late_s + moved_after / link.out_nbytes_per_s,
+        spent_s=state.spent_s + waited_s + (block.forward_s if recomputed else 0.0),
+        late_s=min(ended_s, link.window_s),
         lead_s=max(pending_s - hides_s, 0.0),
         due_s=state.due_s if action == "join" else (moved_before + moved_after) / link.back_nbytes_per_s,
-        peak_nbytes=max(state.peak_nbytes, kept + passing),
+        peak_nbytes=max(state.peak_nbytes, kept + passing + block.work_nbytes),
         moved_nbytes=state.moved_nbytes + moved_before + moved_after,
     )
 
@@ -247,12 +270,12 @@ def _undominated(labels: list[_Label]) -> list[_Label]:
     runs = np.array([state.last in RECOMPUTED for state in states])
     passing = np.array([state.passing_nbytes if state.last in RECOMPUTED else 2**62 for state in states])
     kind = np.array([ACTIONS.index("join" if state.last in RECOMPUTED else state.last) for state in states])
-    recomputed = np.array([state.recomputed_s for state in states])
+    spent = np.array([state.spent_s for state in states])
     waits = np.array([(state.late_s, state.lead_s, state.due_s) for state in states])
     going: list[int] = []
     for index in range(len(labels)):
         first = np.array(going, dtype=np.intp)
-        longer_s = recomputed[first] - recomputed[index] + np.maximum(waits[first] - waits[index], 0.0).sum(axis=1)
+        longer_s = spent[first] - spent[index] + np.maximum(waits[first] - waits[index], 0.0).sum(axis=1)
         alike = (kind[first] == kind[index]) | runs[first]
         beats = alike & (kept[first] <= kept[index]) & (passing[first] <= passing[index]) & (longer_s <= 0)
         if not beats.any():
@@ -280,6 +303,6 @@ def _at_least(labels: list[_Label], rest: Sequence[Block], link: HostLink, budge
     left_s = forward_s - np.array([state.late_s for state in states])
     back_s = np.array([state.lead_s + state.due_s for state in states]) - forward_s - backward_s
     hidden = np.maximum(left_s, 0.0) * link.out_nbytes_per_s
-    recomputed_s = np.array([state.recomputed_s for state in states])
+    spent_s = np.array([state.spent_s for state in states])
     waited_s = np.maximum(-left_s, 0.0) + np.maximum(back_s, 0.0)
-    return np.asarray(recomputed_s + waited_s + np.interp(over - hidden, sizes, costs), dtype=np.float64)
+    return np.asarray(spent_s + waited_s + np.interp(over - hidden, sizes, costs), dtype=np.float64)

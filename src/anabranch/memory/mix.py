@@ -1,14 +1,14 @@
 """Activations of a live model kept, offloaded, recomputed, or a mix of these chosen from what its own steps show."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from anabranch.memory.activations import MIB, Offloader
-from anabranch.memory.blocks import REST
+from anabranch.memory.blocks import END, REST
 from anabranch.memory.choose import Action, Choice, choose
 from anabranch.memory.recompute import Treated, recompute
 from anabranch.memory.survey import Survey, measure_link
@@ -104,9 +104,12 @@ class ManagedActivations:
         blocks, survey, self._survey = self._survey.blocks(), self._survey, None
         survey.undo()
         windows = self.options.window_nbytes + self.options.ahead_nbytes
-        link = measure_link(self.offloader.device)
-        self.choice = choose(blocks, link, max(self.options.budget_nbytes - windows, 0))
-        self._treated = Treated(self._model, self._agree(self.choice.actions), self.offloader)
+        measured = measure_link(self.offloader.device)
+        link = replace(measured, window_nbytes=self.options.window_nbytes, ahead_nbytes=self.options.ahead_nbytes)
+        choice = choose(blocks, link, max(self.options.budget_nbytes - windows, 0))
+        actions = {name: action for name, action in choice.actions.items() if name != END}
+        self.choice = choice._replace(actions=actions)
+        self._treated = Treated(self._model, self._agree(actions), self.offloader)
 
     def _new_offloader(self) -> Offloader:
         parameter = next(self._model.parameters(), None)

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch.memory.activations import Offloader
-from anabranch.memory.blocks import REST, Unit, blocks_of
+from anabranch.memory.blocks import END, REST, Unit, blocks_of
 from anabranch.memory.choose import Action, Block, HostLink
 from anabranch.memory.copies import copies_for
 from anabranch.memory.pinned import HostPool
@@ -20,6 +20,9 @@ from anabranch.runtime.clock import Clock, clock_for
 from anabranch.runtime.layout import tensors_in
 
 LINK_NBYTES = 64 << 20  # long enough that what it costs to begin does not count
+WORK_TENSORS = (
+    2  # gradients as large as the largest activation that are there at once: an operation's own and its input's
+)
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Sight:
     inner_nbytes: int
     input_nbytes: int
     saved_output_nbytes: int
+    largest_nbytes: int
     shared_nbytes: int = 0
     gradient: object | None = None  # when that of its output was there
 
@@ -52,6 +56,10 @@ class Survey:
         self._gradients: list[tuple[str, object]] = []
         self._over: object | None = None
         self._rest_nbytes, self._mark_nbytes = 0, 0
+        self._before_nbytes, self._after_nbytes = (
+            0,
+            0,
+        )  # the largest that was saved before the first unit, after the last
         actions: dict[str, Action] = {unit.name: "recompute+offload" for unit in blocks_of(model)}
         self._treated = Treated(model, {**actions, REST: "offload"}, offloader, self._measured)
         self._handle = model.register_forward_pre_hook(self._begins)
@@ -64,14 +72,18 @@ class Survey:
         self._last.remove()
 
     def blocks(self) -> list[Block]:
-        """What was seen in the last step, in the order of forward: first what is outside of all units."""
+        """What was seen in the last step, in the order of forward: first what is outside of all units.
+
+        Of that, what follows the last unit is differentiated first, while everything is there: that is ``END``.
+        """
         self._clock.settle()
         marks = [mark for _, mark in self._gradients] + [self._over]
         took_s = {
             name: self._clock.between(marks[number], marks[number + 1])
             for number, (name, _) in enumerate(self._gradients)
         }
-        found = [Block(REST, 0.0, 0.0, self._rest_nbytes, 0, recomputes=False)]
+        before, after = (WORK_TENSORS * nbytes for nbytes in (self._before_nbytes, self._after_nbytes))
+        found = [Block(REST, 0.0, 0.0, self._rest_nbytes, 0, recomputes=False, work_nbytes=before)]
         for name, sight in self._sights.items():
             forward_s = self._clock.between(sight.began, sight.ended)
             found.append(
@@ -83,12 +95,15 @@ class Survey:
                     sight.input_nbytes,
                     sight.shared_nbytes,
                     sight.unit.joins,
+                    work_nbytes=WORK_TENSORS * sight.largest_nbytes,
                 )
             )
-        return found
+        return [*found, Block(END, 0.0, 0.0, 0, 0, recomputes=False, work_nbytes=after)]
 
     def see(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a unit for the clock and the count alone."""
+        if not self._sights:
+            self._before_nbytes = self._offloader.counts.largest_nbytes
         inputs = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in tensors_in((args, kwargs))}
         versions = [tensor._version for tensor in inputs.values()]
         counted = Counted(unit)
@@ -110,7 +125,9 @@ class Survey:
             sum(nbytes for storage, nbytes in counted.nbytes.items() if storage not in inputs),
             sum(tensor.untyped_storage().nbytes() for tensor in inputs.values()),
             sum(nbytes for storage, nbytes in counted.nbytes.items() if storage in outputs and storage not in inputs),
+            max((tensor.untyped_storage().nbytes() for tensor in tensors_in(output)), default=0),
         )
+        sight.largest_nbytes = max([sight.largest_nbytes, *counted.nbytes.values()])
         if self._before is not None:
             before, returned = self._before
             if not returned.isdisjoint(inputs):  # what the block before has saved of its output is our input
@@ -124,6 +141,7 @@ class Survey:
         returned = tensors_in(output)
         self._before = (sight, {StorageWeakRef(tensor.untyped_storage()) for tensor in returned})
         self._mark_nbytes += offloaded_nbytes  # not of the rest
+        self._offloader.counts.largest_nbytes = 0
 
         def gradient_is_there(gradient: torch.Tensor) -> None:  # noqa: ARG001
             if sight.gradient is None:
@@ -142,11 +160,12 @@ class Survey:
     def _begins(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
         if torch.is_grad_enabled():
             self._sights, self._before, self._gradients = {}, None, []
-            self._mark_nbytes = self._offloader.counts.offloaded_nbytes
+            self._mark_nbytes, self._offloader.counts.largest_nbytes = self._offloader.counts.offloaded_nbytes, 0
 
     def _ends(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
         if torch.is_grad_enabled():
             self._rest_nbytes = self._offloader.counts.offloaded_nbytes - self._mark_nbytes
+            self._after_nbytes = self._offloader.counts.largest_nbytes
 
     def _backward_over(self) -> None:
         self._over = self._clock.mark()
