@@ -32,11 +32,13 @@ from anabranch.memory.probe import Loss
 from anabranch.runtime.layout import unwrap
 from anabranch.sparse.allgather import wanted
 
+DEVICE = torch.device("cuda", 0)
 GIB = 1 << 30
 DENSITY = 0.01
 MARGIN = 0.92  # of the limit: what the line through two peaks does not say, and what the allocator cannot use
 BUCKETS = 12  # few, as sparse exchanges like it
-WARM, TIMED = 4, 4  # steps; Lean has chosen its mix after two
+ENOUGH_S = 6.0  # of timed steps, where the network is slow
+WARM, WARM_MIX, TIMED = 2, 4, 3  # steps; Lean chooses its mix after two
 IMAGES, SEQUENCES = 8, 1  # samples to begin with
 
 Step = Callable[[], None]
@@ -67,7 +69,7 @@ class Case:
 
     def built(self) -> tuple[nn.Module, Loss]:
         """The model and its loss."""
-        return built(self.name, torch.device("cuda", torch.cuda.current_device()), self.batch)
+        return built(self.name, DEVICE, self.batch)
 
 
 System = Callable[[Case], tuple[Step, Callable[[], None]]]
@@ -172,8 +174,11 @@ def main() -> None:
     parser.add_argument("--limit-gib", type=float, default=16.0)
     parser.add_argument("--host-gib", type=float, default=20.0, help="per rank")
     parser.add_argument("--network", default="", help="what to call it")
+    parser.add_argument("--without", nargs="*", default=[], metavar="SYSTEM", help="to leave out, by their names")
     given = parser.parse_args()
-    torch.cuda.set_device(0)
+    for name in given.without:
+        del SYSTEMS[name]
+    torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl")
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     total = torch.cuda.get_device_properties(0).total_memory
@@ -213,8 +218,8 @@ def rows(name: str, alone: dist.ProcessGroup, limit_nbytes: int, host_nbytes: in
     for system, make in SYSTEMS.items():
         case = Case(name, 0, world, limit_nbytes, host_nbytes)
         if system == MIX:  # larger than what can be kept, and with room to keep something
-            kept, recomputed = batches["Lean, activations kept"], batches["Lean, recomputed, residuals on the host"]
-            case.batch = round((max(kept, 1) * max(recomputed, 1)) ** 0.5)
+            ours = [found for name, found in batches.items() if name.startswith("Lean") and found] or [1]
+            case.batch = round((min(ours) * max(ours)) ** 0.5)
             case.budget_nbytes = int(MARGIN * limit_nbytes) - still_nbytes(name)
         else:
             case.batch = largest(make, name, alone, limit_nbytes, host_nbytes if system == REUSE_HOST else None)
@@ -258,7 +263,7 @@ def largest(make: System, name: str, alone: dist.ProcessGroup, limit_nbytes: int
     known: list[tuple[int, int]] = []
     for batch in (first, 4 * first):
         try:
-            known.append((batch, timed(make, Case(name, batch, alone, limit_nbytes, 0), steps=2)[0]))
+            known.append((batch, timed(make, Case(name, batch, alone, limit_nbytes, limit_nbytes), steps=2)[0]))
         except torch.OutOfMemoryError:
             break
     found = 0
@@ -270,7 +275,7 @@ def largest(make: System, name: str, alone: dist.ProcessGroup, limit_nbytes: int
             found = min(found, int(host_nbytes / kept_nbytes(name, first, alone, limit_nbytes)))
     elif known:
         found = first
-    agreed = torch.tensor([found], device="cuda")
+    agreed = torch.tensor([found], device=DEVICE)
     dist.all_reduce(agreed, dist.ReduceOp.MIN)
     return max(int(agreed), 0)
 
@@ -280,7 +285,7 @@ def kept_nbytes(name: str, batch: int, alone: dist.ProcessGroup, limit_nbytes: i
     plain = partial(dense, prepare=lambda _: None, around=nullcontext)
     peaks = []
     for number in (batch, 2 * batch):
-        peaks.append(timed(plain, Case(name, number, alone, limit_nbytes, 0), steps=2)[0])
+        peaks.append(timed(plain, Case(name, number, alone, limit_nbytes, limit_nbytes), steps=2)[0])
     return (peaks[1] - peaks[0]) / batch
 
 
@@ -290,16 +295,20 @@ def timed(make: System, case: Case, steps: int | None = None) -> tuple[int, list
     step, close = make(case)
     try:
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(WARM if steps is None else steps):
+        for _ in range(steps or (WARM if case.budget_nbytes is None else WARM_MIX)):
             step()
         torch.cuda.synchronize()
         seconds = []
         for _ in range(TIMED if steps is None else 0):
-            dist.barrier()
+            dist.barrier(device_ids=[0])
             begun = perf_counter()
             step()
             torch.cuda.synchronize()
-            seconds.append(perf_counter() - begun)
+            slowest = torch.tensor([perf_counter() - begun], device=DEVICE)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds.append(float(slowest))
+            if sum(seconds) > ENOUGH_S:
+                break
         return int(torch.cuda.max_memory_allocated()), seconds
     finally:
         close()

@@ -225,3 +225,24 @@ def lane_choices(buckets: int, lanes: int) -> Iterator[tuple[int, ...]]:
     for rest in lane_choices(buckets - 1, lanes):
         for lane in range(min(lanes, 1 + max(rest, default=-1) + 1)):
             yield (*rest, lane)
+
+
+# ------------------------------------------------------------------------------------------------- two levels
+
+
+def two_level_s(
+    nbytes: float, nodes: int, per_node: int, inside: tuple[float, float], across: tuple[float, float]
+) -> float:
+    """An all-reduce on full nodes, round by round; links are (latency, seconds per byte), and adding costs nothing.
+
+    Each rank passes on a piece to its neighbour in every round of a ring. Across nodes, ``per_node`` rings run at once
+    through each node's one card.
+    """
+    share, total_s = nbytes / per_node, 0.0
+    for _round in range(per_node - 1):  # reduce-scatter inside
+        total_s += inside[0] + share * inside[1]
+    for _round in range(2 * (nodes - 1)):  # every rank's share once around for the sum, once for the result
+        total_s += across[0] + per_node * (share / nodes) * across[1]
+    for _round in range(per_node - 1):  # all-gather inside
+        total_s += inside[0] + share * inside[1]
+    return total_s

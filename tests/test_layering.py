@@ -14,7 +14,7 @@ MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
 
 BASE = {"errors", "checks"}
-NOUNS = {*BASE, "trace", "links", "curve", "network", "plan", "timeline"}
+NOUNS = {*BASE, "trace", "links", "curve", "network", "plan", "timeline", "scaling"}
 EVERYTHING = {"*"}
 
 # Part (a module, else its nearest folder) → the parts of anabranch it may import; its own folder is always allowed.
@@ -30,10 +30,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "curve": BASE,
     "network": {*BASE, "links", "curve"},
     "plan": {*BASE, "trace"},
+    "scaling": BASE,
+    "networks": {*BASE, "links", "curve", "network"},
     "files": NOUNS,
+    "chrome": {*NOUNS, "files"},
     "sim": NOUNS,
     "planners": {*NOUNS, "sim"},
     "report": NOUNS,
+    "report.runs": {*NOUNS, "files"},  # what it shows has been written by other programs
+    "report.html": {*NOUNS, "version"},  # which a page says of its maker
     "runtime": {*NOUNS, "files", "lab.emulation.settings"},  # whose word must stand beside every result
     "runtime.parallel": EVERYTHING,  # the composition root
     "runtime.wishes": {*NOUNS, "planners"},  # which planners there are to wish for
@@ -60,7 +65,7 @@ TORCH_AT_MODULE_LEVEL = {
     "lab.emulation.work",
     "reproduce.oktopk_counts",
 }
-TORCH_NEVER = {*NOUNS, "files", "sim", "planners", "report", "lab"}
+TORCH_NEVER = {*NOUNS, "networks", "chrome", "files", "sim", "planners", "report", "lab"}
 
 
 def module_of(path: Path) -> str:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import AlphaBeta, TwoLevel
+from oracles import two_level_s
 from strategies import models
 
 A, B, G = 3e-5, 2e-9, 5e-10
@@ -61,6 +62,14 @@ def test_two_level_by_hand() -> None:
     assert s_per_byte == pytest.approx(7 / 8 * (2e-11 + 3e-12) + 3 / 4 * (2e-9 + 8e-12 / 8))
     assert two.line(25) == pytest.approx(two.line(32))  # a last node may be partly filled
     assert TwoLevel(1, inside, across).line(16) == pytest.approx(across.line(16))
+
+
+@given(st.integers(1, 40), st.integers(1, 9), *[st.floats(1e-7, 1e-2)] * 2, *[st.floats(1e-12, 1e-8)] * 2)
+def test_two_levels_cost_their_rounds(nodes: int, per_node: int, a: float, b: float, c: float, d: float) -> None:
+    two = TwoLevel(per_node, AlphaBeta("ring", a, c), AlphaBeta("ring", b, d))
+    start_s, s_per_byte = two.line(nodes * per_node)
+    for nbytes in (0, 1 << 20):
+        assert start_s + s_per_byte * nbytes == pytest.approx(two_level_s(nbytes, nodes, per_node, (a, c), (b, d)))
 
 
 def test_refusals() -> None:

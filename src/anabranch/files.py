@@ -24,21 +24,21 @@ MAX_NBYTES = 256 << 20  # a trace of a million tensors has about 150 MB; more is
 def load(path: str | os.PathLike[str]) -> Noun:
     """The noun in a file; FileError, naming file and field, if it does not hold exactly one valid noun."""
     path = Path(path)
-    return loads(_read(path), str(path))
+    return loads(read_bytes(path), str(path))
 
 
 def loads(text: bytes, where: str) -> Noun:
     """The noun in a JSON text; ``where`` names its origin in errors."""
-    document = _parse(text, where)
+    document = parse_json(text, where)
     if not isinstance(document, dict):
         raise _refused(where, f"holds a {type(document).__name__}, expected a JSON object with 'format' and 'version'")
     kind = document.pop("format", None)
     if not isinstance(kind, str) or kind not in KINDS:
-        raise _refused(where, f"'format' is {_brief(kind)}, expected one of {', '.join(KINDS)}")
+        raise _refused(where, f"'format' is {brief(kind)}, expected one of {', '.join(KINDS)}")
     version = document.pop("version", None)
     if type(version) is not int or version != VERSION:
         raise _refused(
-            where, f"'version' is {_brief(version)}, this program reads version {VERSION}; upgrade or re-create it"
+            where, f"'version' is {brief(version)}, this program reads version {VERSION}; upgrade or re-create it"
         )
     return _validate(KINDS[kind], document, where)
 
@@ -98,7 +98,8 @@ def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = Fals
         temporary.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """All of a file; FileError if that cannot be had, or is more than any file of ours has."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_NBYTES + 1)
@@ -111,7 +112,9 @@ def _read(path: Path) -> bytes:
     return text
 
 
-def _parse(text: bytes, where: str) -> Any:
+def parse_json(text: bytes, where: str) -> Any:
+    """Whatever a JSON text says; FileError for NaN, for a field that is there twice, and for what is no JSON."""
+
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not a JSON number")
 
@@ -119,7 +122,7 @@ def _parse(text: bytes, where: str) -> Any:
         fields: dict[str, Any] = {}
         for key, value in pairs:
             if key in fields:
-                raise ValueError(f"the field {_brief(key)} is there twice")
+                raise ValueError(f"the field {brief(key)} is there twice")
             fields[key] = value
         return fields
 
@@ -141,7 +144,7 @@ def _validate(cls: type[Noun], document: dict[str, Any], where: str) -> Noun:
         found = _of_one_branch(error.errors(include_url=False))
         at = ".".join(str(part) for part in found[0]["loc"]) or cls.__name__.lower()
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise _refused(where, f"{at}: {found[0]['msg']}, found {_brief(found[0]['input'])}{more}") from error
+        raise _refused(where, f"{at}: {found[0]['msg']}, found {brief(found[0]['input'])}{more}") from error
 
 
 def _of_one_branch(errors: list[Any]) -> list[Any]:
@@ -172,8 +175,8 @@ def _refused(where: str, why: str) -> FileError:
     return FileError(f"{_harmless(where, 200)}: {_harmless(why, 260)}")
 
 
-def _brief(value: object) -> str:
-    """A value from a file, short."""
+def brief(value: object) -> str:
+    """A value from a file, short and harmless, to be quoted in an error."""
     return _harmless(repr(value) if value is not None else "missing", 80)
 
 

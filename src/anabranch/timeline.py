@@ -73,12 +73,12 @@ class Timeline:
     @property
     def communication_s(self) -> float:
         """Time during which at least one lane was busy."""
-        return _measure(_union(self.communication))
+        return _measure(union(self.communication))
 
     @property
     def exposed_s(self) -> float:
         """Time during which a lane was busy and nothing was computed: communication that nothing hid."""
-        lanes, compute = _union(self.communication), _union(self.compute)
+        lanes, compute = union(self.communication), union(self.compute)
         both = sum(
             max(0.0, min(end, c_end) - max(start, c_start)) for start, end in lanes for c_start, c_end in compute
         )
@@ -106,7 +106,7 @@ class Timeline:
         return {"displayTimeUnit": "ms", "traceEvents": names + slices}
 
 
-def _union(spans: Iterable[Span]) -> list[Interval]:
+def union(spans: Iterable[Span]) -> list[Interval]:
     """The instants covered by any of the spans, as disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted((span.start_s, span.end_s) for span in spans):

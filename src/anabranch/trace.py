@@ -93,6 +93,8 @@ class Trace:
 
     def by_kind(self) -> list[Sequence[TensorSpec]]:
         """The tensors apart by dtype, each part in ready order, the part that is ready first in front."""
+        if len({(tensor.dtype, tensor.itemsize) for tensor in self.tensors}) == 1:
+            return [self.tensors]  # as most traces are; planners ask for this hundreds of times
         parts: dict[tuple[str, int], list[TensorSpec]] = {}
         for tensor in self.tensors:
             parts.setdefault(tensor.kind, []).append(tensor)

@@ -13,10 +13,10 @@ RING = "ring:ranks=16,alpha=50us,rate=10gbit"
 HOSTILE = "[red]\x1b[2J\x1b]0;owned\x07\u202e[/red]:smile:\nline"
 
 
-def small_trace(name: str = "layer") -> Trace:
-    """Twenty gradients, large and small, the k-th ready after 2(k+1) ms."""
+def small_trace(name: str = "layer", gradients: int = 20) -> Trace:
+    """Gradients, large and small, the k-th ready after 2(k+1) ms."""
     numel = (2_000_000, 1_000, 2_400_000, 512, 512)
-    tensors = tuple(TensorSpec(f"{name}.{k}", numel[k % 5], 4, 0.002 * (k + 1), "float32") for k in range(20))
+    tensors = tuple(TensorSpec(f"{name}.{k}", numel[k % 5], 4, 0.002 * (k + 1), "float32") for k in range(gradients))
     return Trace(tensors, 0.02, {"model": name})
 
 

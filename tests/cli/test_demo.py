@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from anabranch import save
 from anabranch.cli import demo
 from anabranch.cli.main import main
-from cli.nouns import error_of, json_of
+from anabranch.report.runs.reading import read_runs
+from cli.nouns import error_of, json_of, small_trace
 
 PLAN = {"format": "plan", "version": 1, "buckets": [{"names": ["a"]}, {"names": ["b"]}]}
 
@@ -55,6 +57,32 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert document["plan"] == PLAN
 
 
+def test_what_a_run_leaves_behind_can_be_kept_and_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def train(workers: int, steps: int, output: Path) -> dict[str, Any]:
+        save(small_trace(), output.with_name("trace.json"))
+        return runs()
+
+    monkeypatch.setattr(demo, "_train", train)
+    folder = tmp_path / "a" / "run"
+    json_of(capsys, "demo", "--keep", str(folder))
+    assert sorted(path.name for path in folder.iterdir()) == ["demo.json", "run.jsonl", "trace.json"]
+    assert main(["report", str(folder), "-o", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "1,234,567 parameters, 4 workers, 90 steps" in page and "left out" not in capsys.readouterr().out
+
+
+def test_nothing_of_a_former_run_stays(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "_train", lambda workers, steps, output: runs())
+    (tmp_path / "plan.json").write_text("old")
+    assert "--force" in error_of(capsys, "demo", "--keep", str(tmp_path))
+    json_of(capsys, "demo", "--keep", str(tmp_path), "--force")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "run.jsonl"]
+
+
 def test_too_few_steps_to_see_anything(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--steps" in error_of(capsys, "demo", "--steps", "20")
     assert "--workers" in error_of(capsys, "demo", "--workers", "1")
@@ -72,3 +100,6 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert result["ddp"]["losses"] == result["anabranch"]["losses"]  # of two summands the order does not matter
     assert len(result["ddp"]["losses"]) > demo.FEWEST_STEPS and len(result["ddp"]["rounds_s"]) > 1
     assert all(word in result["explanation"] for word in ("running", "predicted", "measured"))
+    left = read_runs([tmp_path])
+    assert len(left.traces) == len(left.networks) == len(left.timelines) == 1 and "runs.json" in left.left_out[0]
+    assert len(left.trainings[0].lines) == len(result["anabranch"]["losses"])

@@ -1,44 +1,137 @@
 """anabranch scale: the library's sweep, its assumptions, and a plot that opens."""
 
+import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
-from anabranch import Network, planners, save
+from anabranch import Network, Plan, Trace, planners, save
 from anabranch.cli import links
 from anabranch.cli.main import main
-from anabranch.sim import finish_s, sweep
+from anabranch.scaling import Scaling
+from anabranch.sim import Compute, finish_s, sweep
 from cli.nouns import HOSTILE, RING, error_of, json_of, measured, small_trace, trace_file
 
 PNG = b"\x89PNG\r\n\x1a\n"
-QUICK = ["--world-sizes", "4,16,64", "--planners", "by_bytes,optimal"]
+FEW = ["--world-sizes", "4,16,64", "--planners", "by_bytes,optimal"]
+QUICK = [*FEW, "--compress", "none"]
 
 
 @pytest.mark.parametrize(
     ("options", "given"),
     [
         ([], {"straggler_factor": 2.0}),
-        (["--scaling", "strong"], {"scaling": "strong"}),
+        (["--fixed-share", "0.25"], {"fixed_share": 0.25}),
         (["--jitter", "0.1", "--seed", "7"], {"jitter": 0.1, "seed": 7}),
         (["--stragglers", "1", "--straggler-factor", "1.5"], {"stragglers": 1, "straggler_factor": 1.5}),
     ],
 )
 def test_points_are_what_the_library_says(
-    options: list[str], given: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = json_of(capsys, "scale", "--trace", trace_file(tmp_path), "--network", RING, *QUICK, *options)
-    chosen = {"by_bytes": planners.by_bytes, "optimal": planners.optimal}
-    expected = sweep(small_trace(), links.network(RING), [4, 16, 64], chosen, **given)  # type: ignore[arg-type]
-    assert document["points"] == [asdict(point) for point in expected]
-    assert {key: document[key] for key in given} == given
+    chosen: dict[str, Callable[[Trace, Network], Plan]] = {"by_bytes": planners.by_bytes, "optimal": planners.optimal}
+    for basis in ("weak", "strong"):
+        argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *QUICK, *options, "--scaling", basis]
+        document = json_of(capsys, *argv)
+        here: dict[str, Any] = {"network_name": RING, "scaling": basis, "compute": Compute(**given)}
+        expected = sweep(small_trace(), links.network(RING), [4, 16, 64], chosen, **here)
+        assert document["points"] == [asdict(point) for point in expected]
+        assert {key: document[key] for key in given} == given
+        (tmp_path / "trace.json").unlink()
 
 
 def test_the_default_goes_from_4_to_2048(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = json_of(capsys, "scale", "--trace", trace_file(tmp_path), "--network", RING)
+    document = json_of(capsys, "scale", "--trace", trace_file(tmp_path))
     assert sorted({point["world_size"] for point in document["points"]}) == [2**k for k in range(2, 12)]
+    assert [network["name"] for network in document["networks"]] == ["10gbe", "nvlink+100gbe"]
+    kinds = [strategy["kind"] for strategy in document["strategies"]]
+    assert kinds == ["dense"] * 7 + ["sparse"]
+    assert all(point["iteration_low_s"] < point["iteration_high_s"] for point in document["points"])
+
+
+def test_the_document_is_a_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["scale", "--trace", trace_file(tmp_path), "--network", "25gbe", "--network", RING, *QUICK]
+    document = json_of(capsys, *argv)
+    assert document["command"] == "scale" and document["version"] == 1
+    found = TypeAdapter(Scaling).validate_json(json.dumps(document))
+    assert json.loads(json.dumps(asdict(found))) == document
+    assert [known.name for known in found.networks] == ["25gbe", RING]
+    assert "no band" in found.networks[1].spread and len(found.answer) == 2
+    assert "rivals_h200_lab_25gbit" in found.networks[0].source
+    del document["points"][-1]
+    with pytest.raises(ValidationError, match="in this order"):
+        TypeAdapter(Scaling).validate_json(json.dumps(document))
+
+
+def test_a_stated_spread_is_a_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *QUICK, "--spread", "0.3"]
+    document = json_of(capsys, *argv)
+    assert "stated: all costs 30% lower and higher" in document["networks"][0]["spread"]
+    assert all(p["iteration_low_s"] < p["iteration_s"] < p["iteration_high_s"] for p in document["points"])
+    assert main(argv) == 0
+    assert "within the band" in capsys.readouterr().out
+
+
+def test_65536_ranks_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--network", "nvlink+400ib", "--world-sizes", "8,65536", "--jitter", "0.05", "--compress", "none"]
+    document = json_of(capsys, "scale", "--trace", trace_file(tmp_path), *argv)
+    steps = {(p["planner"], p["world_size"]): p["iteration_s"] for p in document["points"]}
+    assert all(steps[name, 8] < steps[name, 65536] for name in ("per_tensor", "optimal", "lanes"))
+
+
+def test_a_batch_of_your_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(replace(small_trace(), meta={"model": "m", "batch": 8}), tmp_path / "batch.json")
+    argv = ["scale", "--trace", str(tmp_path / "batch.json"), "--network", RING, *QUICK]
+    recorded, doubled = json_of(capsys, *argv), json_of(capsys, *argv, "--batch", "16")
+    for one, two in zip(recorded["points"], doubled["points"], strict=True):
+        alone_s = one["iteration_s"] - one["exposed_s"]
+        assert two["iteration_s"] - two["exposed_s"] == pytest.approx(2 * alone_s)
+        assert two["samples_per_s"] == pytest.approx(16 * two["world_size"] / two["iteration_s"])
+        assert two["samples_per_s"] > one["samples_per_s"]  # as much is sent for twice the work
+    assert {strategy["batch"] for strategy in doubled["strategies"]} == {16}
+    assert any("in proportion to the batch" in said for said in doubled["assumptions"])
+
+
+def test_lean_sends_what_oktopk_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = sparse(tmp_path, capsys, "oktopk:0.01", "lean:0.01")
+    steps = {(p["planner"], p["world_size"]): p["iteration_s"] for p in document["points"]}
+    assert all(steps["oktopk:0.01", size] == steps["lean:0.01", size] for size in (4, 16, 64))
+    assert document["strategies"][-1] == {"name": "lean:0.01", "kind": "lean", "batch": None}
+    assert any("lean sends what oktopk does" in said for said in document["assumptions"])
+
+
+def test_what_fits_decides_the_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from anabranch.bench import memory as bench
+    from memory.models import images
+
+    monkeypatch.setattr(bench, "built", lambda _name, device, batch: images(batch)(device))
+    save(replace(small_trace(), meta={"model": "resnet50", "batch": 8}), tmp_path / "fit.json")
+    argv = ["scale", "--trace", str(tmp_path / "fit.json"), "--network", RING, *FEW, "--within", "100MiB"]
+    document = json_of(capsys, *argv)
+    batches = {strategy["name"]: strategy["batch"] for strategy in document["strategies"]}
+    assert list(batches) == ["by_bytes", "optimal", "oktopk:0.01", "lean:0.01"]
+    assert batches["by_bytes"] == batches["optimal"] >= batches["oktopk:0.01"] > 0
+    assert batches["lean:0.01"] > 0  # of so small a model, its two slots take more than they save
+    told = "; ".join(document["assumptions"])
+    assert "largest batch per rank that fits in 100.0 MiB at 64 ranks" in told and "momentum" in told
+    assert "whatever the strategy" in error_of(capsys, *argv[:-1], "1MiB")
+    assert "--scaling strong" in error_of(capsys, *argv, "--scaling", "strong")
+    assert "expected one of them" in error_of(capsys, *argv, "--batch", "4")
+
+
+def test_what_nobody_can_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(replace(small_trace(), meta={"model": "mine", "batch": 8}), tmp_path / "mine.json")
+    argv = ["scale", "--trace", str(tmp_path / "mine.json"), "--network", RING, *QUICK, "--within", "1GiB"]
+    document = json_of(capsys, *argv)
+    assert any("no largest batch: a trace holds no activations" in said for said in document["assumptions"])
+    assert {strategy["batch"] for strategy in document["strategies"]} == {8}
 
 
 def test_assumptions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,8 +141,8 @@ def test_assumptions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assumed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Assumed: ")]
     assert len(assumed) == 1
     assert "ring fitted to 8 ranks" in assumed[0] and "weak scaling" in assumed[0]
-    here = json_of(capsys, *argv[:-4], "--world-sizes", "8", "--planners", "optimal")
-    assert len(here["assumptions"]) == 1  # nothing is extrapolated
+    here = json_of(capsys, *argv[:-6], "--world-sizes", "8", "--planners", "optimal", "--compress", "none")
+    assert not any("extrapolated" in said for said in here["assumptions"])
 
 
 def test_tables_show_every_planner_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +152,9 @@ def test_tables_show_every_planner_and_size(tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert all(name in out for name in names.split(",")) and "2,048" in out
     assert all(title in out for title in ("Iteration, ", "Speed-up", "Efficiency"))
+    assert main([*argv, "--network", "100ib"]) == 0
+    out = capsys.readouterr().out
+    assert "Speed-up" not in out and "100ib: " in out and "100ib is nominal: 5 µs a hop" in out
 
 
 @pytest.mark.parametrize("name", ["plot.png", "plot.svg", "plot.SVG"])
@@ -102,6 +198,12 @@ def test_a_plot_is_written_and_not_overwritten(name: str, tmp_path: Path, capsys
         (["--stragglers", "5"], "stragglers is 5"),
         (["--stragglers", "1", "--straggler-factor", "0"], "straggler_factor is 0"),
         (["--straggler-factor", "3"], "--stragglers is 0"),
+        (["--spread", "1"], "spread is 1"),
+        (["--fixed-share", "-1"], "fixed_share is -1"),
+        (["--batch", "4"], "the trace's meta has batch None"),
+        (["--network", "10gbe", "--spread", "0.1"], "10gbe brings its own"),
+        (["--network", "10gbe:16"], "10gbe:ranks=16"),
+        (["--network", "token"], "no name (1gbe, 10gbe"),
     ],
 )
 def test_wrong_options_are_one_line(
@@ -117,7 +219,7 @@ def test_one_rank_has_no_links_to_scale(tmp_path: Path, capsys: pytest.CaptureFi
 
 def sparse(tmp_path: Path, capsys: pytest.CaptureFixture[str], *ways: str, network: str = RING) -> dict[str, Any]:
     asked = [word for way in ways for word in ("--compress", way)]
-    return json_of(capsys, "scale", "--trace", trace_file(tmp_path), "--network", network, *QUICK, *asked)
+    return json_of(capsys, "scale", "--trace", trace_file(tmp_path), "--network", network, *FEW, *asked)
 
 
 def test_sparse_buckets_are_priced_at_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +256,7 @@ def test_a_measured_exchange_tells_what_selection_takes(tmp_path: Path, capsys: 
 def test_gradients_that_are_not_float32_stay_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = tuple(replace(tensor, dtype="float64", itemsize=8) for tensor in small_trace().tensors)
     save(replace(small_trace(), tensors=tensors), tmp_path / "double.json")
-    argv = ["scale", "--trace", str(tmp_path / "double.json"), "--network", RING, *QUICK, "--compress", "oktopk:0.01"]
+    argv = ["scale", "--trace", str(tmp_path / "double.json"), "--network", RING, *FEW, "--compress", "oktopk:0.01"]
     points = {(p["planner"], p["world_size"]): p["iteration_s"] for p in json_of(capsys, *argv)["points"]}
     assert points["oktopk:0.01", 64] == points["optimal", 64]
 
@@ -170,5 +272,5 @@ def test_gradients_that_are_not_float32_stay_dense(tmp_path: Path, capsys: pytes
 def test_what_cannot_be_priced_is_named(
     way: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *QUICK, "--compress", way]
+    argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *FEW, "--compress", way]
     assert words in error_of(capsys, *argv)

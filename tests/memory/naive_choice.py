@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from anabranch.memory.choose import ACTIONS, Action, Block, HostLink
+from anabranch.memory.chain import Block, HostLink
+from anabranch.memory.choose import ACTIONS, Action
 
 INF = float("inf")
 AGAIN = ("recompute", "recompute+offload", "join")

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.memory.choose import ACTIONS, Action, Block, HostLink, choose, predict
+from anabranch.memory.chain import Block, HostLink
+from anabranch.memory.choose import ACTIONS, Action, choose, predict
 from memory.naive_choice import every_choice, least_extra_s, played_extra_s, played_peak
 
 GIB = 1 << 30

@@ -9,7 +9,8 @@ from torch import nn
 
 from anabranch.memory.activations import Offloader
 from anabranch.memory.blocks import END
-from anabranch.memory.choose import Action, Block, predict
+from anabranch.memory.chain import Block
+from anabranch.memory.choose import Action, predict
 from anabranch.memory.mix import Activations, ManagedActivations
 from anabranch.memory.survey import measure_link, survey
 from memory.networks import Attention, Net, Vgg, assert_same, inputs_of, one_thread, plainly, trained
@@ -176,7 +177,7 @@ class Guess(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             given = layer(given)
-        return self.head(given).exp()
+        return torch.exp(self.head(given))
 
 
 def test_gradients_of_large_outputs_are_counted_while_everything_is_there() -> None:
@@ -187,3 +188,34 @@ def test_gradients_of_large_outputs_are_counted_while_everything_is_there() -> N
     kept: dict[str, Action] = {block.name: "keep" for block in seen}
     forecast = predict(seen, measure_link(CPU), kept)
     assert forecast.peak_nbytes == sum(block.nbytes for block in seen) + 8192
+
+
+class Keeping(nn.Module):
+    """Keeps what it computed for those that come after, as attention with a cache does."""
+
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.kept = nn.Linear(16, 16), kept
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.kept.append(torch.tanh(self.inner(given)))
+        return self.kept[-1]
+
+
+def test_a_block_that_keeps_something_of_a_run_is_named() -> None:
+    kept: list[torch.Tensor] = []
+    layers = nn.ModuleList(Keeping(kept) for _ in range(2))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                given = layer(given)
+            return torch.stack(kept).sum(0)
+
+    model = Model()
+    with pytest.raises(RuntimeError, match=r"block 'layers.[01]' was run twice.*use_cache=False"):
+        survey(model, lambda: model(torch.randn(4, 16)).sum().backward(), Offloader(CPU))

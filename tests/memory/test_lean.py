@@ -42,9 +42,9 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(self.guess(hidden).flatten(0, 1), tokens.flatten())
 
 
-def made() -> Tied:
+def made(device: str = "cpu") -> Tied:
     torch.manual_seed(3)
-    return Tied()
+    return Tied().to(device)
 
 
 def planned(model: nn.Module, kind: str) -> ab.Plan:
@@ -59,11 +59,13 @@ def tokens(step: int, rank: int) -> torch.Tensor:
     return torch.randint(30, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def side_by_side(rank: int, optimizer: str, residuals: str, kind: str, accumulate: int) -> list[torch.Tensor]:
+def side_by_side(
+    rank: int, optimizer: str, residuals: str, kind: str, accumulate: int, device: str = "cpu"
+) -> list[torch.Tensor]:
     """The same training with and without Lean, compared after every step; the weights at the end."""
     factory = OPTIMIZERS[optimizer]
     options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True) if kind != "dense" else None
-    plain_model, lean_model = made(), made()
+    plain_model, lean_model = made(device), made(device)
     plan = planned(plain_model, kind)
     plain = ab.DataParallel(plain_model, plan=plan, compress=options, profile_steps=0)
     own = factory([p for p in plain_model.parameters() if p.requires_grad])
@@ -75,7 +77,7 @@ def side_by_side(rank: int, optimizer: str, residuals: str, kind: str, accumulat
             last = micro == accumulate - 1
             for model in (plain, lean):
                 with nullcontext() if last else model.no_sync():
-                    model(tokens(step + micro, rank)).backward()
+                    model(tokens(step + micro, rank).to(device)).backward()
         own.step()
         own.zero_grad()
         lean.optimizer.step()  # as in a program that was written for DDP; it does nothing
@@ -100,11 +102,15 @@ def test_the_same_weights_with_and_without(optimizer: str, residuals: str) -> No
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
 
 
-@pytest.mark.parametrize(
+WAYS = pytest.mark.parametrize(
     ("residuals", "kind"), [("in place", "oktopk:0.1"), ("host", "oktopk:0.1"), ("in place", "dense")]
 )
-def test_accumulation(residuals: str, kind: str) -> None:
-    on_ranks(side_by_side, 3, "adamw", residuals, kind, 2)
+
+
+@WAYS
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_accumulation(optimizer: str, residuals: str, kind: str) -> None:
+    on_ranks(side_by_side, 3, optimizer, residuals, kind, 2)
 
 
 def against_ddp(rank: int) -> None:
@@ -178,30 +184,28 @@ def not_finite(rank: int, residuals: str, kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("residuals", "kind"), [("in place", "oktopk:0.1"), ("host", "oktopk:0.1"), ("in place", "dense")]
-)
+@WAYS
 def test_a_bucket_that_is_not_finite_is_updated_nowhere(residuals: str, kind: str) -> None:
     assert on_ranks(not_finite, 2, residuals, kind) == [{"skipped": 1}, {"skipped": 1}]
 
 
-def resumed(rank: int) -> None:
+def wrapped(model: nn.Module, optimizer: str, residuals: Any, clip_norm: float | None = None) -> Any:
+    memory = ab.Lean(OPTIMIZERS[optimizer], residuals=residuals, clip_norm=clip_norm)
+    options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
+    return ab.DataParallel(model, plan=planned(model, "oktopk:0.1"), compress=options, profile_steps=0, memory=memory)
+
+
+def resumed(rank: int, optimizer: str, residuals: str) -> None:
     """Weights, optimizer and what waits, saved and loaded in the middle: the same bits as without."""
-    factory, plan = OPTIMIZERS["adamw"], planned(made(), "oktopk:0.1")
-
-    def wrapped(model: nn.Module) -> Any:
-        options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
-        return ab.DataParallel(model, plan=plan, compress=options, profile_steps=0, memory=ab.Lean(factory))
-
     whole, first, second = made(), made(), made()
-    through, stopped = wrapped(whole), wrapped(first)
+    through, stopped = (wrapped(model, optimizer, residuals) for model in (whole, first))
     for step in range(8):
         through(tokens(step, rank)).backward()
         if step < 4:
             stopped(tokens(step, rank)).backward()
     kept = (first.state_dict(), stopped.optimizer.state_dict(), stopped.comm_state_dict())
     stopped.close()
-    going_on = wrapped(second)
+    going_on = wrapped(second, optimizer, residuals)
     second.load_state_dict(kept[0])
     going_on.optimizer.load_state_dict(kept[1])
     going_on.load_comm_state_dict(kept[2])
@@ -213,24 +217,20 @@ def resumed(rank: int) -> None:
     going_on.close()
 
 
-def test_resuming_is_exact() -> None:
-    on_ranks(resumed, 2)
+@pytest.mark.parametrize("residuals", ["in place", "host"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_resuming_is_exact(optimizer: str, residuals: str) -> None:
+    on_ranks(resumed, 2, optimizer, residuals)
 
 
-def scaled(rank: int) -> None:
+def scaled(rank: int, residuals: str) -> None:
     """By powers of two: the same bits as without, before and after the scale changes; and it follows what happens."""
-    factory, plan = OPTIMIZERS["adamw"], planned(made(), "oktopk:0.1")
     plain_model, scaled_model = made(), made()
-
-    def wrapped(model: nn.Module) -> Any:
-        options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
-        return ab.DataParallel(model, plan=plan, compress=options, profile_steps=0, memory=ab.Lean(factory))
-
-    plain, lean = wrapped(plain_model), wrapped(scaled_model)
+    plain, lean = (wrapped(model, "adamw", residuals) for model in (plain_model, scaled_model))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
     lean.follow(scaler)
     scales, at = [], 0
-    bad = plan.buckets[0].names[0]
+    bad = planned(made(), "dense").buckets[0].names[0]
     scaled_model.get_parameter(bad).register_hook(lambda g: g * float("inf") if rank == 1 and at == 6 else g)
     for at in range(9):
         scaler.scale(lean(tokens(at, rank))).backward()
@@ -244,8 +244,9 @@ def scaled(rank: int) -> None:
     lean.close()
 
 
-def test_a_loss_scale_is_followed() -> None:
-    on_ranks(scaled, 2)
+@pytest.mark.parametrize("residuals", ["in place", "host"])
+def test_a_loss_scale_is_followed(residuals: str) -> None:
+    on_ranks(scaled, 2, residuals)
 
 
 def with_activations(rank: int, mode: str, budget: int | None) -> None:
@@ -282,6 +283,31 @@ def clipped(rank: int) -> float:
 
 def test_each_bucket_is_clipped() -> None:
     assert on_ranks(clipped, 2) == [pytest.approx(0.25, rel=1e-3)] * 2
+
+
+def clipped_sparsely(rank: int, residuals: str) -> None:
+    """As if someone had clipped each bucket's averages between backward and step."""
+    plain_model, lean_model = made(), made()
+    plan, options = planned(plain_model, "oktopk:0.1"), ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
+    plain = ab.DataParallel(plain_model, plan=plan, compress=options, profile_steps=0)
+    own = OPTIMIZERS["momentum"]([p for p in plain_model.parameters() if p.requires_grad])
+    lean = wrapped(lean_model, "momentum", residuals, clip_norm=0.1)
+    for step in range(4):
+        for model in (plain, lean):
+            model(tokens(step, rank)).backward()
+        for bucket in plan.buckets:
+            nn.utils.clip_grad_norm_([plain_model.get_parameter(name) for name in bucket.names], 0.1)
+        own.step()
+        own.zero_grad()
+        for a, b in zip(plain_model.parameters(), lean_model.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    plain.close()
+    lean.close()
+
+
+@pytest.mark.parametrize("residuals", ["in place", "host"])
+def test_sparse_buckets_are_clipped_as_by_hand(residuals: str) -> None:
+    on_ranks(clipped_sparsely, 2, residuals)
 
 
 def refusals(rank: int) -> list[str]:

@@ -7,35 +7,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.report.plot import LABEL_GAP, NOTE_LETTERS, _apart, scaling_plot
+from anabranch.report.plot import LABEL_GAP, NOTE_LETTERS_PER_PANEL, _apart, scaling_plot
+from report.scalings import scaling_of
 
 CURVES = {
     "per_tensor": {4: 0.1, 8: 0.2, 2048: 5.0},
     "optimal": {4: 0.1, 8: 0.11, 2048: 0.3},
     "字": {4: 0.1, 8: 0.1, 2048: 0.1},
 }
-SHARES = {name: {n: 1 / (1 + s) for n, s in curve.items()} for name, curve in CURVES.items()}
 
 
 def test_svg_names_every_line_title_and_unit() -> None:
-    content = scaling_plot("resnet $50$", "weak", CURVES, SHARES, "svg")
+    scaling = scaling_of(CURVES, model="resnet $50$")
+    content = scaling_plot(scaling, "svg")
     assert ElementTree.fromstring(content).tag.endswith("svg")
     comments = content.decode()  # matplotlib notes each text beside its outlines
     for text in ("per_tensor", "optimal", "resnet $50$", "ranks (logarithmic)", "iteration, ms", "Scaling efficiency"):
         assert text in comments
-    assert content == scaling_plot("resnet $50$", "weak", CURVES, SHARES, "svg")
+    assert content == scaling_plot(scaling, "svg")
+
+
+def test_several_networks_have_a_panel_each() -> None:
+    comments = scaling_plot(scaling_of(CURVES, network="one", more=["two", "[three]", "four"]), "svg").decode()
+    assert all(f"Scaling efficiency, {name} -->" in comments for name in ("one", "two", "[three]", "four"))
+    assert "Iteration time" not in comments
 
 
 def test_a_long_note_goes_on_in_the_next_line() -> None:
     note = "; ".join(f"assumption number {number}" for number in range(20))
-    comments = [line.strip() for line in scaling_plot("title", note, CURVES, SHARES, "svg").decode().splitlines()]
+    comments = [line.strip() for line in scaling_plot(scaling_of(CURVES, note=note), "svg").decode().splitlines()]
     shown = [line.removeprefix("<!-- ").removesuffix(" -->") for line in comments if "assumption number" in line]
-    assert " ".join(shown) == note and max(map(len, shown)) <= NOTE_LETTERS
+    assert " ".join(shown) == note and max(map(len, shown)) <= 2 * NOTE_LETTERS_PER_PANEL
 
 
 @pytest.mark.parametrize("curves", [CURVES, {"one": {4: 0.0}}], ids=["several", "one point of no time"])
 def test_png_has_its_signature(curves: dict[str, dict[int, float]]) -> None:
-    assert scaling_plot("title", "", curves, curves).startswith(b"\x89PNG\r\n\x1a\n")
+    assert scaling_plot(scaling_of(curves)).startswith(b"\x89PNG\r\n\x1a\n")
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))

@@ -20,6 +20,7 @@ from anabranch.report.tables import (
     timeline_report,
     trace_report,
 )
+from report.scalings import scaling_of
 
 NAME = "[red]\x1b[2J:smile:" + "transformer.h.11.attention.query.weight"
 TRACE = Trace(tuple(TensorSpec(f"{NAME}.{k}", 10**7, 4, 0.01 * k, "float32") for k in range(300)), 1.0, {NAME: NAME})
@@ -33,7 +34,8 @@ def row(name: str, iteration_s: float, **more: float) -> Row:
     return Row(name, name, {}, "f", 1234, 4, iteration_s, iteration_s, iteration_s, 0.5, 1.0, 12.345, **more)
 
 
-CURVES = {name: {4: 0.1, 2048: 4.0} for name in ("per_tensor", "by_bytes", "mgwfbp", "optimal", "lanes", "asc")}
+NAMES = ("per_tensor", "by_bytes", "mgwfbp", "optimal", "lanes", "asc", "oktopk:0.01")
+SCALING = scaling_of({name: {4: 0.1, 2048: 4.0} for name in NAMES}, sparse=["oktopk:0.01"], network=NAME)
 REPORTS: dict[str, RenderableType] = {
     "trace": trace_report(TRACE),
     "network": network_report(NETWORK),
@@ -44,7 +46,7 @@ REPORTS: dict[str, RenderableType] = {
     "comparison": comparison_report(
         [row(name, 1.5, iteration_low_s=1.0, iteration_high_s=2.0) for name in ("per_tensor", "horovod", "optimal")]
     ),
-    "scaling": scaling_report(CURVES, CURVES, CURVES),
+    "scaling": scaling_report(SCALING),
 }
 
 
@@ -83,9 +85,9 @@ def test_best_prefers_fewer_lanes_among_equals() -> None:
 
 
 def test_the_star_of_a_scaling_row_is_the_best_of_all_planners() -> None:
-    fast = {**CURVES, "asc": {4: 0.05, 2048: 4.0}}
-    table = rendered(scaling_report(fast, CURVES, CURVES), 80)
-    assert table.count("* 50.0") == 1
+    fast = {name: {4: 0.05 if name == "asc" else 0.1, 2048: 4.0} for name in NAMES}
+    table = rendered(scaling_report(scaling_of(fast)), 80)
+    assert table.count("* 50.0") == 1 and "asc 50.0" in table
 
 
 def test_gantt_columns() -> None:

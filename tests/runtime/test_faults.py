@@ -59,7 +59,10 @@ def none(gradient: torch.Tensor) -> None:
 FAULTS = {"die": die, "fail": fail, "stall": stall, "none": none}
 
 
-def rank_program(rank: int, folder: Path, fault: str, ending: str) -> None:
+MEMORIES = {"plain": None, "lean": ab.Lean(lambda params: torch.optim.SGD(params, lr=0.1))}
+
+
+def rank_program(rank: int, folder: Path, fault: str, ending: str, memory: str) -> None:
     """Train until the fault, note what was raised, and end as told: with or without destroy_process_group()."""
     dist.init_process_group(
         "gloo",
@@ -70,7 +73,7 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str) -> None:
     )
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
-    model = ab.DataParallel(layers, plan=PLAN)
+    model = ab.DataParallel(layers, plan=PLAN, memory=MEMORIES[memory])
 
     def trouble(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
         output.register_hook(FAULTS[fault])
@@ -94,12 +97,12 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str) -> None:
         dist.destroy_process_group()
 
 
-def run(folder: Path, fault: str, ending: str) -> tuple[list[int | None], list[str], dict[int, Any]]:
+def run(folder: Path, fault: str, ending: str, memory: str) -> tuple[list[int | None], list[str], dict[int, Any]]:
     """Exit codes and stderr of all ranks, and what they noted; ranks that have not ended in time are killed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder), fault, ending],
+            [sys.executable, __file__, str(rank), str(folder), fault, ending, memory],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -123,10 +126,10 @@ def run(folder: Path, fault: str, ending: str) -> tuple[list[int | None], list[s
     return codes, words, {rank: json.loads(path.read_text()) for rank, path in notes.items() if path.exists()}
 
 
-@pytest.mark.parametrize("ending", ["destroy", "exit"])
+@pytest.mark.parametrize(("ending", "memory"), [("destroy", "plain"), ("exit", "plain"), ("exit", "lean")])
 @pytest.mark.parametrize("fault", ["die", "fail", "stall"])
-def test_survivors_say_what_they_waited_for_and_end(fault: str, ending: str, tmp_path: Path) -> None:
-    codes, words, notes = run(tmp_path, fault, ending)
+def test_survivors_say_what_they_waited_for_and_end(fault: str, ending: str, memory: str, tmp_path: Path) -> None:
+    codes, words, notes = run(tmp_path, fault, ending, memory)
     survivors = [rank for rank in range(RANKS) if rank != VICTIM]
     for rank in survivors:
         assert codes[rank] == 0, f"rank {rank} ended with {codes[rank]}:\n{words[rank]}"
@@ -142,10 +145,11 @@ def test_survivors_say_what_they_waited_for_and_end(fault: str, ending: str, tmp
         assert codes[VICTIM] == -signal.SIGKILL and VICTIM not in notes
 
 
-def test_a_program_that_forgets_to_destroy_its_groups_ends_cleanly(tmp_path: Path) -> None:
-    codes, words, notes = run(tmp_path, "none", "exit")
+@pytest.mark.parametrize("memory", list(MEMORIES))
+def test_a_program_that_forgets_to_destroy_its_groups_ends_cleanly(memory: str, tmp_path: Path) -> None:
+    codes, words, notes = run(tmp_path, "none", "exit", memory)
     assert (codes, notes) == ([0] * RANKS, {}), words
 
 
 if __name__ == "__main__":
-    rank_program(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4])
+    rank_program(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5])

@@ -1,17 +1,17 @@
-"""A whole cluster: sweeps, jitter and stragglers."""
+"""A whole cluster: sweeps over world sizes, batches and bands."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import Curve, Network, Plan, TensorSpec, Trace, planners, simulate
-from anabranch.sim import ScalePoint, slowest_rank, sweep
+from anabranch.scaling import ScalePoint
+from anabranch.sim import Compute, slowest_ranks, sweep
 from shorthand import trace_of
-from strategies import traces
+from strategies import networks, traces
 
 TRACE = trace_of([TensorSpec(str(i), 1 << 18, 4, 0.01 * (i + 1)) for i in range(12)], 0.06)
 RING = Network.ring(4, 2e-5, 1e-10, 1e-11)
@@ -71,9 +71,10 @@ def test_planners_see_the_quiet_trace() -> None:
         seen.append(trace)
         return planners.single(trace, network)
 
-    noisy = list(sweep(TRACE, RING, [8], {"spy": spy}, jitter=0.2, stragglers=1, straggler_factor=2.0))
+    compute = Compute(jitter=0.2, stragglers=1, straggler_factor=2.0)
+    noisy = list(sweep(TRACE, RING, [8], {"spy": spy}, compute=compute))
     assert seen == [TRACE]
-    real = slowest_rank(TRACE, 8, 0.2, 1, 2.0)
+    real = slowest_ranks(TRACE, [8], 0.2, 1, 2.0)[8]
     assert noisy[0].iteration_s == pytest.approx(
         simulate(real, planners.single(TRACE, RING.at(8)), RING.at(8)).iteration_s
     )
@@ -81,66 +82,71 @@ def test_planners_see_the_quiet_trace() -> None:
 
 def test_jitter_is_seeded() -> None:
     def swept(seed: int) -> list[ScalePoint]:
-        return list(sweep(TRACE, RING, [4, 64], CHOSEN, jitter=0.1, seed=seed))
+        return list(sweep(TRACE, RING, [4, 64], CHOSEN, compute=Compute(jitter=0.1, seed=seed)))
 
     assert swept(1) == swept(1)
     assert swept(1) != swept(2)
-    assert slowest_rank(TRACE, 16, 0.3, seed=5) == slowest_rank(TRACE, 16, 0.3, seed=5)
 
 
 def test_without_jitter_a_sweep_is_the_quiet_sweep() -> None:
-    assert list(sweep(TRACE, RING, WORLD, CHOSEN, jitter=0.0, seed=9)) == list(sweep(TRACE, RING, WORLD, CHOSEN))
-
-
-@given(traces(), st.integers(1, 6), st.integers(0, 99))
-def test_equal_ranks_are_one_rank(trace: Trace, world_size: int, seed: int) -> None:
-    same = slowest_rank(trace, world_size, 0.0, seed=seed)
-    scale = trace.forward_s + trace.backward_s
-    assert same.forward_s == trace.forward_s
-    assert [t.ready_s for t in same.tensors] == pytest.approx([t.ready_s for t in trace.tensors], abs=1e-12 * scale)
-    assert [t.nbytes for t in same.tensors] == [t.nbytes for t in trace.tensors]
-
-
-@given(traces(), st.integers(1, 6), st.floats(0, 0.5), st.integers(0, 99))
-def test_more_ranks_are_never_faster(trace: Trace, world_size: int, jitter: float, seed: int) -> None:
-    """The ranks of a smaller world are the first of a larger one, so its last rank can only be later."""
-    fewer, more = (slowest_rank(trace, n, jitter, seed=seed) for n in (world_size, world_size + 3))
-    for one, other in zip(fewer.tensors, more.tensors, strict=True):
-        assert fewer.forward_s + one.ready_s <= (more.forward_s + other.ready_s) * (1 + 1e-12)
-
-
-def test_jitter_is_log_normal_per_piece() -> None:
-    one = slowest_rank(TRACE, 1, 0.25, seed=3)
-    z = np.random.default_rng(3).standard_normal(13)
-    assert one.forward_s == pytest.approx(TRACE.forward_s * np.exp(0.25 * z[0]))
-    assert [t.ready_s for t in one.tensors] == pytest.approx(list(np.cumsum(0.01 * np.exp(0.25 * z[1:]))))
+    assert list(sweep(TRACE, RING, WORLD, CHOSEN, compute=Compute(seed=9))) == list(sweep(TRACE, RING, WORLD, CHOSEN))
 
 
 @pytest.mark.parametrize("factor", [1.5, 3.0])
-def test_a_straggler_delays_everyone(factor: float) -> None:
-    late = slowest_rank(TRACE, 8, 0.0, 1, factor)
-    assert late.forward_s == pytest.approx(factor * TRACE.forward_s)
-    assert [t.ready_s for t in late.tensors] == pytest.approx([factor * t.ready_s for t in TRACE.tensors])
-    assert slowest_rank(TRACE, 8, 0.0, 8, factor) == late  # the last rank counts, not how many there are
+def test_a_straggler_costs_everyone(factor: float) -> None:
     quiet, slow = (
-        next(iter(sweep(TRACE, RING, [8], {"one": planners.single}, **options)))  # type: ignore[arg-type]
-        for options in ({}, {"stragglers": 1, "straggler_factor": factor})
+        next(iter(sweep(TRACE, RING, [8], {"one": planners.single}, compute=compute)))
+        for compute in (Compute(), Compute(stragglers=1, straggler_factor=factor))
     )
     assert slow.iteration_s > quiet.iteration_s
     assert slow.efficiency < quiet.efficiency
 
 
-def test_a_fast_rank_delays_nobody() -> None:
-    fast = slowest_rank(TRACE, 8, 0.0, 1, 0.5)
-    assert fast.forward_s == TRACE.forward_s
-    assert [t.ready_s for t in fast.tensors] == pytest.approx([t.ready_s for t in TRACE.tensors])
+@given(traces(max_numel=1 << 10), st.integers(2, 64), networks(), networks())
+def test_a_band_contains_its_middle(trace: Trace, size: int, low: Network, high: Network) -> None:
+    around = [low.at(size), high.at(size)] if min(low.world_size, high.world_size) > 1 else []
+    for point in sweep(trace, RING, [size], CHOSEN, around=around):
+        assert point.iteration_low_s <= point.iteration_s <= point.iteration_high_s
+        worst, best = point.efficiencies
+        assert worst <= point.efficiency * (1 + 1e-12) and point.efficiency <= best * (1 + 1e-12)
 
 
-def test_refusals() -> None:
-    for options in ({"jitter": -0.1}, {"jitter": float("nan")}, {"straggler_factor": 0.0}, {"stragglers": 9},
-                    {"stragglers": -1}):  # fmt: skip
-        with pytest.raises(ValueError, match=next(iter(options))):
-            slowest_rank(TRACE, 8, **{"jitter": 0.0, **options})  # type: ignore[arg-type]
+def test_a_band_is_the_same_plan_elsewhere() -> None:
+    cheap, dear = Network.ring(4, 1e-5, 1e-11), Network.ring(4, 1e-3, 1e-8)
+    for point in sweep(TRACE, RING, [4, 64], CHOSEN, around=[dear, cheap]):
+        plan = CHOSEN[point.planner](TRACE, RING.at(point.world_size))
+        found = [simulate(TRACE, plan, links.at(point.world_size)).iteration_s for links in (cheap, dear)]
+        assert [point.iteration_low_s, point.iteration_high_s] == pytest.approx(found)
+
+
+def test_a_larger_batch_computes_longer_and_sends_as_much() -> None:
+    chosen = {"small": planners.single, "large": planners.single}
+    points = sweep(
+        TRACE, RING, [8], chosen, batches={"large": 3.0}, recorded_batch=10, compute=Compute(fixed_share=0.5)
+    )
+    small, large = points
+    alone_s = TRACE.forward_s + TRACE.backward_s
+    assert large.iteration_s - large.exposed_s == pytest.approx(2 * alone_s)  # half is fixed, half is tripled
+    assert large.exposed_s == pytest.approx(small.exposed_s)
+    assert small.samples_per_s == pytest.approx(80 / small.iteration_s)
+    assert large.samples_per_s == pytest.approx(240 / large.iteration_s)
+    assert large.speedup == pytest.approx(8 * 3 * alone_s / large.iteration_s)
+
+
+def test_strong_scaling_keeps_what_is_fixed() -> None:
+    points = sweep(TRACE, RING, [4], {"one": planners.single}, scaling="strong", compute=Compute(fixed_share=0.2))
+    point = next(iter(points))
+    alone_s = TRACE.forward_s + TRACE.backward_s
+    assert point.iteration_s - point.exposed_s == pytest.approx((0.2 + 0.8 / 4) * alone_s)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="fixed_share is 2"):
+        Compute(fixed_share=2)
+    with pytest.raises(ValueError, match="batch is 0"):
+        list(sweep(TRACE, RING, [4], {"one": planners.single}, batches={"one": 0.0}))
+    with pytest.raises(ValueError, match="scaling is 'odd'"):
+        list(sweep(TRACE, RING, [4], CHOSEN, scaling="odd"))  # type: ignore[arg-type]
 
 
 def test_pricing_adds_costs_at_every_size() -> None:

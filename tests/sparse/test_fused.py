@@ -44,6 +44,11 @@ def worlds(ranks: int, numel: int) -> Iterator[tuple[VirtualWorld, list[BucketSt
         yield VirtualWorld(ranks), [BucketState.of(torch.zeros(numel, device=device), ranks) for _ in range(ranks)]
 
 
+def on_a_grid(ranks: int, numel: int, number: int) -> list[torch.Tensor]:
+    """Gradients whose sums are the same in any order."""
+    return [(gradient * 64).round() / 64 for gradient in gradients(ranks, numel, number)]
+
+
 WAYS = [
     (1, 900, 0.05, "fp32"),
     (3, 2003, 0.02, "fp32"),
@@ -59,7 +64,7 @@ def test_exchanges_lose_nothing_and_are_the_twins(ranks: int, numel: int, densit
     options = OkTopk(region_period=2, wire=precision, capacity_factor=4.0)
     (world, held), (twins, twin_held) = worlds(ranks, numel)
     for number in range(2):
-        made = [(gradient * 64).round() / 64 for gradient in gradients(ranks, numel, number)]
+        made = on_a_grid(ranks, numel, number)
         copies = [gradient.clone() for gradient in made]
         given = [gradient.to(DEVICE) for gradient in made]
         check_step(with_kernels(options), given, held, world, density)
@@ -152,3 +157,34 @@ def test_kernels_are_for_gpus_and_sums_in_any_order() -> None:
     if DEVICE.type == "cuda":
         assert fusible(torch.zeros(3, device=DEVICE), OkTopk())
         assert not fusible(torch.zeros(3, device=DEVICE), OkTopk(deterministic=True))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter, at inf − inf
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize(("ranks", "numel", "density", "precision"), WAYS[1:4])
+def test_sums_may_be_added_up_in_the_gradients_place(
+    ranks: int, numel: int, density: float, precision: Any, poisoned: bool
+) -> None:
+    """Gradients that were added to what waits as they came, in a memory of zeros: the same bits, nothing borrowed."""
+    options = OkTopk(region_period=2, wire=precision, capacity_factor=4.0)
+    (world, held), (twins, twin_held) = (next(worlds(ranks, numel)) for _ in range(2))
+    for number in range(3):
+        given = [gradient.to(DEVICE) for gradient in on_a_grid(ranks, numel, number)]
+        zeros = [torch.zeros_like(gradient) for gradient in given]
+        for state, gradient in zip(held, given, strict=True):
+            state.residual.add_(gradient)
+            state.spare = True
+        if poisoned and number == 1:
+            zeros[-1][0] = given[-1][0] = torch.inf
+        runs = [(world, held, zeros), (twins, twin_held, given)]
+        for where, states, tensors in runs:
+            calls = zip(tensors, states, where.comms, strict=True)
+            where.run([with_kernels(options)(g, s, c, float(ranks), density) for g, s, c in calls])
+        if poisoned and number == 1:
+            assert all(tensor.isnan().all() for _, _, tensors in runs for tensor in tensors)
+            for state, gradient in zip(held, on_a_grid(ranks, numel, number), strict=True):
+                state.residual.sub_(gradient.to(DEVICE))  # which is exact on a grid
+        else:
+            assert all(torch.equal(one, other) for one, other in zip(zeros, given, strict=True))
+        assert all(torch.equal(one.residual, other.residual) for one, other in zip(held, twin_held, strict=True))
+        assert len(world.comms[0]._zeros) == 0

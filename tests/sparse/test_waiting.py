@@ -49,26 +49,40 @@ def test_early_steps_are_no_growth() -> None:
 
 
 def test_looks_thin_out_and_reach_back_to_the_first() -> None:
-    waiting = Waiting()
+    waiting = Waiting(period=4)
     for step in range(3, 3000):
-        waiting.look(step, 4, torch.full((4,), 2.0), torch.full((4,), float(step)))
+        waiting.look(step, torch.full((4,), 2.0), torch.full((4,), float(step)))
     looks = waiting.looks()
     assert looks[0].step == 4 and looks[-1].step > 2500 and KEPT // 2 <= len(looks) <= KEPT
     assert all(look.norm == 2 * look.step and look.age_steps == look.step / 2 for look in looks)
 
 
+def test_a_gradient_that_comes_in_pieces_is_looked_at_as_one() -> None:
+    """Each piece is added to what waits before the next one comes."""
+    whole, pieces = Waiting(period=2), Waiting(period=2)
+    residual = torch.zeros(6)
+    for step in range(7):
+        gradient = torch.arange(6.0) - step
+        whole.look(step, gradient, residual.clone())
+        for part in (slice(0, 4), slice(4, 6)):
+            pieces.look(step, gradient[part], residual)
+            residual[part] += gradient[part]
+        pieces.look(step, torch.zeros(6), residual)  # as before the exchange, of zeros
+    assert pieces.looks() == whole.looks() and len(whole.looks()) == 4 and whole.looks()[-1].age_steps > 1
+
+
 def test_steps_that_are_not_finite_are_left_out() -> None:
-    waiting = Waiting()
+    waiting = Waiting(period=1)
     for step, gradient in enumerate((1.0, float("inf"), float("nan"), 0.0)):
-        waiting.look(step, 1, torch.full((2,), gradient), torch.ones(2))
+        waiting.look(step, torch.full((2,), gradient), torch.ones(2))
     assert [look.step for look in waiting.looks()] == [0, 3] and waiting.looks()[-1].age_steps == 0.0
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.99])
 def test_training_as_it_should_be_gives_no_warning(decay: float) -> None:
     """Real exchanges on heavy-tailed gradients, steady and shrinking: the age is a few steps, and has a bound."""
-    world, held = VirtualWorld(2), [SparseState(rank, 2) for rank in range(2)]
-    options = OkTopk(density=DENSITY, warmup_steps=0, region_period=8)
+    world, held = VirtualWorld(2), [SparseState(rank, 2, look_period=8) for rank in range(2)]
+    options = OkTopk(density=DENSITY, warmup_steps=0)
     for step in range(240):
         buckets = [state.bucket(("w",), (2000,)) for state in held]
         made = gradients(2, 2000, step, scale=decay**step)

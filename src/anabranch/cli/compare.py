@@ -24,6 +24,8 @@ def compare(trace: specs.TraceOption, network: specs.NetworkOption, as_json: Jso
     if as_json:
         document = {
             "command": "compare",
+            "trace": trace,
+            "network": network,
             "world_size": links.world_size,
             "forward_s": gradients.forward_s,
             "backward_s": gradients.backward_s,

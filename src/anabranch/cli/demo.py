@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import quantiles
 from tempfile import TemporaryDirectory
@@ -12,22 +12,38 @@ from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli.output import JsonOption, print_json, show_tables
+from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
 from anabranch.errors import AnabranchError
+from anabranch.files import write_bytes
 
 FEWEST_STEPS = 75  # DataParallel needs about as many to profile, plan, try and choose
 DEADLINE_S = 900
+KEPT = ("trace.json", "network.json", "plan.json", "timeline.json", "run.jsonl", "demo.json")
 
 WorkersOption = Annotated[int, typer.Option(min=2, max=64, help="Worker processes, all on this machine.")]
 StepsOption = Annotated[int, typer.Option(min=FEWEST_STEPS, help="Steps of each training before both take turns.")]
 
 
-def demo(workers: WorkersOption = 4, steps: StepsOption = 80, as_json: JsonOption = False) -> None:
+KeepOption = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Keep what the run leaves behind there, for anabranch report.")
+]
+
+
+def demo(
+    workers: WorkersOption = 4,
+    steps: StepsOption = 80,
+    keep: KeepOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
     """Train a small transformer on this machine's CPU twice, as DDP and as DataParallel, and compare the two."""
+    if keep is not None:
+        check_free([keep / name for name in KEPT], force)
     if not as_json:
         print(f"{workers} workers train a small transformer on Python's own sources, twice.", flush=True)
     with TemporaryDirectory(prefix="anabranch-") as folder:
         runs = _train(workers, steps, Path(folder) / "runs.json")
+        left = {name: (Path(folder) / name).read_bytes() for name in KEPT if (Path(folder) / name).exists()}
     losses = zip(runs["ddp"]["losses"], runs["anabranch"]["losses"], strict=True)
     document = {
         "command": "demo",
@@ -41,10 +57,24 @@ def demo(workers: WorkersOption = 4, steps: StepsOption = 80, as_json: JsonOptio
         "explanation": runs["explanation"],
         "notes": runs["notes"],
     }
+    if keep is not None:
+        _keep(keep, left, runs["anabranch"]["losses"], document)
     if as_json:
         print_json(document)
     else:
         _print(document)
+
+
+def _keep(folder: Path, left: Mapping[str, bytes], losses: Sequence[float], document: dict[str, Any]) -> None:
+    """What this run left, in place of all that a former one did: no file may be of another run than the others."""
+    lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, start=1)]
+    steps = left.get("run.jsonl", b"") + "".join(lines).encode()
+    files = {**left, "run.jsonl": steps, "demo.json": json.dumps(document).encode()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in KEPT:
+        (folder / name).unlink(missing_ok=True)
+        if name in files:
+            write_bytes(files[name], folder / name)
 
 
 def _train(workers: int, steps: int, output: Path) -> dict[str, Any]:

@@ -53,6 +53,14 @@ def network(text: str) -> Network:
     return make(world_size, *costs, eta=eta, link_cap=link_cap)
 
 
+def ranks_of(name: str, text: str) -> int:
+    """The number of ranks in what follows the name of a known network, such as 10gbe:ranks=16."""
+    value = quantity(text.removeprefix("ranks="), {"": 1.0}) if text.startswith("ranks=") else math.nan
+    if not (1 <= value <= MAX_RANKS and value == int(value)):
+        raise ValueError(f"network {name}: {text!r} follows its name, expected how many ranks, as in {name}:ranks=16")
+    return int(value)
+
+
 def quantity(text: str, units: Mapping[str, float]) -> float:
     """A number with one of these units, in the units' base; not a number (nan) where that is not what ``text`` is."""
     number = _NUMBER.match(text.lower())

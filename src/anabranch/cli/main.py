@@ -10,11 +10,13 @@ from typer.main import get_command
 from anabranch.cli.bench import bench
 from anabranch.cli.compare import compare
 from anabranch.cli.demo import demo
+from anabranch.cli.import_trace import import_trace
 from anabranch.cli.lab import lab
 from anabranch.cli.measure import measure
 from anabranch.cli.memory import memory
 from anabranch.cli.plan import plan
 from anabranch.cli.record import record
+from anabranch.cli.report import report
 from anabranch.cli.reproduce import reproduce
 from anabranch.cli.scale import scale
 from anabranch.cli.show import show
@@ -35,7 +37,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (record, measure, plan, simulate, compare, scale, reproduce, show, bench, memory, demo):
+for verb in (
+    record,
+    import_trace,
+    measure,
+    plan,
+    simulate,
+    compare,
+    scale,
+    reproduce,
+    show,
+    bench,
+    memory,
+    report,
+    demo,
+):
     app.command()(verb)
 # Options after the first word of its program are the program's, also where "--" is left out.
 app.command(context_settings={"allow_interspersed_args": False})(lab)

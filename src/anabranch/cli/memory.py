@@ -63,13 +63,13 @@ def memory(
     as_json: JsonOption = False,
 ) -> None:
     """Predict peak memory by kind of object: for DDP, naive sparse, Ok-Topk and Lean; the largest batch that fits."""
-    limit_nbytes = _size(within)
+    limit_nbytes = within_nbytes(within)
     wire = _network(network, rate, ranks)
     ranks = ranks or (wire.world_size if wire else 4)
     from anabranch.memory.account import Setting
 
     setting = Setting(ranks=ranks, density=density)
-    account = _Account(model, optimizer, activations)
+    account = Account(model, optimizer, activations)
     footprints = account.at(batch_size, setting)
     found: dict[str, Any] = {
         "command": "memory", "model": model, "batch_size": batch_size, "ranks": ranks, "density": density,
@@ -95,7 +95,7 @@ def memory(
         _print(found)
 
 
-class _Account:
+class Account:
     """Footprints of one model at any batch; each batch is run on tensors without data once."""
 
     def __init__(self, model: str, optimizer: Optimizer, activations: Activations) -> None:
@@ -162,7 +162,7 @@ def _measured(model: str, batch: int, optimizer: Optimizer, setting: "Setting") 
         if ranks not in (1, setting.ranks):
             raise ValueError(f"--measure runs on {ranks} ranks and --ranks is {setting.ranks}: leave out --ranks")
         build, factory = _build(model, batch), _factory(optimizer)
-        return {mode: peak(build, mode, factory, setting.ranks, setting.density) for mode in runnable()}
+        return {mode: peak(build, mode, factory, setting.ranks, setting.density).steady for mode in runnable()}
 
 
 def _speeds(
@@ -177,7 +177,8 @@ def _speeds(
     return {mode: samples_per_s(trace, network, mode, batch, density) for mode, batch in batches.items() if batch}
 
 
-def _size(text: str | None) -> int | None:
+def within_nbytes(text: str | None) -> int | None:
+    """What --within says, in bytes."""
     if text is None:
         return None
     nbytes = links.quantity(text, SIZE_NBYTES)

@@ -1,37 +1,51 @@
-"""anabranch scale: the same step at many world sizes, as tables and a plot."""
+"""anabranch scale: the same step at many world sizes, on several networks, as tables, words and a picture."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anabranch.cli import lineup, specs
 from anabranch.cli.links import MAX_RANKS
-from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, progress, show_tables
-from anabranch.cli.sparse import sparse_rows
+from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, show_tables
+from anabranch.cli.sparse import LEAN
+from anabranch.cli.sweeping import Sweep
 from anabranch.files import write_bytes
-from anabranch.network import Network
-from anabranch.sim import ScalePoint, sweep
-from anabranch.trace import Trace
+from anabranch.networks import PRESETS
+from anabranch.scaling import Scaling
+from anabranch.sim import Compute
 
 if TYPE_CHECKING:
     from anabranch.report.plot import Format
-    from anabranch.report.scaling import Curves
 
 STRAGGLER_FACTOR = 2.0
 MAX_JITTER = 3.0  # work that varies by more than e³ is no longer the same work
+NETWORKS = ("10gbe", "nvlink+100gbe")
+COMPRESS = ("oktopk:0.01",)
+NO_COMPRESSION = "none"
 
 
-class Scaling(StrEnum):
+class Basis(StrEnum):
     """What stays the same as ranks are added: the batch of each rank, or the batch of all."""
 
     weak = "weak"
     strong = "strong"
 
 
+NetworksOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--network",
+        metavar="N",
+        help=f"A name ({', '.join(PRESETS)}), a file of anabranch measure, or a description: "
+        f"{specs.links.EXAMPLES['ring']}; may be repeated. Unless told: {', '.join(NETWORKS)}.",
+    ),
+]
+SpreadOption = Annotated[
+    float | None, typer.Option(help="For networks that bring no spread: all costs this share lower and higher, 0.2.")
+]
 SizesOption = Annotated[str, typer.Option(help="Numbers of ranks, rising.")]
 PlannersOption = Annotated[str, typer.Option(help=f"Some of {', '.join(lineup.LINEUP)}.")]
 CompressOption = Annotated[
@@ -39,10 +53,18 @@ CompressOption = Annotated[
     typer.Option(
         metavar="WAY",
         help="Also the exact plan with sparse buckets where they gain: oktopk:0.01 (1 % of the elements), or oktopk "
-        "(as dense as the backward pass hides); may be repeated.",
+        f"(as dense as the backward pass hides), lean alike; may be repeated; {NO_COMPRESSION} for neither.",
     ),
 ]
-ScalingOption = Annotated[Scaling, typer.Option(help="Keep the batch of each rank (weak) or of all (strong).")]
+ScalingOption = Annotated[Basis, typer.Option(help="Keep the batch of each rank (weak) or of all (strong).")]
+BatchOption = Annotated[
+    int | None, typer.Option(min=1, help="Samples per rank (weak) or in all (strong); as recorded unless told.")
+]
+FixedOption = Annotated[float, typer.Option(help="Share of the recorded computing that does not grow with the batch.")]
+WithinOption = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Every strategy, and Lean, at the largest batch that fits in this: 16GiB."),
+]
 JitterOption = Annotated[float, typer.Option(help="Each piece of work takes exp(jitter·z) as long, z standard normal.")]
 StragglersOption = Annotated[int, typer.Option(help="How many ranks compute slower than the others.")]
 FactorOption = Annotated[
@@ -54,11 +76,15 @@ PlotOption = Annotated[Path | None, typer.Option(help="Write a plot to this .png
 
 def scale(
     trace: specs.TraceOption,
-    network: specs.NetworkOption,
+    network: NetworksOption = None,
+    spread: SpreadOption = None,
     world_sizes: SizesOption = "4,8,16,32,64,128,256,512,1024,2048",
-    planners: PlannersOption = "per_tensor,by_bytes,mgwfbp,optimal,lanes",
+    planners: PlannersOption = "per_tensor,single,by_bytes,mgwfbp,optimal,asc,lanes",
     compress: CompressOption = None,
-    scaling: ScalingOption = Scaling.weak,
+    scaling: ScalingOption = Basis.weak,
+    batch: BatchOption = None,
+    fixed_share: FixedOption = 0.0,
+    within: WithinOption = None,
     jitter: JitterOption = 0.0,
     stragglers: StragglersOption = 0,
     straggler_factor: FactorOption = None,
@@ -67,7 +93,7 @@ def scale(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict iteration time, speed-up and efficiency at many world sizes."""
+    """Predict which strategy wins at which world size on which network, and by how much, with bands."""
     form = plot_format(plot)
     check_free([plot], force)
     if straggler_factor is not None and not stragglers:
@@ -75,24 +101,23 @@ def scale(
     if not 0 <= jitter <= MAX_JITTER:
         raise ValueError(f"--jitter is {jitter:g}: expected 0 to {MAX_JITTER:g}; 0.05 varies most pieces by about 5 %")
     slow = STRAGGLER_FACTOR if straggler_factor is None else straggler_factor
-    ranks = {"jitter": jitter, "stragglers": stragglers, "straggler_factor": slow, "seed": seed}
-    gradients, links = specs.trace(trace), specs.network(network)
-    sizes, sparse = _sizes(world_sizes), sparse_rows(list(dict.fromkeys(compress or ())), gradients, links)
-    functions = {**{name: lineup.entry(name).function for name in _names(planners)}, **sparse.planners}
-    given = {"scaling": scaling.value, "pricing": sparse.pricing, **ranks}
-    steps = sweep(gradients, links, sizes, functions, **given)  # type: ignore[arg-type]
-    points = list(progress(steps, len(sizes) * len(functions), "sweeping"))
-    assumptions = _assumptions(links, sizes, scaling) + sparse.assumptions
+    compute = Compute(fixed_share, jitter, stragglers, slow, seed)
+    gradients = specs.trace(trace)
+    ranges = [specs.network_range(text, spread) for text in dict.fromkeys(network or NETWORKS)]
+    ways = list(dict.fromkeys(compress or (COMPRESS if within is None else (*COMPRESS, f"{LEAN}:0.01"))))
+    ways = [] if ways == [NO_COMPRESSION] else ways
+    swept = Sweep(gradients, _sizes(world_sizes), _names(planners), ways, scaling.value, compute)
+    swept.set_batches(batch, within)
+    found = swept.run(ranges)
+    from anabranch.report.scaling_answer import answer
+
+    found = replace(found, answer=tuple(answer(found)), written=str(plot) if plot else None)
     if plot and form:
-        write_bytes(_drawn(gradients, points, assumptions, form), plot, force)
-    document = {
-        "command": "scale", "scaling": scaling.value, **ranks, "assumptions": assumptions,
-        "points": [asdict(point) for point in points], "written": str(plot) if plot else None,
-    }  # fmt: skip
+        write_bytes(_drawn(found, form), plot, force)
     if as_json:
-        print_json(document)
+        print_json(asdict(found))
     else:
-        _print(points, document)
+        _print(found)
 
 
 def _sizes(text: str) -> list[int]:
@@ -110,44 +135,17 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
-def _assumptions(network: Network, sizes: Sequence[int], scaling: Scaling) -> list[str]:
-    """What the numbers rest on besides the two files."""
-    kept = "batch per rank kept (weak scaling)"
-    batch = kept if scaling is Scaling.weak else "global batch kept (strong scaling), computing time ∝ 1/ranks"
-    carried = [size for size in sizes if size != network.world_size]
-    if not carried:
-        return [batch]
-    note = network.at(carried[-1]).meta.get("assumption") or f"formula given for {network.world_size} ranks"
-    return [batch, f"network extrapolated by {note}", "lanes contend as there"]
-
-
-def _curves(points: Sequence[ScalePoint], value: Callable[[ScalePoint], float]) -> "Curves":
-    curves: dict[str, dict[int, float]] = {}
-    for point in points:
-        curves.setdefault(point.planner, {})[point.world_size] = value(point)
-    return curves
-
-
-def _drawn(trace: Trace, points: Sequence[ScalePoint], assumptions: Sequence[str], form: "Format") -> bytes:
+def _drawn(found: Scaling, form: "Format") -> bytes:
     from anabranch.report.plot import scaling_plot
 
-    model = str(trace.meta.get("model", f"{len(trace)} gradients"))[:60]
-    iteration_s, efficiency = _curves(points, lambda p: p.iteration_s), _curves(points, lambda p: p.efficiency)
-    return scaling_plot(f"{model}: predicted scaling", "; ".join(assumptions), iteration_s, efficiency, form)
+    return scaling_plot(found, form)
 
 
-def _print(points: Sequence[ScalePoint], document: dict[str, Any]) -> None:
+def _print(found: Scaling) -> None:
     from rich.text import Text
 
     from anabranch.report.cells import plain
     from anabranch.report.scaling import scaling_report
 
-    tables = scaling_report(
-        _curves(points, lambda p: p.iteration_s),
-        _curves(points, lambda p: p.speedup),
-        _curves(points, lambda p: p.efficiency),
-    )
-    notes = [Text(plain(f"Assumed: {'; '.join(document['assumptions'])}."))]
-    if document["written"]:
-        notes.append(Text(plain(f"Plot written to {document['written']}")))
-    show_tables(tables, *notes)
+    notes = [Text(plain(f"Plot written to {found.written}"))] if found.written else []
+    show_tables(scaling_report(found), *notes)

@@ -9,6 +9,8 @@ from anabranch.plan import Plan
 from anabranch.planners.sparse import where_it_gains
 from anabranch.trace import Trace
 
+LEAN = "lean"  # Ok-Topk's messages, from an engine that holds less
+
 
 class SparseRows(NamedTuple):
     """Planners by the text that asked for them, what prices their buckets, and what is assumed."""
@@ -47,14 +49,22 @@ def sparse_rows(texts: Sequence[str], trace: Trace, network: Network) -> SparseR
     ])  # fmt: skip
 
 
+def density_of(text: str) -> float:
+    """The least density of a way, which is what its messages need room for; 1 for what is no such way."""
+    return _densities(text)[0] if text.partition(":")[0] in ("oktopk", LEAN) else 1.0
+
+
 def _densities(text: str) -> list[float]:
     """One density, or the ladder from which "auto" chooses."""
     from anabranch.bench.compress import compression
     from anabranch.sparse.collectives import KIND, LADDER
     from anabranch.sparse.options import OkTopk
 
-    if text.partition(":")[0] != KIND:
-        raise ValueError(f"--compress is {text!r}: scale prices {KIND} (as dense as is hidden) and {KIND}:0.01")
-    way = compression(text)
+    name, _, density = text.partition(":")
+    if name not in (KIND, LEAN):
+        raise ValueError(
+            f"--compress is {text!r}: scale prices {KIND} (as dense as is hidden) and {KIND}:0.01, and {LEAN} alike"
+        )
+    way = compression(f"{KIND}:{density}" if density else KIND)
     assert isinstance(way, OkTopk)
     return list(LADDER) if way.density == "auto" else [float(way.density)]

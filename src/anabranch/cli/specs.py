@@ -1,4 +1,4 @@
-"""What --trace, --network and FILE mean: a path, a trace that comes with the package, or a network in a line."""
+"""What --trace, --network and FILE mean: a path, a bundled trace, or a network by name or in a line."""
 
 import os
 from importlib import resources
@@ -12,15 +12,22 @@ from anabranch.cli import links
 from anabranch.errors import FileError
 from anabranch.files import Noun, load, loads
 from anabranch.network import Network
+from anabranch.networks import PRESETS, NetworkRange
 from anabranch.plan import Plan
 from anabranch.trace import Trace
+
+LEAST_RANKS = 2  # that have a link between them
 
 TraceOption = Annotated[
     str, typer.Option("--trace", metavar="T", help="A trace file, or the name of a trace that comes with anabranch.")
 ]
 NetworkOption = Annotated[
     str,
-    typer.Option("--network", metavar="N", help=f"A network file, or a description: {links.EXAMPLES['ring']}."),
+    typer.Option(
+        "--network",
+        metavar="N",
+        help=f"A network file, a description: {links.EXAMPLES['ring']}, or a name: 10gbe:ranks=16.",
+    ),
 ]
 
 
@@ -33,18 +40,32 @@ def trace(text: str) -> Trace:
 
 
 def network(text: str) -> Network:
-    """The network in a file, or the one that the text describes."""
+    """The network in a file, the one that the text describes, or that of this name among so many ranks."""
+    name, _, rest = text.partition(":")
+    if name in PRESETS:
+        return NetworkRange.preset(name, links.ranks_of(name, rest)).middle
     if links.is_spec(text):
         return links.network(text)
     if not _is_file(text):
         raise FileError(
-            f"network {text!r}: no such file, and no description of a network, such as {links.EXAMPLES['ring']} "
-            f"(also {', '.join(kind for kind in links.EXAMPLES if kind != 'ring')})"
+            f"network {text!r}: no such file, no name ({', '.join(PRESETS)}), and no description of a network, such as "
+            f"{links.EXAMPLES['ring']} (also {', '.join(kind for kind in links.EXAMPLES if kind != 'ring')})"
         )
     noun = load(text)
     if not isinstance(noun, Network):
         raise FileError(f"{text}: holds a {_kind(noun)}, expected a network")
     return noun
+
+
+def network_range(text: str, spread: float | None) -> NetworkRange:
+    """The network of ``network`` with its band; one known by name needs no number of ranks, and has its own band."""
+    name, _, rest = text.partition(":")
+    if name in PRESETS:
+        if spread is not None:
+            raise ValueError(f"--spread is {spread:g}, but {name} brings its own: leave it out, or describe the links")
+        return NetworkRange.preset(name, links.ranks_of(name, rest) if rest else LEAST_RANKS)
+    source = "as described" if links.is_spec(text) else f"measured, in {Path(text).name}"
+    return NetworkRange.given(text if links.is_spec(text) else Path(text).name, network(text), source, spread)
 
 
 def plan(path: Path) -> Plan:
@@ -57,7 +78,8 @@ def plan(path: Path) -> Plan:
 
 def anything(text: str) -> Noun:
     """Whatever a file, a bundled name or a description of a network says."""
-    return links.network(text) if links.is_spec(text) else _file_or_bundled(text)
+    described = links.is_spec(text) or text.partition(":")[0] in PRESETS
+    return network(text) if described else _file_or_bundled(text)
 
 
 def bundled() -> dict[str, Traversable]:

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.demo.text import CharTransformer, StandardLibrary
-from anabranch.files import dumps
+from anabranch.files import dumps, save
+from anabranch.runtime.loggers import JsonLines
 from anabranch.runtime.parallel import DataParallel
 
 TRIAL_STEPS = 6  # a short training has no time for longer trials
@@ -27,12 +28,13 @@ ROUNDS, ROUND_STEPS = 20, 2  # side by side, in turn: what slows the machine for
 
 
 def main(output: str, steps: int) -> None:
-    """Train twice and, on rank 0, write both runs to ``output`` as JSON."""
+    """Train twice and, on rank 0, write both runs to ``output`` as JSON, and what our model knows beside it."""
     dist.init_process_group("gloo")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ddp = _Training(DistributedDataParallel(_model()))
         ours = _Training(model := DataParallel(_model(), profile_steps=TRIAL_STEPS))
+        model.log_to(JsonLines(Path(output).with_name("run.jsonl")))
         for title, training in (("DistributedDataParallel", ddp), ("DataParallel", ours)):
             for _ in _progress(steps, title):
                 training.step()
@@ -49,6 +51,10 @@ def main(output: str, steps: int) -> None:
             "explanation": model.explain(),
             "notes": [str(warning.message) for warning in caught if warning.category is UserWarning],
         }
+        known = {"trace": model.trace, "network": model.network, "plan": model.plan, "timeline": model.timeline}
+        for name, noun in known.items():
+            if noun is not None:
+                save(noun, Path(output).with_name(f"{name}.json"))
         Path(output).write_text(json.dumps(result), encoding="utf-8")
     model.close()
     dist.destroy_process_group()

@@ -140,7 +140,8 @@ def _lean(profile: Profile, setting: Setting, host: bool = False) -> Iterator[Fo
     waiting = sum(bucket.nbytes for bucket in buckets if bucket.sparse)
     widest = max((bucket.nbytes for bucket in buckets if bucket.sparse), default=0)
     still = _still(profile, setting, gradients=SLOTS * largest, residual=SLOTS * widest if host else waiting)
-    still = still.plus("", workspace=_owners(buckets, setting))
+    if setting.options.deterministic:  # else an owner adds its sums up in the slot
+        still = still.plus("", workspace=_owners(buckets, setting))
     if host:
         still = Footprint(still.kinds, "", waiting)
     yield from _backward(profile, still, _dense_until(profile, buckets))

@@ -5,125 +5,37 @@ to what waits, at once, and is gone. Else it stays until its bucket is complete,
 runs the exchange and right behind it the step of the bucket's optimizer; then the slot goes to the next bucket.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.futures import Future
 
-from anabranch.memory.optimizers import BucketOptimizer, BucketOptimizers
+from anabranch.memory.buckets import LiveBucket, SlotBucket, Updating
+from anabranch.memory.optimizers import BucketOptimizers
 from anabranch.memory.residual import Residuals
 from anabranch.memory.slots import Slots
 from anabranch.memory.update import Updates
-from anabranch.plan import Bucket
-from anabranch.runtime.collectives import Collectives, Remembered
-from anabranch.runtime.dense import Group, Steps, all_finite, hold
+from anabranch.runtime.collectives import Collectives
 from anabranch.runtime.hook import PlanHook
 from anabranch.runtime.layout import tensors_in
-from anabranch.sparse.leftovers import shaped
 
 
-@dataclass
-class LiveBucket:
-    """One bucket of the plan in force, and how far it has come in this backward pass.
-
-    ``state`` is what its exchange remembers, None if it travels dense; ``waiting`` what gradients are added to as they
-    come, None if they stay where they are until the bucket is complete. ``finite``: whether all that were added so far
-    were, on this rank; those that were not are left out.
-    """
-
-    planned: Bucket
-    parameters: Sequence[nn.Parameter]
-    optimizer: BucketOptimizer
-    sparse: bool
-    state: Remembered | None = None
-    waiting: Mapping[str, torch.Tensor] | None = None
-    finite: torch.Tensor | None = None
-    come: set[str] = field(default_factory=set)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all its gradients."""
-        return sum(parameter.numel() for parameter in self.parameters)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all its gradients."""
-        return self.parameters[0].dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Of all its gradients."""
-        return self.numel * self.dtype.itemsize
-
-    def add(self, name: str, parameter: nn.Parameter) -> None:
-        """Add the parameter's gradient to what waits, and take it away; a gradient that is not finite is left out."""
-        if self.waiting is None or parameter.grad is None:
-            return
-        gradient, parameter.grad = parameter.grad.detach(), None
-        finite = all_finite(gradient)
-        shaped(self.waiting[name], parameter).add_(gradient.masked_fill_(~finite, 0.0))
-        self.finite = finite if self.finite is None else self.finite.logical_and_(finite)
-
-    def move_to(self, slot: torch.Tensor) -> None:
-        """Move all gradients to a slot, one after another; those that did not come are zeros."""
-        for parameter, piece in zip(self.parameters, slot.split([p.numel() for p in self.parameters]), strict=True):
-            if parameter.grad is None:
-                piece.zero_()
-            else:
-                shaped(piece, parameter).copy_(parameter.grad)
-                parameter.grad = None
-
-
-class SlotBucket(NamedTuple):
-    """A slot as the hook of plans wants to see it."""
-
-    slot: torch.Tensor
-
-    def buffer(self) -> torch.Tensor:
-        """See ``GradBucket``."""
-        return self.slot
-
-
-class Updating:
-    """The collectives of a model, each with the update of its bucket behind it."""
-
-    def __init__(self, collectives: Collectives, updates: Updates, residuals: Residuals) -> None:
-        self._collectives, self._updates, self._residuals = collectives, updates, residuals
-        self.buckets: Mapping[tuple[str, ...], LiveBucket] = {}
-
-    def aside(self, kind: str) -> bool:
-        """See ``Collectives``."""
-        return self._collectives.aside(kind)
-
-    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """See ``Collectives``."""
-        live = self.buckets[bucket.names]
-        exchange = self._collectives.steps(bucket, buffer, group, divisor)
-        if live.state is not None:
-            exchange = self._around(exchange, live.state, buffer, live.finite)
-            live.finite = None
-        return self._updates.after(exchange, buffer, live.optimizer)
-
-    def _around(self, exchange: Steps, state: Remembered, buffer: torch.Tensor, finite: torch.Tensor | None) -> Steps:
-        """Gradients have been added to what waits, so there are none in the slot; it tells whether they were finite."""
-        buffer.zero_()
-        if finite is not None:
-            hold(finite)
-            buffer[0] = torch.where(finite, 0.0, float("inf"))
-        yield from exchange
-        self._residuals.put_back(state)
+def in_backward() -> bool:
+    """Whether a backward pass is under way, and a forward now is one that it has called, to compute it again."""
+    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 class Engine:
     """Runs one plan on one model: hooks on its parameters, two slots, and an optimizer per bucket.
 
     ``hook`` launches a bucket on its lane; ``averaging`` says whether this backward pass is to be averaged: under
-    no_sync() gradients stay where autograd puts them.
+    no_sync() gradients stay where autograd puts them. ``find_unused``: parameters without a gradient on this rank count
+    as zeros, and those without one on any rank are left alone; else a missing gradient is an error. ``awaited``: a
+    backward pass that is to be averaged has begun.
     """
 
     def __init__(
@@ -135,11 +47,12 @@ class Engine:
         updates: Updates,
         residuals: Residuals,
         averaging: Callable[[], bool],
+        find_unused: bool = False,
     ) -> None:
         self.steps_done = 0
         self._collectives, self._updates, self._averaging = collectives, updates, averaging
-        self._residuals = residuals
-        updating = Updating(collectives, updates, residuals)
+        self._residuals, self._find_unused = residuals, find_unused
+        updating = Updating(collectives, updates, residuals, find_unused)
         self.hook = hook(cast(Collectives, updating))
         optimizers.forget()
         self._buckets = [
@@ -150,7 +63,7 @@ class Engine:
         updating.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
         self._slots = Slots([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
         residuals.lay_out([bucket.nbytes for bucket in self._buckets if bucket.sparse])
-        self._launched, self._begun, self._awaited = 0, False, False
+        self._launched, self._begun, self.awaited = 0, False, False
         self._handles: list[Any] = [
             parameters[name].register_post_accumulate_grad_hook(partial(self._take, bucket, name))
             for bucket in self._buckets
@@ -164,14 +77,14 @@ class Engine:
 
     def before_forward(self) -> None:
         """Refuse to go on where a backward pass was broken off: other ranks may stand at another bucket."""
-        if torch._C._current_graph_task_id() >= 0:  # a forward that backward itself has called, to compute it again
+        if in_backward():
             return
         if self._begun:
             raise RuntimeError(
                 f"a backward pass was broken off by an exception after {self._launched} of {len(self._buckets)} "
                 "buckets, whose parameters are updated: close() this DataParallel, wrap again, and load a checkpoint"
             )
-        self._awaited = False
+        self.awaited = False
 
     def after_forward(self, output: object) -> None:
         """Have the backward pass of this output end with ``_finish``.
@@ -181,16 +94,22 @@ class Engine:
         """
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._await)
+                tensor.register_hook(partial(self._await, self.steps_done))
 
     def applied(self, names: Collection[str]) -> list[str]:
         """Those of these parameters that the last backward pass has updated."""
         updated = [bucket for bucket in self._buckets if self._updates.applied(bucket.optimizer)]
         return [name for bucket in updated for name in bucket.planned.names if name in names]
 
-    def _await(self, gradient: torch.Tensor) -> None:  # noqa: ARG002
+    def _await(self, steps_done: int, gradient: torch.Tensor) -> None:  # noqa: ARG002
         if self._averaging():
-            self._awaited = True
+            if steps_done != self.steps_done:
+                raise RuntimeError(
+                    f"backward through a forward that is {self.steps_done - steps_done} steps old: under Lean backward "
+                    "updates the parameters, which that forward had used as they were; add losses up and call "
+                    "backward() once, or use no_sync() for all forwards but the last"
+                )
+            self.awaited = True
             Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
@@ -200,6 +119,11 @@ class Engine:
             return
         if not self._begun:
             self._begin()
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of {name} is {parameter.grad.layout}, and Lean adds gradients up in place: expected a "
+                "dense one, such as of an embedding with sparse=False"
+            )
         if name in bucket.come:
             raise RuntimeError(
                 f"the gradient of {name} came twice in one backward pass: reentrant checkpointing inside a shared part "
@@ -207,25 +131,28 @@ class Engine:
             )
         bucket.come.add(name)
         bucket.add(name, cast(nn.Parameter, parameter))
-        while self._launched < len(self._buckets) and self._complete(self._buckets[self._launched]):
+        while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
             self._launch()
 
     def _begin(self) -> None:
         """The first gradient of a backward pass."""
         self._begun = True
-        if not self._awaited:
+        if not self.awaited:
             Variable._execution_engine.queue_callback(self._finish)
         for bucket in self._buckets:
             bucket.state = self._collectives.remembered(bucket.planned)
             bucket.waiting = None if bucket.state is None else self._residuals.at_hand(bucket.state)
 
-    @staticmethod
-    def _complete(bucket: LiveBucket) -> bool:
-        return len(bucket.come) == len(bucket.parameters)
-
     def _launch(self) -> None:
         """Hand the next bucket to its lane."""
         bucket = self._buckets[self._launched]
+        bucket.look_for_missing()
+        if bucket.missing and not self._find_unused:
+            raise RuntimeError(
+                f"{bucket.missing[0]} got no gradient in this backward pass: expected one for every parameter that is "
+                "not frozen, since each backward pass is a step. Add up losses, freeze it before wrapping, or pass "
+                "find_unused_parameters=True to DataParallel: then what no rank has used is left alone"
+            )
         self._launched += 1
         self._updates.settle(keep=1)  # the slot that comes next is the one before the last
         slot = self._slots.take(bucket.numel, bucket.dtype)
@@ -246,7 +173,7 @@ class Engine:
     @torch.no_grad()
     def _finish(self) -> None:
         """Backward is over: launch what is left, gradients that did not come being zeros, and wait for all."""
-        self._awaited = False
+        self.awaited = False
         if not self._begun:  # autograd.grad(), which updates nothing; or another output of the same step
             return
         while self._launched < len(self._buckets):

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from anabranch.trace import TensorSpec, Trace
 class LeanLayout(LiveLayout):
     """As ``LiveLayout``, with an engine of our own in the place of DDP's reducer."""
 
+    stock = "Lean's own buckets, of DDP's sizes"
+
     def __init__(
         self, parallel: Any, control: dist.ProcessGroup, after_step: Callable[[], None], collectives: Collectives
     ) -> None:
@@ -35,7 +38,10 @@ class LeanLayout(LiveLayout):
         self.residuals: Residuals = InHostMemory(self.device) if memory.residuals == "host" else InPlace()
         averaging = weakref.WeakMethod(parallel.averaging)  # a dropped model must be able to go
         self._averaging = lambda: (now := averaging()) is not None and bool(now())
+        self._find_unused = bool(parallel.find_unused_parameters)
         self._stock_plan = as_ddp(self.parameters)
+        self._kinds = {name: _kind(parameter) for name, parameter in self.parameters.items()}
+        self._glance = Glance(parallel.module)
         self.lanes.grow(1)
         self._lay_out(None)
 
@@ -50,12 +56,29 @@ class LeanLayout(LiveLayout):
         self.lanes.check()  # says more of what broke a backward pass off
         if self._engine is not None:
             self._engine.before_forward()
-        if new := [name for name in self.trained_now() if name not in self.parameters]:
-            raise RuntimeError(
-                f"{new[0]} was unfrozen or added after the model was wrapped, and no optimizer of Lean's has it: "
-                "close() this DataParallel and wrap the module again"
-            )
+        if not self._glance.unchanged():
+            self._check_trained()
+            self._glance = Glance(self.ddp.module)
         super().before_forward(averaged)
+
+    def _check_trained(self) -> None:
+        """Refuse a model that is not the one that was wrapped; what was frozen since then is welcome."""
+        for name, parameter in self.trained_now().items():
+            if (was := self._kinds.get(name, now := _kind(parameter))) != now:
+                raise RuntimeError(
+                    f"{name} is {now} and was {was} when the model was wrapped: expected the same, since what was laid "
+                    "out for it is; convert or move the model before DataParallel, or close() this and wrap it again"
+                )
+            if self.parameters.get(name) is not parameter:
+                raise RuntimeError(
+                    f"{name} was unfrozen, added or replaced after the model was wrapped, and no optimizer of Lean's "
+                    "has it: close() this DataParallel and wrap the module again"
+                )
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a backward pass that is to be averaged has begun."""
+        return self._engine is not None and self._engine.awaited
 
     def after_forward(self, output: object) -> None:
         """A forward whose gradients will be averaged has returned, behind the watch's own mark."""
@@ -93,9 +116,35 @@ class LeanLayout(LiveLayout):
         self.updates.forget()
         self._engine = None  # the old slots go before the new ones come
         self._engine = Engine(
-            hook, self._collectives, self.parameters, self.optimizers, self.updates, self.residuals, self._averaging
-        )
+            hook, self._collectives, self.parameters, self.optimizers, self.updates, self.residuals, self._averaging,
+            self._find_unused,
+        )  # fmt: skip
         self.hook = self._engine.hook if plan is not None else None
+
+
+class Glance:
+    """What a module is made of: compared before every forward, in a quarter of the time of a walk through its names."""
+
+    _look = attrgetter("dtype", "device", "requires_grad")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tables = [table for part in module.modules() for table in (part._parameters, part._modules)]
+        self._parameters = list(module.parameters())
+        self._held = [
+            held for table in self._tables for held in table.values()
+        ]  # an id is whose it is while that lives
+        self._was = self._now()
+
+    def unchanged(self) -> bool:
+        """Whether it has the same parts and parameters, of the same dtype, in the same place, and as frozen."""
+        return self._now() == self._was
+
+    def _now(self) -> tuple[list[int], list[object]]:
+        return [id(held) for table in self._tables for held in table.values()], list(map(self._look, self._parameters))
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    return f"{parameter.dtype} on {parameter.device}"
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:

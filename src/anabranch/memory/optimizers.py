@@ -26,6 +26,7 @@ class BucketOptimizers:
         self.shown = self._make(list(parameters.values()))
         self.shown.step = MethodType(_already_done, self.shown)  # type: ignore[method-assign]
         self.shown._opt_called = True  # type: ignore[attr-defined] # else schedulers warn of a step() that nobody called
+        self.shown._step_supports_amp_scaling = True  # type: ignore[attr-defined] # a scaler's step() comes to ours
         groups = enumerate(self.shown.param_groups)
         self._group_of = {parameter: index for index, group in groups for parameter in group["params"]}
 
@@ -73,6 +74,7 @@ class BucketOptimizer:
     ) -> None:
         self._optimizer, self._parameters, self._shown = optimizer, parameters, shown
         self._numels = [parameter.numel() for parameter in parameters]
+        self._all = [True] * len(parameters)
         self._groups = [(group, group_of[group["params"][0]]) for group in optimizer.param_groups if group["params"]]
 
     @property
@@ -80,20 +82,28 @@ class BucketOptimizer:
         """Whether its step can be told on the device to do nothing: fused ones can."""
         return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
 
-    def step(self, update: torch.Tensor, found_inf: torch.Tensor | None = None) -> None:
+    def touched(self, update: torch.Tensor) -> torch.Tensor:
+        """For each parameter, whether anything is there for it."""
+        return torch.stack([piece.any() for piece in update.split(self._numels)])
+
+    def step(
+        self, update: torch.Tensor, found_inf: torch.Tensor | None = None, used: Sequence[bool] | None = None
+    ) -> None:
         """One step with ``update``, the bucket's average gradient; afterwards no parameter has a gradient.
 
-        ``found_inf`` (a float on the device, for those that take it): where it is not 0, nothing changes.
+        ``found_inf`` (a float on the device, for those that take it): where it is not 0, nothing changes. ``used``: the
+        other parameters are left alone, as without a gradient.
         """
-        if found_inf is not None:
+        if self.takes_found_inf:
             self._optimizer.found_inf, self._optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
         # Both are looked up in every step: schedulers change the settings, load_state_dict() replaces both.
         self._optimizer.state = self._shown.state
         for group, index in self._groups:
             chosen = self._shown.param_groups[index]
             group.update((name, value) for name, value in chosen.items() if name != "params")
-        for parameter, piece in zip(self._parameters, update.split(self._numels), strict=True):
-            if parameter.requires_grad:  # one that was frozen meanwhile must not decay, or go on by its momentum
+        pieces = zip(self._parameters, update.split(self._numels), used or self._all, strict=True)
+        for parameter, piece, wanted in pieces:
+            if wanted and parameter.requires_grad:  # one that was frozen must not decay, or go on by its momentum
                 parameter.grad = shaped(piece, parameter)  # fused optimizers see memory, not shapes
         self._optimizer.step()
         for parameter in self._parameters:
@@ -118,7 +128,13 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
 
 
-def _already_done(self: torch.optim.Optimizer, closure: Any = None) -> None:  # noqa: ARG001
+def _already_done(self: torch.optim.Optimizer, closure: Any = None) -> None:
     """The user's ``optimizer.step()``: backward has done it."""
+    if hasattr(self, "found_inf"):  # set by a scaler that was told to step
+        del self.found_inf
+        raise RuntimeError(
+            "GradScaler.step() under Lean: every bucket was updated in backward. Call follow(scaler) on the model "
+            "once, then scaler.scale(loss).backward() alone: no unscale_(), step() or update()"
+        )
     if closure is not None:
         raise ValueError("under Lean every bucket was updated in backward: call optimizer.step() without a closure")

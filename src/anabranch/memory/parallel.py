@@ -14,21 +14,23 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from anabranch.memory.choose import Action
+from anabranch.memory.engine import in_backward
 from anabranch.memory.layout import LeanLayout, trained
 from anabranch.memory.mix import ManagedActivations
 from anabranch.memory.options import Lean, check_lean
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.runtime.agree import check_same, from_rank_0
+from anabranch.runtime.agree import from_rank_0
 from anabranch.runtime.collectives import Collectives, Plain, Scaler
-from anabranch.runtime.lanes import same_ranks
+from anabranch.runtime.layout import tensors_in
 from anabranch.runtime.pilot import Pilot
 from anabranch.runtime.steered import Steered
-from anabranch.runtime.wishes import Planner, Wishes, model_described
+from anabranch.runtime.wishes import Planner, Wishes
 from anabranch.sparse.collectives import SparseCollectives, check_compress
 from anabranch.sparse.options import OkTopk
 
 BROADCAST_NBYTES = 250 << 20  # in one message, as DDP does
+COPIED = "it is a copy"
 
 
 class LeanParallel(Steered, nn.Module):
@@ -39,6 +41,8 @@ class LeanParallel(Steered, nn.Module):
     """
 
     static_graph = False
+    _synchronised = True  # no no_sync() is open
+    _averages = True  # nor was at the forward of this backward pass or, before it, at the last one
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class LeanParallel(Steered, nn.Module):
         profile_steps: int = 10,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
         check_compress(compress)
@@ -60,36 +65,37 @@ class LeanParallel(Steered, nn.Module):
         if isinstance(compress, OkTopk) and compress.momentum:
             raise ValueError(
                 f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to what waits as they "
-                "come: leave momentum to the optimizer"
+                "come: expected 0; leave momentum to the optimizer"
             )
+        wishes = Wishes(planner, plan, network, lanes, profile_steps)
         group = process_group or dist.group.WORLD
-        if group is None:
-            raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
-        ranks = dist.get_world_size(group)
-        wishes = Wishes(planner, plan, network, lanes, profile_steps if ranks > 1 or plan is not None else 0)
-        check_same("the model", model_described(module), group)
-        asked = [*wishes.described(), f"compress {compress}", *memory.described()]
-        check_same("the settings of DataParallel", asked, group)
+        further = [f"compress {compress}", *memory.described(), f"find_unused_parameters {find_unused_parameters}"]
+        wishes.check_agreed(module, group, *further)
+        assert group is not None
         self.module, self.memory, self.process_group = module, memory, group
-        self._broadcast_buffers, self._averaging = broadcast_buffers, True
+        self._broadcast_buffers = broadcast_buffers
+        alone = dist.get_world_size(group) == 1
+        self.find_unused_parameters = find_unused_parameters or alone  # which needs nobody else's word
         parameters = _checked(module)
         with torch.no_grad():
             self._from_rank_0([*_shared(module.named_parameters(), module), *_shared(module.named_buffers(), module)])
-        collectives = self._memory = self._collectives(compress, parameters)
-        wishes = replace(wishes, kinds=tuple(collectives.kinds), dense_names=collectives.dense_names)
-        wishes.check_fits(parameters, ranks, collectives)
-        self._activations = ManagedActivations(module, memory.activations, partial(_as_rank_0, group))
+        if alone and plan is None:
+            wishes = replace(wishes, profile_steps=0)
+        agree = partial(_as_rank_0, group) if memory.activations.mode == "auto" else dict
+        self._activations = ManagedActivations(module, memory.activations, agree)
         self._undo = weakref.finalize(self, self._activations.undo)
         self._undo.atexit = False  # there is no one left to use the module
-        control = same_ranks(group, "gloo", "anabranch control")
-        self._pilot = Pilot(self, wishes, control, collectives, LeanLayout)
-        self._release = weakref.finalize(self, self._pilot.close)
+        try:
+            self._steer(wishes, self._collectives(compress, parameters), parameters, LeanLayout)
+        except BaseException:
+            self._undo()
+            raise
 
     def _collectives(self, compress: str | OkTopk | None, parameters: dict[str, nn.Parameter]) -> Collectives:
         if not isinstance(compress, OkTopk):
             return Plain(compress)
         owner = weakref.ref(self)
-        averaged = lambda: (own := owner()) is not None and own._averaging  # noqa: E731
+        averaged = lambda: (own := owner()) is not None and own.averaging()  # noqa: E731
 
         def applied(names: Collection[str]) -> Collection[str]:
             own = owner()
@@ -100,10 +106,9 @@ class LeanParallel(Steered, nn.Module):
     @property
     def layout(self) -> LeanLayout:
         """What runs the buckets."""
-        if self._pilot is None:
-            raise RuntimeError("this DataParallel was closed: wrap the module again")
-        assert isinstance(self._pilot.live, LeanLayout)
-        return self._pilot.live
+        live = self._at_work().live
+        assert isinstance(live, LeanLayout)
+        return live
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -117,9 +122,10 @@ class LeanParallel(Steered, nn.Module):
 
     def explain(self) -> str:
         """See ``Steered``."""
-        if self._pilot is not None:
-            with suppress(RuntimeError):  # a lane has failed, and has said so where it was waited for
-                self.layout.residuals.settle()
+        if self._pilot is None:
+            return f"No plan: {self._idle}. It trains nothing: wrap the module again."
+        with suppress(RuntimeError):  # a lane has failed, and has said so where it was waited for
+            self.layout.residuals.settle()
         return super().explain()
 
     def comm_state_dict(self) -> dict[str, Any]:
@@ -129,25 +135,25 @@ class LeanParallel(Steered, nn.Module):
         return super().comm_state_dict()
 
     def averaging(self) -> bool:
-        """Whether gradients are averaged now: not under no_sync()."""
-        return self._averaging
+        """Whether this backward pass averages: not if its forward was under no_sync()."""
+        return self._averages
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only add up gradients, where autograd puts them: they live until the next average."""
-        before, self._averaging = self._averaging, False
+        """Gradients of forwards in here only add up, where autograd puts them: they live until the next average."""
+        before, self._synchronised = self._synchronised, False
         try:
             yield
         finally:
-            self._averaging = before
+            self._synchronised = before
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; its gradients will be averaged, and its parameters updated, in backward."""
-        will_average = torch.is_grad_enabled() and self._averaging
+        will_average = torch.is_grad_enabled() and self._synchronised
         self._before_forward(will_average)
         output = self.module(*inputs, **kwargs)
-        if will_average:
-            self._after_forward(output)
+        if torch.is_grad_enabled():
+            self._after_forward(output, will_average)
         return output
 
     def follow(self, scaler: Scaler) -> None:
@@ -181,21 +187,42 @@ class LeanParallel(Steered, nn.Module):
 
     @_disable_dynamo
     def _before_forward(self, will_average: bool) -> None:
-        if self._pilot is None:
-            raise RuntimeError("this DataParallel was closed: wrap the module again")
+        if self._idle == COPIED and not torch.is_grad_enabled():
+            return
+        pilot = self._at_work()
         if torch.is_grad_enabled():
-            if self._averaging:
+            if not in_backward():
+                self._averages = self._synchronised
+            if self._synchronised:
                 self._follow_scale()
-            self._pilot.before_forward(averaged=self._averaging)
+            pilot.before_forward(averaged=self._synchronised)
         if will_average and self._broadcast_buffers:
             with torch.no_grad():
                 self._from_rank_0(_shared(self.module.named_buffers(), self.module))
 
     @_disable_dynamo
-    def _after_forward(self, output: Any) -> None:
-        assert self._pilot is not None
-        self._pilot.after_forward(output)
-        self.layout.after_forward(output)
+    def _after_forward(self, output: Any, averaged: bool) -> None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._backward_begins, averaged))
+        if averaged:
+            self._at_work().after_forward(output)
+            self.layout.after_forward(output)
+
+    def _backward_begins(self, averaged: bool, gradient: torch.Tensor) -> None:  # noqa: ARG002
+        """Of an output: what its forward was counts, and of several in one pass, any that is to be averaged."""
+        if self._pilot is not None:
+            self._averages = averaged or (self._averages and self.layout.awaited)
+
+    def _at_work(self) -> Pilot:
+        if self._pilot is None and self._idle == COPIED:
+            raise RuntimeError(
+                "this is a copy of a DataParallel under Lean: it computes under torch.no_grad() and has no engine to "
+                "train with; to train it, wrap the module in it: DataParallel(copy.module, memory=...), on all ranks"
+            )
+        if self._pilot is None:
+            raise RuntimeError("this DataParallel was closed: wrap the module again")
+        return self._pilot
 
     def _from_rank_0(self, tensors: list[torch.Tensor]) -> None:
         if tensors and dist.get_world_size(self.process_group) > 1:
@@ -207,6 +234,23 @@ class LeanParallel(Steered, nn.Module):
             self._release()
             self._undo()
         self._let_go()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: all but what runs it. Its module is copied, too, as it was before it was wrapped."""
+        mode = self.memory.activations.mode
+        if self._pilot is not None and mode in ("offload", "auto"):
+            raise RuntimeError(
+                f"a DataParallel under Lean with Activations mode {mode!r} cannot be copied, since its module is tied "
+                "to host memory: copy the module before it is wrapped, and load this one's state_dict()"
+            )
+        own = ("_pilot", "_memory", "_scaler", "_release", "_undo", "process_group")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See ``__getstate__``."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._idle, self._synchronised = COPIED, True
+        self._activations.undo()  # the copy's
 
 
 def _as_rank_0(group: dist.ProcessGroup, actions: dict[str, Action]) -> dict[str, Action]:
@@ -232,6 +276,6 @@ def _checked(module: nn.Module) -> dict[str, nn.Parameter]:
             f"{sparse[0]} has sparse gradients, and Lean adds gradients up in place: make it with sparse=False"
         )
     devices = {parameter.device for parameter in parameters.values()}
-    if len(devices) > 1:
-        raise ValueError(f"the parameters are on {', '.join(map(str, devices))}: Lean trains models on one device")
+    if len(devices) > 1 or any(device.type == "meta" for device in devices):
+        raise ValueError(f"the parameters are on {', '.join(map(str, devices))}: expected one device that computes")
     return parameters

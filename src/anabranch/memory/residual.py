@@ -1,18 +1,17 @@
 """Where what waits to be sent lives: in place, where gradients are added to it as they come, or in host memory.
 
 In host memory it comes to the device while the bucket before it is computed, and goes back behind its exchange. Two
-slots of the largest bucket are enough. On a GPU copies run on streams of their own; each waits, on the device, for the
-event after which its source is whole and its target free.
+slots of the largest bucket are enough. Every copy waits for those after which its source is whole and its target free.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch.futures import Future
 
 from anabranch.memory.slots import Slot, Slots
+from anabranch.memory.transfers import Done, transfers_for
 from anabranch.runtime.collectives import Remembered
 
 
@@ -80,7 +79,7 @@ class Visit(NamedTuple):
 
     slot: Slot
     home: torch.Tensor
-    there: torch.cuda.Event | None
+    there: Done
 
 
 class InHostMemory:
@@ -89,20 +88,17 @@ class InHostMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slots = Slots([], device)
+        self._transfers = transfers_for(device)
         self._visits: dict[tuple[str, ...], Visit] = {}
         self._lent: dict[tuple[str, ...], Slot] = {}  # between fetch() and lend(), when a lane may have put it back
-        self._freed: dict[int, torch.cuda.Event] = {}  # by slot: its last content is back in host memory
-        self._home: dict[tuple[str, ...], torch.cuda.Event] = {}  # by bucket: the same
-        self._coming, self._going = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        self._freed: dict[int, Done] = {}  # by slot: when its last content is back in host memory
+        self._home: dict[tuple[str, ...], Done] = {}  # by bucket: the same
 
     def lay_out(self, nbytes: Sequence[int]) -> None:
         """See ``Residuals``."""
         self.settle()
         self._slots, self._freed, self._home = Slots(nbytes, self._device), {}, {}
-        if self._coming is not None:  # whoever had that memory before may still be using it
-            self._coming.wait_stream(torch.cuda.current_stream(self._device))
-        if self._coming is not None:  # the allocator may have taken them from what the current stream still uses
-            self._coming.wait_stream(torch.cuda.current_stream(self._device))
+        self._transfers.begin()  # the allocator may have taken the slots from what the current stream still uses
 
     def at_hand(self, state: Remembered) -> Mapping[str, torch.Tensor] | None:
         """It is away; one that was just made on the device goes to host memory now, before the next one is made."""
@@ -115,24 +111,17 @@ class InHostMemory:
         """See ``Residuals``."""
         if state.names in self._visits:
             return
-        home, there = state.residual, None
-        with torch.cuda.stream(self._coming) if self._coming is not None else nullcontext():
+        home = state.residual
+        with self._transfers.inward():  # whose stream it is that waits for the slot's last user
             slot = self._slots.take(home.numel(), home.dtype)
-            if self._coming is not None:
-                for event in (self._freed.get(slot.number), self._home.get(state.names)):
-                    if event is not None:
-                        self._coming.wait_event(event)
-            slot.tensor.copy_(home, non_blocking=True)
-            if self._coming is not None:
-                there = self._coming.record_event()
-        self._visits[state.names] = Visit(slot, home, there)
+        after = (self._freed.get(slot.number), self._home.get(state.names))
+        self._visits[state.names] = Visit(slot, home, self._transfers.bring(home, slot.tensor, after))
 
     def fetch(self, state: Remembered) -> Mapping[str, torch.Tensor]:
         """See ``Residuals``."""
         self.prefetch(state)
         visit = self._visits[state.names]
-        if visit.there is not None:
-            torch.cuda.current_stream(self._device).wait_event(visit.there)
+        self._transfers.wait(visit.there)
         state.residual = visit.slot.tensor
         self._lent[state.names] = visit.slot
         return state.pieces()
@@ -144,17 +133,11 @@ class InHostMemory:
     def put_back(self, state: Remembered) -> None:
         """See ``Residuals``."""
         visit = self._visits.pop(state.names)
-        if self._going is None:
-            visit.home.copy_(visit.slot.tensor)
-        else:
-            self._going.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._going):
-                visit.home.copy_(visit.slot.tensor, non_blocking=True)
-                self._freed[visit.slot.number] = self._home[state.names] = self._going.record_event()
+        done = self._transfers.take_home(visit.slot.tensor, visit.home)
+        self._freed[visit.slot.number] = self._home[state.names] = done
         state.residual = visit.home
 
     def settle(self) -> None:
         """See ``Residuals``."""
         self._slots.settle()
-        if self._going is not None:
-            self._going.synchronize()
+        self._transfers.settle()

@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch.memory.activations import Offloader
 from anabranch.memory.blocks import END, REST, Unit, blocks_of
-from anabranch.memory.choose import Action, Block, HostLink
+from anabranch.memory.chain import Block, HostLink
+from anabranch.memory.choose import Action
 from anabranch.memory.copies import copies_for
 from anabranch.memory.pinned import HostPool
 from anabranch.memory.recompute import StatisticsHeld, Stretch, Treated
@@ -108,7 +109,11 @@ class Survey:
         versions = [tensor._version for tensor in inputs.values()]
         counted = Counted(unit)
         devices = [self._offloader.device] if self._offloader.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), StatisticsHeld(unit.parts), saved_tensors_hooks(counted.pack, _never):
+        with (
+            torch.random.fork_rng(devices),
+            StatisticsHeld(unit.parts),
+            saved_tensors_hooks(counted.pack, counted.unpack),
+        ):
             began = self._clock.mark()
             output = function(*args, **kwargs)
             ended = self._clock.mark()
@@ -194,6 +199,7 @@ class Counted:
     """Saved-tensor hooks that count the bytes of each storage once and let it go."""
 
     def __init__(self, unit: Unit) -> None:
+        self._name = unit.name
         held = (tensor for part in unit.parts for tensor in (*part.parameters(), *part.buffers()))
         self._fixed = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
         self.nbytes: dict[StorageWeakRef, int] = {}  # a weak reference, so that no other storage gets its address
@@ -204,9 +210,13 @@ class Counted:
         if storage not in self._fixed:
             self.nbytes[storage] = tensor.untyped_storage().nbytes()
 
-
-def _never(packed: object) -> torch.Tensor:
-    raise AssertionError(f"nothing is differentiated here, but {packed!r} was asked for")
+    def unpack(self, packed: object) -> torch.Tensor:  # noqa: ARG002
+        """Nothing of what the clock and the count were for is differentiated, unless the block has kept it."""
+        raise RuntimeError(
+            f"block {self._name!r} was run twice, and kept something of its first run for later, such as a cache of "
+            "keys and values: it cannot be recomputed. Switch that off (in transformers: use_cache=False), or use "
+            "Activations(mode='keep') or 'offload'"
+        )
 
 
 def survey(model: nn.Module, step: Callable[[], None], offloader: Offloader) -> list[Block]:

@@ -18,11 +18,12 @@ from anabranch.runtime.dense import Steps, all_finite, hold
 
 @dataclass(frozen=True)
 class Due:
-    """A step that waits for the host to know whether its average is finite."""
+    """A step that waits for the host to know whether its average is finite, and which parameters were used."""
 
     optimizer: BucketOptimizer
     average: torch.Tensor
     finite: torch.Tensor  # in pinned memory
+    used: torch.Tensor | None  # as well
     known: torch.cuda.Event
 
 
@@ -39,27 +40,33 @@ class Updates:
         self._counting = Lock()  # lanes are threads on a CPU
         self.skipped = 0
 
-    def after(self, exchange: Steps, average: torch.Tensor, optimizer: BucketOptimizer) -> Steps:
-        """The exchange that leaves the average in ``average``, and the step with it."""
+    def after(
+        self, exchange: Steps, average: torch.Tensor, optimizer: BucketOptimizer, used: torch.Tensor | None = None
+    ) -> Steps:
+        """The exchange that leaves the average in ``average``, and the step with it.
+
+        ``used``, if it may be 0 for any: what is not 0 then, for each of the bucket's parameters that any rank used.
+        """
         yield from exchange
+        if used is not None:  # what had waited may arrive for others too
+            used = (used != 0).logical_or_(optimizer.touched(average))
         finite = self._finite[optimizer] = all_finite(average)
         if self.scale != 1.0:
             average.div_(self.scale)
         if self._clip_norm is not None:
-            norm = torch.linalg.vector_norm(average.float())
+            norm = torch.linalg.vector_norm(average, dtype=torch.promote_types(average.dtype, torch.float32))
             average.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if not average.is_cuda:
-            self._step(optimizer, average, bool(finite))
-        elif optimizer.takes_found_inf:
+            self._step(optimizer, average, bool(finite), used)
+        elif optimizer.takes_found_inf and used is None:
             self._found_inf.append(finite.logical_not().float())
             optimizer.step(average, found_inf=self._found_inf[-1])
         else:
             hold(finite)
-            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-            answer.copy_(finite, non_blocking=True)
+            whether, which = _to_host(finite), None if used is None else _to_host(used)
             known = torch.cuda.Event()
             known.record()
-            self._due.append(Due(optimizer, average, answer, known))
+            self._due.append(Due(optimizer, average, whether, which, known))
 
     def settle(self, keep: int = 0) -> None:
         """Launch the steps that are due, but for the last ``keep``, waiting on the host for what it must know."""
@@ -68,7 +75,7 @@ class Updates:
             due.known.synchronize()
             self._stream = self._stream or torch.cuda.Stream(due.average.device)
             with torch.cuda.stream(self._stream):
-                self._step(due.optimizer, due.average, bool(due.finite))
+                self._step(due.optimizer, due.average, bool(due.finite), due.used)
             torch.cuda.current_stream(due.average.device).wait_stream(self._stream)  # before the slot is used again
         if keep == 0 and len(self._found_inf) > 1:  # lanes have been waited for; nobody may ever ask for the count
             hold(*self._found_inf)
@@ -89,12 +96,17 @@ class Updates:
             self._found_inf = []
         return self.skipped
 
-    def _step(self, optimizer: BucketOptimizer, average: torch.Tensor, finite: bool) -> None:
+    def _step(self, optimizer: BucketOptimizer, average: torch.Tensor, finite: bool, used: torch.Tensor | None) -> None:
         if finite:
             try:
-                optimizer.step(average)
+                optimizer.step(average, used=None if used is None else used.tolist())
             except Exception as error:
                 raise RuntimeError(f"the optimizer's step failed on this rank: {error!r}") from error
         else:
             with self._counting:
                 self.skipped += 1
+
+
+def _to_host(answer: torch.Tensor) -> torch.Tensor:
+    """A copy that is there when the current stream is."""
+    return torch.empty_like(answer, device="cpu", pin_memory=True).copy_(answer, non_blocking=True)

@@ -1,6 +1,7 @@
 """Local search over layouts: which run of gradients is a bucket, on which lane, judged by the simulator."""
 
 from collections.abc import Iterator
+from math import inf
 from typing import NamedTuple, Self
 
 from anabranch.network import Network
@@ -74,11 +75,18 @@ class Search:
         if layout in self._seen:
             return False
         self._seen.add(layout)
-        queue = []
-        for kind, low, high, lane in layout.runs:
+        queue: list[Message] = []
+        # No message ends before it is ready and has travelled by itself. From the last one on, the likeliest to be
+        # too late: most layouts are out after a look at a few messages. The margin is for rounding.
+        too_late_s = inf if self._best is None else self._best[0][0] * (1 + 1e-12)
+        start_s = self._curve.start_s
+        for kind, low, high, lane in reversed(layout.runs):
             cost_s = self._curve.seconds(self._total[kind][high] - self._total[kind][low])
-            start_s = self._curve.start_s
-            queue.append(Message(self._ready_s[kind][high - 1], lane, start_s, cost_s - start_s))
+            ready_s = self._ready_s[kind][high - 1]
+            if ready_s + cost_s > too_late_s:
+                return False
+            queue.append(Message(ready_s, lane, start_s, cost_s - start_s))
+        queue.reverse()
         finish_s = max(end_s for _, end_s in schedule(queue, self._contention))
         score = (finish_s, len({run.lane for run in layout.runs}), len(layout.runs))
         if self._best is not None and score >= self._best[0]:

@@ -2,12 +2,12 @@
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from textwrap import fill
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from anabranch.report.cells import plain, time_scale
-from anabranch.report.scaling import Curves
+from anabranch.scaling import Curves, Scaling
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, which only a plot is worth
     from matplotlib.axes import Axes
@@ -20,25 +20,62 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 FEW_TIMES = 8  # beyond this range a linear axis would squeeze all lines but the slowest together
 LABEL_GAP = 0.052  # of the axes' height: one line of text
-NOTE_LETTERS = 150  # that a line above the figure holds
+NOTE_LETTERS_PER_PANEL = 75  # that a line above the figure holds
+NAME_LETTERS = 60
+ABREAST = 3  # panels
 
 
-def scaling_plot(title: str, note: str, iteration_s: Curves, efficiency: Curves, form: Format = "png") -> bytes:
-    """Iteration time and efficiency over the number of ranks, a line per planner, each named at its end.
+class Banded(NamedTuple):
+    """A value, and the band around it."""
 
-    ``note`` stands under the title and is the place for what the numbers assume.
+    middle: float
+    low: float
+    high: float
+
+
+Lines = Mapping[str, Mapping[int, Banded]]  # strategy -> world size -> value
+
+
+def scaling_plot(scaling: Scaling, form: Format = "png") -> bytes:
+    """Efficiency over the number of ranks, a line per strategy with its band, a panel per network.
+
+    A single network has a second panel, of iteration times. What the numbers assume stands under the title.
     """
     from matplotlib.figure import Figure
 
-    scale = time_scale(value for curve in iteration_s.values() for value in curve.values())
-    figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    in_unit = {name: {n: s * scale.per_second for n, s in curve.items()} for name, curve in iteration_s.items()}
-    in_percent = {name: {n: 100 * share for n, share in curve.items()} for name, curve in efficiency.items()}
-    _panel(left, in_unit, "Iteration time", f"iteration, {scale.unit} (lower is better)", logarithmic=True)
-    _panel(right, in_percent, "Scaling efficiency", "speed-up / ranks, % (higher is better)")
-    figure.suptitle(f"{plain(title)}\n{fill(plain(note), NOTE_LETTERS)}", fontsize=11, parse_math=False)
+    networks = [(network.name, scaling.on(network.name)) for network in scaling.networks]
+    panels = 2 if len(networks) == 1 else len(networks)
+    across = min(panels, ABREAST)
+    down = -(-panels // across)
+    figure = Figure(figsize=(6 * across, 1 + 4 * down), dpi=120, layout="constrained")
+    axes = list(figure.subplots(down, across, squeeze=False).flat)
+    for spare in axes[panels:]:
+        spare.set_axis_off()
+    if len(networks) == 1:
+        _iterations(axes.pop(0), networks[0][1])
+    for place, (name, curves) in zip(axes, networks, strict=False):
+        lines = {
+            strategy: {n: Banded(100 * p.efficiency, *(100 * e for e in p.efficiencies)) for n, p in curve.items()}
+            for strategy, curve in curves.items()
+        }
+        _panel(
+            place, lines, f"Scaling efficiency, {plain(name)[:NAME_LETTERS]}", "speed-up / ranks, % (higher is better)"
+        )
+    note = fill(plain("; ".join(scaling.assumptions)), NOTE_LETTERS_PER_PANEL * across)
+    figure.suptitle(f"{plain(scaling.model)}: predicted scaling\n{note}", fontsize=11, parse_math=False)
     return saved(figure, form)
+
+
+def _iterations(axes: "Axes", curves: Curves) -> None:
+    scale = time_scale(point.iteration_s for curve in curves.values() for point in curve.values())
+    lines = {
+        strategy: {
+            n: Banded(*(s * scale.per_second for s in (p.iteration_s, p.iteration_low_s, p.iteration_high_s)))
+            for n, p in curve.items()
+        }
+        for strategy, curve in curves.items()
+    }
+    _panel(axes, lines, "Iteration time", f"iteration, {scale.unit} (lower is better)", logarithmic=True)
 
 
 def saved(figure: "Figure", form: Format) -> bytes:
@@ -52,21 +89,23 @@ def saved(figure: "Figure", form: Format) -> bytes:
     return content.getvalue()
 
 
-def _panel(axes: "Axes", curves: Curves, title: str, unit: str, logarithmic: bool = False) -> None:
+def _panel(axes: "Axes", curves: Lines, title: str, unit: str, logarithmic: bool = False) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     ends: list[tuple[str, float, str]] = []
     for index, (name, curve) in enumerate(curves.items()):
         colour = COLOURS[index % len(COLOURS)]
         sizes = sorted(curve)
-        axes.plot(sizes, [curve[n] for n in sizes], color=colour, marker=MARKERS[index % len(MARKERS)], markersize=5,
-                  linewidth=1.6)  # fmt: skip
-        ends.append((name, curve[sizes[-1]], colour))
+        low, high = [curve[n].low for n in sizes], [curve[n].high for n in sizes]
+        axes.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.plot(sizes, [curve[n].middle for n in sizes], color=colour, marker=MARKERS[index % len(MARKERS)],
+                  markersize=5, linewidth=1.6)  # fmt: skip
+        ends.append((name, curve[sizes[-1]].middle, colour))
     sizes = sorted({n for curve in curves.values() for n in curve})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{n:,}" for n in sizes], rotation=45 if len(sizes) > 7 else 0)
     axes.minorticks_off()
-    values = [value for curve in curves.values() for value in curve.values()]
+    values = [value.middle for curve in curves.values() for value in curve.values()]
     if logarithmic and max(values) > FEW_TIMES * min(values) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

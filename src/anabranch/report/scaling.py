@@ -1,44 +1,95 @@
-"""Scaling tables: what each planner reaches at each world size."""
+"""Scaling tables: who is best at each world size on each network, and what every strategy reaches."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.report.cells import percent, time_scale
+from anabranch.report.cells import Scale, factor, label, percent, plain, time_scale
+from anabranch.report.scaling_answer import DDP, Gain, Row, rows
 from anabranch.report.tables import columns
+from anabranch.scaling import Curves, NetworkUsed, ScalePoint, Scaling
 
-ABREAST = 5  # planners that 80 columns hold
-
-Curves = Mapping[str, Mapping[int, float]]  # planner -> world size -> value
+ABREAST = 5  # strategies that 80 columns hold
 
 
-def scaling_report(iteration_s: Curves, speedup: Curves, efficiency: Curves) -> RenderableType:
-    """One table each for iteration time, speed-up over one rank, and efficiency; the best of a row has a star."""
-    # In the unit of the best: what differs little between good planners must not drown in what a bad one takes.
-    scale = time_scale(min(values) for values in zip(*(curve.values() for curve in iteration_s.values()), strict=True))
+def scaling_report(scaling: Scaling) -> RenderableType:
+    """Who is best where, network by network; of a single network also every strategy; then the answer in words."""
     parts: list[RenderableType] = []
-    for low in range(0, len(iteration_s), ABREAST):
-        names = list(iteration_s)[low : low + ABREAST]
+    for network in scaling.networks:
+        curves = scaling.on(network.name)
+        if len(scaling.networks) == 1:
+            parts += _all_strategies(curves)
+        parts += [_winners(scaling, network, curves), _origin(network), Text()]
+    parts += [Text(plain(said) + "\n") for said in scaling.answer]
+    return Group(*parts, Text(plain(f"Assumed: {'; '.join(scaling.assumptions)}.")))
+
+
+def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> Table:
+    """DDP, the best dense and the best sparse strategy side by side, with the band of each step."""
+    found = rows(scaling, curves)
+    # In the unit of the best: what differs little between good strategies must not drown in what a bad one takes.
+    scale = time_scale(row.best.iteration_s for row in found)
+    base = "DDP" if found[0].ddp.planner == DDP else plain(found[0].ddp.planner)
+    headers = ["ranks", f"{base}\n{scale.unit}", f"best dense\n{scale.unit}", f"over\n{base}"]
+    if found[0].sparse is not None:
+        headers += [f"best sparse\n{scale.unit}", "over\ndense"]
+    table = columns(plain(network.name), *headers, "effi-\nciency")
+    for row in found:
+        table.add_row(*map(Text, _winner_cells(row, scale)))
+    return table
+
+
+def _winner_cells(row: Row, scale: Scale) -> list[str]:
+    gain = Gain.over(row.dense, row.ddp).middle
+    cells = [f"{row.world_size:,}", _banded(row.ddp, scale), _banded(row.dense, scale, named=True), factor(gain)]
+    if row.sparse is not None:
+        gain = Gain.over(row.sparse, row.dense).middle
+        cells += [_banded(row.sparse, scale, named=True), factor(gain)]
+    return [*cells, percent(row.best.efficiency)]
+
+
+def _banded(point: ScalePoint, scale: Scale, named: bool = False) -> str:
+    """The step, and under it its band where there is one."""
+    low, high = scale(point.iteration_low_s), scale(point.iteration_high_s)
+    name = f"{label(point.planner).plain} " if named else ""
+    return name + scale(point.iteration_s) + (f"\n{low}–{high}" if low != high else "")
+
+
+def _origin(network: NetworkUsed) -> Text:
+    name = label(network.name).plain
+    return Text(plain(f"{name} is {network.source}. Band: {network.spread}. Costs: {network.extrapolation}."))
+
+
+def _all_strategies(curves: Curves) -> list[RenderableType]:
+    """One table each for iteration time, speed-up over one rank, and efficiency; the best of a row has a star."""
+    scale = time_scale(
+        min(p.iteration_s for p in points)
+        for points in zip(*(curve.values() for curve in curves.values()), strict=True)
+    )
+    parts: list[RenderableType] = []
+    for low in range(0, len(curves), ABREAST):
+        names = list(curves)[low : low + ABREAST]
         parts += [
-            _table(f"Iteration, {scale.unit}", iteration_s, names, scale, min), Text(),
-            _table("Speed-up over one rank", speedup, names, lambda value: f"{value:.2f}", max), Text(),
-            _table("Efficiency (speed-up / ranks)", efficiency, names, percent, max), Text(),
+            _table(f"Iteration, {scale.unit}", curves, names, lambda p: p.iteration_s, scale, min), Text(),
+            _table("Speed-up over one rank", curves, names, lambda p: p.speedup, "{:.2f}".format, max), Text(),
+            _table("Efficiency (speed-up / ranks)", curves, names, lambda p: p.efficiency, percent, max), Text(),
         ]  # fmt: skip
-    return Group(*parts, Text("* best of all planners at that world size."))
+    return [*parts, Text("* best of all strategies at that world size."), Text()]
 
 
 def _table(
     title: str,
     curves: Curves,
     names: Sequence[str],
+    value: Callable[[ScalePoint], float],
     show: Callable[[float], str],
     choose: Callable[..., float],
 ) -> Table:
     table = columns(title, "ranks", *names)
-    for world_size in next(iter(curves.values())):
-        top = choose(curve[world_size] for curve in curves.values())
-        cells = [("* " if curves[n][world_size] == top else "") + show(curves[n][world_size]) for n in names]
-        table.add_row(Text(f"{world_size:,}"), *map(Text, cells))
+    for size in next(iter(curves.values())):
+        top = choose(value(curve[size]) for curve in curves.values())
+        values = [value(curves[name][size]) for name in names]
+        table.add_row(Text(f"{size:,}"), *(Text(("* " if v == top else "") + show(v)) for v in values))
     return table

@@ -18,13 +18,21 @@ class Scaler(Protocol):
 
 
 class Remembered(Protocol):
-    """What the exchange of one bucket remembers: what waits, one parameter after another."""
+    """What the exchange of one bucket remembers: what waits, one parameter after another.
+
+    ``spare``: gradients are added to it as they come, and the memory of the gradient may be used for something else.
+    """
 
     names: tuple[str, ...]
     residual: torch.Tensor
+    spare: bool
 
     def pieces(self) -> Mapping[str, torch.Tensor]:
         """What waits of each parameter; views."""
+        ...
+
+    def look(self, gradient: torch.Tensor) -> None:
+        """Part of this step's gradient is about to be added to what waits: note both, if it is time to."""
         ...
 
 

@@ -23,6 +23,8 @@ from anabranch.runtime.watch import StepWatch
 class LiveLayout:
     """One DDP whose buckets can be changed between steps. ``after_step`` is called when gradients are averaged."""
 
+    stock = "DDP's own buckets"  # what runs without a plan, in words
+
     def __init__(
         self, ddp: Any, control: dist.ProcessGroup, after_step: Callable[[], None], collectives: Collectives
     ) -> None:
@@ -39,7 +41,7 @@ class LiveLayout:
         self._control = control
         self._buffers = BehindBuffers(self._module_buffers, control)
         self._due: tuple[Plan | None] | None = None  # what the next forward lays the buckets out for
-        self._stock: Layout | None = None  # DDP's own buckets, once there are others
+        self._ddp_layout: Layout | None = None  # DDP's own buckets, once there are others
 
     @property
     def ddp(self) -> Any:
@@ -142,12 +144,12 @@ class LiveLayout:
         if plan is None:
             if self.hook is not None:
                 self.hook = None
-                relayout(self.ddp, self._stock, None)
+                relayout(self.ddp, self._ddp_layout, None)
             return
         if self.hook is not None and self.hook.plan == plan:
             return
         if self.hook is None:
-            self._stock = self._stock or built_by_ddp(self.ddp)
+            self._ddp_layout = self._ddp_layout or built_by_ddp(self.ddp)
         self.hook = PlanHook(plan, self.lanes, self.watch, self._send_buffers, self._collectives, self.agree)
         relayout(self.ddp, layout_of(plan, list(self.parameters)), self.hook.run)
 

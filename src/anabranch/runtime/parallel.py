@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -16,13 +15,10 @@ from anabranch.memory.options import Lean
 from anabranch.memory.parallel import LeanParallel
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.runtime.agree import check_same
 from anabranch.runtime.collectives import Collectives, Plain
-from anabranch.runtime.lanes import same_ranks
 from anabranch.runtime.layout import reduced_parameters, unwrap
-from anabranch.runtime.pilot import Pilot
 from anabranch.runtime.steered import CLOSED, Steered
-from anabranch.runtime.wishes import Planner, Wishes, model_described
+from anabranch.runtime.wishes import Planner, Wishes
 from anabranch.sparse.collectives import SparseCollectives, check_compress
 from anabranch.sparse.options import OkTopk
 
@@ -73,22 +69,14 @@ class DataParallel(Steered, DistributedDataParallel):
         given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
         mesh = given.get("device_mesh")
         group = mesh.get_group(mesh_dim=0) if mesh is not None else given.get("process_group") or dist.group.WORLD
-        if group is None:
-            raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
-        check_same("the model", model_described(module), group)
-        check_same("the settings of DataParallel", [*wishes.described(), f"compress {compress}"], group)
+        wishes.check_agreed(module, group, f"compress {compress}")
         super().__init__(module, *args, **options)
         self._idle = self._why_not(given, wishes, isinstance(compress, OkTopk))
         if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # whose first step must synchronise
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # else DDP moves the inputs
         if not self._idle:
-            collectives = self._memory = self._collectives(compress)
-            wishes = replace(wishes, kinds=tuple(collectives.kinds), dense_names=collectives.dense_names)
-            wishes.check_fits(reduced_parameters(self), dist.get_world_size(self.process_group), collectives)
-            control = same_ranks(self.process_group, "gloo", "anabranch control")
-            self._pilot = Pilot(self, wishes, control, collectives)
-            self._release = weakref.finalize(self, self._pilot.close)
+            self._steer(wishes, self._collectives(compress), reduced_parameters(self))
         elif dist.get_world_size(self.process_group) == 1:
             self._memory = self._collectives(compress)
 

@@ -43,7 +43,6 @@ LATE = 0.9  # of backward: when even the first gradient comes later, nothing ove
 
 Course = Generator[None, None, None]
 Trying = Generator[None, None, Trial]
-DDP_BUCKETS = "DDP's own buckets"
 
 
 class Pilot:
@@ -93,7 +92,7 @@ class Pilot:
     def hold(self) -> None:
         """Plan no more: go on with what was chosen last, or DDP's own buckets before any choice."""
         self._course.close()
-        label, plan = (self.kept.label, self.kept.plan) if self.kept is not None else (DDP_BUCKETS, None)
+        label, plan = (self.kept.label, self.kept.plan) if self.kept is not None else (self.live.stock, None)
         self.stage = f"running {label}, held"
         self.live.want(plan)
 
@@ -132,12 +131,12 @@ class Pilot:
         if self._wishes.plan is not None:
             yield from self._as_told()
         if self._wishes.profile_steps == 0:
-            self.stage = f"running {DDP_BUCKETS}: profile_steps is 0"
+            self.stage = f"running {self.live.stock}: profile_steps is 0"
             return
         yield from self._steps(SETTLE_STEPS)
         while self.live.trains_the_same():
             self.stage, self.failure = "profiling", ""
-            yield from self._profile(DDP_BUCKETS, None)
+            yield from self._profile(self.live.stock, None)
             if self.failure:
                 break
             self.stage = "dense while training warms up"
@@ -251,7 +250,7 @@ class Pilot:
             yield
         found, self.failure = thinking.outcome()
         if self.failure:
-            warnings.warn(f"planning failed, DDP's own buckets stay: {self.failure}", stacklevel=2)
+            warnings.warn(f"planning failed, {self.live.stock} stay: {self.failure}", stacklevel=2)
         return [(label, plan) for label, plan in found if plan.lanes <= self.live.lanes.most]
 
     def _choose(self) -> Trying:
@@ -261,7 +260,7 @@ class Pilot:
         if best.plan is not None:
             self.stage = f"confirming {best.label}"
             yield from self._change_to(None)
-            stock = yield from self._try(DDP_BUCKETS, None)
+            stock = yield from self._try(self.live.stock, None)
             yield from self._change_to(best.plan)
             again = yield from self._try(best.label, best.plan)
             # What is shown is what decided: the second trials of the two.
@@ -270,7 +269,7 @@ class Pilot:
             reason = f"{again.label} was not clearly faster when tried again"
         self.live.want(best.plan)
         self.kept = best
-        self.stage = f"running DDP's own buckets: {reason}" if best.plan is None else f"running {best.label}"
+        self.stage = f"running {self.live.stock}: {reason}" if best.plan is None else f"running {best.label}"
         if dist.get_rank(self.control) == 0:
             tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in self.trials)
             log.info("anabranch: %s (%s)", self.stage, tried)

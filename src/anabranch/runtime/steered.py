@@ -2,17 +2,24 @@
 
 import logging
 import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.runtime.collectives import Collectives, Scaler
 from anabranch.runtime.explain import explanation
+from anabranch.runtime.lanes import same_ranks
+from anabranch.runtime.live import LiveLayout
 from anabranch.runtime.metrics import Logger, MetricsFeed
 from anabranch.runtime.pilot import Pilot
 from anabranch.runtime.window import TraceWindow
+from anabranch.runtime.wishes import Wishes
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
 
@@ -28,6 +35,23 @@ class Steered:
     _idle = ""  # why there is nothing to plan
     _memory: Collectives | None = None  # of one rank too, which may go on where several have stopped
     _scaler: Scaler | None = None
+    process_group: dist.ProcessGroup
+    _release: "weakref.finalize[..., Any]"
+
+    def _steer(
+        self,
+        wishes: Wishes,
+        collectives: Collectives,
+        parameters: Mapping[str, nn.Parameter],
+        layout: type[LiveLayout] = LiveLayout,
+    ) -> None:
+        """Let a pilot steer this wrapper of these parameters from now on. Every rank calls it at the same point."""
+        self._memory = collectives
+        wishes = replace(wishes, kinds=tuple(collectives.kinds), dense_names=collectives.dense_names)
+        wishes.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
+        control = same_ranks(self.process_group, "gloo", "anabranch control")
+        self._pilot = Pilot(self, wishes, control, collectives, layout)
+        self._release = weakref.finalize(self, self._pilot.close)
 
     @property
     def plan(self) -> Plan | None:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 
 from anabranch.errors import NetworkError, PlanError
 from anabranch.network import Network
 from anabranch.plan import MAX_LANES, Plan
 from anabranch.planners import PLANNERS
+from anabranch.runtime.agree import check_same
 from anabranch.runtime.collectives import Collectives
 from anabranch.runtime.layout import layout_of
 from anabranch.trace import Trace
@@ -55,6 +57,13 @@ class Wishes:
             f"lanes {self.lanes}",
             f"profile_steps {self.profile_steps}",
         ]
+
+    def check_agreed(self, module: nn.Module, group: dist.ProcessGroup | None, *further: str) -> None:
+        """Refuse, on all ranks alike, models or wishes that differ among ranks; ``further`` settings as lines, too."""
+        if group is None:
+            raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
+        check_same("the model", model_described(module), group)
+        check_same("the settings of DataParallel", [*self.described(), *further], group)
 
     def check_fits(self, parameters: Mapping[str, nn.Parameter], ranks: int, collectives: Collectives) -> None:
         """Refuse a plan or network that is not for these parameters and ranks, before the first step."""

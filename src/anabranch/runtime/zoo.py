@@ -91,7 +91,7 @@ def _language_model(name: str, device: torch.device, batch: int, length: int) ->
         size = {"n_embd": 1280, "n_layer": 36, "n_head": 20}
     with device:  # where a billion parameters are drawn in no time
         if name.startswith("gpt2"):
-            model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
+            model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, use_cache=False))
         else:
             model = transformers.BertForMaskedLM(transformers.BertConfig(**size))
     model = model.to(device).train()

@@ -67,6 +67,8 @@ def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]
     each is over: a transfer that begins at work w is done at work w + transfer_s, whoever comes and goes in between.
     """
     lanes = 1 + max(message.lane for message in queue)
+    if lanes == 1:
+        return _one_by_one(queue)
     slowdown = [contention.slowdown(k) for k in range(lanes + 1)]
     waiting: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]  # per lane: (launch time, index)
     launch_s = 0.0
@@ -107,6 +109,16 @@ def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]
             done_work_s[lane] = work_s + queue[current[lane]].transfer_s
             transferring += 1
     return list(zip(begun, ended, strict=True))
+
+
+def _one_by_one(queue: Sequence[Message]) -> list[Interval]:
+    """One lane: end[i] = max(end[i−1], ready[i]) + start-up + transfer, which needs no events."""
+    intervals, end_s = [], 0.0
+    for message in queue:
+        begin_s = max(end_s, message.ready_s)
+        end_s = begin_s + message.start_s + message.transfer_s
+        intervals.append((begin_s, end_s))
+    return intervals
 
 
 def lower_bound_s(trace: Trace, network: Network, lanes: int = 1, collective: str = "dense") -> float:

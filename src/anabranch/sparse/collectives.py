@@ -68,7 +68,7 @@ class SparseCollectives:
         self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # of the buckets seen so far
         self._device = next(iter(parameters.values())).device
         self._world_size = dist.get_world_size(group)
-        self._state = SparseState(dist.get_rank(group), self._world_size, self._device)
+        self._state = SparseState(dist.get_rank(group), self._world_size, self._device, options.region_period)
         self._momentum = Momentum(options.momentum, options.wire != "fp32")
         self._leftovers = Leftovers(self._state, parameters, averaged, applied)
         self._parameters = parameters

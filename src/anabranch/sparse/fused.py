@@ -55,7 +55,8 @@ class Fused:
 
     def __init__(self, gradient: torch.Tensor, state: BucketState, comm: Comm, sizes: Sizes) -> None:
         self.gradient, self.state, self.sizes = gradient, state, sizes
-        self.rank, self.ranks, self.zeros = comm.rank, comm.size, owned_zeros(gradient, comm)
+        self.rank, self.ranks = comm.rank, comm.size
+        self.zeros = gradient if state.spare else owned_zeros(gradient, comm)
         self.row_words = sizes.message_nbytes // 4
         rows = self.ranks + 1
         self.words = torch.empty(rows * self.row_words + 1, dtype=torch.int32, device=gradient.device)

@@ -36,8 +36,7 @@ def exchange(
     if gradient.dtype not in DTYPES:
         raise ValueError(f"gradients of {gradient.dtype} cannot be sparsified, residuals are float32: send them dense")
     whole = gradient if gradient.dtype == torch.float32 else gradient.to(torch.float32)
-    if state.waiting is not None:
-        state.waiting.look(state.step, options.region_period, whole, state.residual)
+    state.look(whole)
     now = options.density_at(state.step, density)
     if now == 1.0 and state.step < options.warmup_steps:
         yield from dense_exchange(whole, state, comm, divisor, now)

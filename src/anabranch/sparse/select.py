@@ -20,7 +20,7 @@ import torch
 from anabranch.sparse import regions
 from anabranch.sparse.wire import FP32, Wire, rounded
 
-CHUNK = 2**22  # elements of a pass that needs temporaries
+CHUNK = 2**20  # elements of a pass that needs temporaries: 17 bytes each, every few dozen steps
 
 
 class Offer(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anabranch.sparse import regions
-from anabranch.sparse.waiting import Waiting
+from anabranch.sparse.waiting import LOOK_PERIOD, Waiting
 
 VERSION = 1
 log = logging.getLogger("anabranch")
@@ -27,7 +27,8 @@ class BucketState:
     ``boundaries`` (int64 [P+1]) part it into regions and ``tilt`` (a float32 scalar) is how much this owner's threshold
     differs from its share's. Of the last step, for reports: ``local_threshold`` and ``global_threshold``, and how many
     values passed, ``offered`` here and ``applied`` on all owners together. All are on the device. ``waiting``, if it is
-    kept: how much has waited since when.
+    kept: how much has waited since when. ``spare``: gradients are added to what waits as they come, so that the memory
+    of the gradient is zeros, and an owner may add its sums up there.
     """
 
     names: tuple[str, ...]
@@ -38,6 +39,7 @@ class BucketState:
     step: int = 0
     fresh: bool = True
     waiting: Waiting | None = None
+    spare: bool = False
     local_threshold: torch.Tensor = field(init=False)
     global_threshold: torch.Tensor = field(init=False)
     offered: torch.Tensor = field(init=False)
@@ -68,6 +70,11 @@ class BucketState:
         """The residual of each parameter; views."""
         return dict(zip(self.names, self.residual.split(list(self.numels)), strict=True))
 
+    def look(self, gradient: torch.Tensor) -> None:
+        """See ``Waiting``: in one go before an exchange, or piece by piece where gradients are added as they come."""
+        if self.waiting is not None:
+            self.waiting.look(self.step, gradient, self.residual)
+
 
 class SparseState:
     """All sparse buckets of one model on one rank.
@@ -79,8 +86,10 @@ class SparseState:
     taken       the states that have become this rank's
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device | None = None) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device | None = None, look_period: int = LOOK_PERIOD
+    ) -> None:
+        self.rank, self.world_size, self.device, self._look_period = rank, world_size, device, look_period
         self.loose: dict[str, torch.Tensor] = {}
         self.lent: dict[str, torch.Tensor] = {}
         self.scale: float | None = None
@@ -238,7 +247,7 @@ class SparseState:
                     raise ValueError(f"parameter {name} has {high - low} elements, and its residual has {len(piece)}")
                 residual[low:high].copy_(piece)
         state = BucketState.of(residual, self.world_size, names, numels)
-        state.step, state.waiting = self._step, Waiting(self.device)
+        state.step, state.waiting = self._step, Waiting(self.device, self._look_period)
         if (settings := self._settings.pop(names, None)) is not None:
             state.tilt.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+LOOK_PERIOD = 64  # steps between looks, at first
 KEPT = 32  # looks; when there are so many, every second is forgotten and the next ones come half as often
 SWEEPS = 2  # times 1/density steps: until then residuals fill, which is no growth without bound
 LEAST = 9  # looks after that: three for each third
@@ -27,21 +28,29 @@ class Look(NamedTuple):
 class Waiting:
     """The history of one bucket's residual on one rank, from its first step to now in at most ``KEPT`` looks."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, period: int = LOOK_PERIOD) -> None:
         self._rows = torch.zeros(KEPT, 3, device=device)
         self._steps: list[int] = []
-        self._stride = 1
+        self._stride = period
 
-    def look(self, step: int, period: int, gradient: torch.Tensor, residual: torch.Tensor) -> None:
-        """Note what waits, if it is time to: every ``period`` steps at first. Nothing waits for the host."""
-        if len(self._steps) == KEPT:
-            self._rows[: KEPT // 2] = self._rows[::2].clone()
-            self._steps, self._stride = self._steps[::2], 2 * self._stride
-        if step % (period * self._stride) == 0:
-            norms = [(residual, 2), (residual, 1), (gradient, 1)]
-            found = torch.stack([torch.linalg.vector_norm(tensor, ord) for tensor, ord in norms])
-            self._rows[len(self._steps)].copy_(found)
+    def look(self, step: int, gradient: torch.Tensor, residual: torch.Tensor) -> None:
+        """Note what waits, if it is time to: every ``period`` steps at first. Nothing waits for the host.
+
+        A gradient may come in pieces, each with a look of its own before it is added to what waits: the first look of a
+        step sees what had waited, all together what arrived.
+        """
+        if step % self._stride != 0:
+            return
+        if not self._steps or self._steps[-1] != step:
+            if len(self._steps) == KEPT:
+                self._rows[: KEPT // 2] = self._rows[::2].clone()
+                self._steps, self._stride = self._steps[::2], 2 * self._stride
+                if step % self._stride != 0:
+                    return
+            row = self._rows[len(self._steps)]
+            row[0], row[1], row[2] = torch.linalg.vector_norm(residual, 2), torch.linalg.vector_norm(residual, 1), 0.0
             self._steps.append(step)
+        self._rows[len(self._steps) - 1, 2] += torch.linalg.vector_norm(gradient, 1)
 
     def looks(self) -> list[Look]:
         """All that was noted, but for steps that were not finite. Waits for the device."""

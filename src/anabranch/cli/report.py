@@ -1,0 +1,72 @@
+"""anabranch report: everything that a run left behind as one HTML page."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anabranch.cli import lineup
+from anabranch.cli.output import ForceOption, check_free
+from anabranch.files import write_text
+from anabranch.sim import simulate
+
+if TYPE_CHECKING:
+    from anabranch.report.html.sections import Predicted
+    from anabranch.report.runs.reading import Runs
+
+RunsArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN...",
+        help="Files: traces, networks, plans, timelines, what --json prints, lines of ab.JsonLines, traces of "
+        "model.trace_steps. Of a folder, all of these that are in it.",
+    ),
+]
+OutputOption = Annotated[Path, typer.Option("-o", "--output", help="Write the page to this file.")]
+TitleOption = Annotated[str, typer.Option(help="What stands at its top.")]
+
+
+def report(
+    runs: RunsArgument,
+    output: OutputOption = Path("report.html"),
+    title: TitleOption = "anabranch report",
+    force: ForceOption = False,
+) -> None:
+    """Draw a run: its plan, predicted and measured steps, curves, tables, memory, in one HTML file."""
+    check_free([output], force)
+    from anabranch.report.cells import count, plain
+    from anabranch.report.html.page import report_page
+    from anabranch.report.runs.reading import read_runs
+
+    found = read_runs(runs)
+    page = report_page(title, found, _predicted(found))
+    write_text(page, output, force)
+    print(plain(f"{output}: {len(page.encode()) / 1e6:.1f} MB, from {count(len(found.files), 'file')}"))
+    for reason in found.left_out:
+        print(plain(f"left out: {reason}"))
+
+
+def _predicted(runs: "Runs") -> "list[Predicted]":
+    """Each plan on the first trace that it fits and the first network that prices it; without any, DDP's default."""
+    from anabranch.errors import NetworkError
+    from anabranch.report.html.views import fits
+
+    if not runs.traces or not runs.networks:
+        return []
+    found: list[Predicted] = []
+    wanted = []
+    for name, plan in runs.plans:
+        wanted += [(name, plan, trace) for _, trace in runs.traces if fits(plan, trace)][:1]
+    if not runs.plans and not runs.steps:
+        trace, network = runs.traces[0][1], runs.networks[0][1]
+        plan = lineup.LINEUP[lineup.DDP_DEFAULT].function(trace, network)
+        wanted = [("DDP's default buckets, as no plan was given,", plan, trace)]
+    for name, plan, trace in wanted:
+        for network_name, network in runs.networks:
+            try:
+                timeline = simulate(trace, plan, network)
+            except NetworkError:
+                continue
+            found.append((f"{name} on {network_name}, {network.world_size} ranks", timeline, plan, trace))
+            break
+    return found

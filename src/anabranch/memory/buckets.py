@@ -1,0 +1,141 @@
+"""The buckets of the plan in force under Lean: how far each has come, and its exchange with the update behind it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anabranch.memory.optimizers import BucketOptimizer
+from anabranch.memory.residual import Residuals
+from anabranch.memory.update import Updates
+from anabranch.plan import Bucket
+from anabranch.runtime.collectives import Collectives, Remembered
+from anabranch.runtime.dense import Group, Steps, all_finite, hold, issued
+from anabranch.sparse.leftovers import shaped
+
+
+@dataclass
+class LiveBucket:
+    """One bucket of the plan in force, and how far it has come in this backward pass.
+
+    ``state`` is what its exchange remembers, None if it travels dense; ``waiting`` what gradients are added to as they
+    come, None if they stay where they are until the bucket is complete. ``finite``: whether all that were added so far
+    were, on this rank; those that were not are left out. ``missing``: parameters that got no gradient on this rank.
+    """
+
+    planned: Bucket
+    parameters: Sequence[nn.Parameter]
+    optimizer: BucketOptimizer
+    sparse: bool
+    state: Remembered | None = None
+    waiting: Mapping[str, torch.Tensor] | None = None
+    finite: torch.Tensor | None = None
+    come: set[str] = field(default_factory=set)
+    missing: Sequence[str] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its gradients."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all its gradients."""
+        return self.parameters[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its gradients."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its gradients have come."""
+        return len(self.come) == len(self.parameters)
+
+    def look_for_missing(self) -> None:
+        """Note which parameters have no gradient when it is launched; what was frozen needs none."""
+        named = () if self.complete else zip(self.planned.names, self.parameters, strict=True)
+        self.missing = [n for n, p in named if n not in self.come and p.grad is None and p.requires_grad]
+
+    def add(self, name: str, parameter: nn.Parameter) -> None:
+        """Add the parameter's gradient to what waits, and take it away; a gradient that is not finite is left out."""
+        if self.state is None or self.waiting is None or parameter.grad is None:
+            return
+        gradient, parameter.grad = parameter.grad.detach(), None
+        finite = all_finite(gradient)
+        self.state.look(gradient)
+        shaped(self.waiting[name], parameter).add_(gradient.masked_fill_(~finite, 0.0))
+        self.finite = finite if self.finite is None else self.finite.logical_and_(finite)
+
+    def move_to(self, slot: torch.Tensor) -> None:
+        """Move all gradients to a slot, one after another; those that did not come are zeros."""
+        for parameter, piece in zip(self.parameters, slot.split([p.numel() for p in self.parameters]), strict=True):
+            if parameter.grad is None:
+                piece.zero_()
+            else:
+                shaped(piece, parameter).copy_(parameter.grad)
+                parameter.grad = None
+
+
+class SlotBucket(NamedTuple):
+    """A slot as the hook of plans wants to see it."""
+
+    slot: torch.Tensor
+
+    def buffer(self) -> torch.Tensor:
+        """See ``GradBucket``."""
+        return self.slot
+
+
+class Updating:
+    """The collectives of a model, each with the update of its bucket behind it.
+
+    ``find_unused``: ranks tell each other behind each exchange which parameters they have used.
+    """
+
+    def __init__(
+        self, collectives: Collectives, updates: Updates, residuals: Residuals, find_unused: bool = False
+    ) -> None:
+        self._collectives, self._updates, self._residuals = collectives, updates, residuals
+        self._find_unused = find_unused
+        self.buckets: Mapping[tuple[str, ...], LiveBucket] = {}
+
+    def aside(self, kind: str) -> bool:
+        """See ``Collectives``."""
+        return self._collectives.aside(kind)
+
+    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        """See ``Collectives``."""
+        live = self.buckets[bucket.names]
+        exchange = self._collectives.steps(bucket, buffer, group, divisor)
+        if live.state is not None:
+            exchange = self._around(exchange, live.state, buffer, live.finite)
+            live.finite = None
+        used = None
+        if self._find_unused and (live.missing or dist.get_world_size(group) > 1):  # one rank need not be told
+            used = torch.tensor([name not in live.missing for name in bucket.names], dtype=torch.float32)
+            used = used.to(buffer.device)
+            exchange = _most(exchange, used, group)
+        # Where none is missing, this rank knows that every one was used, and need not read what the others say.
+        return self._updates.after(exchange, buffer, live.optimizer, used if live.missing else None)
+
+    def _around(self, exchange: Steps, state: Remembered, buffer: torch.Tensor, finite: torch.Tensor | None) -> Steps:
+        """Gradients have been added to what waits, so there are none in the slot; it tells whether they were finite."""
+        buffer.zero_()
+        state.spare = True
+        if finite is not None:
+            hold(finite)
+            buffer[0] = torch.where(finite, 0.0, float("inf"))
+        yield from exchange
+        self._residuals.put_back(state)
+
+
+def _most(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:
+    """An exchange, and behind it the largest of each number on any rank."""
+    yield from exchange
+    hold(numbers)
+    yield issued(dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group, async_op=True))

@@ -1,0 +1,52 @@
+"""What each way to train holds in memory, by kind of object."""
+
+from anabranch.report.cells import size
+from anabranch.report.html.chart import Chart, Trace, pattern
+from anabranch.report.html.words import drawn, hover
+from anabranch.report.runs.documents import Memory
+
+GIB = 2**30
+ROW_PX, EDGE_PX = 56, 170
+
+
+def memory_chart(key: str, found: Memory) -> Chart:
+    """A bar per mode, made of its kinds; a cross where a peak was measured."""
+    modes = list(found.modes)
+    kinds = list(dict.fromkeys(kind for mode in found.modes.values() for kind in mode.kinds))
+    rows = list(range(len(modes)))
+    data: list[Trace] = []
+    for index, kind in enumerate(kinds):
+        held = [found.modes[mode].kinds.get(kind, 0) for mode in modes]
+        if not any(held):
+            continue
+        words = [
+            hover(f"<b>{drawn(kind)}</b>: {size(nbytes)}",
+                  f"of {size(found.modes[mode].predicted_nbytes)}, {drawn(mode, 30)}")
+            for nbytes, mode in zip(held, modes, strict=True)
+        ]  # fmt: skip
+        data.append({
+            "type": "bar", "orientation": "h", "name": drawn(kind, 40), "x": [nbytes / GIB for nbytes in held],
+            "y": rows, "width": 0.7, "marker": pattern(index), "customdata": words,
+            "hovertemplate": "%{customdata}<extra></extra>",
+        })  # fmt: skip
+    walk = list(range(len(data)))
+    measured = [(row, found.modes[mode].measured_nbytes) for row, mode in zip(rows, modes, strict=True)]
+    known = [(row, nbytes) for row, nbytes in measured if nbytes]
+    if known:
+        data.append({
+            "type": "scatter", "mode": "markers", "name": "measured peak", "x": [n / GIB for _, n in known],
+            "y": [row for row, _ in known], "marker": {"symbol": "x", "size": 12, "color": "--ink"},
+            "customdata": [f"measured peak: {size(n)}" for _, n in known],
+            "hovertemplate": "%{customdata}<extra></extra>",
+        })  # fmt: skip
+    layout = {
+        "barmode": "stack",
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "GiB at the peak of a step"}, "rangemode": "tozero"},
+        "yaxis": {"tickvals": rows, "ticktext": [drawn(mode, 18) for mode in modes], "autorange": "reversed",
+                  "fixedrange": True, "showgrid": False, "zeroline": False},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+    }  # fmt: skip
+    label = f"Predicted memory of {found.model} by kind of object"
+    caption = f"Assumed: {'; '.join(found.assumptions)}." if found.assumptions else ""
+    return Chart(key, label, data, layout, ROW_PX * len(modes) + EDGE_PX, caption, walk)

@@ -1,0 +1,132 @@
+"""Scaling curves with their bands, and what messages cost on a network."""
+
+from collections.abc import Sequence
+from math import floor, log10
+from typing import Any
+
+from anabranch.network import Network
+from anabranch.report.cells import count, percent, seconds, size, time_scale
+from anabranch.report.figures import samples
+from anabranch.report.html.chart import Chart, Trace, band, line, marker
+from anabranch.report.html.words import drawn, hover
+from anabranch.scaling import NetworkUsed, ScalePoint, Scaling
+
+HEIGHT_PX = 430
+MOST = 1e30
+
+
+def scaling_charts(key: str, sweep: Scaling) -> list[Chart]:
+    """For each network iteration time and efficiency over the number of ranks, a line and a band for each strategy."""
+    charts = []
+    for at, network in enumerate(sweep.networks):
+        points = [point for point in sweep.points if point.network == network.name]
+        charts += _network_charts(f"{key}-{at}", network, points, [strategy.name for strategy in sweep.strategies])
+    return charts
+
+
+def _network_charts(
+    key: str, network: NetworkUsed, points: Sequence[ScalePoint], strategies: Sequence[str]
+) -> list[Chart]:
+    scale = time_scale(point.iteration_s for point in points)
+    iterations: list[Trace] = []
+    shares: list[Trace] = []
+    for index, strategy in enumerate(strategies):
+        own = sorted((p for p in points if p.planner == strategy), key=lambda p: p.world_size)
+        ranks = [point.world_size for point in own]
+        look = {"type": "scatter", "mode": "lines+markers", "x": ranks, "name": drawn(strategy, 30),
+                "legendgroup": str(index), "line": line(index), "marker": marker(index),
+                "customdata": [_words(point) for point in own],
+                "hovertemplate": "%{customdata}<extra></extra>"}  # fmt: skip
+        if any(point.iteration_low_s < point.iteration_high_s for point in own):
+            low = [point.iteration_low_s * scale.per_second for point in own]
+            high = [point.iteration_high_s * scale.per_second for point in own]
+            iterations.append(band(ranks, low, high, index, legendgroup=str(index)))
+            worst, best = zip(*(point.efficiencies for point in own), strict=True)
+            shares.append(
+                band(ranks, [_percents(v) for v in worst], [_percents(v) for v in best], index, legendgroup=str(index))
+            )
+        iterations.append({**look, "y": [point.iteration_s * scale.per_second for point in own]})
+        shares.append({**look, "y": [_percents(point.efficiency) for point in own]})
+    sizes, banded = sorted({point.world_size for point in points}), len(iterations) > len(strategies)
+    times = [at * scale.per_second for point in points for at in (point.iteration_low_s, point.iteration_high_s)]
+    time = _layout(f"iteration, {scale.unit} (lower is better)", sizes, times, logarithmic=True)
+    share = _layout("speed-up / ranks, % (higher is better)", sizes, [])
+    bands = "Bands: what the spread of the network's costs does." if banded else ""
+    charts = []
+    for what, data, layout in (("iteration time", iterations, time), ("efficiency", shares, share)):
+        walk = [at for at, trace in enumerate(data) if trace.get("hoverinfo") != "skip"]
+        label = f"Predicted {what} over the number of ranks, {network.name}"
+        title, place = f"{network.name}: {what}", f"{key}-{what.partition(' ')[0]}"
+        charts.append(Chart(place, label, data, layout, HEIGHT_PX, bands, walk, title, half=True))
+    return charts
+
+
+def _percents(share: float) -> float:
+    """Within what can be drawn, whatever a file says."""
+    return min(max(100 * share, -MOST), MOST)
+
+
+def _words(point: ScalePoint) -> str:
+    low_s, high_s = point.iteration_low_s, point.iteration_high_s
+    within = f" ({seconds(low_s)} to {seconds(high_s)})" if low_s < high_s else ""
+    return hover(
+        f"<b>{drawn(point.planner, 30)}</b>, {count(point.world_size, 'rank')}",
+        f"{count(point.buckets, 'bucket')} on {count(point.lanes, 'lane')}",
+        f"iteration {seconds(point.iteration_s)}{within}",
+        f"exposed {seconds(point.exposed_s)}, efficiency {percent(point.efficiency)}",
+    )
+
+
+def log_ticks(values: Sequence[float]) -> dict[str, Any]:
+    """1, 2, 5, 10 … over the range of these values; only powers of ten where it is wide."""
+    low, high = min((value for value in values if value > 0), default=1.0), max([*values, 1.0])
+    steps = (1, 2, 5) if high < 200 * low else (1,)
+    exponents = range(floor(log10(low)) - 1, floor(log10(high)) + 2)
+    ticks = [step * 10.0**exponent for exponent in exponents for step in steps]
+    return {"tickvals": ticks, "ticktext": [f"{tick:,.6g}" for tick in ticks]}
+
+
+def _layout(title: str, sizes: Sequence[int], values: Sequence[float], logarithmic: bool = False) -> dict[str, Any]:
+    every = -(-len(sizes) // 6)  # so that labels do not touch on a phone
+    ticks = sizes[::every]
+    y: dict[str, Any] = {"title": {"text": title}}
+    y |= {"type": "log", **log_ticks(values)} if logarithmic else {"rangemode": "tozero", "ticksuffix": " %"}
+    return {
+        "hovermode": "closest",
+        "xaxis": {"type": "log", "title": {"text": "ranks"}, "tickvals": ticks, "ticktext": [f"{n:,}" for n in ticks]},
+        "yaxis": y,
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    }
+
+
+def network_chart(key: str, network: Network) -> Chart:
+    """What a message of each size costs, by kind of collective; the band is the measured spread."""
+    data: list[Trace] = []
+    for index, (kind, curve) in enumerate(network.curves.items()):
+        points = [
+            (nbytes, took_s, spread_s) for nbytes, took_s, spread_s in samples(curve) if nbytes > 0 and took_s > 0
+        ]
+        if any(spread_s for _, _, spread_s in points):
+            low = [1e3 * max(took_s - spread_s, took_s / 10) for _, took_s, spread_s in points]
+            high = [1e3 * (took_s + spread_s) for _, took_s, spread_s in points]
+            data.append(band([nbytes / 2**20 for nbytes, _, _ in points], low, high, index))
+        words = [
+            hover(f"<b>{drawn(kind, 30)}</b>, {size(nbytes)}", f"{seconds(took_s)}, spread {seconds(spread_s)}",
+                  f"{8e-9 * nbytes / took_s:.3g} Gbit/s of gradients")
+            for nbytes, took_s, spread_s in points
+        ]  # fmt: skip
+        data.append({
+            "type": "scatter", "mode": "lines+markers", "name": drawn(kind, 30), "line": line(index),
+            "marker": marker(index), "x": [nbytes / 2**20 for nbytes, _, _ in points],
+            "y": [1e3 * took_s for _, took_s, _ in points], "customdata": words,
+            "hovertemplate": "%{customdata}<extra></extra>", "showlegend": True,
+        })  # fmt: skip
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {"type": "log", "title": {"text": "message, MiB of gradients"}, "exponentformat": "none", "dtick": 1},
+        "yaxis": {"type": "log", "title": {"text": "milliseconds"}, "exponentformat": "none", "dtick": 1},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    }
+    label = f"What messages cost among {count(network.world_size, 'rank')}"
+    walk = [at for at, trace in enumerate(data) if trace.get("hoverinfo") != "skip"]
+    return Chart(key, label, data, layout, HEIGHT_PX - 40, "", walk)

@@ -1,0 +1,235 @@
+"""Steps drawn as bars over time: computing, gradients and their buckets, messages on their lanes, what is exposed."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from anabranch.report.cells import Scale, count, seconds, size, time_scale
+from anabranch.report.html.chart import Chart, Trace, hatching, time_axis
+from anabranch.report.html.views import View
+from anabranch.report.html.words import drawn, hover, name_lines
+from anabranch.timeline import Interval, Span, Timeline, union
+from anabranch.trace import Trace as ModelTrace
+
+ROW_PX, EDGE_PX, TITLE_ROWS = 38, 120, 0.9
+EDGED = 100  # messages of a step that have room for an edge each
+MOST_TICKS = 5000  # gradients that are marked one by one
+# What a bar is: name in the legend, colour, hatching. The order is that of the legend.
+KINDS: dict[str, tuple[str, str, str]] = {
+    "forward": ("forward", "--quiet", ""),
+    "backward": ("backward", "--compute", ""),
+    "gathering": ("bucket gathers", "--gather", "."),
+    "hidden": ("sent, hidden", "--wire", ""),
+    "exposed": ("sent, exposed", "--exposed", "/"),
+}
+
+
+@dataclass(slots=True)
+class _Bars:
+    """The bars of one kind, a list per property as plotly wants them."""
+
+    base: list[float] = field(default_factory=list)
+    length: list[float] = field(default_factory=list)
+    row: list[float] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    crowded: list[bool] = field(default_factory=list)
+
+
+class _Drawing:
+    """Rows from top to bottom, and what is on them."""
+
+    def __init__(self, scale: Scale) -> None:
+        self.scale = scale
+        self.bars = {kind: _Bars() for kind in KINDS}
+        self.rows: list[tuple[float, str]] = []
+        self.titles: list[tuple[float, str]] = []
+        self.ticks: list[tuple[float, float, str]] = []
+        self.ends: list[tuple[float, float, float]] = []  # of backward: instant, from row, to row
+        self.depth = 0.0
+        self.crowded = False  # whether the step that is being drawn has more messages than edges have room for
+
+    def row(self, label: str) -> float:
+        self.rows.append((self.depth, label))
+        self.depth += 1
+        return self.depth - 1
+
+    def title(self, text: str) -> None:
+        self.depth += TITLE_ROWS if self.rows else 0.2
+        self.titles.append((self.depth - 0.75, text))
+
+    def bar(self, kind: str, row: float, interval: Interval, inside: str, words: str) -> None:
+        bars, (start_s, end_s) = self.bars[kind], interval
+        bars.base.append(_rounded(start_s * self.scale.per_second))
+        bars.length.append(_rounded((end_s - start_s) * self.scale.per_second))
+        bars.row.append(row)
+        bars.inside.append(inside)
+        bars.words.append(words)
+        bars.crowded.append(self.crowded)
+
+
+def step_chart(key: str, label: str, steps: Sequence[View], caption: str, gradients: bool = False) -> Chart:
+    """Steps one above the other on one axis; with ``gradients`` also how these gather in buckets, where that is known.
+
+    A step's title stands above its rows, unless there is only one.
+    """
+    drawing = _Drawing(time_scale(view.timeline.iteration_s for view in steps))
+    for view in steps:
+        if len(steps) > 1:
+            drawing.title(f"{'Measured' if view.measured else 'Predicted'}: {view.title}")
+        _draw(drawing, view, gradients)
+    data = [_series(kind, bars) for kind, bars in drawing.bars.items() if bars.row]
+    kinds = [kind for kind, bars in drawing.bars.items() if bars.row]
+    walk = [kinds.index(kind) for kind in ("hidden", "exposed") if kind in kinds]
+    if drawing.ticks:
+        data.append(_gradient_ticks(drawing))
+    return Chart(key, label, data, _layout(drawing), int(drawing.depth * ROW_PX) + EDGE_PX, caption, walk)
+
+
+def _draw(drawing: _Drawing, view: View, gradients: bool) -> None:
+    top = drawing.depth
+    drawing.crowded = len(view.timeline.communication) > EDGED
+    row = drawing.row("computing")
+    for kind, interval in _computing(view.timeline):
+        words = hover(f"{kind}", f"{seconds(interval[1] - interval[0])}, to {seconds(interval[1])}")
+        drawing.bar(kind, row, interval, kind, words)
+    if gradients and view.trace is not None:
+        _draw_gradients(drawing, view)
+    computing = union(view.timeline.compute)
+    for track in sorted({span.track for span in view.timeline.communication}, key=_natural):
+        row = drawing.row(track)
+        for span in view.timeline.communication:
+            if span.track == track:
+                _draw_message(drawing, view, span, row, computing)
+    drawing.ends.append((max(end for _, end in computing), top - 0.5, drawing.depth - 0.5))
+
+
+def _draw_gradients(drawing: _Drawing, view: View) -> None:
+    assert view.trace is not None
+    row = drawing.row("gradients")
+    for tensor in view.trace.tensors[:MOST_TICKS]:
+        words = hover(f"<b>{drawn(tensor.name, 48)}</b>", f"{size(tensor.nbytes)}, ready at {seconds(tensor.ready_s)}")
+        drawing.ticks.append((tensor.ready_s * drawing.scale.per_second, row, words))
+    row, begins = drawing.row("buckets"), _begins(view.trace)
+    for number, bucket in view.buckets.items():
+        own = [begins[name] for name in bucket.names if name in begins]
+        if own:
+            interval = (min(start for start, _ in own), max(end for _, end in own))
+            times = f"gathers from {seconds(interval[0])} to {seconds(interval[1])}"
+            words = hover(*_about(view, number), times, *_names(view, number))
+            drawing.bar("gathering", row, interval, str(number), words)
+
+
+def _begins(trace: ModelTrace) -> dict[str, Interval]:
+    """From when to when backward works at each gradient: from the one before on."""
+    before = [0.0, *(tensor.ready_s for tensor in trace.tensors)]
+    return {tensor.name: (start, tensor.ready_s) for start, tensor in zip(before, trace.tensors, strict=False)}
+
+
+def _draw_message(drawing: _Drawing, view: View, span: Span, row: float, computing: Sequence[Interval]) -> None:
+    """The parts of a message that computing hides and those that it does not; its number stands in the longest."""
+    parts = _parts((span.start_s, span.end_s), computing)
+    number = view.number(span)
+    exposed_s = sum(end - start for kind, (start, end) in parts if kind == "exposed")
+    times = f"{seconds(span.start_s)} to {seconds(span.end_s)}: {seconds(span.seconds)}"
+    bare = f", {seconds(exposed_s)} of it exposed" if exposed_s > 0 else ", all of it hidden"
+    about = _about(view, number) if number is not None else [f"<b>{drawn(span.name, 48)}</b>"]
+    words = hover(*about, times + bare, *(_names(view, number) if number is not None else ()))
+    longest = max(range(len(parts)), key=lambda at: parts[at][1][1] - parts[at][1][0])
+    for at, (kind, interval) in enumerate(parts):
+        drawing.bar(kind, row, interval, str(number) if at == longest and number is not None else "", words)
+
+
+def _about(view: View, number: int) -> list[str]:
+    bucket, tensors = view.buckets.get(number), view.tensors
+    if bucket is None:
+        return [f"<b>bucket {number}</b>"]
+    known = [tensors[name].nbytes for name in bucket.names if name in tensors]
+    much = f", {size(sum(known))}" if len(known) == len(bucket.names) else ""
+    return [f"<b>bucket {number}</b>: {count(len(bucket.names), 'tensor')}{much}, {drawn(bucket.collective, 24)}"]
+
+
+def _names(view: View, number: int) -> list[str]:
+    bucket = view.buckets.get(number)
+    return name_lines(bucket.names) if bucket is not None else []
+
+
+def _computing(timeline: Timeline) -> Iterable[tuple[str, Interval]]:
+    """Forward and backward; a simulated backward comes in as many pieces as there are gradients."""
+    for kind in ("forward", "backward"):
+        own = [span for span in timeline.compute if span.name.startswith("forward") == (kind == "forward")]
+        yield from ((kind, interval) for interval in union(own))
+
+
+def _parts(whole: Interval, hiding: Sequence[Interval]) -> list[tuple[str, Interval]]:
+    """A message cut where what hides it begins and ends."""
+    start, end = whole
+    edges = sorted({start, end, *(edge for pair in hiding for edge in pair if start < edge < end)})
+    if len(edges) == 1:
+        return [("hidden", whole)]
+    parts: list[tuple[str, Interval]] = []
+    for low, high in pairwise(edges):
+        kind = "hidden" if any(a <= low and high <= b for a, b in hiding) else "exposed"
+        if parts and parts[-1][0] == kind:
+            parts[-1] = (kind, (parts[-1][1][0], high))
+        else:
+            parts.append((kind, (low, high)))
+    return parts
+
+
+def _natural(track: str) -> tuple[int, str]:
+    """Lane 2 before lane 10."""
+    digits = "".join(letter for letter in track if letter.isdecimal())
+    return (int(digits) if digits.isascii() and 0 < len(digits) < 9 else -1, track)
+
+
+def _series(kind: str, bars: _Bars) -> Trace:
+    name, colour, shape = KINDS[kind]
+    # An edge would be all that is left of bars as narrow as that: neighbours then differ by shade instead.
+    edge = {"color": "--page", "width": [0 if crowded else 0.7 for crowded in bars.crowded]}
+    shades = [0.75 if crowded and at % 2 else 1.0 for at, crowded in enumerate(bars.crowded)]
+    return {
+        "type": "bar", "orientation": "h", "name": name, "base": bars.base, "x": bars.length, "y": bars.row,
+        "width": 0.72, "text": bars.inside, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
+        "insidetextfont": {"color": "--on-bar"}, "constraintext": "inside", "cliponaxis": True,
+        "customdata": bars.words, "hovertemplate": "%{customdata}<extra></extra>",
+        "marker": {"color": colour, "opacity": shades, "pattern": hatching(shape), "line": edge},
+    }  # fmt: skip
+
+
+def _gradient_ticks(drawing: _Drawing) -> Trace:
+    return {
+        "type": "scatter", "mode": "markers", "name": "gradient ready",
+        "x": [_rounded(at) for at, _, _ in drawing.ticks], "y": [row for _, row, _ in drawing.ticks],
+        "customdata": [words for _, _, words in drawing.ticks], "hovertemplate": "%{customdata}<extra></extra>",
+        "marker": {"symbol": "line-ns-open", "size": 16, "color": "--ink", "line": {"width": 1, "color": "--ink"}},
+    }  # fmt: skip
+
+
+def _layout(drawing: _Drawing) -> dict[str, Any]:
+    at = [(instant * drawing.scale.per_second, low, high) for instant, low, high in drawing.ends]
+    return {
+        "barmode": "overlay", "hovermode": "closest", "uniformtext": {"mode": "hide", "minsize": 9},
+        "xaxis": time_axis(drawing.scale.unit),
+        "yaxis": {
+            "tickvals": [row for row, _ in drawing.rows], "ticktext": [drawn(label, 14) for _, label in drawing.rows],
+            "range": [drawing.depth - 0.4, -0.9 if drawing.titles else -0.6], "fixedrange": True, "showgrid": False,
+            "zeroline": False,
+        },
+        "shapes": [
+            {"type": "line", "x0": x, "x1": x, "y0": low, "y1": high,
+             "line": {"color": "--ink", "width": 1.5, "dash": "dot"}}
+            for x, low, high in at
+        ],
+        "annotations": [
+            {"xref": "paper", "x": 0, "y": row, "yref": "y", "xanchor": "left", "yanchor": "middle",
+             "showarrow": False, "text": f"<b>{drawn(text, 80)}</b>"}
+            for row, text in drawing.titles
+        ],
+        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+    }  # fmt: skip
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.7g}")

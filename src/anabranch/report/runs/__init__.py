@@ -1,0 +1,1 @@
+"""The files that commands and live models write, recognised by what they hold."""

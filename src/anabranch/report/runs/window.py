@@ -1,0 +1,102 @@
+"""A file of ``model.trace_steps``: what all ranks did in some steps, by one clock."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from anabranch.errors import FileError
+from anabranch.timeline import COMPUTE, Span, Timeline
+
+LANE = re.compile(r"lane \d+")
+EXPOSED = "exposed communication"
+LATEST_US = 1e15  # thirty years
+
+
+class _Slice(BaseModel):
+    """A Chrome trace event that lasts, or one that gives a track its name."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+    ph: Literal["X", "M"]
+    pid: int
+    tid: int
+    name: str
+    ts: Annotated[float, Field(ge=0, le=LATEST_US)] = 0.0
+    dur: Annotated[float, Field(ge=0, le=LATEST_US)] = 0.0
+    args: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One rank in one step; zero is the start of rank 0's backward."""
+
+    step: int
+    rank: int
+    timeline: Timeline
+    tensors: Mapping[str, tuple[str, ...]]  # of each bucket, by the name of its span
+
+
+def rank_steps(document: Mapping[str, Any], where: str) -> list[RankStep]:
+    """Every rank in the step of the window that took rank 0 the median time; FileError if that is not there."""
+    events = [_event(raw, where, at) for at, raw in enumerate(document["traceEvents"]) if _wanted(raw)]
+    tracks = {(e.pid, e.tid): str(e.args.get("name", "")) for e in events if e.ph == "M" and e.name == "thread_name"}
+    by_step: dict[int, list[_Slice]] = {}
+    for event in events:
+        if event.ph == "X" and isinstance(event.args.get("step"), int):
+            by_step.setdefault(event.args["step"], []).append(event)
+    lengths = {step: _length_us(slices) for step, slices in by_step.items()}
+    if not lengths or not any(lengths.values()):
+        raise FileError(f"{where}: has no step of rank 0 in it; write it again with model.trace_steps(first, last, …)")
+    middle = median_low(lengths.values())
+    step = next(step for step, length in lengths.items() if length == middle)
+    zero_us = min((e.ts for e in by_step[step] if e.pid == 0 and e.name == "backward"), default=by_step[step][0].ts)
+    ranks = sorted({event.pid for event in by_step[step]})
+    found = [_rank_step(step, rank, by_step[step], tracks, zero_us) for rank in ranks]
+    return [one for one in found if one is not None]
+
+
+def _wanted(raw: object) -> bool:
+    """The instants at which gradients became ready are many, and not drawn."""
+    return isinstance(raw, dict) and raw.get("ph") in ("X", "M")
+
+
+def _event(raw: Any, where: str, at: int) -> _Slice:
+    from pydantic import ValidationError
+
+    try:
+        return _Slice.model_validate(raw)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in found["loc"])
+        raise FileError(f"{where}: traceEvents.{at}.{field}: {found['msg']}; write it again") from error
+
+
+def _length_us(slices: list[_Slice]) -> float:
+    of_rank_0 = [event for event in slices if event.pid == 0]
+    return max((e.ts + e.dur for e in of_rank_0), default=0.0) - min((e.ts for e in of_rank_0), default=0.0)
+
+
+def _rank_step(
+    step: int, rank: int, slices: list[_Slice], tracks: Mapping[tuple[int, int], str], zero_us: float
+) -> RankStep | None:
+    spans: list[Span] = []
+    tensors: dict[str, tuple[str, ...]] = {}
+    own = [event for event in slices if event.pid == rank]
+    has_buckets = any(LANE.fullmatch(tracks.get((rank, event.tid), "")) for event in own)
+    for event in own:
+        track = tracks.get((rank, event.tid), COMPUTE)
+        if event.name == EXPOSED:  # told by the buckets where these were seen; DDP's own are not
+            if has_buckets:
+                continue
+            track = "lane 0"
+        start_s = (event.ts - zero_us) / 1e6
+        spans.append(Span(track, event.name, start_s, start_s + event.dur / 1e6))
+        names = event.args.get("tensors", ())
+        tensors[event.name] = tuple(str(name) for name in names) if isinstance(names, list) else ()
+    if not any(span.track == COMPUTE for span in spans):
+        return None
+    return RankStep(step, rank, Timeline(tuple(spans), {"source": "measured"}), tensors)

@@ -1,0 +1,132 @@
+"""Scaling: what a sweep over world sizes found on each network with each strategy, with its bands."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from anabranch.checks import STRICT, check_seconds
+
+Basis = Literal["weak", "strong"]
+Kind = Literal["dense", "sparse", "lean"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePoint:
+    """One strategy at one world size on one network; ``planner`` is the strategy's name.
+
+    ``iteration_low_s`` and ``iteration_high_s`` are the same plan's step on the cheapest and the dearest network of the
+    band; both are ``iteration_s`` where no spread is known. ``exposed_s`` is what communication adds to computing.
+    ``speedup`` is throughput against one rank working alone on the trace as recorded; ``efficiency`` is
+    speedup/world_size. ``samples_per_s`` counts all ranks, and is None where nobody knows the trace's batch.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    network: str
+    planner: str
+    world_size: int
+    buckets: int
+    lanes: int
+    iteration_s: float
+    iteration_low_s: float
+    iteration_high_s: float
+    exposed_s: float
+    speedup: float
+    efficiency: float
+    samples_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size is {self.world_size}: expected at least 1")
+        check_seconds("iteration_high_s", self.iteration_high_s)
+        if not 0 <= self.iteration_low_s <= self.iteration_s <= self.iteration_high_s:
+            raise ValueError(
+                f"{self.planner} takes {self.iteration_s} s at {self.world_size} ranks, outside its band of "
+                f"{self.iteration_low_s} to {self.iteration_high_s} s"
+            )
+
+    @property
+    def efficiencies(self) -> tuple[float, float]:
+        """Efficiency on the dearest network and on the cheapest."""
+        if not self.iteration_low_s:
+            return self.efficiency, self.efficiency
+        at_once = self.efficiency * self.iteration_s
+        return at_once / self.iteration_high_s, at_once / self.iteration_low_s
+
+
+Curves = Mapping[str, Mapping[int, ScalePoint]]  # strategy -> world size -> point
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A planner, alone or with sparse buckets or Lean; ``batch`` is each rank's (weak) or that of all (strong)."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    name: str
+    kind: Kind
+    batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkUsed:
+    """A network by name: where its costs come from, what its band is, and how it was carried to other world sizes."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    name: str
+    source: str
+    spread: str
+    extrapolation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The answer to "what at N GPUs?": points, what they rest on, and the same in words. The document of scale --json.
+
+    ``scaling`` is what stays the same as ranks are added: the batch of each rank (weak), or of all (strong).
+    Points come network by network, size by size, strategy by strategy.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    model: str
+    scaling: Basis
+    networks: tuple[NetworkUsed, ...]
+    strategies: tuple[Strategy, ...]
+    points: tuple[ScalePoint, ...]
+    jitter: float = 0.0
+    stragglers: int = 0
+    straggler_factor: float = 1.0
+    seed: int = 0
+    fixed_share: float = 0.0
+    assumptions: tuple[str, ...] = ()
+    answer: tuple[str, ...] = ()
+    written: str | None = None
+    command: Literal["scale"] = "scale"
+    version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        for name in ("networks", "strategies", "points", "assumptions", "answer"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        expected = [(n.name, s.name, size) for n in self.networks for size in self.world_sizes for s in self.strategies]
+        found = [(point.network, point.planner, point.world_size) for point in self.points]
+        if not found or found != expected:
+            missing = next((where for where in expected if where not in found), None)
+            raise ValueError(
+                f"a scaling has {len(found)} points for {len(expected)} places ({missing} is missing): expected one "
+                "for every network, world size and strategy, in this order"
+            )
+
+    @property
+    def world_sizes(self) -> list[int]:
+        """The sizes of the sweep, rising."""
+        return sorted({point.world_size for point in self.points})
+
+    def on(self, network: str) -> Curves:
+        """The points of one network by strategy, then by world size."""
+        curves: dict[str, dict[int, ScalePoint]] = {strategy.name: {} for strategy in self.strategies}
+        for point in self.points:
+            if point.network == network:
+                curves[point.planner][point.world_size] = point
+        return curves

@@ -1,0 +1,209 @@
+"""The page of a report without a browser: what is in it, what is escaped, what is thinned, how large it gets."""
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anabranch.cli.main import main
+from anabranch.report.html.chart import DASHES, PATTERNS, SYMBOLS
+from anabranch.report.html.curves import BINS, MOST_POINTS, thinned
+from anabranch.report.html.words import data_block, drawn, name_lines, shown
+from report.run_files import metrics_line, run_folder, write_lines, written_page
+
+HOSTILE = "</script><script>window.owned=1</script><img src=x onerror=window.owned=1><b>&lt;%{x}\"'\u202e\n"
+
+
+ROUNDED = 1e-4
+
+
+class Elements(HTMLParser):
+    """Every element of a page with its attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def figures(page: str) -> list[dict[str, Any]]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S)
+    assert found is not None
+    read: list[dict[str, Any]] = json.loads(found[1])
+    return read
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("page")
+    return written_page(run_folder(folder / "run"), folder / "report.html")
+
+
+@pytest.fixture(scope="module")
+def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("hostile")
+    return written_page(run_folder(folder / "run", HOSTILE), folder / "report.html")
+
+
+def test_every_section_is_there(page: str) -> None:
+    keys = [attributes.get("id") for tag, attributes in Elements(page).found if tag == "section"]
+    assert keys == ["plan", "timelines", "training", "comparison", "scaling", "memory", "network", "files"]
+
+
+def test_nothing_is_fetched(page: str) -> None:
+    for tag, attributes in Elements(page).found:
+        assert tag not in {"link", "iframe", "object", "embed", "img", "base"}
+        assert "src" not in attributes
+        assert (attributes.get("href") or "#").startswith("#")
+
+
+def test_only_our_scripts_may_run(page: str) -> None:
+    policy = next(a["content"] for tag, a in Elements(page).found if a.get("http-equiv") == "Content-Security-Policy")
+    packed = re.search(r'<script type="text/plain" id="plotly">(.*?)</script>', page, re.S)
+    ours = re.search(r"<script>(.*?)</script>", page, re.S)
+    assert policy is not None and packed is not None and ours is not None
+    plotly = gzip.decompress(base64.b64decode(packed[1]))
+    assert b"plotly.js" in plotly[:100] and b"MIT" in plotly[:300]  # with its licence
+    for script in (ours[1].encode(), plotly):
+        assert base64.b64encode(hashlib.sha256(script).digest()).decode() in policy
+    assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
+
+
+def test_a_hostile_name_adds_no_element(page: str, hostile_page: str) -> None:
+    kinds = [tag for tag, _ in Elements(page).found]
+    assert [tag for tag, _ in Elements(hostile_page).found] == kinds
+    assert "<img" not in hostile_page and "window.owned=1</script>" not in hostile_page
+    assert "\u202e" not in hostile_page
+
+
+def test_names_of_files_and_titles_are_text(tmp_path: Path) -> None:
+    name = "<img src=x onerror=owned>%{x}&lt;"
+    for stem in ("a", name):
+        write_lines(tmp_path / f"{stem}.jsonl", [metrics_line(step) for step in (1, 2)])
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html"), "--title", name]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<img" not in page and "&lt;img src=x onerror=owned&gt;%{x}&amp;lt;" in page
+    series = [series for figure in figures(page) for series in figure["data"]]
+    assert {one["hovertemplate"] for one in series} == {"%{customdata}<extra></extra>"}
+    assert drawn(f"{name}.jsonl") in {one["name"] for one in series}
+
+
+def test_plotly_is_given_no_tag_of_a_file(hostile_page: str) -> None:
+    ours = re.compile(r"</?b>|<br>|<extra></extra>")
+
+    def texts(value: Any) -> list[str]:
+        if isinstance(value, dict):
+            return [text for item in value.values() for text in texts(item)]
+        if isinstance(value, list):
+            return [text for item in value for text in texts(item)]
+        return [value] if isinstance(value, str) else []
+
+    found = texts(figures(hostile_page))
+    assert any("&lt;b&gt;" in text for text in found)
+    assert not [text for text in found if "<" in ours.sub("", text) or ">" in ours.sub("", text)]
+
+
+def test_no_template_has_words_of_a_file(hostile_page: str) -> None:
+    for figure in figures(hostile_page):
+        for series in figure["data"]:
+            assert "owned" not in series.get("hovertemplate", "")
+
+
+def test_series_differ_without_colour(page: str) -> None:
+    by_key = {figure["key"]: figure["data"] for figure in figures(page)}
+    lines = [series for series in by_key["scaling-0-0-iteration"] if series.get("hoverinfo") != "skip"]
+    assert len({(series["line"]["dash"], series["marker"]["symbol"]) for series in lines}) == len(lines) == 2
+    bars = [series["marker"]["pattern"]["shape"] for series in by_key["memory-0"] if series["type"] == "bar"]
+    assert len(set(bars)) == len(bars) == 3
+    plan = {series["name"]: series for series in by_key["plan-0"]}
+    assert (
+        plan["sent, exposed"]["marker"]["pattern"]["shape"] and not plan["sent, hidden"]["marker"]["pattern"]["shape"]
+    )
+    assert len(set(DASHES)) == len(set(SYMBOLS)) == len(set(PATTERNS)) == 8
+
+
+def test_predicted_and_measured_share_an_axis(page: str) -> None:
+    chart = next(figure for figure in figures(page) if figure["key"] == "timelines")
+    titles = [note["text"] for note in chart["layout"]["annotations"]]
+    assert ["Predicted" in title for title in titles] == [True, False, False, False]  # and a timeline, and two ranks
+    assert [name for name in chart["layout"] if name.startswith("xaxis")] == ["xaxis"]
+
+
+def test_bands_are_drawn_where_costs_have_a_spread(page: str) -> None:
+    chart = next(figure for figure in figures(page) if figure["key"] == "scaling-0-0-iteration")
+    assert [series.get("fill") for series in chart["data"]] == ["toself", None, "toself", None]
+
+
+def test_exposed_and_hidden_parts_add_up(page: str) -> None:
+    chart = next(figure for figure in figures(page) if figure["key"] == "plan-0")
+    bars = {series["name"]: series for series in chart["data"]}
+    end = sum(bars["backward"]["x"])  # milliseconds, of which seven digits are written
+    assert all(base >= end - ROUNDED for base in bars["sent, exposed"]["base"])
+    assert all(
+        base + length <= end + ROUNDED
+        for base, length in zip(bars["sent, hidden"]["base"], bars["sent, hidden"]["x"], strict=True)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- words
+
+
+def test_texts_are_spelled_out() -> None:
+    assert shown("<b>\"'&\x1b") == "&lt;b&gt;&quot;&#x27;&amp;\\x1b"
+    assert drawn("<a href='x'>&lt;") == "&lt;a href='x'&gt;&amp;lt;"
+    assert len(drawn("x" * 1000, 20)) == 20
+    assert data_block(["</script><!--&\u2028"]) == '["\\u003c/script\\u003e\\u003c!--\\u0026\\u2028"]'
+    assert json.loads(data_block(["</script>&"])) == ["</script>&"]
+
+
+def test_many_names_are_counted() -> None:
+    assert name_lines(["a", "<b>"]) == ["a", "&lt;b&gt;"]
+    assert name_lines([str(n) for n in range(20)])[-1] == "… and 6 more"
+
+
+# ------------------------------------------------------------------------------------------------------ curves
+
+
+def test_a_short_curve_is_kept_whole() -> None:
+    curve = thinned(range(1, MOST_POINTS + 1), [float(n) for n in range(MOST_POINTS)])
+    assert curve.per_point == 1 and len(curve.steps) == MOST_POINTS and curve.low == curve.high == curve.middle
+
+
+@pytest.mark.parametrize("steps", [MOST_POINTS + 1, 10_000, 123_457])
+def test_a_long_curve_loses_no_extreme(steps: int) -> None:
+    values = [float(n * 7919 % 1000) for n in range(steps)]
+    values[steps // 2], values[steps // 3] = 1e6, -1e6
+    curve = thinned(range(1, steps + 1), values)
+    assert len(curve.steps) <= BINS and curve.steps[0] == 1 and curve.last[-1] == steps
+    assert max(curve.high) == 1e6 and min(curve.low) == -1e6
+    assert curve.high_at[curve.high.index(1e6)] == steps // 2 + 1
+    assert all(low <= middle <= high for low, middle, high in zip(curve.low, curve.middle, curve.high, strict=True))
+    assert sum(last - first + 1 for first, last in zip(curve.steps, curve.last, strict=True)) == steps
+
+
+def test_a_long_run_of_a_large_model_stays_small(tmp_path: Path) -> None:
+    page = written_page(run_folder(tmp_path / "run", steps=10_000, tensors=600), tmp_path / "report.html")
+    assert len(page.encode()) < 5_000_000  # the target is 20 MB
+    assert "the median of up to 13 steps" in page and "layer.599" in page
+    chart = next(figure for figure in figures(page) if figure["key"] == "training")
+    words = [text for series in chart["data"] for text in series.get("customdata", ())]
+    assert any("200 (step 7)" in text for text in words)  # milliseconds, and which step it was
+
+
+def test_runs_side_by_side_have_names(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_lines(tmp_path / f"{name}.jsonl", [{"step": step, "loss": 1.0} for step in (1, 2)])
+    chart = figures(written_page(tmp_path, tmp_path / "report.html"))[0]
+    assert [(series["name"], series["line"]["dash"]) for series in chart["data"]] == [
+        ("one.jsonl", "solid"),
+        ("two.jsonl", "dash"),
+    ]

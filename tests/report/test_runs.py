@@ -1,0 +1,194 @@
+"""What a report reads: every kind of file by its content, and a clear word about the others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.errors import FileError
+from anabranch.report.html.chart import Chart
+from anabranch.report.html.sections import sections
+from anabranch.report.html.words import data_block
+from anabranch.report.runs.reading import MAX_FILES, Runs, read_runs, recognised
+from anabranch.report.runs.training import Training
+from anabranch.report.runs.window import RankStep
+from report.run_files import (
+    bench_document,
+    comparison_document,
+    memory_document,
+    metrics_line,
+    planned_document,
+    run_folder,
+    scaling_document,
+    window_document,
+)
+
+
+def lines_of(text: str) -> list[Training]:
+    found = recognised(text.encode(), "run.jsonl")
+    assert isinstance(found, list)
+    return [one for one in found if isinstance(one, Training)]
+
+
+def as_lines(*lines: dict[str, Any]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_every_kind_of_file_is_known_whatever_its_name(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(folder / f"{number}.json")
+    runs = read_runs([folder])
+    kinds: list[list[Any]] = [
+        runs.traces, runs.networks, runs.plans, runs.timelines, runs.windows, runs.comparisons, runs.scalings,
+        runs.memories, runs.benches,
+    ]  # fmt: skip
+    assert [len(kind) for kind in kinds] == [1] * len(kinds)
+    assert len(runs.trainings) == 2 and len(runs.files) == 11 and runs.left_out == []
+
+
+def test_a_folder_may_hold_other_things(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "package.json").write_text('{"name": "x"}')
+    (folder / "notes.txt").write_text("hello")
+    (folder / "folder.json").mkdir()
+    runs = read_runs([folder])
+    assert len(runs.files) == 11 and len(runs.left_out) == 1 and "package.json" in runs.left_out[0]
+
+
+def test_a_folder_with_nothing_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="without a file that is known"):
+        read_runs([tmp_path])
+
+
+def test_a_folder_with_very_many_files(tmp_path: Path) -> None:
+    for number in range(MAX_FILES + 1):
+        (tmp_path / f"{number}.json").touch()
+    with pytest.raises(FileError, match=f"{MAX_FILES + 1} files"):
+        read_runs([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty; the command"),
+        (" \n", "is empty; the command"),
+        ("{", "not valid JSON"),
+        ("[1]", "holds a JSON list"),
+        ('{"a": 1}', "the fields \\['a'\\]"),
+        ('{"command": "lab"}', "the command 'lab'"),
+        ('{"command": ["plan"]}', "the command"),
+        ('{"format": "tensor"}', "'format' is 'tensor'"),
+        ('{"format": "plan", "version": 2}', "this program reads version 1"),
+        ('{"traceEvents": []}', "did not write; open it in Perfetto"),
+        ('{"traceEvents": [], "otherData": {"made_by": "anabranch"}}', "has no step of rank 0"),
+        ('{"command": "compare", "rows": 3}', "write it again with anabranch compare --json"),
+        ('{"step": 1}', "neither measured_s nor loss"),
+        ('{"step": "1", "loss": 2.0}', "line 1: step"),
+        ('{"step": 1, "loss": NaN}', "not valid JSON"),
+        ('{"step": 1, "loss": 1.0}\n{"step"\n{"step": 2, "loss": 1.0}', "line 2: is not valid JSON"),
+        ('{"step": 1, "loss": 1.0}\n3\n', "line 2: line"),
+        ("[" * 100_000, "nested too deeply"),
+        ("\x00\x01", "not valid JSON"),
+    ],
+)
+def test_what_cannot_be_read_says_why(text: str, words: str) -> None:
+    with pytest.raises(FileError, match=words) as found:
+        recognised(text.encode(), "x.json")
+    assert str(found.value).startswith("x.json")
+
+
+def test_a_broken_file_of_ours_in_a_folder_is_an_error(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "memory.json").write_text(json.dumps({**memory_document(), "batch_size": "8"}))
+    with pytest.raises(FileError, match=r"memory\.json: batch_size: .* found '8'; write it again"):
+        read_runs([folder])
+
+
+def test_a_later_version_may_tell_more() -> None:
+    recognised(json.dumps({**bench_document(), "weather": "fine"}).encode(), "x")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="cannot be read"):
+        read_runs([tmp_path / "nothing.json"])
+
+
+def test_a_line_that_is_still_being_written_is_left_out() -> None:
+    (run,) = lines_of(as_lines(metrics_line(1), metrics_line(2)) + '{"step": 3, "ra')
+    assert [line.step for line in run.lines] == [1, 2] and "not complete" in run.notes[0]
+
+
+def test_a_second_start_in_the_same_file_is_a_run_of_its_own() -> None:
+    runs = lines_of(as_lines(*(metrics_line(step) for step in (1, 2, 3, 1, 2))))
+    assert [(run.name, len(run.lines)) for run in runs] == [("run.jsonl, start 1", 3), ("run.jsonl, start 2", 2)]
+
+
+def test_losses_between_metrics_that_come_late() -> None:
+    losses = [{"step": step, "loss": 1.0} for step in (1, 2, 3)]
+    runs = lines_of(as_lines(losses[0], losses[1], metrics_line(1), losses[2], metrics_line(2)))
+    assert [[line.step for line in run.lines] for run in runs] == [[1, 2], [1, 2, 3]]
+
+
+def test_ranks_of_one_file_are_apart() -> None:
+    runs = lines_of(as_lines(metrics_line(1), {**metrics_line(1), "rank": 1}))
+    assert [run.name for run in runs] == ["run.jsonl", "run.jsonl, rank 1"]
+
+
+def test_a_window_shows_the_median_step_of_every_rank() -> None:
+    found = recognised(json.dumps(window_document()).encode(), "window.json")
+    assert isinstance(found, list)
+    ranks = [one for one in found if isinstance(one, RankStep)]
+    assert [(one.step, one.rank) for one in ranks] == [(4, 0), (4, 1)]
+    first = ranks[0].timeline
+    assert first.exposed_s == pytest.approx(0.01) and first.finish_s == pytest.approx(0.05)
+    assert [span.track for span in first.communication] == ["lane 0"]
+    assert ranks[1].timeline.spans[0].start_s == pytest.approx(-0.02 + 1e-5)  # by rank 0's clock
+
+
+def test_what_ddps_own_buckets_expose_in_a_window() -> None:
+    document = window_document()
+    document["traceEvents"] = [event for event in document["traceEvents"] if not event["name"].startswith("bucket")]
+    found = recognised(json.dumps(document).encode(), "window.json")
+    assert isinstance(found, list) and isinstance(found[0], RankStep)
+    assert [(span.track, span.name) for span in found[0].timeline.communication] == [
+        ("lane 0", "exposed communication")
+    ]
+
+
+DOCUMENTS = [bench_document(), comparison_document(), memory_document(), scaling_document(), window_document(),
+             metrics_line(3), planned_document()]  # fmt: skip
+ODD = [None, True, -1, 0, 10**400, 1e308, -1e308, 5e-324, 1.5, "", "x", "</script>", [], [None], {}, {"a": 1}]
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> Any:
+    """One of our documents in which one value is another, or gone."""
+    document = json.loads(json.dumps(draw(st.sampled_from(DOCUMENTS))))
+    at = document
+    while True:
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        key = draw(st.sampled_from(keys))
+        if isinstance(at[key], dict | list) and at[key] and draw(st.integers(0, 4)):
+            at = at[key]
+            continue
+        if draw(st.booleans()):
+            at[key] = draw(st.sampled_from(ODD))
+        else:
+            del at[key]
+        return document
+
+
+@given(document=damaged())
+def test_a_damaged_document_is_drawn_or_refused(document: Any) -> None:
+    runs = Runs()
+    try:
+        runs.add("x", recognised(json.dumps(document).encode(), "x"))
+    except FileError as error:
+        assert str(error).startswith("x")
+        return
+    _, shown = sections(runs, [])
+    data_block([part.figure for section in shown for part in section.parts if isinstance(part, Chart)])
