@@ -1,6 +1,6 @@
 """What Lean's memory is worth, beside dense with torch's ways to reuse memory and beside naive sparse training.
 
-    anabranch lab --hosts 4 --rate 10gbit --backend nccl -- python -m benchmarks.lean gpt2-large resnet152
+    anabranch lab --hosts 4 --rate 10gbit --backend nccl -- python -m benchmarks.lean gpt2-medium resnet152
     anabranch lab --hosts 2 --rate unshaped --backend nccl -- python -m benchmarks.lean resnet152:128 gpt2:8
 
 Prints a Markdown table for each model. With a batch all systems train at it, with as much memory as they take. Without
@@ -13,7 +13,7 @@ import argparse
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter
@@ -36,6 +36,7 @@ DEVICE = torch.device("cuda", 0)
 GIB = 1 << 30
 DENSITY = 0.01
 MARGIN = 0.92  # of the limit: what the line through two peaks does not say, and what the allocator cannot use
+SMALLER = 0.9  # the next batch to try where one does not fit after all
 BUCKETS = 12  # few, as sparse exchanges like it
 ENOUGH_S = 6.0  # of timed steps, where the network is slow
 WARM, WARM_MIX, TIMED = 2, 4, 3  # steps; Lean chooses its mix after two
@@ -241,12 +242,17 @@ def equal(name: str, batch: int, host_nbytes: int) -> Iterator[Row]:
 
 
 def seen(system: str, case: Case) -> Row:
-    """What it shows, or why it cannot run."""
-    try:
-        peak_nbytes, seconds = timed(SYSTEMS[system], case)
-        return Row(system, case.batch, peak_nbytes, seconds)
-    except (torch.OutOfMemoryError, ValueError) as error:  # on every rank alike
-        return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
+    """What it shows, at a smaller batch if this one does not fit after all; or why it cannot run."""
+    while True:
+        try:
+            peak_nbytes, seconds = timed(SYSTEMS[system], case)
+            return Row(system, case.batch, peak_nbytes, seconds)
+        except torch.OutOfMemoryError as error:  # on every rank alike
+            if case.limit_nbytes == 0 or case.batch < 2:
+                return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
+            case = replace(case, batch=int(case.batch * SMALLER))
+        except ValueError as error:
+            return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
 
 
 def still_nbytes(name: str) -> int:

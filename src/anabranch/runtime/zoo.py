@@ -20,7 +20,7 @@ IMAGES = {
     "inception_v3": 32,
     "vgg16": 64,
 }
-SEQUENCES = {"bert-base": (8, 128), "bert-large": (8, 128), "gpt2": (8, 512), "gpt2-large": (4, 512)}
+SEQUENCES = {"bert-base": (8, 128), "bert-large": (8, 128), "gpt2": (8, 512), "gpt2-medium": (4, 512)}
 
 MODELS = (*IMAGES, *SEQUENCES)
 
@@ -87,8 +87,8 @@ def _language_model(name: str, device: torch.device, batch: int, length: int) ->
     size: dict[str, int] = {}
     if name == "bert-large":
         size = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-    elif name == "gpt2-large":
-        size = {"n_embd": 1280, "n_layer": 36, "n_head": 20}
+    elif name == "gpt2-medium":
+        size = {"n_embd": 1024, "n_layer": 24, "n_head": 16}
     with device:  # where a billion parameters are drawn in no time
         if name.startswith("gpt2"):
             model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, use_cache=False))
