@@ -9,9 +9,9 @@ import torch
 import triton
 
 from anabranch.sparse import fused
-from anabranch.sparse.fixed import Sizes
 from anabranch.sparse.fused import Fused
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.virtual import VirtualWorld
 

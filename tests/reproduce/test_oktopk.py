@@ -68,16 +68,27 @@ def test_the_published_range_and_ours_overlap(throughput: Section) -> None:
 
 
 def test_a_committed_report_is_read_and_not_needed(tmp_path: Path) -> None:
-    assert reports.speedup_over_ddp("bert-base", tmp_path) is None
+    assert reports.cell(reports.OKTOPK_REPORT, "bert-base", "over DDP", root=tmp_path) is None
     path = tmp_path / reports.OKTOPK_REPORT
     path.parent.mkdir()
     path.write_text("| model | DDP ms | over DDP |\n|---|---:|---:|\n| bert-base | 652 | 7.25× |\n", "utf-8")
-    assert reports.speedup_over_ddp("bert-base", tmp_path) == 7.25
-    with pytest.raises(FileError, match="no row 'gpt2'"):
-        reports.speedup_over_ddp("gpt2", tmp_path)
+    assert reports.cell(reports.OKTOPK_REPORT, "bert-base", "over DDP", root=tmp_path) == 7.25
+    with pytest.raises(FileError, match="no row 'gpt2' with a column 'over DDP'"):
+        reports.cell(reports.OKTOPK_REPORT, "gpt2", "over DDP", root=tmp_path)
+
+
+def test_a_figure_is_looked_for_in_its_section(tmp_path: Path) -> None:
+    path = tmp_path / "r.md"
+    table = "| system | ms |\n|---|---:|\n| kept | {} |\n"
+    path.write_text(f"# r\n\n## 1. one\n\n{table.format(3)}\n## 2. two\n\n{table.format('**12%**')}", "utf-8")
+    assert reports.cell("r.md", "kept", "ms", root=tmp_path) == 3
+    assert reports.cell("r.md", "kept", "ms", "1", tmp_path) == 3
+    assert reports.cell("r.md", "kept", "ms", "2", tmp_path) == 12
+    with pytest.raises(FileError, match="no row 'kept'"):
+        reports.cell("r.md", "kept", "ms", "3", tmp_path)
 
 
 def test_what_was_measured_says_where() -> None:
     section = oktopk.measured()
     assert reports.OKTOPK_REPORT in section.how
-    assert section.figures[0].ours == reports.speedup_over_ddp("bert-base")
+    assert section.figures[0].ours == reports.cell(reports.OKTOPK_REPORT, "bert-base", "over DDP")

@@ -9,7 +9,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.runtime import explain, pilot
-from anabranch.sparse.collectives import LADDER, kind_of
+from anabranch.sparse.kinds import LADDER, kind_of
 from ranks import on_ranks
 
 from .told import COLUMNS, ROWS, Told, gradients, two_buckets

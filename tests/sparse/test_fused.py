@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.runtime.dense import Steps
 from anabranch.sparse.comm import Comm
-from anabranch.sparse.fixed import Sizes, fixed_exchange, fusible
+from anabranch.sparse.fixed import fixed_exchange, fusible
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.rivals import Exchange
+from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.virtual import VirtualWorld
 from sparse.triton_device import DEVICE, fused, use_small_blocks

@@ -5,12 +5,13 @@ from functools import partial
 import pytest
 import torch
 
-from anabranch.sparse.fixed import Sizes, fixed_exchange, fusible
+from anabranch.sparse.fixed import fixed_exchange, fusible
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import unpack
+from anabranch.sparse.sizes import FP32, Sizes
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.virtual import VirtualWorld
-from anabranch.sparse.wire import FP32, unframed
+from anabranch.sparse.wire import unframed
 from gpu import ON_GPU, no_waiting
 from sparse.worlds import check_step, gradients, states, step
 

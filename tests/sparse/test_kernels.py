@@ -10,10 +10,10 @@ import torch
 
 from anabranch.sparse import select, thresholds
 from anabranch.sparse.comm import Zeros
-from anabranch.sparse.fixed import Sizes
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Sizes, wire_for
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.wire import framed, unframed, wire_for
+from anabranch.sparse.wire import framed, unframed
 from sparse.triton_device import DEVICE, fused, use_small_blocks
 from sparse.worlds import gradients
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from anabranch.sparse import regions, select
 from anabranch.sparse.exact import balanced, overlaps
-from anabranch.sparse.wire import FP32, framed, head, unframed, wire_for
+from anabranch.sparse.sizes import FP32, widest_numel, wire_for
+from anabranch.sparse.wire import decode, encode, framed, head, unframed
 
 
 def proposal(mask: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -33,7 +34,7 @@ def test_regions_part_the_bucket(data: st.DataObject, ranks: int, numel: int, ch
     bounds = regions.agreed(torch.stack(proposals).sum(dim=0), numel, ranks).tolist()
     assert bounds == sorted(bounds)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, numel, ranks + 1)
-    assert max(b - a for a, b in pairwise(bounds)) <= regions.widest_numel(numel, ranks)
+    assert max(b - a for a, b in pairwise(bounds)) <= widest_numel(numel, ranks)
 
 
 def test_balanced_where_values_are_in_one_corner() -> None:
@@ -55,9 +56,9 @@ def test_nor_does_the_first() -> None:
 
 
 def test_positions_that_int32_cannot_hold_are_refused() -> None:
-    assert regions.widest_numel(2**33, 64) < 2**31
+    assert widest_numel(2**33, 64) < 2**31
     with pytest.raises(ValueError, match="smaller buckets"):
-        regions.widest_numel(2**33, 2)
+        widest_numel(2**33, 2)
 
 
 @settings(max_examples=200, deadline=None)
@@ -85,7 +86,7 @@ def test_pairs_arrive_as_they_were_sent(precision: str, widest: int, nbytes: int
     positions = torch.randint(0, widest, (3, 50), dtype=torch.int32)
     positions[0, :3] = torch.tensor([0, widest - 1, -1], dtype=torch.int32)
     pairs = torch.stack([values.view(torch.int32), positions], dim=-1)
-    assert torch.equal(wire.decode(wire.encode(pairs)), pairs)
+    assert torch.equal(decode(encode(pairs, wire), wire), pairs)
     heads = head(torch.tensor([5, 6, 7]), torch.tensor([False, True, False]), torch.tensor(2.5))
     found, arrived = unframed(framed(heads, pairs, wire), wire)
     assert torch.equal(arrived, pairs)
@@ -95,4 +96,4 @@ def test_pairs_arrive_as_they_were_sent(precision: str, widest: int, nbytes: int
 
 def test_whole_values_travel_without_a_copy() -> None:
     pairs = torch.zeros(4, 2, dtype=torch.int32)
-    assert FP32.encode(pairs).data_ptr() == pairs.data_ptr()
+    assert encode(pairs, FP32).data_ptr() == pairs.data_ptr()

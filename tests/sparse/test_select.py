@@ -14,9 +14,9 @@ from anabranch.sparse import select
 from anabranch.sparse.comm import Zeros
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import FP32, wire_for
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.virtual import VirtualWork
-from anabranch.sparse.wire import FP32, wire_for
 
 
 def bits(value: float) -> int:

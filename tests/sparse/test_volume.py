@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from anabranch.sparse.fixed import Sizes
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.virtual import VirtualWorld
 from sparse.worlds import EXCHANGES, OK_TOPK, gradients, states, step
 

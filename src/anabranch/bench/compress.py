@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from anabranch.runtime.dense import COLLECTIVES
-from anabranch.sparse.collectives import KIND
+from anabranch.sparse.kinds import KIND
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.rivals import RIVALS
 

@@ -28,9 +28,9 @@ from anabranch.runtime import zoo
 from anabranch.runtime.layout import unwrap
 from anabranch.runtime.parallel import DataParallel
 from anabranch.sparse.allgather import top_pairs, wanted
-from anabranch.sparse.collectives import kind_of
 from anabranch.sparse.comm import Comm, Zeros
 from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.kinds import kind_of
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import add
 from anabranch.sparse.state import BucketState

@@ -19,8 +19,8 @@ from anabranch.runtime.collectives import Collectives, Plain
 from anabranch.runtime.dense import COLLECTIVES, Group, Steps, dense
 from anabranch.runtime.parallel import DataParallel
 from anabranch.runtime.zoo import Step
-from anabranch.sparse.collectives import density_of
 from anabranch.sparse.comm import GroupComm
+from anabranch.sparse.kinds import density_of
 from anabranch.sparse.rivals import RIVALS
 from anabranch.sparse.state import SparseState
 from anabranch.trace import Trace

@@ -24,7 +24,7 @@ def sparse_rows(texts: Sequence[str], trace: Trace, network: Network) -> SparseR
     """A row for each of ``texts``, such as "oktopk:0.01", on networks that were carried from ``network``."""
     if not texts:
         return SparseRows({}, lambda here: here, [])
-    from anabranch.sparse.collectives import kind_of
+    from anabranch.sparse.kinds import kind_of
     from anabranch.sparse.pricing import priced, selection_on
 
     densities = {text: _densities(text) for text in texts}
@@ -57,7 +57,7 @@ def density_of(text: str) -> float:
 def _densities(text: str) -> list[float]:
     """One density, or the ladder from which "auto" chooses."""
     from anabranch.bench.compress import compression
-    from anabranch.sparse.collectives import KIND, LADDER
+    from anabranch.sparse.kinds import KIND, LADDER
     from anabranch.sparse.options import OkTopk
 
     name, _, density = text.partition(":")

@@ -55,7 +55,7 @@ def naive_s(numel: int, network: Network, density: float) -> float:
 
 
 def _sparse_s(trace: Trace, network: Network, density: float) -> float:
-    from anabranch.sparse.collectives import kind_of
+    from anabranch.sparse.kinds import kind_of
     from anabranch.sparse.pricing import priced, selection_on
 
     here = priced(network, density, selection_on(network, density))

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from anabranch.memory.profile import BucketSize, Moment, Profile, by_bytes, by_names
-from anabranch.sparse.fixed import Sizes
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.regions import widest_numel
 from anabranch.sparse.select import CHUNK
+from anabranch.sparse.sizes import Sizes, widest_numel
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
 DDP, NAIVE, OKTOPK, LEAN, LEAN_HOST = MODES = ("ddp", "naive sparse", "oktopk", "lean", "lean, host")

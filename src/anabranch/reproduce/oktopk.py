@@ -9,11 +9,11 @@ from anabranch.links import AlphaBeta
 from anabranch.network import Network
 from anabranch.planners.sparse import where_it_gains
 from anabranch.reproduce.oktopk_counts import DENSITY, FIXED, NUMEL, RANKS, k_of, words_sent
-from anabranch.reproduce.reports import OKTOPK_REPORT, speedup_over_ddp
+from anabranch.reproduce.reports import OKTOPK_REPORT, cell
 from anabranch.reproduce.stand_in import StandIn, bundled
 from anabranch.reproduce.table import OURS_ALONE, Figure, Reproduction, Section, Words
 from anabranch.sim import finish_s
-from anabranch.sparse.collectives import kind_of
+from anabranch.sparse.kinds import kind_of
 from anabranch.sparse.pricing import H200, phases, priced, travel_s
 from anabranch.trace import Trace
 
@@ -149,7 +149,7 @@ def _planned(trace: Trace, network: Network) -> float:
 
 def measured() -> Section:
     """What a committed report says; the paper has no figure for so few workers."""
-    found = speedup_over_ddp("bert-base")
+    found = cell(OKTOPK_REPORT, "bert-base", "over DDP")
     word = f"not here: {OKTOPK_REPORT} comes with the source only" if found is None else "measured; no published figure"
     figure = Figure("4 hosts, 10 Gbit/s", "BERT-base at 1 % over DDP", "×", None, found, word)
     return Section(

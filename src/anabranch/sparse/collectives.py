@@ -14,33 +14,14 @@ from anabranch.plan import Bucket, Plan
 from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps, Traffic, all_finite, traffic
 from anabranch.sparse.comm import GroupComm
 from anabranch.sparse.exact import MOST
-from anabranch.sparse.fixed import Sizes
+from anabranch.sparse.kinds import LADDER, density_of, kind_of
 from anabranch.sparse.leftovers import Applied, Leftovers
 from anabranch.sparse.momentum import Momentum
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState, SparseState
 from anabranch.sparse.waiting import grows
-
-KIND = "oktopk"
-LADDER = (0.01, 0.02, 0.05, 0.1, 0.2)  # the densities that "auto" chooses from
-
-
-def kind_of(density: float) -> str:
-    """What a bucket of this density names."""
-    return f"{KIND}:{density:g}"
-
-
-def density_of(kind: str) -> float | None:
-    """The density in such a name; None if it is no sparse kind."""
-    name, _, text = kind.partition(":")
-    if name != KIND:
-        return None
-    try:
-        density = float(text)
-    except ValueError:
-        return None
-    return density if 0 < density <= 1 else None
 
 
 class SparseCollectives:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from anabranch.runtime.dense import Steps, hold
 from anabranch.sparse import regions, select
 from anabranch.sparse.comm import Comm
-from anabranch.sparse.fixed import Sizes, note, owner_threshold
+from anabranch.sparse.fixed import note, owner_threshold
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Sizes, Wire, widest_numel
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import kth_magnitude, sampled_magnitude
-from anabranch.sparse.wire import Wire, head, rounded
+from anabranch.sparse.wire import decode, encode, head, rounded
 
 MOST = 2  # times k: what may be offered, and applied, when a threshold has failed
 CHUNK = 1 << 17  # elements: what fits a core's cache several times
@@ -123,10 +124,10 @@ def _split(
     if min(coming) < 0 or bool(poison):
         return None
     owners = torch.repeat_interleave(torch.arange(comm.size, device=counts.device), counts)
-    given = wire.encode(_pairs(offered.places - boundaries[owners], offered.values))
+    given = encode(_pairs(offered.places - boundaries[owners], offered.values), wire)
     output = torch.empty(sum(coming), wire.pair_nbytes, dtype=torch.uint8, device=given.device)
     yield comm.all_to_all(output, given, "split", coming, counts.tolist())
-    return list(wire.decode(output).split(coming))
+    return list(decode(output, wire).split(coming))
 
 
 def _sums(
@@ -140,7 +141,7 @@ def _sums(
     """My region's sums (places in the region), the threshold to apply to them, and the one of my own share."""
     if received is None:
         return None, state.tilt, torch.zeros_like(state.tilt)
-    buffer = comm.zeros(regions.widest_numel(len(state.residual), comm.size), state.residual.device)
+    buffer = comm.zeros(widest_numel(len(state.residual), comm.size), state.residual.device)
     for part in received if in_order and buffer.is_cuda else [torch.cat(received)]:
         select.add(buffer, part[None])
     width = int(state.boundaries[comm.rank + 1] - state.boundaries[comm.rank])
@@ -181,14 +182,14 @@ def _gather(
     if (total := sum(lengths)) > most:
         lengths = [most * length // total for length in lengths]
         taken = taken.largest(lengths[comm.rank])
-    rows = sizes.wire.encode(_pairs(*taken))
+    rows = encode(_pairs(*taken), sizes.wire)
     held = lengths
     if max(lengths) * comm.size > IMBALANCE * sum(lengths):
         held = balanced(sum(lengths), comm.size)
         rows = yield from _rebalance(rows, lengths, held, comm)
     everything = torch.empty(sum(lengths), sizes.wire.pair_nbytes, dtype=torch.uint8, device=rows.device)
     yield comm.all_gather_uneven(everything, rows, held, "gather")
-    pairs = sizes.wire.decode(everything)
+    pairs = decode(everything, sizes.wire)
     owners = torch.repeat_interleave(torch.tensor(lengths, device=rows.device))
     return Pairs(pairs[:, 1] + state.boundaries[owners], pairs[:, 0].contiguous().view(torch.float32)), heads
 

@@ -7,7 +7,6 @@ message; and, from owners, the threshold that they found. On GPUs ``fused.py`` d
 
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 
@@ -15,33 +14,10 @@ from anabranch.runtime.dense import Steps, hold
 from anabranch.sparse import regions, select
 from anabranch.sparse.comm import Comm
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Sizes, widest_numel
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import sampled_magnitude, tilted
-from anabranch.sparse.wire import HEAD_NBYTES, Wire, framed, head, unframed, wire_for
-
-
-class Sizes(NamedTuple):
-    """What the host knows of an exchange: how many values to select, slots per message, and the wire's format."""
-
-    k: int
-    capacity: int
-    wire: Wire
-    everything: bool
-
-    @classmethod
-    def of(cls, numel: int, ranks: int, density: float, options: OkTopk) -> "Sizes":
-        """For a bucket of this size; at density 1 regions are uniform and every element has its slot."""
-        widest = regions.widest_numel(numel, ranks)
-        k = min(numel, max(1, round(density * numel)))
-        slots = -(-numel // ranks) if k == numel else min(widest, -(-round(options.capacity_factor * k) // ranks))
-        wire = wire_for(options.wire, widest)
-        slots += slots * wire.pair_nbytes % 4 // 2  # messages of whole words: kernels count in their heads
-        return cls(k, slots, wire, k == numel)
-
-    @property
-    def message_nbytes(self) -> int:
-        """What goes to each other rank, once in the all-to-all and once in the all-gather."""
-        return HEAD_NBYTES + self.capacity * self.wire.pair_nbytes
+from anabranch.sparse.wire import framed, head, unframed
 
 
 def fixed_exchange(
@@ -91,7 +67,7 @@ def fixed_exchange(
 
 def owned_zeros(gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
     """Zeros for the sums of any region of this bucket."""
-    return comm.zeros(regions.widest_numel(len(gradient), comm.size), gradient.device)
+    return comm.zeros(widest_numel(len(gradient), comm.size), gradient.device)
 
 
 @cache

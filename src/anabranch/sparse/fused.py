@@ -15,9 +15,10 @@ import triton
 from anabranch.runtime.dense import Steps, hold
 from anabranch.sparse import thresholds
 from anabranch.sparse.comm import Comm
-from anabranch.sparse.fixed import Sizes, balance, owned_zeros
+from anabranch.sparse.fixed import balance, owned_zeros
 from anabranch.sparse.kernels import message, step, threshold
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
 
 BLOCK, WARPS = 4096, 4  # of passes over all elements: 32 per thread, so that many loads are under way

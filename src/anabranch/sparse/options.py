@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from anabranch.sparse.wire import Precision
+from anabranch.sparse.sizes import Precision
 
 
 @dataclass(frozen=True)

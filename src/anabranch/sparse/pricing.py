@@ -12,9 +12,9 @@ from typing import NamedTuple
 from anabranch.curve import Curve
 from anabranch.links import AlphaBeta, TwoLevel
 from anabranch.network import Network
-from anabranch.sparse.collectives import density_of, kind_of
-from anabranch.sparse.fixed import Sizes
+from anabranch.sparse.kinds import density_of, kind_of
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Sizes
 
 SIZES_NBYTES = [4 << bits for bits in range(8, 31)]  # 1 KiB to 4 GiB: where the curve has its points
 FLOAT_NBYTES = 4

@@ -7,19 +7,7 @@ mean of sorted vectors is sorted). With selected positions 2, 3, 8, 9 of n = 10 
 
 import torch
 
-WIDEST = 4  # times the mean: what an owner's buffer can hold, however unevenly the values lie
-MOST_REGION_NUMEL = 2**31 - 1  # positions within a region travel as int32
-
-
-def widest_numel(numel: int, ranks: int) -> int:
-    """The most elements that a region of a bucket may have; refuses buckets whose positions would not fit int32."""
-    widest = min(numel, WIDEST * -(-numel // ranks))
-    if widest > MOST_REGION_NUMEL:
-        raise ValueError(
-            f"a bucket of {numel} elements on {ranks} ranks has regions of up to {widest} elements, and positions in "
-            f"a region are int32: use smaller buckets"
-        )
-    return widest
+from anabranch.sparse.sizes import widest_numel
 
 
 def uniform(numel: int, ranks: int, device: torch.device | None = None) -> torch.Tensor:

@@ -9,56 +9,27 @@ them, low bytes first, as on every machine that torch runs GPUs on. Rounding hap
 (``rounded``), so encoding and decoding lose nothing.
 """
 
-from typing import Literal, NamedTuple
-
 import torch
 
-Precision = Literal["fp32", "bf16"]
-NARROW_NUMEL = 2**16 - 1  # position 65,535 means none
+from anabranch.sparse.sizes import HEAD_NBYTES, NARROW_NUMEL, Wire
 
 
-class Wire(NamedTuple):
-    """A format of pairs: those of a pair's four 16-bit parts travel that are from ``first`` up to ``last``."""
-
-    first: int
-    last: int
-
-    @property
-    def rounds(self) -> bool:
-        """Whether values lose their lower half."""
-        return self.first > 0
-
-    @property
-    def pair_nbytes(self) -> int:
-        """What one pair takes."""
-        return 2 * (self.last - self.first)
-
-    def encode(self, pairs: torch.Tensor) -> torch.Tensor:
-        """int32 [..., 2] → uint8 [..., pair_nbytes]."""
-        return pairs.view(torch.int16)[..., self.first : self.last].contiguous().view(torch.uint8)
-
-    def decode(self, message: torch.Tensor) -> torch.Tensor:
-        """uint8 [..., pair_nbytes] → int32 [..., 2]."""
-        halves = message.contiguous().view(torch.int16)
-        if not self.rounds:
-            return halves.view(torch.int32)
-        pairs = torch.zeros(*halves.shape[:-1], 4, dtype=torch.int16, device=halves.device)
-        pairs[..., self.first : self.last] = halves
-        whole = pairs.view(torch.int32)
-        if self.last == 3:
-            whole[..., 1].masked_fill_(whole[..., 1] == NARROW_NUMEL, -1)
-        return whole
+def encode(pairs: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """int32 [..., 2] → uint8 [..., pair_nbytes]."""
+    return pairs.view(torch.int16)[..., wire.first : wire.last].contiguous().view(torch.uint8)
 
 
-FP32 = Wire(0, 4)
-HEAD_NBYTES = 8  # two int32 before the pairs of a message
-
-
-def wire_for(precision: Precision, widest_region_numel: int) -> Wire:
-    """The format of fewest bytes for these values and regions."""
-    if precision == "fp32":
-        return FP32
-    return Wire(1, 3 if widest_region_numel <= NARROW_NUMEL else 4)
+def decode(message: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """uint8 [..., pair_nbytes] → int32 [..., 2]."""
+    halves = message.contiguous().view(torch.int16)
+    if not wire.rounds:
+        return halves.view(torch.int32)
+    pairs = torch.zeros(*halves.shape[:-1], 4, dtype=torch.int16, device=halves.device)
+    pairs[..., wire.first : wire.last] = halves
+    whole = pairs.view(torch.int32)
+    if wire.last == 3:
+        whole[..., 1].masked_fill_(whole[..., 1] == NARROW_NUMEL, -1)
+    return whole
 
 
 def rounded(values: torch.Tensor, wire: Wire) -> torch.Tensor:
@@ -68,14 +39,14 @@ def rounded(values: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 def framed(heads: torch.Tensor, pairs: torch.Tensor, wire: Wire) -> torch.Tensor:
     """Messages uint8 [P, nbytes], of heads int32 [P, 2] and pairs int32 [P, m, 2]."""
-    return torch.cat([heads.view(torch.uint8), wire.encode(pairs).flatten(1)], dim=1)
+    return torch.cat([heads.view(torch.uint8), encode(pairs, wire).flatten(1)], dim=1)
 
 
 def unframed(messages: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor]:
     """Heads and pairs again."""
     heads = messages[:, :HEAD_NBYTES].contiguous().view(torch.int32)
     body = messages[:, HEAD_NBYTES:].reshape(len(messages), -1, wire.pair_nbytes)
-    return heads, wire.decode(body)
+    return heads, decode(body, wire)
 
 
 def head(count: torch.Tensor, poison: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
