@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from anabranch.runtime.dense import COLLECTIVES
-from anabranch.sparse.kinds import KIND
+from anabranch.sparse.kinds import KIND, given_density
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.rivals import RIVALS
 
@@ -21,17 +21,12 @@ class Rival(NamedTuple):
 
 def compression(text: str) -> str | OkTopk | Rival:
     """What "bf16", "oktopk" (as dense as is hidden), "oktopk:0.01" or "gtopk:0.01" means; ValueError if nothing."""
-    name, colon, share = text.partition(":")
+    name = text.partition(":")[0]
     if text in WIRES:
         return text
     if name not in (KIND, *OTHERS):
         raise ValueError(f"--compress is {text!r}: expected {ALLOWED}")
     if text == KIND:
         return OkTopk(warmup_steps=0)  # nothing is trained here
-    try:
-        density = float(share)
-    except ValueError:
-        density = 0.0
-    if not (colon and 0 < density <= 1):
-        raise ValueError(f"--compress is {text!r}: expected a density in (0, 1], such as {name}:0.01")
+    density = given_density(text)
     return OkTopk(density=density, warmup_steps=0) if name == KIND else Rival(name, density)

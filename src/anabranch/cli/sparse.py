@@ -56,15 +56,11 @@ def density_of(text: str) -> float:
 
 def _densities(text: str) -> list[float]:
     """One density, or the ladder from which "auto" chooses."""
-    from anabranch.bench.compress import compression
-    from anabranch.sparse.kinds import KIND, LADDER
-    from anabranch.sparse.options import OkTopk
+    from anabranch.sparse.kinds import KIND, LADDER, given_density
 
     name, _, density = text.partition(":")
     if name not in (KIND, LEAN):
         raise ValueError(
             f"--compress is {text!r}: scale prices {KIND} (as dense as is hidden) and {KIND}:0.01, and {LEAN} alike"
         )
-    way = compression(f"{KIND}:{density}" if density else KIND)
-    assert isinstance(way, OkTopk)
-    return list(LADDER) if way.density == "auto" else [float(way.density)]
+    return [given_density(text)] if density else list(LADDER)

@@ -19,3 +19,15 @@ def density_of(kind: str) -> float | None:
     except ValueError:
         return None
     return density if 0 < density <= 1 else None
+
+
+def given_density(text: str) -> float:
+    """The density after the colon of what --compress was given; ValueError if there is none."""
+    name, _, share = text.partition(":")
+    try:
+        density = float(share)
+    except ValueError:
+        density = 0.0
+    if not 0 < density <= 1:
+        raise ValueError(f"--compress is {text!r}: expected a density in (0, 1], such as {name}:0.01")
+    return density
