@@ -1,5 +1,7 @@
 """anabranch memory: what the library predicts, what fits, and what that does to throughput."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +9,10 @@ import torch
 from torch import nn
 
 from anabranch.bench import memory as bench
-from anabranch.cli import specs
+from anabranch.cli import links, specs
 from anabranch.cli.main import main
 from anabranch.cli.throughput import naive_s, recorded_batch, samples_per_s
+from anabranch.files import save
 from anabranch.memory.account import KINDS, MODES, Setting, predict
 from anabranch.memory.probe import Loss, probe
 from anabranch.network import Network
@@ -79,7 +82,8 @@ def test_a_model_without_a_trace_has_no_throughput(
     monkeypatch.setattr(specs, "bundled", lambda: nothing)
     document = json_of(capsys, *ASKED, "--rate", "10gbit")
     assert document["samples_per_s"] == {}
-    assert "no throughput: anabranch brings no trace of resnet50" in document["assumptions"]
+    told = "no throughput: anabranch brings no trace of resnet50; record one, and give it by --trace"
+    assert told in document["assumptions"]
 
 
 def test_naive_messages_grow_with_the_ranks() -> None:
@@ -106,3 +110,64 @@ def test_wrong_requests_are_told(argv: list[str], words: str, capsys: pytest.Cap
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_measuring_without_a_gpu_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--measure runs the model on a GPU, and torch finds none here" in error_of(capsys, *ASKED, "--measure")
+
+
+OWN = """
+import torch
+from torch import nn
+
+def build(batch, device):
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    model = nn.Sequential(*blocks).to(device)
+    given = torch.randn(batch, 64, device=device)
+    return model, lambda wrapped: wrapped(given).square().mean()
+
+def wrong(batch, device):
+    return 1, 2
+"""
+
+
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module of the user's, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    name = f"own_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN, "utf-8")
+    return name
+
+
+def test_a_model_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["memory", "--model", f"{own(tmp_path, monkeypatch)}:build", "--batch-size", "4096"]
+    ways = {way: json_of(capsys, *asked, "--activations", way)["modes"] for way in ("keep", "offload", "recompute")}
+    held = {way: modes["lean"]["kinds"]["activations"] for way, modes in ways.items()}
+    assert held["offload"] < held["recompute"] < held["keep"] / 3  # of six blocks one is there at a time
+    assert ways["recompute"]["ddp"] == ways["keep"]["ddp"]
+
+
+def test_a_function_that_returns_something_else_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = own(tmp_path, monkeypatch)
+    told = error_of(capsys, "memory", "--model", f"{name}:wrong", "--batch-size", "4")
+    assert f"{name}:wrong: returned (int, int), expected (model, loss)" in told
+    told = error_of(capsys, "memory", "--model", f"{name}:missing", "--batch-size", "4")
+    assert f"{name}:missing: no function 'missing'" in told and "function(batch, device)" in told
+
+
+def test_recomputing_costs_a_forward(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--rate", "100gbit"]
+    kept, again = (json_of(capsys, *asked, "--activations", way) for way in ("keep", "recompute"))
+    assert again["samples_per_s"]["ddp"] == kept["samples_per_s"]["ddp"]
+    trace = specs.trace("resnet50")
+    share = (trace.forward_s + trace.backward_s) / (2 * trace.forward_s + trace.backward_s)
+    assert again["samples_per_s"]["lean"] == pytest.approx(kept["samples_per_s"]["lean"] * share, rel=0.1)
+    assert "lean's forward runs twice" in again["assumptions"]
+
+
+def test_a_trace_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = replace(small_trace(), meta={"batch": 2})
+    save(recorded, tmp_path / "trace.json")
+    document = json_of(capsys, *ASKED, "--rate", "10gbit", "--trace", str(tmp_path / "trace.json"))
+    network = links.network("ring:ranks=4,alpha=30us,rate=10gbit")
+    assert document["samples_per_s"]["ddp"] == pytest.approx(samples_per_s(recorded, network, "ddp", 4, 0.01))

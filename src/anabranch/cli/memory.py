@@ -3,17 +3,21 @@
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli import links, specs
+from anabranch.cli import links, specs, yours
 from anabranch.cli.output import JsonOption, print_json, show_tables
 from anabranch.cli.throughput import ASSUMPTIONS, samples_per_s
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from anabranch.memory.account import Footprint, Setting
-    from anabranch.memory.probe import Build
+    from anabranch.memory.probe import Build, Loss
     from anabranch.network import Network
 
 SIZE_NBYTES: Mapping[str, float] = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6}
@@ -35,9 +39,13 @@ class Activations(StrEnum):
 
     keep = "keep"
     offload = "offload"
+    recompute = "recompute"
 
 
-ModelOption = Annotated[str, typer.Option(help="A model of torchvision or transformers, such as resnet152 or gpt2.")]
+EXAMPLE = "module:function, where function(batch, device) returns a model and its loss as a function of the model"
+ModelOption = Annotated[
+    str, typer.Option(help="Of torchvision or transformers, such as resnet152 or gpt2; or your own, module:function.")
+]
 BatchOption = Annotated[int, typer.Option("--batch-size", min=1, help="Images or sequences per rank.")]
 RanksOption = Annotated[int | None, typer.Option(min=1, help="How many ranks; 4 unless a network says.")]
 DensityOption = Annotated[float, typer.Option(help="Which share of the gradients the sparse ways send.")]
@@ -46,6 +54,7 @@ ActivationsOption = Annotated[Activations, typer.Option(help="In which way lean 
 WithinOption = Annotated[str | None, typer.Option(metavar="SIZE", help="Find the largest batch in this: 16GiB.")]
 NetworkOption = Annotated[str | None, typer.Option(metavar="N", help="For throughput: a network, as in scale.")]
 RateOption = Annotated[str | None, typer.Option(help="Instead of a network: a ring of links of this rate, 10gbit.")]
+TraceOption = Annotated[str | None, typer.Option(metavar="T", help="For throughput: a trace, where none is bundled.")]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run a few steps of each way on this GPU.")]
 
 
@@ -59,6 +68,7 @@ def memory(
     within: WithinOption = None,
     network: NetworkOption = None,
     rate: RateOption = None,
+    trace: TraceOption = None,
     measure: MeasureOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -88,7 +98,8 @@ def memory(
         found["within_nbytes"], found["largest_batch"] = limit_nbytes, batches
         found["assumptions"].append(f"{FRAGMENTED:.0%} of the memory is lost between torch's blocks")
     if wire is not None:
-        found["samples_per_s"] = _speeds(model, wire, batches, density, found["assumptions"])
+        again = activations is Activations.recompute
+        found["samples_per_s"] = _speeds(trace or model, wire, batches, density, again, found["assumptions"])
     if as_json:
         print_json(found)
     else:
@@ -102,11 +113,13 @@ class Account:
         from anabranch.memory.probe import CONVOLUTION_WORKSPACE, probe
 
         factory = _factory(optimizer)
-        self._offload = activations is Activations.offload
+        self._activations = activations
 
         @cache
-        def profile(batch: int, offload: bool) -> Any:
-            return probe(_build(model, batch), factory, offload=offload)
+        def profile(batch: int, activations: Activations) -> Any:
+            build = _build(model, batch)
+            build = _recomputed(build) if activations is Activations.recompute else build
+            return probe(build, factory, offload=activations is Activations.offload)
 
         self._profile = profile
         self.assumptions = [
@@ -115,14 +128,14 @@ class Account:
             "what NCCL, the CUDA context and fragmentation take is not counted",
             "buckets of 25 MiB in the order of backward; naive sparse exchanges the whole model after backward",
         ]
-        if self._offload:
+        if activations is Activations.offload:
             self.assumptions.append("lean's activations are fetched one by one; prefetching keeps some more")
 
     def at(self, batch: int, setting: "Setting") -> "dict[str, Footprint]":
         """Every mode at one batch."""
         from anabranch.memory.account import MODES, predict
 
-        return {mode: predict(self._profile(batch, self._offloads(mode)), mode, setting) for mode in MODES}
+        return {mode: predict(self._profile(batch, self._way(mode)), mode, setting) for mode in MODES}
 
     def largest(self, mode: str, setting: "Setting", limit_nbytes: int) -> int:
         """The largest batch of a mode within the limit."""
@@ -130,18 +143,42 @@ class Account:
         from anabranch.memory.batch import largest_batch
 
         def nbytes(batch: int) -> int:
-            return predict(self._profile(batch, self._offloads(mode)), mode, setting).nbytes
+            return predict(self._profile(batch, self._way(mode)), mode, setting).nbytes
 
         return largest_batch(nbytes, int(limit_nbytes * (1 - FRAGMENTED)))
 
-    def _offloads(self, mode: str) -> bool:
-        return self._offload and mode.startswith("lean")
+    def _way(self, mode: str) -> Activations:
+        return self._activations if mode.startswith("lean") else Activations.keep
 
 
 def _build(model: str, batch: int) -> "Build":
+    if ":" in model:
+        function = yours.function(model, EXAMPLE)
+        return lambda device: _checked(model, function(batch, device))
     from anabranch.bench.memory import built
 
     return lambda device: built(model, device, batch)
+
+
+def _checked(what: str, made: Any) -> "tuple[nn.Module, Loss]":
+    from torch import nn
+
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        found = yours.kinds_of(made)
+        raise ValueError(f"{what}: returned ({found}), expected (model, loss): a torch module and a function of it")
+    return made
+
+
+def _recomputed(build: "Build") -> "Build":
+    """The same model, whose blocks are computed again in backward."""
+    from anabranch.memory.recompute import recompute
+
+    def rebuilt(device: "torch.device") -> "tuple[nn.Module, Loss]":
+        model, loss = build(device)
+        recompute(model)
+        return model, loss
+
+    return rebuilt
 
 
 def _factory(optimizer: Optimizer) -> Any:
@@ -166,15 +203,21 @@ def _measured(model: str, batch: int, optimizer: Optimizer, setting: "Setting") 
 
 
 def _speeds(
-    model: str, network: "Network", batches: Mapping[str, int], density: float, assumptions: list[str]
+    name: str, network: "Network", batches: Mapping[str, int], density: float, again: bool, assumptions: list[str]
 ) -> dict[str, float]:
-    """Samples per second of each mode at its batch; nothing for a model without a bundled trace."""
-    if model not in specs.bundled():
-        assumptions.append(f"no throughput: anabranch brings no trace of {model}")
+    """Samples per second of each mode at its batch; nothing for a model without a trace. ``again``: lean recomputes."""
+    if name not in specs.bundled() and not Path(name).is_file():
+        assumptions.append(f"no throughput: anabranch brings no trace of {name}; record one, and give it by --trace")
         return {}
-    trace = specs.trace(model)
+    trace = specs.trace(name)
     assumptions += ASSUMPTIONS
-    return {mode: samples_per_s(trace, network, mode, batch, density) for mode, batch in batches.items() if batch}
+    if again:
+        assumptions.append("lean's forward runs twice")
+    return {
+        mode: samples_per_s(trace, network, mode, batch, density, again and mode.startswith("lean"))
+        for mode, batch in batches.items()
+        if batch
+    }
 
 
 def within_nbytes(text: str | None) -> int | None:

@@ -1,15 +1,14 @@
 """anabranch record: the trace of your own model, or of a well-known one."""
 
-import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anabranch.checks import Scalar
+from anabranch.cli import yours
 from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, progress, show_tables
 from anabranch.files import save
 
@@ -82,23 +81,13 @@ def record(
 
 
 def _yours(what: str) -> "tuple[nn.Module, Callable[[], object]]":
-    """What the user's function returns, checked. Its module is looked for in the working directory too."""
+    """What the user's function returns, checked."""
     from torch import nn
 
-    module_name, _, function_name = what.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # for good: the function may import more of what lies there
-    try:
-        module = import_module(module_name)
-    except (ImportError, ValueError) as error:  # ValueError: an empty name
-        raise ValueError(f"{what}: cannot import {module_name!r} ({error}); expected {EXAMPLE}") from error
-    function: Any = getattr(module, function_name, None)
-    if not callable(function):
-        found = f"its {function_name!r} is of type {type(function).__name__}" if function is not None else "not there"
-        raise ValueError(f"{what}: no function {function_name!r} in {module.__file__} ({found}); expected {EXAMPLE}")
-    made = function()
+    made = yours.function(what, EXAMPLE)()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
-        raise ValueError(f"{what}: returned ({kinds}), expected (model, step): a torch module and a function")
+        found = yours.kinds_of(made)
+        raise ValueError(f"{what}: returned ({found}), expected (model, step): a torch module and a function")
     return made
 
 

@@ -1,5 +1,6 @@
 """What a batch size does to throughput on a network: a recorded trace at another batch, by mode."""
 
+from dataclasses import replace
 from functools import partial
 
 from anabranch.links import AlphaBeta
@@ -20,11 +21,18 @@ ASSUMPTIONS = (
 )
 
 
-def samples_per_s(trace: Trace, network: Network, mode: str, batch: int, density: float) -> float:
-    """Predicted samples per second of all ranks together; the trace's meta says for which batch it was recorded."""
+def samples_per_s(
+    trace: Trace, network: Network, mode: str, batch: int, density: float, recomputed: bool = False
+) -> float:
+    """Predicted samples per second of all ranks together; the trace's meta says for which batch it was recorded.
+
+    ``recomputed``: backward computes the forward once more, as it goes.
+    """
     from anabranch.memory.account import DDP, NAIVE
 
     here = trace.scaled(batch / recorded_batch(trace))
+    if recomputed:
+        here = replace(here.scaled(1 + here.forward_s / here.backward_s), forward_s=here.forward_s)
     alone_s = here.forward_s + here.backward_s
     if mode == DDP:
         step_s = here.forward_s + finish_s(here, by_bytes(here, network), network)
