@@ -112,10 +112,12 @@ def read_bytes(path: Path) -> bytes:
     return text
 
 
-def parse_json(text: bytes, where: str) -> Any:
+def parse_json(text: bytes, where: str, nan_as_none: bool = False) -> Any:
     """Whatever a JSON text says; FileError for NaN, for a field that is there twice, and for what is no JSON."""
 
     def refuse(constant: str) -> None:
+        if nan_as_none:
+            return
         raise ValueError(f"{constant} is not a JSON number")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

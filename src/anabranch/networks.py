@@ -47,14 +47,14 @@ def _nominal(gbit: float, alpha_us: float, shares: tuple[float, float, float], h
 
 
 def _nvlink(across: Preset, name: str) -> Preset:
-    """Nodes of eight GPUs on NVLink, one card to the network each."""
+    """Nodes of eight GPUs on NVLink, one card to the network each: nominal, since NVLink is, however known the card."""
     nvlink = _nominal(450 * 8, 3, (0.95, 0.8, 0.6), "NVLink 4, each way")
     low, middle, high = (
         TwoLevel(8, inside, outside)  # type: ignore[arg-type]  # both are rings
         for inside, outside in zip(nvlink[:3], across[:3], strict=True)
     )
     source = f"inside nodes of 8: {nvlink.source}; between nodes, one card each, as {name}: {across.source}"
-    return Preset(low, middle, high, across.origin, source, f"inside {nvlink.spread}; between nodes {across.spread}")
+    return Preset(low, middle, high, nvlink.origin, source, f"inside {nvlink.spread}; between nodes {across.spread}")
 
 
 _1GBE = Preset(
@@ -66,8 +66,8 @@ _10GBE = Preset(
     _ring(45.25, 1 / (9.43 * GIGABIT)), AlphaBeta.ring_like(8, 1.3687e-3, 1.6570e-9),
     AlphaBeta("ring", 2.465e-3 / 14, 1.2 / (9 * 2**30 / 8)), "published",
     "a = 1.3687 ms and b = 1.657 ns per byte, nccl-tests on 8 nodes, in the ASC-WFBP authors' scripts, read as a ring",
-    "from 45 µs a hop (the MG-WFBP simulation) and iperf's 9.43 Gbit/s to 176 µs (NCCL, 8 jobs) and 8.05 Gbit/s "
-    "(that simulation)",
+    "from 45 µs a hop (the MG-WFBP simulation) and iperf's 9.43 Gbit/s to 176 µs (NCCL in a job of 8 workers) and 8.05 "
+    "Gbit/s (that simulation)",
 )  # fmt: skip
 _25GBE = Preset(
     _ring(15, 3.780e-10), _ring(30, 4.046e-10), _ring(60, 4.457e-10), "measured",

@@ -109,6 +109,12 @@ class Scaling:
     def __post_init__(self) -> None:
         for name in ("networks", "strategies", "points", "assumptions", "answer"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for what, names in (
+            ("network", [n.name for n in self.networks]),
+            ("strategy", [s.name for s in self.strategies]),
+        ):
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise ValueError(f"a scaling has the {what} {twice!r} twice: expected a name of its own for each")
         expected = [(n.name, s.name, size) for n in self.networks for size in self.world_sizes for s in self.strategies]
         found = [(point.network, point.planner, point.world_size) for point in self.points]
         if not found or found != expected:

@@ -1,6 +1,6 @@
 """Timeline: what occupied which track from when to when, predicted or measured."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -79,10 +79,7 @@ class Timeline:
     def exposed_s(self) -> float:
         """Time during which a lane was busy and nothing was computed: communication that nothing hid."""
         lanes, compute = union(self.communication), union(self.compute)
-        both = sum(
-            max(0.0, min(end, c_end) - max(start, c_start)) for start, end in lanes for c_start, c_end in compute
-        )
-        return max(0.0, _measure(lanes) - both)
+        return max(0.0, _measure(lanes) - sum(_overlaps(lanes, compute)))
 
     @property
     def overlap(self) -> float:
@@ -115,6 +112,18 @@ def union(spans: Iterable[Span]) -> list[Interval]:
         else:
             merged.append((start, end))
     return merged
+
+
+def _overlaps(ones: Sequence[Interval], others: Sequence[Interval]) -> Iterator[float]:
+    """How much each of these shares with those, one behind the other; both are disjoint and in order."""
+    first = 0
+    for start, end in ones:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(others) and others[at][0] < end:
+            yield min(end, others[at][1]) - max(start, others[at][0])
+            at += 1
 
 
 def _measure(intervals: Iterable[Interval]) -> float:

@@ -121,6 +121,7 @@ def test_what_fits_decides_the_batch(
     assert batches["lean:0.01"] > 0  # of so small a model, its two slots take more than they save
     told = "; ".join(document["assumptions"])
     assert "largest batch per rank that fits in 100.0 MiB at 64 ranks" in told and "momentum" in told
+    assert f"batch per rank: dense {batches['optimal']:,}, oktopk:0.01 {batches['oktopk:0.01']:,}, lean" in told
     assert "whatever the strategy" in error_of(capsys, *argv[:-1], "1MiB")
     assert "--scaling strong" in error_of(capsys, *argv, "--scaling", "strong")
     assert "expected one of them" in error_of(capsys, *argv, "--batch", "4")

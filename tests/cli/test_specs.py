@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch import Trace, save
+from anabranch import Network, Trace, save
 from anabranch.cli import specs
 from anabranch.errors import FileError
 from anabranch.files import dumps
@@ -51,6 +51,24 @@ def test_without_bundled_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
     with pytest.raises(FileError, match="anabranch brings none"):
         specs.trace("nope")
+
+
+def test_networks_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    files = [str(tmp_path / folder / "network.json") for folder in ("a", "b")]
+    for file in files:
+        Path(file).parent.mkdir()
+        save(measured(), file)
+    assert [known.name for known in specs.network_ranges([files[0], "10gbe"], None)] == ["network.json", "10gbe"]
+    found = specs.network_ranges([*files, "10gbe", "10gbe:ranks=16", "25gbe", files[0]], None)
+    assert [known.name for known in found] == [*files, "10gbe", "10gbe:ranks=16", "25gbe"]
+
+
+def test_a_file_is_called_measured_only_where_it_is(tmp_path: Path) -> None:
+    sources = []
+    for network in (measured(), Network.ring(4, 1e-5, 1e-9), Network.linear(4, 1e-5, 1e-9)):
+        save(network, tmp_path / "net.json", force=True)
+        sources.append(specs.network_range(str(tmp_path / "net.json"), None).source)
+    assert sources == ["measured, in net.json", *["as described, in net.json"] * 2]
 
 
 def test_another_noun_than_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,10 @@ def test_a_folder_may_hold_other_things(tmp_path: Path) -> None:
 def test_a_folder_with_nothing_of_ours(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="without a file that is known"):
         read_runs([tmp_path])
+    folder = run_folder(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileError, match="empty: a folder without a file that is known"):
+        read_runs([folder / "plan.json", tmp_path / "empty"])
 
 
 def test_a_folder_with_very_many_files(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def test_where_sparse_wins() -> None:
 
 def test_where_nothing_is_needed() -> None:
     words = said(by_bytes=steps(1, 1, 1, 1), oktopk_at_01=steps(1, 1, 1, 1))
-    assert "Sparse gains nothing" in words and "Nothing needs help at every size from 4 to 256 ranks" in words
+    assert "Sparse gains less than 2% over the best dense plan at any size." in words
+    assert "Nothing needs help at every size from 4 to 256 ranks" in words
 
 
 def test_a_gain_that_the_band_may_take_away_is_doubtful() -> None:
@@ -49,6 +50,14 @@ def test_a_gain_that_the_band_may_take_away_is_doubtful() -> None:
     words = answer(replace(scaling, points=tuple(points)))[0]
     assert "Whether it does at every size from 4 to 256 ranks depends on where in its band the network is." in words
     assert "within the band" in words
+
+
+def test_where_nothing_dense_fits_nothing_is_said_of_it() -> None:
+    """As with --within, where only Ok-Topk and Lean have room: they are held against each other."""
+    words = said(oktopk_at_01=steps(2, 2, 2, 2), lean_at_01=steps(1, 1, 1, 1))
+    assert "Another strategy helps at every size from 4 to 256 ranks" in words
+    assert "lean:01 is 2.00× as fast as oktopk:01." in words and "At 256 ranks lean:01 is best" in words
+    assert "ense" not in words and "Sparse" not in words
 
 
 def test_without_ddp_the_first_is_the_measure() -> None:

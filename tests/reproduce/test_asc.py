@@ -2,6 +2,7 @@
 
 import pytest
 
+from anabranch import Network
 from anabranch.reproduce import asc
 from anabranch.reproduce.table import AGREES, Figure, Section
 
@@ -73,6 +74,16 @@ def test_better_constants_never_slow_the_one_lane_rule(published: Section, alike
 def test_the_cap_is_a_full_link() -> None:
     assert asc.contended().contention.slowdown(2) == 1.5
     assert asc.capped().contention.slowdown(2) == 2.0
+    assert asc.capped(2 * 7 / 8).contention.slowdown(2) == pytest.approx(2 / 1.116, rel=1e-3)  # 8 nodes leave a little
+
+
+def test_a_full_link_is_one_on_which_the_law_does_not_apply(alike: Section) -> None:
+    """With the authors' bound as the cap, η = 0.5 and η = 1 are the same, as the section says."""
+    full = Network.linear(asc.RANKS, asc.START_S, asc.S_PER_BYTE, eta=1.0)
+    for case in asc.CASES:
+        steps = asc.step_s(case.trace, asc.PUBLISHED, full, full)
+        assert [ours(alike, case.model, way) for way in steps] == pytest.approx(list(steps.values()))
+    assert "η = 0.5 does not apply" in alike.how
 
 
 def test_not_everything_agrees_and_words_say_so(published: Section) -> None:

@@ -8,7 +8,9 @@ import torch
 from anabranch.errors import FileError
 from anabranch.links import AlphaBeta
 from anabranch.reproduce import oktopk, reports
+from anabranch.reproduce.oktopk_counts import DENSITY
 from anabranch.reproduce.table import AGREES, Section
+from anabranch.sparse.pricing import phases
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,17 @@ def test_the_published_range_and_ours_overlap(throughput: Section) -> None:
     assert list(most) == ["10 Gbit/s", "25 Gbit/s", "100 Gbit/s"]
     values = [value for value in most.values() if value]
     assert values == sorted(values, reverse=True) and values[1] > oktopk.MOST > values[2] > oktopk.LEAST
+
+
+def test_where_latencies_weigh_more_than_words(throughput: Section) -> None:
+    """As the notes say: of Ok-Topk's messages at 256 workers, from 25 Gbit/s on and not at 10."""
+    numel = oktopk.BERT.numel or 0
+    exchange = phases(numel, oktopk.WORKERS, DENSITY).values()
+    for gbit in oktopk.GBITS:
+        words_s = sum(phase.words for phase in exchange) * oktopk.WORD_NBYTES * 8e-9 / gbit
+        latencies_s = sum(phase.messages for phase in exchange) * oktopk.ALPHA_S
+        assert (latencies_s > words_s) == (gbit >= 25)
+    assert any(note.startswith("from 25 Gbit/s on") for note in throughput.notes)
 
 
 def test_a_committed_report_is_read_and_not_needed(tmp_path: Path) -> None:

@@ -41,19 +41,27 @@ def test_every_figure_of_a_document_says_how_it_came_about() -> None:
 
 
 def typed_in(tree: ast.AST) -> list[int]:
-    """Lines in which a figure of ours is a number in the source: the fifth argument of Figure and of compare."""
+    """Lines in which a figure of ours is a number in the source: the fifth argument of Figure and of compare.
+
+    A float anywhere in it, or a number and nothing that was computed.
+    """
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("Figure", "compare"):
             given = [*node.args[4:5], *(keyword.value for keyword in node.keywords if keyword.arg == "ours")]
-            numbers = [part for value in given for part in ast.walk(value) if isinstance(part, ast.Constant)]
-            found += [node.lineno for part in numbers if isinstance(part.value, float)]
+            parts = [part for value in given for part in ast.walk(value)]
+            values = [part.value for part in parts if isinstance(part, ast.Constant) and part.value is not None]
+            bare = values and not any(isinstance(part, ast.Name) for part in parts)
+            if bare or any(isinstance(value, float) for value in values):
+                found.append(node.lineno)
     return found
 
 
 def test_the_checker_sees_a_figure_that_is_typed_in() -> None:
     assert typed_in(ast.parse("Figure('', '', '', 1.0, 2.5, '')")) == [1]
     assert typed_in(ast.parse("words.compare('', '', '', 1.0, ours=-2.5)")) == [1]
+    assert typed_in(ast.parse("words.compare('', '', '', 1.0, 7)\nFigure('', '', '', 1.0, 2 * 3, '')")) == [1, 2]
+    assert typed_in(ast.parse("Figure('', '', '', 1.0, 100 * saved, '')")) == []
     assert typed_in(ast.parse("Figure('', '', '', 1.0, None, '')\nwords.compare('', '', '', 1.0, ours['x'])")) == []
 
 

@@ -43,21 +43,25 @@ def _parts(section: "Section") -> list[Any]:
     from anabranch.reproduce.table import WITHIN
 
     words = ["", "figure", "word"]
-    table = columns(section.title, "", "figure", "published", "ours", "ratio", "word", left=words)
+    table = columns(section.title, "", "figure", section.against, "ours", "ratio", "word", left=words)
     case = ""
     for figure in section.figures:
         shown, case = ("" if figure.case == case else figure.case), figure.case
         cells = [shown, figure.what, _value(figure, figure.published), _value(figure, figure.ours)]
         ratio = "-" if figure.ratio is None else f"{figure.ratio:.2f}"
         table.add_row(*map(Text, [*cells, ratio, figure.word]))
-    about = [f"Published: {section.source}.", f"Ours: {section.how}.", *(f"* {note}." for note in section.notes)]
+    about = [
+        f"{section.against.capitalize()}: {section.source}.",
+        f"Ours: {section.how}.",
+        *(f"* {note}." for note in section.notes),
+    ]
     if any(figure.ratio is not None for figure in section.figures):
-        about.append(f"Ratio: ours over published; figures agree within {WITHIN:.0%}.")
+        about.append(f"Ratio: ours over {section.against}; figures agree within {WITHIN:.0%}.")
     return [table, Text("\n".join(about))]
 
 
 def _value(figure: "Figure", value: float | None) -> str:
     if value is None:
         return "-"
-    digits = 1 if abs(value) >= 100 or figure.unit == "%" else 3
+    digits = 1 if abs(value) >= 100 else 2 if figure.unit == "%" else 3
     return f"{value:.{digits}f}" + (figure.unit if figure.unit in ("×", "%") else "")

@@ -16,12 +16,12 @@ from anabranch.files import write_bytes
 from anabranch.networks import PRESETS
 from anabranch.scaling import Scaling
 from anabranch.sim import Compute
+from anabranch.sim.ranks import MAX_JITTER
 
 if TYPE_CHECKING:
     from anabranch.report.plot import Format
 
 STRAGGLER_FACTOR = 2.0
-MAX_JITTER = 3.0  # work that varies by more than e³ is no longer the same work
 NETWORKS = ("10gbe", "nvlink+100gbe")
 COMPRESS = ("oktopk:0.01",)
 NO_COMPRESSION = "none"
@@ -103,7 +103,7 @@ def scale(
     slow = STRAGGLER_FACTOR if straggler_factor is None else straggler_factor
     compute = Compute(fixed_share, jitter, stragglers, slow, seed)
     gradients = specs.trace(trace)
-    ranges = [specs.network_range(text, spread) for text in dict.fromkeys(network or NETWORKS)]
+    ranges = specs.network_ranges(network or NETWORKS, spread)
     ways = list(dict.fromkeys(compress or (COMPRESS if within is None else (*COMPRESS, f"{LEAN}:0.01"))))
     ways = [] if ways == [NO_COMPRESSION] else ways
     swept = Sweep(gradients, _sizes(world_sizes), _names(planners), ways, scaling.value, compute)

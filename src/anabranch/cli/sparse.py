@@ -50,8 +50,8 @@ def sparse_rows(texts: Sequence[str], trace: Trace, network: Network) -> SparseR
 
 
 def density_of(text: str) -> float:
-    """The least density of a way, which is what its messages need room for; 1 for what is no such way."""
-    return _densities(text)[0] if text.partition(":")[0] in ("oktopk", LEAN) else 1.0
+    """The greatest density that a way may choose, for which its messages need room; 1 for what is no such way."""
+    return max(_densities(text)) if text.partition(":")[0] in ("oktopk", LEAN) else 1.0
 
 
 def _densities(text: str) -> list[float]:

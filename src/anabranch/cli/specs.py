@@ -1,6 +1,9 @@
 """What --trace, --network and FILE mean: a path, a bundled trace, or a network by name or in a line."""
 
 import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -57,6 +60,13 @@ def network(text: str) -> Network:
     return noun
 
 
+def network_ranges(texts: Iterable[str], spread: float | None) -> list[NetworkRange]:
+    """One for each text by its short name, or as it was given where two would share it: a/net.json and b/net.json."""
+    found = {text: network_range(text, spread) for text in texts}
+    shared = Counter(known.name for known in found.values())
+    return [replace(known, name=text) if shared[known.name] > 1 else known for text, known in found.items()]
+
+
 def network_range(text: str, spread: float | None) -> NetworkRange:
     """The network of ``network`` with its band; one known by name needs no number of ranks, and has its own band."""
     name, _, rest = text.partition(":")
@@ -64,8 +74,12 @@ def network_range(text: str, spread: float | None) -> NetworkRange:
         if spread is not None:
             raise ValueError(f"--spread is {spread:g}, but {name} brings its own: leave it out, or describe the links")
         return NetworkRange.preset(name, links.ranks_of(name, rest) if rest else LEAST_RANKS)
-    source = "as described" if links.is_spec(text) else f"measured, in {Path(text).name}"
-    return NetworkRange.given(text if links.is_spec(text) else Path(text).name, network(text), source, spread)
+    found = network(text)
+    if links.is_spec(text):
+        return NetworkRange.given(text, found, "as described", spread)
+    name = Path(text).name
+    measured = found.model is None and len(found.curve("dense").points) > 1
+    return NetworkRange.given(name, found, f"{'measured' if measured else 'as described'}, in {name}", spread)
 
 
 def plan(path: Path) -> Plan:

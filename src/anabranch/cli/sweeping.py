@@ -6,7 +6,7 @@ from dataclasses import asdict
 from anabranch.cli import lineup
 from anabranch.cli.output import progress
 from anabranch.cli.sparse import LEAN, SparseRows, sparse_rows
-from anabranch.links import AlphaBeta
+from anabranch.links import AlphaBeta, TwoLevel
 from anabranch.networks import NetworkRange
 from anabranch.scaling import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
 from anabranch.sim import Compute, sweep
@@ -67,6 +67,8 @@ class Sweep:
         if left_out := [name for name in self._kinds if name not in self._batches]:
             self._words.append(f"left out, since not even one sample fits: {', '.join(left_out)}")
         self._kinds = {name: kind for name, kind in self._kinds.items() if name in self._batches}
+        shown = {"dense" if self._kinds[name] == "dense" else name: batch for name, batch in self._batches.items()}
+        self._words.append(f"batch per rank: {', '.join(f'{name} {batch:,}' for name, batch in shown.items())}")
 
     def run(self, ranges: Sequence[NetworkRange]) -> Scaling:
         """Every strategy at every size on every network."""
@@ -106,6 +108,7 @@ class Sweep:
                 else ""
             )
             said.append(f"computing takes time in proportion to the batch{fixed}")
+        said += self._less_than_a_sample()
         if compute.jitter:
             said.append(f"jitter of {compute.jitter:g}: a gradient is ready when the last rank is expected to have it")
         if compute.stragglers:
@@ -118,19 +121,31 @@ class Sweep:
             )
         return [*said, *self._words]
 
+    def _less_than_a_sample(self) -> list[str]:
+        """From where on a batch that all ranks share cannot be shared any more."""
+        least = min(self._batches.values(), default=0)
+        beyond = [size for size in self._sizes if size > least]
+        if self._basis == "weak" or not least or not beyond:
+            return []
+        return [f"a batch of {least:,} has no sample for every rank from {beyond[0]:,} ranks on: only on paper"]
+
 
 def _of_networks(ranges: Sequence[NetworkRange], sizes: Sequence[int]) -> list[str]:
     said = []
     if any(known.middle.contention.slowdown(2) >= 2 for known in ranges):
         said.append("one message fills a link, so that lanes gain their start-ups only")
-    fitted = [known.name for known in ranges if known.middle.model is None]
-    if fitted and any(size != known.middle.world_size for known in ranges for size in sizes):
-        notes = {known.middle.at(sizes[-1]).meta.get("assumption") for known in ranges if known.name in fitted}
-        said += [f"network extrapolated by {note}" for note in sorted(map(str, notes - {None}))]
-    ring = any(isinstance(known.middle.model, AlphaBeta) and known.middle.model.algorithm == "ring" for known in ranges)
-    if sizes[-1] >= MANY_RANKS and (ring or fitted):
+    fitted = [known for known in ranges if known.middle.model is None]
+    for known in fitted:
+        if elsewhere := [size for size in sizes if size != known.middle.world_size]:
+            said.append(f"{known.name} extrapolated by {known.middle.at(elsewhere[-1]).meta['assumption']}")
+    if sizes[-1] >= MANY_RANKS and (fitted or any(_is_ring(known.middle.model) for known in ranges)):
         said.append(
             f"all-reduces are rings at any size; from about {MANY_RANKS} ranks on NCCL may choose trees, whose latency "
             "grows with log P instead of P (describe them as halving_doubling:...)"
         )
     return said
+
+
+def _is_ring(model: AlphaBeta | TwoLevel | None) -> bool:
+    links = model.across if isinstance(model, TwoLevel) else model
+    return links is not None and links.algorithm == "ring"

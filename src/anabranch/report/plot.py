@@ -113,7 +113,7 @@ def _panel(axes: "Axes", curves: Lines, title: str, unit: str, logarithmic: bool
         unit += ", logarithmic"
     else:
         axes.set_ylim(bottom=0)
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
     axes.set_xlabel("ranks (logarithmic)")
     axes.set_ylabel(unit)
     axes.grid(True, alpha=0.25)

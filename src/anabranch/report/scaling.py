@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.report.cells import Scale, factor, label, percent, plain, time_scale
-from anabranch.report.scaling_answer import DDP, Gain, Row, rows
+from anabranch.report.scaling_answer import DDP, Gain, Row, has_dense, rows
 from anabranch.report.tables import columns
 from anabranch.scaling import Curves, NetworkUsed, ScalePoint, Scaling
 
@@ -32,7 +32,8 @@ def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> Table:
     # In the unit of the best: what differs little between good strategies must not drown in what a bad one takes.
     scale = time_scale(row.best.iteration_s for row in found)
     base = "DDP" if found[0].ddp.planner == DDP else plain(found[0].ddp.planner)
-    headers = ["ranks", f"{base}\n{scale.unit}", f"best dense\n{scale.unit}", f"over\n{base}"]
+    best = "best dense" if has_dense(scaling) else "best"
+    headers = ["ranks", f"{base}\n{scale.unit}", f"{best}\n{scale.unit}", f"over\n{base}"]
     if found[0].sparse is not None:
         headers += [f"best sparse\n{scale.unit}", "over\ndense"]
     table = columns(plain(network.name), *headers, "effi-\nciency")

@@ -31,7 +31,10 @@ class Gain(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The best of each kind at one world size; ``sparse`` is None where no strategy sends fewer values."""
+    """The best of each kind at one world size; ``sparse`` is None where all strategies are of one kind.
+
+    ``ddp`` is the first strategy where DDP's is not among them, and ``dense`` the best of all where none is dense.
+    """
 
     world_size: int
     ddp: ScalePoint
@@ -49,6 +52,8 @@ def rows(scaling: Scaling, curves: Curves) -> list[Row]:
     """Who is best at each world size; among equals the fewest lanes, then buckets, then the first."""
     dense = [s.name for s in scaling.strategies if s.kind == "dense"]
     sparse = [s.name for s in scaling.strategies if s.kind != "dense"]
+    if not dense:  # as where only Lean fits: they are held against each other
+        dense, sparse = sparse, []
     first = DDP if DDP in curves else next(iter(curves))
 
     def best(names: Sequence[str], size: int) -> ScalePoint | None:
@@ -70,7 +75,8 @@ def answer(scaling: Scaling) -> list[str]:
 def _sentences(scaling: Scaling, network: NetworkUsed) -> list[str]:
     table = rows(scaling, scaling.on(network.name))
     base = "DDP's buckets" if table[0].ddp.planner == DDP else plain(table[0].ddp.planner)
-    said = [_dense(table, base)]
+    what = "Dense scheduling" if has_dense(scaling) else "Another strategy"
+    said = [_dense(table, base, what)]
     if table[0].sparse is not None:
         said.append(_sparse(table))
     said += _nothing(table, base)
@@ -84,27 +90,30 @@ def _sentences(scaling: Scaling, network: NetworkUsed) -> list[str]:
     return said
 
 
-def _dense(table: Sequence[Row], base: str) -> str:
+def has_dense(scaling: Scaling) -> bool:
+    """Whether any strategy sends all values."""
+    return any(strategy.kind == "dense" for strategy in scaling.strategies)
+
+
+def _dense(table: Sequence[Row], base: str, what: str) -> str:
     gains = {row: Gain.over(row.dense, row.ddp) for row in table}
     helped = [row for row, gain in gains.items() if gain.middle >= WORTH_IT]
     if not helped:
-        return f"Dense scheduling gains less than {WORTH_IT - 1:.0%} over {base} at any size."
+        return f"{what} gains less than {WORTH_IT - 1:.0%} over {base} at any size."
     top = max(helped, key=lambda row: gains[row].middle)
     unsure = [row for row in helped if gains[row].low < WORTH_IT]
     said = (
-        f"Dense scheduling helps {_where(helped, table)}, most at {top.world_size:,}: "
+        f"{what} helps {_where(helped, table)}, most at {top.world_size:,}: "
         f"{plain(top.dense.planner)} is {gains[top]} as fast as {base}."
     )
-    return said + (
-        f" Whether it does {_where(unsure, table)} depends on where in its band the network is." if unsure else ""
-    )
+    return said + _doubt(unsure, table)
 
 
 def _sparse(table: Sequence[Row]) -> str:
     gains = {row: Gain.over(row.sparse, row.dense) for row in table if row.sparse}
     won = [row for row, gain in gains.items() if gain.middle >= WORTH_IT]
     if not won:
-        return "Sparse gains nothing over the best dense plan."
+        return f"Sparse gains less than {WORTH_IT - 1:.0%} over the best dense plan at any size."
     top = max(won, key=lambda row: gains[row].middle)
     assert top.sparse is not None
     said = (
@@ -112,9 +121,11 @@ def _sparse(table: Sequence[Row]) -> str:
         "fast as the best dense plan."
     )
     unsure = [row for row in won if gains[row].low < WORTH_IT]
-    return said + (
-        f" Whether it does {_where(unsure, table)} depends on where in its band the network is." if unsure else ""
-    )
+    return said + _doubt(unsure, table)
+
+
+def _doubt(unsure: Sequence[Row], table: Sequence[Row]) -> str:
+    return f" Whether it does {_where(unsure, table)} depends on where in its band the network is." if unsure else ""
 
 
 def _nothing(table: Sequence[Row], base: str) -> list[str]:

@@ -136,4 +136,5 @@ def simulation(trace: Trace, origin: str) -> Section:
             "merges everything, and WFBP on many GPUs from the number of layers. The optimum, and the rule on "
             "few, do not",
         ),
+        against="rerun",
     )

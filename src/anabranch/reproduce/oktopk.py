@@ -110,7 +110,8 @@ def throughput() -> Section:
             "Piz Daint's α, β and the P100's computing time were not to be read, so only the order of magnitude "
             "compares; TopkDSA is taken at its upper end",
             "from 25 Gbit/s on, the 2(P−1) latencies of Ok-Topk weigh more than its words",
-            "buckets, exact plan: what this project runs, sparse buckets under backward, over the exact dense plan",
+            "buckets, exact plan: what this project runs, sparse buckets under backward, over the exact dense plan, "
+            "whose messages are rings of 2(P−1) latencies",
         ),
     )
 

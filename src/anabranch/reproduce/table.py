@@ -47,13 +47,17 @@ class Words(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One table: what it shows, where the published figures stand, how ours came about, and what there is to say."""
+    """One table: what it shows, where the published figures stand, how ours came about, and what there is to say.
+
+    ``against`` heads the column of what ours are compared with, where nobody has published it.
+    """
 
     title: str
     source: str
     how: str
     figures: tuple[Figure, ...]
     notes: tuple[str, ...] = ()
+    against: str = "published"
 
 
 @dataclass(frozen=True, slots=True)

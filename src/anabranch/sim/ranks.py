@@ -13,7 +13,7 @@ import numpy.typing as npt
 from anabranch.checks import check_positive
 from anabranch.trace import Trace
 
-MAX_JITTER = 3.0  # ranks that differ twentyfold; beyond, nothing is being modelled any more
+MAX_JITTER = 3.0  # one piece of work in six then takes twenty times as long or more: beyond, nothing is modelled
 WORLDS = 64  # of one size, over which the last rank is averaged, where the pool has so many
 LEAST_RANKS = 512  # in the pool, so that small worlds are not one roll of the dice
 CHUNK_NUMBERS = 1 << 20  # drawn at once: 65,536 ranks of 10,000 tensors must not need gigabytes

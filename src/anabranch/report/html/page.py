@@ -9,6 +9,7 @@ from importlib import resources
 from itertools import groupby
 from string import Template
 
+from anabranch.report.cells import count
 from anabranch.report.html.chart import Chart
 from anabranch.report.html.elements import Answer, Table, Text, answer_html, table_html, text_html, tile_html
 from anabranch.report.html.sections import Part, Predicted, Section, sections
@@ -34,7 +35,9 @@ def report_page(title: str, runs: Runs, predicted: Sequence[Predicted]) -> str:
         title=shown(title),
         policy=_policy(script, library),
         style=_asset("style.css"),
-        subtitle=shown(f"{len(runs.files)} files, read on {datetime.now(UTC):%d %B %Y} by anabranch {__version__}"),
+        subtitle=shown(
+            f"{count(len(runs.files), 'file')}, read on {datetime.now(UTC):%d %B %Y} by anabranch {__version__}"
+        ),
         contents="".join(f'<li><a href="#{section.key}">{shown(section.title)}</a></li>' for section in parts),
         tiles=f"<dl class=tiles>{''.join(tile_html(tile) for tile in tiles)}</dl>" if tiles else "",
         sections="".join(_section(section) for section in parts),

@@ -1,8 +1,8 @@
 """Steps drawn as bars over time: computing, gradients and their buckets, messages on their lanes, what is exposed."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from anabranch.report.cells import Scale, count, seconds, size, time_scale
@@ -97,11 +97,13 @@ def _draw(drawing: _Drawing, view: View, gradients: bool) -> None:
     if gradients and view.trace is not None:
         _draw_gradients(drawing, view)
     computing = union(view.timeline.compute)
-    for track in sorted({span.track for span in view.timeline.communication}, key=_natural):
+    tracks: dict[str, list[Span]] = {}
+    for span in view.timeline.communication:
+        tracks.setdefault(span.track, []).append(span)
+    for track in sorted(tracks, key=_natural):
         row = drawing.row(track)
-        for span in view.timeline.communication:
-            if span.track == track:
-                _draw_message(drawing, view, span, row, computing)
+        for span in tracks[track]:
+            _draw_message(drawing, view, span, row, computing)
     drawing.ends.append((max(end for _, end in computing), top - 0.5, drawing.depth - 0.5))
 
 
@@ -163,19 +165,21 @@ def _computing(timeline: Timeline) -> Iterable[tuple[str, Interval]]:
 
 
 def _parts(whole: Interval, hiding: Sequence[Interval]) -> list[tuple[str, Interval]]:
-    """A message cut where what hides it begins and ends."""
+    """A message cut where what hides it begins and ends; ``hiding`` is disjoint and in order."""
     start, end = whole
-    edges = sorted({start, end, *(edge for pair in hiding for edge in pair if start < edge < end)})
-    if len(edges) == 1:
+    if start == end:
         return [("hidden", whole)]
     parts: list[tuple[str, Interval]] = []
-    for low, high in pairwise(edges):
-        kind = "hidden" if any(a <= low and high <= b for a, b in hiding) else "exposed"
-        if parts and parts[-1][0] == kind:
-            parts[-1] = (kind, (parts[-1][1][0], high))
-        else:
-            parts.append((kind, (low, high)))
-    return parts
+    at = bisect_right(hiding, start, key=lambda pair: pair[1])
+    while at < len(hiding) and hiding[at][0] < end:
+        low, high = max(start, hiding[at][0]), min(end, hiding[at][1])
+        if high > low:
+            if low > start:
+                parts.append(("exposed", (start, low)))
+            parts.append(("hidden", (low, high)))
+            start = high
+        at += 1
+    return [*parts, ("exposed", (start, end))] if start < end else parts
 
 
 def _natural(track: str) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from anabranch.report.runs.window import RankStep
 from anabranch.timeline import COMPUTE, Span, Timeline
 from anabranch.trace import TensorSpec, Trace
 
-NUMBER = re.compile(r"bucket (\d+)\b")
+NUMBER = re.compile(r"bucket (\d{1,9})\b", re.ASCII)
 MOST_RANKS = 4  # of a window: more rows than that are for Perfetto
 
 

@@ -17,7 +17,8 @@ Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 Instant = Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS)]
 Count = Annotated[int, Field(ge=0, le=MAX_NBYTES)]
 Positive = Annotated[int, Field(ge=1, le=MAX_NBYTES)]
-Number = Annotated[float, Field(ge=-1e30, le=1e30)]
+MOST_DRAWN = 1e30
+Number = Annotated[float, Field(ge=-MOST_DRAWN, le=MOST_DRAWN)]
 Name = Annotated[str, Field(min_length=1)]
 
 

@@ -1,6 +1,7 @@
 """Files and folders to what they hold, whatever wrote them."""
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ EXPECTED = (
     f"{', '.join(COMMANDS)} prints, lines of ab.JsonLines, or a trace of model.trace_steps"
 )
 ENDINGS = (".json", ".jsonl")
+FIRST_FIELD = b'{"step"'  # of a line of ab.JsonLines, even of one that broke off
 MAX_FILES = 200  # of a folder: a page of more would help nobody
 
 Content = Trace | Network | Plan | Timeline | Scaling | Document | list[RankStep] | list[Training]
@@ -90,15 +92,16 @@ def read_runs(paths: Iterable[Path]) -> Runs:
     """
     runs = Runs()
     for path in paths:
-        if not path.is_dir():
+        if not os.path.isdir(path):  # noqa: PTH112 (unlike Path.is_dir, answers for a name too long to be one)
             runs.add(path.name, recognised(read_bytes(path), str(path)))
             continue
+        before = len(runs.files)
         for inner in _inside(path):
             try:
                 runs.add(inner.name, recognised(read_bytes(inner), str(inner)))
             except _UnknownError as error:
                 runs.left_out.append(str(error))
-        if not runs.files:
+        if len(runs.files) == before:
             raise FileError(f"{path}: a folder without a file that is known; expected {EXPECTED}, ending in .json[l]")
     return runs
 
@@ -108,7 +111,7 @@ def recognised(text: bytes, where: str) -> Content:
     if not text.strip():
         raise FileError(f"{where}: is empty; the command that was to write it may have failed: run it again")
     first = text.lstrip()[: 1 << 20].split(b"\n", 1)[0]
-    if _is_line(first):
+    if _is_line(first) or first.startswith(FIRST_FIELD):
         return trainings(text, where, Path(where).name)
     try:
         document = parse_json(text, where)
@@ -117,7 +120,7 @@ def recognised(text: bytes, where: str) -> Content:
     if not isinstance(document, dict):
         raise _UnknownError(f"{where}: holds a JSON {type(document).__name__}; expected {EXPECTED}")
     if "format" in document:
-        if document["format"] not in KINDS:
+        if not isinstance(document["format"], str) or document["format"] not in KINDS:
             raise _UnknownError(f"{where}: 'format' is {brief(document['format'])}; expected {EXPECTED}")
         return loads(text, where)
     if isinstance(document.get("traceEvents"), list):
@@ -132,7 +135,7 @@ class _UnknownError(FileError):
 def _is_line(first: bytes) -> bool:
     """Whether a file begins with a whole object that counts a step."""
     try:
-        value = parse_json(first, "")
+        value = parse_json(first, "", nan_as_none=True)
     except FileError:
         return False
     return isinstance(value, dict) and "step" in value and "command" not in value

@@ -14,6 +14,8 @@ from anabranch.timeline import COMPUTE, Span, Timeline
 LANE = re.compile(r"lane \d+")
 EXPOSED = "exposed communication"
 LATEST_US = 1e15  # thirty years
+MAX_STEP = 1 << 53
+Number = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
 class _Slice(BaseModel):
@@ -22,8 +24,8 @@ class _Slice(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
     ph: Literal["X", "M"]
-    pid: int
-    tid: int
+    pid: Number
+    tid: Number
     name: str
     ts: Annotated[float, Field(ge=0, le=LATEST_US)] = 0.0
     dur: Annotated[float, Field(ge=0, le=LATEST_US)] = 0.0
@@ -46,7 +48,7 @@ def rank_steps(document: Mapping[str, Any], where: str) -> list[RankStep]:
     tracks = {(e.pid, e.tid): str(e.args.get("name", "")) for e in events if e.ph == "M" and e.name == "thread_name"}
     by_step: dict[int, list[_Slice]] = {}
     for event in events:
-        if event.ph == "X" and isinstance(event.args.get("step"), int):
+        if event.ph == "X" and isinstance(event.args.get("step"), int) and 0 <= event.args["step"] <= MAX_STEP:
             by_step.setdefault(event.args["step"], []).append(event)
     lengths = {step: _length_us(slices) for step, slices in by_step.items()}
     if not lengths or not any(lengths.values()):
@@ -54,9 +56,14 @@ def rank_steps(document: Mapping[str, Any], where: str) -> list[RankStep]:
     middle = median_low(lengths.values())
     step = next(step for step, length in lengths.items() if length == middle)
     zero_us = min((e.ts for e in by_step[step] if e.pid == 0 and e.name == "backward"), default=by_step[step][0].ts)
-    ranks = sorted({event.pid for event in by_step[step]})
-    found = [_rank_step(step, rank, by_step[step], tracks, zero_us) for rank in ranks]
-    return [one for one in found if one is not None]
+    own: dict[int, list[_Slice]] = {}
+    for event in by_step[step]:
+        own.setdefault(event.pid, []).append(event)
+    told = [_rank_step(step, rank, slices, tracks, zero_us) for rank, slices in sorted(own.items())]
+    found = [one for one in told if one is not None]
+    if not found:
+        raise FileError(f"{where}: step {step:,} has nothing on a track named {COMPUTE!r}; write it again")
+    return found
 
 
 def _wanted(raw: object) -> bool:
@@ -81,11 +88,10 @@ def _length_us(slices: list[_Slice]) -> float:
 
 
 def _rank_step(
-    step: int, rank: int, slices: list[_Slice], tracks: Mapping[tuple[int, int], str], zero_us: float
+    step: int, rank: int, own: list[_Slice], tracks: Mapping[tuple[int, int], str], zero_us: float
 ) -> RankStep | None:
     spans: list[Span] = []
     tensors: dict[str, tuple[str, ...]] = {}
-    own = [event for event in slices if event.pid == rank]
     has_buckets = any(LANE.fullmatch(tracks.get((rank, event.tid), "")) for event in own)
     for event in own:
         track = tracks.get((rank, event.tid), COMPUTE)
