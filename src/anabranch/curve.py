@@ -138,9 +138,14 @@ class Curve:
         return [p.nbytes for p in self.points if 0 < p.nbytes < nbytes] + [max(nbytes, 1)]
 
     def shifted(self, spreads: float) -> Self:
-        """The curve with ``spreads`` times each point's spread added: how bad, or good, it may be."""
+        """The curve with ``spreads`` times each point's spread added: how bad, or good, it may be.
+
+        Beyond the last point nothing was measured: there it is as much steeper, or flatter, as that point is dearer.
+        """
         moved = [replace(p, seconds=max(0.0, p.seconds + spreads * p.spread_s)) for p in self.points]
-        return replace(self, points=_never_falling(moved))
+        last, after = self.points[-1].seconds, moved[-1].seconds
+        tail = self.tail_s_per_byte * (after / last if last else 1.0)
+        return replace(self, points=_never_falling(moved), tail_s_per_byte=tail)
 
 
 def _never_falling(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:

@@ -71,6 +71,9 @@ def write_text(text: str, path: str | os.PathLike[str], force: bool = False) -> 
 def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = False) -> None:
     """Write any output file under the same promises as ``save``."""
     path = Path(path)
+    if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 (these answer for any name)
+        kind = "a folder" if os.path.isdir(path) else "a device or pipe, which a file would take the place of"  # noqa: PTH112
+        raise _refused(str(path), f"is {kind}; choose the name of a file")
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:

@@ -1,5 +1,6 @@
 """Scaling: what a sweep over world sizes found on each network with each strategy, with its bands."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -113,15 +114,19 @@ class Scaling:
             ("network", [n.name for n in self.networks]),
             ("strategy", [s.name for s in self.strategies]),
         ):
-            if twice := next((name for name in names if names.count(name) > 1), None):
+            if twice := next((name for name, times in Counter(names).items() if times > 1), None):
                 raise ValueError(f"a scaling has the {what} {twice!r} twice: expected a name of its own for each")
-        expected = [(n.name, s.name, size) for n in self.networks for size in self.world_sizes for s in self.strategies]
-        found = [(point.network, point.planner, point.world_size) for point in self.points]
-        if not found or found != expected:
-            missing = next((where for where in expected if where not in found), None)
+        sizes = self.world_sizes
+        places = len(self.networks) * len(sizes) * len(self.strategies)
+        # One by one: a small file may name more places than there is memory for.
+        expected = ((n.name, s.name, size) for n in self.networks for size in sizes for s in self.strategies)
+        found = ((point.network, point.planner, point.world_size) for point in self.points)
+        wrong = next((place for place, point in zip(expected, found, strict=False) if place != point), None)
+        if not self.points or len(self.points) != places or wrong:
+            missing = f" ({wrong} is missing)" if wrong else ""
             raise ValueError(
-                f"a scaling has {len(found)} points for {len(expected)} places ({missing} is missing): expected one "
-                "for every network, world size and strategy, in this order"
+                f"a scaling has {len(self.points)} points for {places} places{missing}: expected one for every network, "
+                "world size and strategy, in this order"
             )
 
     @property

@@ -168,6 +168,17 @@ def test_arrow_keys_lead_through_the_buckets(opened: Opener, report: Path) -> No
     assert "bucket 0" in spoken[0] and "layer.0" in spoken[0] and spoken[1] != spoken[0]
 
 
+def test_arrow_keys_lead_along_a_curve_and_from_one_to_the_next(opened: Opener, report: Path) -> None:
+    page = opened(report).page
+    page.locator("#training .plot").focus()
+    spoken = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp"):
+        page.keyboard.press(key)
+        spoken.append(page.locator("#training .spoken").text_content() or "")
+    first, second, below, back = spoken
+    assert len({first, second, below}) == 3 and back == second
+
+
 def test_everything_can_be_reached_by_tab(opened: Opener, report: Path) -> None:
     page = opened(report).page
     page.evaluate("window.reached = new Set(); addEventListener('focusin', at => window.reached.add(at.target))")

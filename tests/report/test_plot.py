@@ -37,7 +37,7 @@ def test_a_long_note_goes_on_in_the_next_line() -> None:
     note = "; ".join(f"assumption number {number}" for number in range(20))
     comments = [line.strip() for line in scaling_plot(scaling_of(CURVES, note=note), "svg").decode().splitlines()]
     shown = [line.removeprefix("<!-- ").removesuffix(" -->") for line in comments if "assumption number" in line]
-    assert " ".join(shown) == note and max(map(len, shown)) <= 2 * NOTE_LETTERS_PER_PANEL
+    assert " ".join(shown) == f"Assumed: {note}" and max(map(len, shown)) <= 2 * NOTE_LETTERS_PER_PANEL
 
 
 @pytest.mark.parametrize("curves", [CURVES, {"one": {4: 0.0}}], ids=["several", "one point of no time"])

@@ -47,7 +47,8 @@ def print_json(document: dict[str, Any]) -> None:
 def check_free(paths: Iterable[str | os.PathLike[str] | None], force: bool) -> None:
     """Refuse, before any work is done, an output file that is already there."""
     for path in paths:
-        if path is not None and not force and Path(path).exists():
+        # Not Path.exists, which fails on a name that is too long; writing will say so.
+        if path is not None and not force and os.path.exists(path):  # noqa: PTH110
             raise FileError(f"{path}: is already there; choose another name, or overwrite it with --force")
 
 

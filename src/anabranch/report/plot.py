@@ -20,7 +20,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 FEW_TIMES = 8  # beyond this range a linear axis would squeeze all lines but the slowest together
 LABEL_GAP = 0.052  # of the axes' height: one line of text
-NOTE_LETTERS_PER_PANEL = 75  # that a line above the figure holds
+NOTE_LETTERS_PER_PANEL = 110  # that a line below the figure holds
 NAME_LETTERS = 60
 ABREAST = 3  # panels
 
@@ -39,7 +39,7 @@ Lines = Mapping[str, Mapping[int, Banded]]  # strategy -> world size -> value
 def scaling_plot(scaling: Scaling, form: Format = "png") -> bytes:
     """Efficiency over the number of ranks, a line per strategy with its band, a panel per network.
 
-    A single network has a second panel, of iteration times. What the numbers assume stands under the title.
+    A single network has a second panel, of iteration times. What the numbers assume stands below.
     """
     from matplotlib.figure import Figure
 
@@ -61,8 +61,9 @@ def scaling_plot(scaling: Scaling, form: Format = "png") -> bytes:
         _panel(
             place, lines, f"Scaling efficiency, {plain(name)[:NAME_LETTERS]}", "speed-up / ranks, % (higher is better)"
         )
-    note = fill(plain("; ".join(scaling.assumptions)), NOTE_LETTERS_PER_PANEL * across)
-    figure.suptitle(f"{plain(scaling.model)}: predicted scaling\n{note}", fontsize=11, parse_math=False)
+    note = fill(f"Assumed: {plain('; '.join(scaling.assumptions))}", NOTE_LETTERS_PER_PANEL * across)
+    figure.suptitle(f"{plain(scaling.model)}: predicted scaling", fontsize=12, parse_math=False)
+    figure.supxlabel(note, fontsize=7, color="#555555", parse_math=False)
     return saved(figure, form)
 
 

@@ -33,7 +33,10 @@ class JsonLines:
     def log(self, metrics: Metrics) -> None:
         """See ``Logger``. A line is written at once, for those who follow the file."""
         if self._file is None:
+            torn = _is_torn(self._path)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
+            if torn:
+                self._file.write("\n")
         self._file.write(json.dumps(asdict(metrics), allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -41,6 +44,15 @@ class JsonLines:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a former start died within a line, which must not swallow the first one of this start."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 class TensorBoard:

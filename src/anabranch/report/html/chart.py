@@ -18,7 +18,8 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """``walk`` are the series through whose points the arrow keys lead, in this order."""
+    """``walk`` are the series through whose points the arrow keys ← and → lead, ``apart`` one at a time: then ↑ and ↓
+    lead from one to the next."""
 
     key: str
     label: str
@@ -28,12 +29,14 @@ class Chart:
     caption: str = ""
     walk: Sequence[int] = field(default=())
     title: str = ""
+    apart: bool = False
     half: bool = False  # two of them side by side, where there is room
 
     @property
     def figure(self) -> dict[str, Any]:
         """What the page's script draws."""
-        return {"key": self.key, "data": list(self.data), "layout": self.layout, "walk": list(self.walk)}
+        own = {"key": self.key, "walk": list(self.walk), "apart": self.apart}
+        return {**own, "data": list(self.data), "layout": self.layout}
 
 
 def colour(index: int) -> str:

@@ -13,12 +13,13 @@ from anabranch.scaling import NetworkUsed, ScalePoint, Scaling
 
 HEIGHT_PX = 430
 MOST = 1e30
+MOST_NETWORKS = 12  # of one sweep, two pictures each
 
 
 def scaling_charts(key: str, sweep: Scaling) -> list[Chart]:
     """For each network iteration time and efficiency over the number of ranks, a line and a band for each strategy."""
     charts = []
-    for at, network in enumerate(sweep.networks):
+    for at, network in enumerate(sweep.networks[:MOST_NETWORKS]):
         points = [point for point in sweep.points if point.network == network.name]
         charts += _network_charts(f"{key}-{at}", network, points, [strategy.name for strategy in sweep.strategies])
     return charts

@@ -9,7 +9,7 @@ from anabranch.report.cells import count, percent, seconds
 from anabranch.report.html.chart import Chart
 from anabranch.report.html.elements import Answer, Cell, Table, Text, Tile
 from anabranch.report.html.memory_chart import memory_chart
-from anabranch.report.html.scaling_chart import network_chart, scaling_charts
+from anabranch.report.html.scaling_chart import MOST_NETWORKS, network_chart, scaling_charts
 from anabranch.report.html.step_chart import step_chart
 from anabranch.report.html.tables import (
     benchmark_table,
@@ -95,7 +95,8 @@ def _plan(steps: Sequence[View], runs: Runs) -> Section:
     parts: list[Part] = []
     planned = [view for view in steps if view.buckets]
     # Where nothing was predicted, as under a plan that was given, the plan is seen as it ran.
-    pictured = [view for view in planned if not view.measured][:MOST_PICTURES] or planned[:1]
+    predicted = [view for view in planned if not view.measured]
+    pictured = predicted[:MOST_PICTURES] or planned[:1]
     for number, view in enumerate(pictured):
         caption = (
             f"{view.title}. Numbers are buckets in launch order; the dotted line is the end of backward. {STEP_KEYS}"
@@ -114,23 +115,25 @@ def _plan(steps: Sequence[View], runs: Runs) -> Section:
     about = (
         "Gradients become ready as backward runs, gather in buckets, and travel on lanes. What travels while nothing "
         "computes is exposed: it makes the step longer."
-    )
+    ) + left_out(predicted, "plans")
     return Section("plan", "The plan", about, parts)
 
 
 def _timelines(steps: Sequence[View]) -> Section:
     both = any(view.measured for view in steps)
-    shown = [view for view in steps if not view.measured][:MOST_PICTURES]
-    shown += [view for view in steps if view.measured][:MOST_PICTURES]
+    predicted, measured = ([view for view in steps if view.measured == seen] for seen in (False, True))
+    shown = predicted[:MOST_PICTURES] + measured[:MOST_PICTURES]
     parts = [step_chart("timelines", "Predicted and measured steps on one axis", shown, STEP_KEYS)] if both else []
     about = "The same step as the simulator sees it and as it was seen. What nobody timed has no bar."
+    about += left_out(predicted, "predicted steps") + left_out(measured, "measured steps")
     return Section("timelines", "Predicted and measured", about, parts)
 
 
 def _training(runs: Runs) -> Section:
     chart = training_chart(runs.trainings)
+    about = left_out(runs.trainings, "runs")
     stages = [table for run in runs.trainings[:MOST_PICTURES] if (table := stage_table(run)) is not None]
-    return Section("training", "The training", "", [*([chart] if chart else []), *stages])
+    return Section("training", "The training", about, [*([chart] if chart else []), *stages])
 
 
 def _comparison(runs: Runs) -> Section:
@@ -159,6 +162,8 @@ def _scaling(runs: Runs) -> Section:
         parts.append(Text("What these numbers rest on", "\n".join(words)))
     models = dict.fromkeys(found.model for _, found in runs.scalings)
     about = f"Predicted for {', '.join(models)}, on more ranks than anyone has at hand. Press a name to hide its line."
+    if any(len(found.networks) > MOST_NETWORKS for _, found in runs.scalings):
+        about += f" Of each sweep, the first {MOST_NETWORKS} networks are drawn."
     return Section("scaling", "Scaling", about, parts)
 
 
@@ -173,7 +178,13 @@ def _memory(runs: Runs) -> Section:
 def _networks(runs: Runs) -> Section:
     parts = [network_chart(f"network-{at}", network) for at, (_, network) in enumerate(runs.networks[:MOST_PICTURES])]
     ranks = ", ".join(f"{name} ({count(network.world_size, 'rank')})" for name, network in runs.networks)
-    return Section("network", "Network", f"By size, each by itself: {ranks}.", parts)
+    about = f"By size, each by itself: {ranks}.{left_out(runs.networks, 'networks')}"
+    return Section("network", "Network", about, parts)
+
+
+def left_out(found: Sequence[object], what: str) -> str:
+    """What there is to say of more than are pictured."""
+    return f" The first {MOST_PICTURES} of {len(found)} {what} are drawn." if len(found) > MOST_PICTURES else ""
 
 
 def _files(runs: Runs) -> Section:

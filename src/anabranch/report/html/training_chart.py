@@ -6,7 +6,7 @@ from typing import Any
 
 from anabranch.report.cells import time_scale
 from anabranch.report.html.chart import Chart, Trace, band, line
-from anabranch.report.html.curves import Thinned, thinned
+from anabranch.report.html.curves import MOST_POINTS, Thinned, thinned
 from anabranch.report.html.words import drawn
 from anabranch.report.runs.documents import StepLine
 from anabranch.report.runs.training import Training
@@ -49,7 +49,7 @@ def training_chart(runs: Sequence[Training]) -> Chart | None:
     walk = [at for at, series in enumerate(data) if series.get("hoverinfo") != "skip"]
     label = "Curves over the steps of the training: " + ", ".join(panel.title for panel in panels)
     height = PANEL_PX * len(panels) + EDGE_PX
-    return Chart("training", label, data, _layout(panels), height, _caption(runs, most), walk[:1])
+    return Chart("training", label, data, _layout(panels), height, _caption(runs, most), walk, apart=True)
 
 
 def _panels(runs: Sequence[Training]) -> list[_Panel]:
@@ -99,6 +99,9 @@ def _expected(panel: _Panel, run: Training, place: int, first: bool) -> list[Tra
     ]
     if not stairs:
         return []
+    if len(stairs) > MOST_POINTS:  # a prediction that never holds is no longer stairs
+        thin = thinned(*zip(*stairs, strict=True))
+        stairs = list(zip(thin.steps, thin.middle, strict=True))
     return [{
         "type": "scatter", "mode": "lines", "x": [step for step, _ in stairs], "name": PREDICTED,
         "y": _round([value for _, value in stairs]), "legendgroup": "predicted", "showlegend": first,

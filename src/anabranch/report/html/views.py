@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from anabranch.errors import PlanError
 from anabranch.plan import Bucket, Plan
@@ -16,7 +17,7 @@ NUMBER = re.compile(r"bucket (\d{1,9})\b", re.ASCII)
 MOST_RANKS = 4  # of a window: more rows than that are for Perfetto
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which leave no room for what is cached
 class View:
     """``buckets`` are by number, as spans of lanes name them; ``trace`` has their gradients, where it is known."""
 
@@ -26,7 +27,7 @@ class View:
     buckets: Mapping[int, Bucket]
     trace: Trace | None = None
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
         """By name; none where no trace is known."""
         return {tensor.name: tensor for tensor in self.trace.tensors} if self.trace is not None else {}

@@ -68,17 +68,36 @@
   };
   const KEYS = { "+": "in", "=": "in", "-": "out", "−": "out", 0: "all" };
 
-  // From one bar or point to the next, in the order of time.
-  function walk(plot, figure, direction) {
-    const places = figure.walk.flatMap((curve) => {
+  // The bars or points that the keys lead through, in the order of time.
+  function places(figure) {
+    const curves = figure.apart ? figure.walk.slice(figure.row || 0, (figure.row || 0) + 1) : figure.walk;
+    const found = curves.flatMap((curve) => {
       const { base, x } = figure.data[curve];
       return x.map((length, point) => ({ curve, point, at: base ? base[point] : length }));
     });
-    places.sort((one, two) => (one.at - two.at) || (one.curve - two.curve));
-    if (!places.length) return;
-    figure.at = figure.at === undefined ? (direction > 0 ? 0 : places.length - 1) : figure.at + direction;
-    figure.at = (figure.at + places.length) % places.length;
-    const { curve, point } = places[figure.at];
+    return found.sort((one, two) => (one.at - two.at) || (one.curve - two.curve));
+  }
+
+  function walk(plot, figure, direction) {
+    const found = places(figure);
+    if (!found.length) return;
+    figure.at = figure.at === undefined ? (direction > 0 ? 0 : found.length - 1) : figure.at + direction;
+    figure.at = (figure.at + found.length) % found.length;
+    point(plot, figure, found[figure.at]);
+  }
+
+  // To the next curve, at about the same time.
+  function change(plot, figure, direction) {
+    const before = places(figure)[figure.at || 0];
+    figure.row = ((figure.row || 0) + direction + figure.walk.length) % figure.walk.length;
+    const found = places(figure);
+    if (!found.length || !before) return;
+    const away = found.map((place) => Math.abs(place.at - before.at));
+    figure.at = away.indexOf(Math.min(...away));
+    point(plot, figure, found[figure.at]);
+  }
+
+  function point(plot, figure, { curve, point }) {
     const yaxis = (figure.data[curve].yaxis || "y");
     Plotly.Fx.hover(plot, [{ curveNumber: curve, pointNumber: point }], [`x${yaxis}`]);
     say(plot, figure.data[curve].customdata[point]);
@@ -93,8 +112,10 @@
     plot.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.altKey || event.metaKey) return;
       const sideways = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      const across = figure.apart && { ArrowUp: -1, ArrowDown: 1 }[event.key];
       if (sideways && event.shiftKey) TOOLS[sideways < 0 ? "left" : "right"](plot);
       else if (sideways) walk(plot, figure, sideways);
+      else if (across) change(plot, figure, across);
       else if (event.key === "Escape") Plotly.Fx.unhover(plot);
       else if (KEYS[event.key]) TOOLS[KEYS[event.key]](plot);
       else return;
