@@ -160,6 +160,14 @@ def test_unwritable_paths(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_no_file_takes_the_place_of_a_device_or_pipe(force: bool, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "is a device or pipe" in refusal(lambda: save(TRACE, pipe, force), pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
 @pytest.mark.parametrize("step", ["fsync", "replace", "link"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_failing_write_leaves_the_old_file(

@@ -25,6 +25,14 @@ def test_what_is_missing_or_out_of_order_is_refused() -> None:
             replace(scaling, points=points)
 
 
+def test_a_small_file_cannot_ask_for_many_places() -> None:
+    scaling = scaling_of(STEPS)
+    networks = tuple(replace(scaling.networks[0], name=f"{number}") for number in range(30_000))
+    strategies = tuple(replace(scaling.strategies[0], name=f"{number}") for number in range(30_000))
+    with pytest.raises(ValueError, match="4 points for 1800000000 places"):  # which would not fit in memory
+        replace(scaling, networks=networks, strategies=strategies)
+
+
 def test_a_name_stands_for_one_thing() -> None:
     with pytest.raises(ValueError, match="the network 'net' twice"):
         scaling_of(STEPS, more=["net"])

@@ -125,8 +125,8 @@ class Scaling:
         if not self.points or len(self.points) != places or wrong:
             missing = f" ({wrong} is missing)" if wrong else ""
             raise ValueError(
-                f"a scaling has {len(self.points)} points for {places} places{missing}: expected one for every network, "
-                "world size and strategy, in this order"
+                f"a scaling has {len(self.points)} points for {places} places{missing}: expected one for every "
+                "network, world size and strategy, in this order"
             )
 
     @property

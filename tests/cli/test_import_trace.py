@@ -35,3 +35,10 @@ def test_a_broken_profile_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     said = error_of(capsys, "import-trace", str(path), "-o", str(tmp_path / "trace.json"))
     assert "has no backward of torch in it" in said and "record_shapes=True" in said
     assert not (tmp_path / "trace.json").exists()
+
+
+def test_the_profile_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(cuda_profile(), tmp_path)
+    before = path.read_bytes()
+    assert "which is also read" in error_of(capsys, "import-trace", str(path), "-o", str(path), "--force")
+    assert path.read_bytes() == before

@@ -11,11 +11,13 @@ from torch import nn
 from anabranch.bench import memory as bench
 from anabranch.cli import links, specs
 from anabranch.cli.main import main
+from anabranch.cli.memory import _network
 from anabranch.cli.throughput import naive_s, recorded_batch, samples_per_s
 from anabranch.files import save
 from anabranch.memory.account import KINDS, MODES, Setting, predict
 from anabranch.memory.probe import Loss, probe
 from anabranch.network import Network
+from anabranch.report.memory import memory_report, unit
 from cli.nouns import error_of, json_of, small_trace
 from memory.models import images
 
@@ -48,6 +50,32 @@ def test_the_table_has_every_kind_and_mode(capsys: pytest.CaptureFixture[str]) -
     assert all(word in out for word in (*KINDS, *MODES, "predicted peak", "largest batch", "samples/s", "Assumed: "))
 
 
+def test_small_models_are_told_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(ASKED) == 0
+    out = capsys.readouterr().out
+    assert "4 ranks, MiB" in out and "GiB" not in out
+
+
+def test_large_models_are_told_in_gib() -> None:
+    assert unit(2**30) == ("GiB", 2**30) and unit(2**30 - 1) == ("MiB", 2**20)
+    assert str(memory_report("m", {"ddp": {"weights": 3 * 2**29}}, {}, {}).title) == "m, GiB"
+    assert str(memory_report("m", {"ddp": {"weights": 2**20}}, {}, {"ddp": 2**30}).title) == "m, GiB"
+
+
+def test_the_largest_batch_looked_at_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tiny(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
+        x = torch.zeros(batch, 1, device=device)
+        return nn.Linear(1, 1, device=device), lambda model: model(x).sum()
+
+    monkeypatch.setattr(bench, "built", tiny)
+    limited = "no batch above 65536 was looked at"
+    document = json_of(capsys, *ASKED, "--within", "16GiB")
+    assert document["largest_batch"]["ddp"] == 65536 and limited in document["assumptions"]
+    assert limited not in json_of(capsys, *ASKED, "--within", "1MiB")["assumptions"]
+
+
 def test_the_largest_batch_fits_in_what_blocks_leave(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--within", "100MiB")
     found: dict[str, int] = document["largest_batch"]
@@ -75,6 +103,13 @@ def test_throughput_is_at_the_batch_of_each_mode(capsys: pytest.CaptureFixture[s
     assert any("in proportion to the batch" in line for line in document["assumptions"])
 
 
+def test_a_network_by_name_takes_the_ranks() -> None:
+    network = _network("10gbe", None, 3)
+    assert network is not None and network.world_size == 3
+    network = _network("10gbe", None, None)
+    assert network is not None and network.world_size == 4
+
+
 def test_a_model_without_a_trace_has_no_throughput(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +133,7 @@ def test_naive_messages_grow_with_the_ranks() -> None:
     ("argv", "words"),
     [
         (["--within", "16"], "--within is '16': expected a size in GiB, MiB, GB or MB, such as 16GiB"),
+        (["--within", "1e400GiB"], "--within is '1e400GiB': expected a size"),
         (["--network", "ring:ranks=4,alpha=1us,rate=1gbit", "--rate", "1gbit"], "expected one of them"),
         (["--density", "0"], "density is 0.0: expected a share of the elements in (0, 1], such as 0.01"),
         (["--rate", "fast"], "rate is 'fast', expected a rate in bit"),

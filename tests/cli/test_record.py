@@ -63,8 +63,14 @@ def test_ones_own_function(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert {tensor.name for tensor in trace.tensors} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert trace.tensors[-1].name.startswith("0.")
     assert (trace.meta["steps"], trace.meta["model"], trace.meta["input"]) == (3, "Sequential", "5x6 float32")
-    assert trace.meta["recorded_from"] == "mine:setup"
+    assert trace.meta["recorded_from"] == "mine:setup" and "batch" not in trace.meta
     assert len(sys.modules["beside"].calls) == 5
+
+
+def test_the_batch_of_ones_own_function_is_noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_of(capsys, "record", "mine:setup", "-o", "trace.json", "--steps", "1", "--warmup", "0", "--batch", "5")
+    swept = ["scale", "--trace", "trace.json", "--network", "10gbe", "--world-sizes", "4", "--batch", "10"]
+    assert {point["samples_per_s"] is not None for point in json_of(capsys, *swept)["points"]} == {True}
 
 
 def test_json_and_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +109,6 @@ def test_what_cannot_be_recorded(what: str, says: str, folder: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--batch", "4"], "--batch is for named models"),
         (["--precision", "bf16"], "--precision is for named models"),
         (["--device", "cpu"], "--device is for named models"),
         (["--steps", "0"], "--steps"),

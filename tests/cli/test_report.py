@@ -87,6 +87,23 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "--force" in said and (tmp_path / "page.html").read_text() == "mine"
 
 
+def test_what_is_read_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    save(small_trace(), path)
+    before = path.read_bytes()
+    said = error_of(capsys, "report", str(path), "-o", str(tmp_path / "." / "trace.json"), "--force")
+    assert "which is also read" in said and path.read_bytes() == before
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+def test_a_name_too_long_to_be_one(which: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save(small_trace(), tmp_path / "trace.json")
+    long = str(tmp_path / ("x" * 300))
+    argv = [long, "-o", str(tmp_path / "page.html")] if which == "input" else [str(tmp_path / "trace.json"), "-o", long]
+    said = error_of(capsys, "report", *argv)
+    assert "Errno" not in said and "(File name too long)" in said
+
+
 def test_a_file_of_another_program(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"name": "\\u001b[2J"}')
     said = error_of(capsys, "report", str(tmp_path / "x.json"), "-o", str(tmp_path / "page.html"))

@@ -80,6 +80,7 @@ def test_a_stated_spread_is_a_band(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_65536_ranks_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--network", "nvlink+400ib", "--world-sizes", "8,65536", "--jitter", "0.05", "--compress", "none"]
     document = json_of(capsys, "scale", "--trace", trace_file(tmp_path), *argv)
+    assert any("from the trace as recorded" in words for words in document["assumptions"])
     steps = {(p["planner"], p["world_size"]): p["iteration_s"] for p in document["points"]}
     assert all(steps[name, 8] < steps[name, 65536] for name in ("per_tensor", "optimal", "lanes"))
 
@@ -197,7 +198,11 @@ def test_a_plot_is_written_and_not_overwritten(name: str, tmp_path: Path, capsys
         (["--jitter", "-0.1"], "expected 0 to 3"),
         (["--jitter", "1e300"], "expected 0 to 3"),
         (["--stragglers", "5"], "stragglers is 5"),
-        (["--stragglers", "1", "--straggler-factor", "0"], "straggler_factor is 0"),
+        (["--stragglers", "1", "--straggler-factor", "0"], "--straggler-factor is 0"),
+        (["--stragglers", "1", "--straggler-factor", "1e308"], "expected above 0 to 1000"),
+        (["--stragglers", "1", "--world-sizes", "4,1000003"], "has 1000003: expected 131072 at most"),
+        (["--jitter", "0.1", "--world-sizes", "4,1000003"], "has 1000003: expected 131072 at most"),
+        (["--batch", "9" * 30], "--batch"),
         (["--straggler-factor", "3"], "--stragglers is 0"),
         (["--spread", "1"], "spread is 1"),
         (["--fixed-share", "-1"], "fixed_share is -1"),

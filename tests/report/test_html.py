@@ -6,14 +6,18 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anabranch.cli.main import main
+from anabranch.curve import Curve
+from anabranch.network import Network
 from anabranch.report.html.chart import DASHES, PATTERNS, SYMBOLS
 from anabranch.report.html.curves import BINS, MOST_POINTS, thinned
+from anabranch.report.html.scaling_chart import log_ticks, network_chart
 from anabranch.report.html.words import data_block, drawn, name_lines, shown
 from report.run_files import metrics_line, run_folder, write_lines, written_page
 
@@ -143,6 +147,18 @@ def test_bands_are_drawn_where_costs_have_a_spread(page: str) -> None:
     assert [series.get("fill") for series in chart["data"]] == ["toself", None, "toself", None]
 
 
+def test_a_narrow_range_of_costs_has_several_ticks() -> None:
+    network = Network(4, {"dense": Curve.through([(1 << 10, 0.004, 0.001), (1 << 20, 0.009, 0.001)])})
+    ticks = network_chart("network-0", network).layout["yaxis"]["tickvals"]
+    assert {5.0, 10.0} <= set(ticks)
+    assert log_ticks([0.002, 40.0])["ticktext"] == ["0.0001", "0.001", "0.01", "0.1", "1", "10", "100"]
+    assert log_ticks([])["tickvals"] and log_ticks([0.0, inf])["tickvals"]
+
+
+def test_the_best_planner_says_of_what(page: str) -> None:
+    assert "DDP&#x27;s default, predicted for " in page
+
+
 def test_exposed_and_hidden_parts_add_up(page: str) -> None:
     chart = next(figure for figure in figures(page) if figure["key"] == "plan-0")
     bars = {series["name"]: series for series in chart["data"]}
@@ -199,6 +215,14 @@ def test_a_long_run_of_a_large_model_stays_small(tmp_path: Path) -> None:
     assert any("200 (step 7)" in text for text in words)  # milliseconds, and which step it was
 
 
+def test_predictions_that_never_hold_stay_small(tmp_path: Path) -> None:
+    lines = [{**metrics_line(step), "predicted_s": 0.02 + step * 1e-6} for step in range(1, 3 * MOST_POINTS)]
+    write_lines(tmp_path / "run.jsonl", lines)
+    page = written_page(tmp_path, tmp_path / "report.html")
+    drawn_curves = {curve["name"]: curve for figure in figures(page) for curve in figure["data"]}
+    assert len(drawn_curves["predicted"]["x"]) <= MOST_POINTS
+
+
 def test_runs_side_by_side_have_names(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_lines(tmp_path / f"{name}.jsonl", [{"step": step, "loss": 1.0} for step in (1, 2)])
@@ -207,3 +231,28 @@ def test_runs_side_by_side_have_names(tmp_path: Path) -> None:
         ("one.jsonl", "solid"),
         ("two.jsonl", "dash"),
     ]
+
+
+def test_a_step_of_very_many_pieces(tmp_path: Path) -> None:
+    many = range(15_000)  # at which what is quadratic takes minutes
+    spans = [{"track": "compute", "name": "backward", "start_s": at, "end_s": at + 0.5} for at in many]
+    spans += [{"track": f"lane {at}", "name": f"bucket {at}", "start_s": at + 0.2, "end_s": at + 0.7} for at in many]
+    document = {"format": "timeline", "version": 1, "spans": spans, "meta": {}}
+    (tmp_path / "timeline.json").write_text(json.dumps(document))
+    page = written_page(tmp_path, tmp_path / "report.html")
+    (chart,) = figures(page)
+    lengths = {series["name"]: sum(series["x"]) for series in chart["data"] if series["type"] == "bar"}
+    assert lengths["sent, hidden"] == pytest.approx(0.3 * len(many)) == 1.5 * lengths["sent, exposed"]
+
+
+def test_no_axis_is_too_short_to_be_drawn(tmp_path: Path) -> None:
+    spans = [{"track": "compute", "name": "backward", "start_s": 0.0, "end_s": 5e-324}]
+    spans.append({"track": "lane 0", "name": "bucket 0", "start_s": 0.0, "end_s": 1e-323})
+    (tmp_path / "timeline.json").write_text(json.dumps({"format": "timeline", "version": 1, "spans": spans}))
+    write_lines(tmp_path / "run.jsonl", [{"step": step, "loss": 5e-324 * step} for step in (1, 2)])
+    for figure in figures(written_page(tmp_path, tmp_path / "report.html")):
+        places = [(series["x"], series["y"]) for series in figure["data"]]
+        places += [([shape["x0"]], [shape["x1"]]) for shape in figure["layout"].get("shapes", ())]
+        for x, y in places:
+            values = [abs(value) for value in (*x, *y)]
+            assert all(value == 0 or value > 1e-300 for value in values)

@@ -13,7 +13,7 @@ from anabranch.report.html.chart import Chart
 from anabranch.report.html.sections import sections
 from anabranch.report.html.words import data_block
 from anabranch.report.runs.reading import MAX_FILES, Runs, read_runs, recognised
-from anabranch.report.runs.training import Training
+from anabranch.report.runs.training import MAX_LINES, Training
 from anabranch.report.runs.window import RankStep
 from report.run_files import (
     bench_document,
@@ -86,14 +86,19 @@ def test_a_folder_with_very_many_files(tmp_path: Path) -> None:
         ('{"command": "lab"}', "the command 'lab'"),
         ('{"command": ["plan"]}', "the command"),
         ('{"format": "tensor"}', "'format' is 'tensor'"),
+        ('{"format": ["plan"]}', "'format' is \\['plan'\\]"),
+        ('{"format": {}}', "'format' is {}"),
         ('{"format": "plan", "version": 2}', "this program reads version 1"),
         ('{"traceEvents": []}', "did not write; open it in Perfetto"),
         ('{"traceEvents": [], "otherData": {"made_by": "anabranch"}}', "has no step of rank 0"),
         ('{"command": "compare", "rows": 3}', "write it again with anabranch compare --json"),
         ('{"step": 1}', "neither measured_s nor loss"),
         ('{"step": "1", "loss": 2.0}', "line 1: step"),
-        ('{"step": 1, "loss": NaN}', "not valid JSON"),
-        ('{"step": 1, "loss": 1.0}\n{"step"\n{"step": 2, "loss": 1.0}', "line 2: is not valid JSON"),
+        ('{"step": 1, "loss": NaN}', "no step whose loss is a number"),
+        ('{"step": 1, "lo', "holds no complete step"),
+        ('{"step": 1, "loss": 1.0}\nnonsense\n{"step": 2, "loss": 1.0}', "line 2: is not valid JSON"),
+        ('{"step": 1, "loss": 1.0}\n' + '{"st\n' * 3, "lines 2, 3, 4 are not complete"),
+        ('{"step": 1, "loss": 1.0}\n' + "\n" * MAX_LINES, "500,001 lines: expected 500,000 at most"),
         ('{"step": 1, "loss": 1.0}\n3\n', "line 2: line"),
         ("[" * 100_000, "nested too deeply"),
         ("\x00\x01", "not valid JSON"),
@@ -126,6 +131,25 @@ def test_a_line_that_is_still_being_written_is_left_out() -> None:
     assert [line.step for line in run.lines] == [1, 2] and "not complete" in run.notes[0]
 
 
+@pytest.mark.parametrize("torn", ['{"step": 3, "ra\n', '{"step": 3, "ra', '{"step": 3, "ra' + "\0" * 9 + "\n"])
+def test_a_line_that_a_crash_has_torn_is_left_out(torn: str) -> None:
+    first, second = lines_of(as_lines(metrics_line(1), metrics_line(2)) + torn + as_lines(*map(metrics_line, (1, 2))))
+    assert [line.step for line in first.lines] == [1, 2] and [line.step for line in second.lines][-1] == 2
+    assert first.notes == ("in run.jsonl, line 3 is not complete, as after a crash, and left out",)
+    (run,) = lines_of(torn.rstrip("\n") + "\n" + as_lines(metrics_line(1)))
+    assert [line.step for line in run.lines] == [1]
+
+
+@pytest.mark.parametrize("loss", ["NaN", "-Infinity", "1e999", "1e38", "null"])
+def test_a_training_that_diverged_is_drawn(loss: str) -> None:
+    (run,) = lines_of(f'{{"step": 1, "loss": 2.5}}\n{{"step": 2, "loss": {loss}}}\n{{"step": 3, "loss": 2.0}}\n')
+    assert [line.loss for line in run.lines] == [2.5, 2.0]
+    assert run.notes == ("step 2 is without a loss that can be drawn: it is not a number",)
+    timed = {**metrics_line(1), "loss": float("nan")}
+    (run,) = lines_of(as_lines(timed))
+    assert run.lines[0].loss is None and run.lines[0].measured_s == timed["measured_s"]
+
+
 def test_a_second_start_in_the_same_file_is_a_run_of_its_own() -> None:
     runs = lines_of(as_lines(*(metrics_line(step) for step in (1, 2, 3, 1, 2))))
     assert [(run.name, len(run.lines)) for run in runs] == [("run.jsonl, start 1", 3), ("run.jsonl, start 2", 2)]
@@ -151,6 +175,24 @@ def test_a_window_shows_the_median_step_of_every_rank() -> None:
     assert first.exposed_s == pytest.approx(0.01) and first.finish_s == pytest.approx(0.05)
     assert [span.track for span in first.communication] == ["lane 0"]
     assert ranks[1].timeline.spans[0].start_s == pytest.approx(-0.02 + 1e-5)  # by rank 0's clock
+
+
+def test_a_window_without_computing_is_refused() -> None:
+    document = window_document()
+    for event in document["traceEvents"]:
+        if event["ph"] == "M" and event["args"].get("name") == "compute":
+            event["args"]["name"] = "lane 7"
+    with pytest.raises(FileError, match=r"window\.json: step 4 has nothing on a track named 'compute'"):
+        recognised(json.dumps(document).encode(), "window.json")
+
+
+def test_a_bucket_with_a_number_that_no_bucket_has() -> None:
+    document = window_document()
+    for event in document["traceEvents"]:
+        event["name"] = event["name"].replace("bucket 0", "bucket " + "9" * 5000)
+    runs = Runs()
+    runs.add("window.json", recognised(json.dumps(document).encode(), "window.json"))
+    sections(runs, [])
 
 
 def test_what_ddps_own_buckets_expose_in_a_window() -> None:

@@ -243,6 +243,23 @@ def test_json_lines_append_and_hold_any_text(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == [asdict(STEP), asdict(hostile)]
 
 
+@pytest.mark.parametrize("logger", [None, "run.jsonl", JsonLines])
+def test_what_is_no_logger_is_refused_at_once(logger: Any) -> None:
+    with pytest.raises(ValueError, match="expected loggers with log"):
+        DataParallel.log_to(SimpleNamespace(), logger)  # type: ignore[arg-type]  # before it looks at itself
+
+
+def test_a_line_that_a_crash_has_torn_swallows_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 7, "ra')
+    logger = JsonLines(path)
+    for _ in range(2):
+        logger.log(STEP)
+    logger.close()
+    torn, *whole = path.read_text().split("\n")[:-1]
+    assert torn == '{"step": 7, "ra' and [json.loads(line) for line in whole] == [asdict(STEP)] * 2
+
+
 def test_making_a_logger_opens_nothing(tmp_path: Path) -> None:
     JsonLines(tmp_path / "nowhere" / "run.jsonl").close()
     assert list(tmp_path.iterdir()) == []

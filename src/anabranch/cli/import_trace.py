@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.cli.output import ForceOption, JsonOption, check_free, check_other, print_json, show_tables
 from anabranch.files import save
 
 FileArgument = Annotated[
@@ -32,6 +32,7 @@ def import_trace(
 ) -> None:
     """Make a trace from a Chrome trace of torch.profiler that you already have."""
     check_free([output], force)
+    check_other(output, [file])
     from rich.text import Text
 
     from anabranch.chrome import load_chrome

@@ -11,6 +11,7 @@ import typer
 from anabranch.cli import links, specs, yours
 from anabranch.cli.output import JsonOption, print_json, show_tables
 from anabranch.cli.throughput import ASSUMPTIONS, samples_per_s
+from anabranch.networks import PRESETS
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from anabranch.memory.probe import Build, Loss
     from anabranch.network import Network
 
+MAX_NBYTES = 2.0**60  # no machine has as much
 SIZE_NBYTES: Mapping[str, float] = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6}
 RATE_ALPHA = "30us"
 # What torch's allocator has but cannot use, because its free pieces are too small.
@@ -94,9 +96,13 @@ def memory(
             found["modes"][mode]["measured_nbytes"] = nbytes
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
+        from anabranch.memory.batch import MOST
+
         batches = {mode: account.largest(mode, setting, limit_nbytes) for mode in footprints}
         found["within_nbytes"], found["largest_batch"] = limit_nbytes, batches
         found["assumptions"].append(f"{FRAGMENTED:.0%} of the memory is lost between torch's blocks")
+        if max(batches.values()) == MOST:
+            found["assumptions"].append(f"no batch above {MOST} was looked at")
     if wire is not None:
         again = activations is Activations.recompute
         found["samples_per_s"] = _speeds(trace or model, wire, batches, density, again, found["assumptions"])
@@ -123,7 +129,8 @@ class Account:
 
         self._profile = profile
         self.assumptions = [
-            "float32, as the model is in torchvision or transformers; operations keep what they keep on a GPU",
+            "the model in the type it is built in" if ":" in model else "float32, as in torchvision or transformers",
+            "operations keep what they keep on a GPU",
             f"cuDNN takes {CONVOLUTION_WORKSPACE:g} times the bytes of a convolution's tensors, cuBLAS 64 MiB",
             "what NCCL, the CUDA context and fragmentation take is not counted",
             "buckets of 25 MiB in the order of backward; naive sparse exchanges the whole model after backward",
@@ -225,7 +232,7 @@ def within_nbytes(text: str | None) -> int | None:
     if text is None:
         return None
     nbytes = links.quantity(text, SIZE_NBYTES)
-    if not nbytes >= 1:
+    if not 1 <= nbytes <= MAX_NBYTES:
         raise ValueError(f"--within is {text!r}: expected a size in GiB, MiB, GB or MB, such as 16GiB")
     return int(nbytes)
 
@@ -237,7 +244,7 @@ def _network(text: str | None, rate: str | None, ranks: int | None) -> "Network 
         return links.network(f"ring:ranks={ranks or 4},alpha={RATE_ALPHA},rate={rate}")
     if text is None:
         return None
-    network = specs.network(text)
+    network = specs.network(f"{text}:ranks={ranks or 4}" if text in PRESETS else text)
     return network if ranks is None else network.at(ranks)
 
 

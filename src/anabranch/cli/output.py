@@ -52,6 +52,17 @@ def check_free(paths: Iterable[str | os.PathLike[str] | None], force: bool) -> N
             raise FileError(f"{path}: is already there; choose another name, or overwrite it with --force")
 
 
+def check_other(output: Path, inputs: Iterable[Path]) -> None:
+    """Refuse, even with --force, to write over what is read."""
+    for path in inputs:
+        try:
+            same = path.samefile(output)
+        except OSError:  # one of them is not there
+            continue
+        if same:
+            raise FileError(f"-o is {output}, which is also read ({path}): choose another name, or it would be lost")
+
+
 def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
     """The items, with a bar on stderr while they come, if that is a terminal."""
     if not sys.stderr.isatty():

@@ -38,7 +38,10 @@ StepsOption = Annotated[int, typer.Option(min=1, help="Steps to record; the trac
 WarmupOption = Annotated[int, typer.Option(min=0, help="Steps before those, not recorded.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda, for a named model; cuda where there is one.")]
 PrecisionOption = Annotated[Precision | None, typer.Option(help="For a named model; fp32 unless told.")]
-BatchOption = Annotated[int | None, typer.Option(min=1, help="Images or sequences per step, for a named model.")]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Samples per step: of a named model, or, for scale --batch, of what yours does."),
+]
 
 
 def record(
@@ -55,11 +58,12 @@ def record(
     """Record when each gradient of a model is ready, over some live steps on this machine."""
     check_free([output], force)
     if ":" in what:
-        given = {"--device": device, "--precision": precision, "--batch": batch}
+        given = {"--device": device, "--precision": precision}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{wrong[0]} is for named models: your own function decides that for {what}")
         model, step = _yours(what)
-        meta: Mapping[str, Scalar] = {"model": type(model).__name__, "recorded_from": what}
+        noted: Mapping[str, Scalar] = {} if batch is None else {"batch": batch}
+        meta: Mapping[str, Scalar] = {"model": type(model).__name__, "recorded_from": what, **noted}
     else:
         model, step, meta = _named(what, device, precision or Precision.fp32, batch)
     from anabranch.report import figures, tables

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anabranch.cli import lineup
-from anabranch.cli.output import ForceOption, check_free
-from anabranch.errors import FileError
+from anabranch.cli.output import ForceOption, check_free, check_other
 from anabranch.files import write_text
 from anabranch.sim import simulate
 
@@ -35,8 +34,7 @@ def report(
 ) -> None:
     """Draw a run: its plan, predicted and measured steps, curves, tables, memory, in one HTML file."""
     check_free([output], force)
-    if taken := next((path for path in runs if _same(path, output)), None):
-        raise FileError(f"-o is {output}, which is also read ({taken}): choose another name, or it would be lost")
+    check_other(output, runs)
     from anabranch.report.cells import count, plain
     from anabranch.report.html.page import report_page
     from anabranch.report.runs.reading import read_runs
@@ -47,13 +45,6 @@ def report(
     print(plain(f"{output}: {len(page.encode()) / 1e6:.1f} MB, from {count(len(found.files), 'file')}"))
     for reason in found.left_out:
         print(plain(f"left out: {reason}"))
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:  # one of them is not there
-        return False
 
 
 def _predicted(runs: "Runs") -> "list[Predicted]":

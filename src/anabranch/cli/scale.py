@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from anabranch.report.plot import Format
 
 STRAGGLER_FACTOR = 2.0
+MAX_FACTOR = 1e3
+MAX_BATCH = 1 << 30
+MAX_DRAWN = 1 << 17  # ranks: some seconds
 NETWORKS = ("10gbe", "nvlink+100gbe")
 COMPRESS = ("oktopk:0.01",)
 NO_COMPRESSION = "none"
@@ -58,7 +61,8 @@ CompressOption = Annotated[
 ]
 ScalingOption = Annotated[Basis, typer.Option(help="Keep the batch of each rank (weak) or of all (strong).")]
 BatchOption = Annotated[
-    int | None, typer.Option(min=1, help="Samples per rank (weak) or in all (strong); as recorded unless told.")
+    int | None,
+    typer.Option(min=1, max=MAX_BATCH, help="Samples per rank (weak) or in all (strong); as recorded unless told."),
 ]
 FixedOption = Annotated[float, typer.Option(help="Share of the recorded computing that does not grow with the batch.")]
 WithinOption = Annotated[
@@ -100,13 +104,21 @@ def scale(
         raise ValueError(f"--straggler-factor is {straggler_factor:g} but --stragglers is 0: say how many there are")
     if not 0 <= jitter <= MAX_JITTER:
         raise ValueError(f"--jitter is {jitter:g}: expected 0 to {MAX_JITTER:g}; 0.05 varies most pieces by about 5 %")
+    if straggler_factor is not None and not 0 < straggler_factor <= MAX_FACTOR:
+        raise ValueError(f"--straggler-factor is {straggler_factor:g}: expected above 0 to {MAX_FACTOR:g}, such as 2")
     slow = STRAGGLER_FACTOR if straggler_factor is None else straggler_factor
     compute = Compute(fixed_share, jitter, stragglers, slow, seed)
+    sizes = _sizes(world_sizes)
+    if (jitter or stragglers) and sizes[-1] > MAX_DRAWN:
+        raise ValueError(
+            f"--world-sizes has {sizes[-1]}: expected {MAX_DRAWN} at most with --jitter or --stragglers, "
+            "for which every rank is drawn by itself"
+        )
     gradients = specs.trace(trace)
     ranges = specs.network_ranges(network or NETWORKS, spread)
     ways = list(dict.fromkeys(compress or (COMPRESS if within is None else (*COMPRESS, f"{LEAN}:0.01"))))
     ways = [] if ways == [NO_COMPRESSION] else ways
-    swept = Sweep(gradients, _sizes(world_sizes), _names(planners), ways, scaling.value, compute)
+    swept = Sweep(gradients, sizes, _names(planners), ways, scaling.value, compute)
     swept.set_batches(batch, within)
     found = swept.run(ranges)
     from anabranch.report.scaling_answer import answer

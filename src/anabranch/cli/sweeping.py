@@ -113,6 +113,10 @@ class Sweep:
             said.append(f"jitter of {compute.jitter:g}: a gradient is ready when the last rank is expected to have it")
         if compute.stragglers:
             said.append(f"{compute.stragglers} of the ranks compute {compute.straggler_factor:g} times as long")
+        if compute.jitter or compute.stragglers:
+            said.append(
+                "plans are made from the trace as recorded, with neither jitter nor stragglers, and may lose to DDP"
+            )
         said += ["bands are of the network alone, each plan as made for its middle", *_of_networks(ranges, self._sizes)]
         said.append("the optimizer's step and the loading of data are not counted")
         if "lean" in self._kinds.values():

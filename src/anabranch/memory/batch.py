@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
+MOST = 1 << 16  # no larger batch is looked at
 
-def largest_batch(nbytes_at: Callable[[int], int], limit_nbytes: int, first: int = 8, most: int = 1 << 16) -> int:
-    """The largest batch whose peak is at most the limit; 0 if none is. ``nbytes_at`` never falls.
+
+def largest_batch(nbytes_at: Callable[[int], int], limit_nbytes: int, first: int = 8, most: int = MOST) -> int:
+    """The largest batch up to ``most`` whose peak is at most the limit; 0 if none is. ``nbytes_at`` never falls.
 
     Peaks are nearly straight lines, so a line through the two nearest batches known says where to look next; both
     neighbours of the answer are looked at, whatever the line said.

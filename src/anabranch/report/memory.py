@@ -8,12 +8,12 @@ from rich.text import Text
 from anabranch.report.cells import plain
 from anabranch.report.tables import columns
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
-def gib(nbytes: int) -> str:
-    """In GiB; a dash for nothing."""
-    return f"{nbytes / GIB:.2f}" if nbytes else "-"
+def unit(largest_nbytes: int) -> tuple[str, int]:
+    """In what to give sizes up to this one: GiB, or MiB where all of them are small."""
+    return ("GiB", GIB) if largest_nbytes >= GIB else ("MiB", MIB)
 
 
 def memory_report(
@@ -24,17 +24,23 @@ def memory_report(
 ) -> Table:
     """Predicted bytes by mode and kind, their sum, and beside it the measured peak where there is one."""
     modes = list(kinds)
-    table = columns(f"{plain(title)[:100]}, GiB", "", *modes, left=[""])
+    peaks = {mode: sum(kinds[mode].values()) for mode in modes}
+    name, size = unit(max([*peaks.values(), *measured.values()]))
+
+    def cell(nbytes: int) -> Text:
+        return Text(f"{nbytes / size:.2f}" if nbytes else "-")
+
+    table = columns(f"{plain(title)[:100]}, {name}", "", *modes, left=[""])
     for kind in next(iter(kinds.values())):
-        table.add_row(Text(kind), *(Text(gib(kinds[mode][kind])) for mode in modes))
+        table.add_row(Text(kind), *(cell(kinds[mode][kind]) for mode in modes))
     table.add_section()
-    table.add_row(Text("predicted peak"), *(Text(gib(sum(kinds[mode].values()))) for mode in modes))
+    table.add_row(Text("predicted peak"), *(cell(peaks[mode]) for mode in modes))
     if measured:
-        table.add_row(Text("measured peak"), *(Text(gib(measured.get(mode, 0))) for mode in modes))
-        cells = [_off(sum(kinds[mode].values()), measured.get(mode, 0)) for mode in modes]
+        table.add_row(Text("measured peak"), *(cell(measured.get(mode, 0)) for mode in modes))
+        cells = [_off(peaks[mode], measured.get(mode, 0)) for mode in modes]
         table.add_row(Text("predicted, off by"), *map(Text, cells))
     if any(host.values()):
-        table.add_row(Text("in host memory"), *(Text(gib(host.get(mode, 0))) for mode in modes))
+        table.add_row(Text("in host memory"), *(cell(host.get(mode, 0)) for mode in modes))
     return table
 
 

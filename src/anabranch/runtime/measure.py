@@ -169,7 +169,7 @@ def _facts(
     if relative > POOR_SPREAD and dist.get_rank(group) == 0:
         warnings.warn(
             f"the network's costs vary by {relative:.0%} between repetitions: plans made from them are uncertain; "
-            "measure again on a quieter machine, or with a larger budget_s",
+            "measure again on a quieter machine, or for longer (anabranch measure --budget-s 60)",
             stacklevel=3,
         )
     return facts

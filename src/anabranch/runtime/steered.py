@@ -85,6 +85,12 @@ class Steered:
         Rank 0 tells its own; with ``every_rank`` each rank does, and each needs a file or folder of its own. Nothing
         waits for a GPU: there, metrics come some steps late. A logger that fails is let go, and the log says so.
         """
+        for logger in loggers:
+            if isinstance(logger, type) or not callable(getattr(logger, "log", None)):
+                raise ValueError(
+                    f"log_to() was given {logger!r}: expected loggers with log(metrics) and close(), "
+                    "such as JsonLines('run.jsonl')"
+                )
         pilot = self._watched("log_to()")
         if pilot is not None and loggers and (every_rank or dist.get_rank(pilot.control) == 0):
             pilot.live.watch.observers.append(MetricsFeed(pilot, loggers))

@@ -3,9 +3,9 @@
 from anabranch.report.cells import size
 from anabranch.report.html.chart import Chart, Trace, pattern
 from anabranch.report.html.words import drawn, hover
+from anabranch.report.memory import unit
 from anabranch.report.runs.documents import Memory
 
-GIB = 2**30
 ROW_PX, EDGE_PX = 56, 170
 
 
@@ -14,6 +14,8 @@ def memory_chart(key: str, found: Memory) -> Chart:
     modes = list(found.modes)
     kinds = list(dict.fromkeys(kind for mode in found.modes.values() for kind in mode.kinds))
     rows = list(range(len(modes)))
+    peaks = [max(mode.predicted_nbytes, mode.measured_nbytes or 0) for mode in found.modes.values()]
+    name, one = unit(max(peaks, default=0))
     data: list[Trace] = []
     for index, kind in enumerate(kinds):
         held = [found.modes[mode].kinds.get(kind, 0) for mode in modes]
@@ -25,7 +27,7 @@ def memory_chart(key: str, found: Memory) -> Chart:
             for nbytes, mode in zip(held, modes, strict=True)
         ]  # fmt: skip
         data.append({
-            "type": "bar", "orientation": "h", "name": drawn(kind, 40), "x": [nbytes / GIB for nbytes in held],
+            "type": "bar", "orientation": "h", "name": drawn(kind, 40), "x": [nbytes / one for nbytes in held],
             "y": rows, "width": 0.7, "marker": pattern(index), "customdata": words,
             "hovertemplate": "%{customdata}<extra></extra>",
         })  # fmt: skip
@@ -34,7 +36,7 @@ def memory_chart(key: str, found: Memory) -> Chart:
     known = [(row, nbytes) for row, nbytes in measured if nbytes]
     if known:
         data.append({
-            "type": "scatter", "mode": "markers", "name": "measured peak", "x": [n / GIB for _, n in known],
+            "type": "scatter", "mode": "markers", "name": "measured peak", "x": [n / one for _, n in known],
             "y": [row for row, _ in known], "marker": {"symbol": "x", "size": 12, "color": "--ink"},
             "customdata": [f"measured peak: {size(n)}" for _, n in known],
             "hovertemplate": "%{customdata}<extra></extra>",
@@ -42,7 +44,7 @@ def memory_chart(key: str, found: Memory) -> Chart:
     layout = {
         "barmode": "stack",
         "hovermode": "closest",
-        "xaxis": {"title": {"text": "GiB at the peak of a step"}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": f"{name} at the peak of a step"}, "rangemode": "tozero"},
         "yaxis": {"tickvals": rows, "ticktext": [drawn(mode, 18) for mode in modes], "autorange": "reversed",
                   "fixedrange": True, "showgrid": False, "zeroline": False},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},

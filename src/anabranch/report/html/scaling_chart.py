@@ -1,7 +1,7 @@
 """Scaling curves with their bands, and what messages cost on a network."""
 
 from collections.abc import Sequence
-from math import floor, log10
+from math import floor, inf, log10
 from typing import Any
 
 from anabranch.network import Network
@@ -80,7 +80,8 @@ def _words(point: ScalePoint) -> str:
 
 def log_ticks(values: Sequence[float]) -> dict[str, Any]:
     """1, 2, 5, 10 … over the range of these values; only powers of ten where it is wide."""
-    low, high = min((value for value in values if value > 0), default=1.0), max([*values, 1.0])
+    drawable = [value for value in values if 0 < value < inf] or [1.0]
+    low, high = min(drawable), max(drawable)
     steps = (1, 2, 5) if high < 200 * low else (1,)
     exponents = range(floor(log10(low)) - 1, floor(log10(high)) + 2)
     ticks = [step * 10.0**exponent for exponent in exponents for step in steps]
@@ -103,6 +104,7 @@ def _layout(title: str, sizes: Sequence[int], values: Sequence[float], logarithm
 def network_chart(key: str, network: Network) -> Chart:
     """What a message of each size costs, by kind of collective; the band is the measured spread."""
     data: list[Trace] = []
+    drawn_ms: list[float] = []
     for index, (kind, curve) in enumerate(network.curves.items()):
         points = [
             (nbytes, took_s, spread_s) for nbytes, took_s, spread_s in samples(curve) if nbytes > 0 and took_s > 0
@@ -110,7 +112,9 @@ def network_chart(key: str, network: Network) -> Chart:
         if any(spread_s for _, _, spread_s in points):
             low = [1e3 * max(took_s - spread_s, took_s / 10) for _, took_s, spread_s in points]
             high = [1e3 * (took_s + spread_s) for _, took_s, spread_s in points]
+            drawn_ms += [*low, *high]
             data.append(band([nbytes / 2**20 for nbytes, _, _ in points], low, high, index))
+        drawn_ms += [1e3 * took_s for _, took_s, _ in points]
         words = [
             hover(f"<b>{drawn(kind, 30)}</b>, {size(nbytes)}", f"{seconds(took_s)}, spread {seconds(spread_s)}",
                   f"{8e-9 * nbytes / took_s:.3g} Gbit/s of gradients")
@@ -125,7 +129,7 @@ def network_chart(key: str, network: Network) -> Chart:
     layout = {
         "hovermode": "closest",
         "xaxis": {"type": "log", "title": {"text": "message, MiB of gradients"}, "exponentformat": "none", "dtick": 1},
-        "yaxis": {"type": "log", "title": {"text": "milliseconds"}, "exponentformat": "none", "dtick": 1},
+        "yaxis": {"type": "log", "title": {"text": "milliseconds"}, **log_ticks(drawn_ms)},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     }
     label = f"What messages cost among {count(network.world_size, 'rank')}"

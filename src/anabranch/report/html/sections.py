@@ -21,6 +21,7 @@ from anabranch.report.html.tables import (
 )  # fmt: skip
 from anabranch.report.html.training_chart import training_chart
 from anabranch.report.html.views import View, views
+from anabranch.report.html.words import shortened
 from anabranch.report.runs.reading import Runs
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
@@ -81,7 +82,8 @@ def _tiles(steps: Sequence[View], runs: Runs) -> list[Tile]:
     for _, found in runs.comparisons[:1]:
         winner = next((row for row in found.rows if row.name == found.best), None)
         if winner is not None and winner.speedup is not None:
-            tiles.append(Tile("Best planner", found.best, f"{winner.speedup:.2f}× DDP's default, predicted"))
+            of = f" for {shortened(found.trace, 32)}" if found.trace else ""
+            tiles.append(Tile("Best planner", found.best, f"{winner.speedup:.2f}× DDP's default, predicted{of}"))
     return tiles
 
 

@@ -14,6 +14,7 @@ from anabranch.trace import Trace as ModelTrace
 
 ROW_PX, EDGE_PX, TITLE_ROWS = 38, 120, 0.9
 EDGED = 100  # messages of a step that have room for an edge each
+LEAST = 1e-9  # of any unit; an axis of less than 1e-300 is one that plotly gives up on
 MOST_TICKS = 5000  # gradients that are marked one by one
 # What a bar is: name in the legend, colour, hatching. The order is that of the legend.
 KINDS: dict[str, tuple[str, str, str]] = {
@@ -212,7 +213,7 @@ def _gradient_ticks(drawing: _Drawing) -> Trace:
 
 
 def _layout(drawing: _Drawing) -> dict[str, Any]:
-    at = [(instant * drawing.scale.per_second, low, high) for instant, low, high in drawing.ends]
+    at = [(_rounded(instant * drawing.scale.per_second), low, high) for instant, low, high in drawing.ends]
     return {
         "barmode": "overlay", "hovermode": "closest", "uniformtext": {"mode": "hide", "minsize": 9},
         "xaxis": time_axis(drawing.scale.unit),
@@ -236,4 +237,4 @@ def _layout(drawing: _Drawing) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.7g}")
+    return float(f"{value:.7g}") if abs(value) > LEAST else 0.0

@@ -15,6 +15,7 @@ MOST_RUNS = 8  # that colours and dashes tell apart
 PANEL_PX, EDGE_PX, GAP = 160, 120, 0.07
 MIB = 1 << 20
 PREDICTED = "predicted"
+LEAST = 1e-30  # an axis of less than 1e-300 is one that plotly gives up on
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,4 +160,4 @@ def _caption(runs: Sequence[Training], per_point: int) -> str:
 
 
 def _round(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.6g}") for value in values]
+    return [float(f"{value:.6g}") if abs(value) > LEAST else 0.0 for value in values]

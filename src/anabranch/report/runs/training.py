@@ -57,7 +57,7 @@ def _notes(name: str, torn: Sequence[int], unended: int, lost: Sequence[int]) ->
     if unended in torn:
         notes.append(f"the last line of {name} is not complete and was left out")
     if inner := [at for at in torn if at != unended]:
-        notes.append(f"{_some('line', inner)} of {name} not complete, as after a crash, and left out")
+        notes.append(f"in {name}, {_some('line', inner)} not complete, as after a crash, and left out")
     if lost:
         notes.append(f"{_some('step', lost)} without a loss that can be drawn: it is not a number")
     return tuple(notes)
