@@ -140,19 +140,24 @@
 
   async function start() {
     if (figures.length) await unpack();
+    let trouble = null;
     for (const figure of figures) {
-      const plot = await draw(figure);
-      listen(plot, figure);
+      try {
+        listen(await draw(figure), figure);
+      } catch (error) {
+        trouble = trouble || error; // the other pictures are drawn all the same
+      }
     }
     const again = () => figures.forEach(draw);
     document.addEventListener("themechange", again);
     narrow.addEventListener("change", again);
+    if (trouble) throw trouble;
     document.documentElement.dataset.ready = "yes";
   }
 
   start().catch((error) => {
     const trouble = document.getElementById("trouble");
     trouble.hidden = false;
-    trouble.textContent = `The pictures could not be drawn (${error.message}): a browser of 2023 or later can. Tables and numbers are all here.`;
+    trouble.textContent = `Not all pictures could be drawn (${error.message}): a browser of 2023 or later can. Tables and numbers are all here.`;
   });
 }
