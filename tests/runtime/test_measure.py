@@ -118,7 +118,7 @@ def warned(rank: int) -> list[str]:
 
 def test_a_poor_measurement_is_warned_of_once_by_rank_0() -> None:
     first, second = on_ranks(warned, 2)
-    assert len(first) == 1 and "vary by 8" in first[0] and "budget_s" in first[0]
+    assert len(first) == 1 and "vary by 8" in first[0] and "--budget-s" in first[0]
     assert second == []
 
 
