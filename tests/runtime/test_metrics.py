@@ -303,11 +303,14 @@ def test_tensorboard_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_tensorboard_for_real(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logger = TensorBoard(tmp_path)
     logger.log(STEP)
     logger.close()
-    assert list(tmp_path.iterdir())
+    seen = reader.EventAccumulator(str(tmp_path))
+    seen.Reload()
+    (point,) = seen.Scalars("anabranch/exposed_s")
+    assert (point.step, point.value) == (STEP.step, pytest.approx(0.02))
 
 
 def test_without_tensorboard_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
