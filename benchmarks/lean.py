@@ -27,9 +27,10 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.bench.memory import built, naive_exchange, sparse_plan
+from anabranch.bench.memory import naive_exchange, of_zoo, sparse_plan
 from anabranch.memory.probe import Loss
 from anabranch.runtime.layout import unwrap
+from anabranch.runtime.zoo import built
 from anabranch.sparse.allgather import wanted
 
 DEVICE = torch.device("cuda", 0)
@@ -119,7 +120,7 @@ def lean(case: Case, mode: str, residuals: str = "in place") -> tuple[Step, Step
     numel = sum(parameter.numel() for parameter in model.parameters())
     wrapped: Any = ab.DataParallel(
         model,
-        plan=sparse_plan(lambda device: built(case.name, device, 1), DENSITY, 4 * numel // BUCKETS),
+        plan=sparse_plan(of_zoo(case.name, 1), DENSITY, 4 * numel // BUCKETS),
         profile_steps=0,
         process_group=case.group,
         compress=ab.OkTopk(density=DENSITY, warmup_steps=0),

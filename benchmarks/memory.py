@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 import torch
 import torch.distributed as dist
 
-from anabranch.bench.memory import OPTIMIZERS, built, peak, runnable, world
+from anabranch.bench.memory import OPTIMIZERS, of_zoo, peak, runnable, world
 from anabranch.memory.account import KINDS, Setting, predict
-from anabranch.memory.probe import Loss, probe
+from anabranch.memory.probe import probe
 
 SUBJECTS = ("resnet152:64", "vgg16:64", "bert-large:8", "gpt2:8")
 MIB, GIB = 2**20, 2**30
@@ -49,11 +49,7 @@ def main() -> None:
 def measured(subject: str, optimizer: str, setting: Setting, modes: Sequence[str] | None) -> list[str]:
     """The lines of one model."""
     name, _, batch = subject.partition(":")
-    factory = OPTIMIZERS[optimizer]
-
-    def build(device: torch.device) -> tuple[torch.nn.Module, Loss]:
-        return built(name, device, int(batch))
-
+    factory, build = OPTIMIZERS[optimizer], of_zoo(name, int(batch))
     profile = probe(build, factory)
     lines = []
     for mode in modes or runnable():

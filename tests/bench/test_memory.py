@@ -8,6 +8,7 @@ from torch import nn
 
 from anabranch.bench import memory
 from anabranch.bench.memory import Subject, naive_exchange, sparse_plan, world
+from anabranch.runtime import zoo
 from memory.models import images
 
 DENSITY = 0.1
@@ -52,4 +53,4 @@ def test_the_plan_is_whole_and_vectors_travel_dense() -> None:
 
 def test_an_unknown_model_is_told() -> None:
     with pytest.raises(ValueError, match="model is 'resnet9': expected one of googlenet"):
-        memory.built("resnet9", torch.device("meta"), 1)
+        zoo.built("resnet9", torch.device("meta"), 1)

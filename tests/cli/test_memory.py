@@ -18,6 +18,7 @@ from anabranch.memory.account import KINDS, MODES, Setting, predict
 from anabranch.memory.probe import Loss, probe
 from anabranch.network import Network
 from anabranch.report.memory import memory_report, unit
+from anabranch.runtime import zoo
 from cli.nouns import error_of, json_of, small_trace
 from memory.models import images
 
@@ -31,7 +32,7 @@ def small_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
         return images(batch)(device)
 
-    monkeypatch.setattr(bench, "built", built)
+    monkeypatch.setattr(zoo, "built", built)
 
 
 def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +70,7 @@ def test_the_largest_batch_looked_at_is_said(
         x = torch.zeros(batch, 1, device=device)
         return nn.Linear(1, 1, device=device), lambda model: model(x).sum()
 
-    monkeypatch.setattr(bench, "built", tiny)
+    monkeypatch.setattr(zoo, "built", tiny)
     limited = "no batch above 65536 was looked at"
     document = json_of(capsys, *ASKED, "--within", "16GiB")
     assert document["largest_batch"]["ddp"] == 65536 and limited in document["assumptions"]

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from anabranch import Network, Plan, Trace, planners, save
 from anabranch.cli import links
 from anabranch.cli.main import main
+from anabranch.runtime import zoo
 from anabranch.scaling import Scaling
 from anabranch.sim import Compute, finish_s, sweep
 from cli.nouns import HOSTILE, RING, error_of, json_of, measured, small_trace, trace_file
@@ -109,10 +110,9 @@ def test_lean_sends_what_oktopk_does(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_fits_decides_the_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from anabranch.bench import memory as bench
     from memory.models import images
 
-    monkeypatch.setattr(bench, "built", lambda _name, device, batch: images(batch)(device))
+    monkeypatch.setattr(zoo, "built", lambda _name, device, batch: images(batch)(device))
     save(replace(small_trace(), meta={"model": "resnet50", "batch": 8}), tmp_path / "fit.json")
     argv = ["scale", "--trace", str(tmp_path / "fit.json"), "--network", RING, *FEW, "--within", "100MiB"]
     document = json_of(capsys, *argv)

@@ -8,6 +8,7 @@ from anabranch.bench import memory as ways
 from anabranch.memory.account import LEAN_HOST, NAIVE, predict
 from anabranch.memory.probe import Loss, probe
 from anabranch.reproduce import laysa, reports
+from anabranch.runtime import zoo
 from memory.models import images
 
 
@@ -46,7 +47,7 @@ def test_whole_steps_are_predicted_where_torchvision_is(monkeypatch: pytest.Monk
     def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
         return images(2)(device)
 
-    monkeypatch.setattr(ways, "built", built)
+    monkeypatch.setattr(zoo, "built", built)
     monkeypatch.setattr(laysa, "find_spec", lambda name: object())
     momentum = ways.OPTIMIZERS["momentum"]
     lean = predict(probe(images(2), momentum, offload=True), LEAN_HOST, laysa.SETTING).nbytes

@@ -60,13 +60,9 @@ class Subject(NamedTuple):
 Training = Callable[[Subject], Generator[None, None, None]]
 
 
-def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
-    """A model of the zoo and its loss, which runs on any device, also on one without data."""
-    if name in zoo.IMAGES:
-        return zoo._image_model(name, device, batch)
-    if name in zoo.SEQUENCES:
-        return zoo._language_model(name, device, batch, zoo.SEQUENCES[name][1])
-    raise ValueError(f"model is {name!r}: expected one of {', '.join(zoo.MODELS)}")
+def of_zoo(name: str, batch: int) -> Build:
+    """What makes a model of the zoo, and its loss at a batch."""
+    return lambda device: zoo.built(name, device, batch)
 
 
 class _Done:

@@ -1,8 +1,8 @@
 """anabranch memory: what a model holds in memory, trained in every way; the largest batch that fits, and how fast."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,12 +118,12 @@ class Account:
     def __init__(self, model: str, optimizer: Optimizer, activations: Activations) -> None:
         from anabranch.memory.probe import CONVOLUTION_WORKSPACE, probe
 
-        factory = _factory(optimizer)
+        factory, build_of = _factory(optimizer), _builder(model)
         self._activations = activations
 
         @cache
         def profile(batch: int, activations: Activations) -> Any:
-            build = _build(model, batch)
+            build = build_of(batch)
             build = _recomputed(build) if activations is Activations.recompute else build
             return probe(build, factory, offload=activations is Activations.offload)
 
@@ -158,22 +158,15 @@ class Account:
         return self._activations if mode.startswith("lean") else Activations.keep
 
 
-def _build(model: str, batch: int) -> "Build":
+def _builder(model: str) -> "Callable[[int], Build]":
+    """By batch, what makes the model; a function of the user's own is looked up once."""
     if ":" in model:
         function = yours.function(model, EXAMPLE)
-        return lambda device: _checked(model, function(batch, device))
-    from anabranch.bench.memory import built
+        second = "loss): a torch module and a function of it"
+        return lambda batch: lambda device: yours.checked(model, function(batch, device), second)
+    from anabranch.bench.memory import of_zoo
 
-    return lambda device: built(model, device, batch)
-
-
-def _checked(what: str, made: Any) -> "tuple[nn.Module, Loss]":
-    from torch import nn
-
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        found = yours.kinds_of(made)
-        raise ValueError(f"{what}: returned ({found}), expected (model, loss): a torch module and a function of it")
-    return made
+    return partial(of_zoo, model)
 
 
 def _recomputed(build: "Build") -> "Build":
@@ -205,7 +198,7 @@ def _measured(model: str, batch: int, optimizer: Optimizer, setting: "Setting") 
     with world() as ranks:
         if ranks not in (1, setting.ranks):
             raise ValueError(f"--measure runs on {ranks} ranks and --ranks is {setting.ranks}: leave out --ranks")
-        build, factory = _build(model, batch), _factory(optimizer)
+        build, factory = _builder(model)(batch), _factory(optimizer)
         return {mode: peak(build, mode, factory, setting.ranks, setting.density).steady for mode in runnable()}
 
 

@@ -61,7 +61,7 @@ def record(
         given = {"--device": device, "--precision": precision}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{wrong[0]} is for named models: your own function decides that for {what}")
-        model, step = _yours(what)
+        model, step = yours.checked(what, yours.function(what, EXAMPLE)(), "step): a torch module and a function")
         noted: Mapping[str, Scalar] = {} if batch is None else {"batch": batch}
         meta: Mapping[str, Scalar] = {"model": type(model).__name__, "recorded_from": what, **noted}
     else:
@@ -82,17 +82,6 @@ def record(
         print_json({"command": "record", **figures.trace_figures(trace), "written": str(output)})
     else:
         show_tables(tables.trace_report(trace), f"Written to {output}.")
-
-
-def _yours(what: str) -> "tuple[nn.Module, Callable[[], object]]":
-    """What the user's function returns, checked."""
-    from torch import nn
-
-    made = yours.function(what, EXAMPLE)()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        found = yours.kinds_of(made)
-        raise ValueError(f"{what}: returned ({found}), expected (model, step): a torch module and a function")
-    return made
 
 
 def _named(

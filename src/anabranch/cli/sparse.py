@@ -28,7 +28,7 @@ def sparse_rows(texts: Sequence[str], trace: Trace, network: Network) -> SparseR
     from anabranch.sparse.pricing import priced, selection_on
 
     densities = {text: _densities(text) for text in texts}
-    dense = [tensor.name for tensor in trace.tensors if tensor.dtype not in ("", "float32") or tensor.itemsize != 4]
+    dense = never_sparse(trace)
     selections = {density: selection_on(network, density) for row in densities.values() for density in row}
 
     def pricing(here: Network) -> Network:
@@ -47,6 +47,11 @@ def sparse_rows(texts: Sequence[str], trace: Trace, network: Network) -> SparseR
         f"selecting takes {sources}, and does not slow the backward pass",
         "any float32 gradient may travel sparsely, and does where that is predicted to gain",
     ])  # fmt: skip
+
+
+def never_sparse(trace: Trace) -> list[str]:
+    """Gradients that are not float32, which never travel sparsely."""
+    return [tensor.name for tensor in trace.tensors if tensor.dtype not in ("", "float32") or tensor.itemsize != 4]
 
 
 def density_of(text: str) -> float:

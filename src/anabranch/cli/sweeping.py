@@ -6,6 +6,7 @@ from dataclasses import asdict
 from anabranch.cli import lineup
 from anabranch.cli.output import progress
 from anabranch.cli.sparse import LEAN, SparseRows, sparse_rows
+from anabranch.cli.throughput import known_batch
 from anabranch.links import AlphaBeta, TwoLevel
 from anabranch.networks import NetworkRange
 from anabranch.scaling import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
@@ -28,8 +29,7 @@ class Sweep:
         self._kinds: dict[str, Kind] = dict.fromkeys(planners, "dense")
         for way in ways:
             self._kinds[way] = "lean" if way.partition(":")[0] == LEAN else "sparse"
-        recorded = trace.meta.get("batch")
-        self._recorded = recorded if isinstance(recorded, int) and recorded > 0 else None
+        self._recorded = known_batch(trace)
         self._batches: Mapping[str, int] = dict.fromkeys(self._kinds, self._recorded) if self._recorded else {}
         self._words: list[str] = []
 

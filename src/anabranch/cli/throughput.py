@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+from anabranch.cli.sparse import never_sparse
 from anabranch.links import AlphaBeta
 from anabranch.network import Network
 from anabranch.planners import by_bytes
@@ -45,10 +46,17 @@ def samples_per_s(
 
 def recorded_batch(trace: Trace) -> int:
     """For how many samples per rank the trace was recorded; ValueError if it does not say."""
-    batch = trace.meta.get("batch")
-    if not isinstance(batch, int) or batch < 1:
-        raise ValueError(f"the trace's meta has batch {batch!r}: expected for how many samples it was recorded")
+    batch = known_batch(trace)
+    if batch is None:
+        found = trace.meta.get("batch")
+        raise ValueError(f"the trace's meta has batch {found!r}: expected for how many samples it was recorded")
     return batch
+
+
+def known_batch(trace: Trace) -> int | None:
+    """The same; None if it does not say."""
+    batch = trace.meta.get("batch")
+    return batch if isinstance(batch, int) and batch > 0 else None
 
 
 def naive_s(numel: int, network: Network, density: float) -> float:
@@ -67,6 +75,5 @@ def _sparse_s(trace: Trace, network: Network, density: float) -> float:
     from anabranch.sparse.pricing import priced, selection_on
 
     here = priced(network, density, selection_on(network, density))
-    dense = [tensor.name for tensor in trace.tensors if tensor.dtype not in ("", "float32") or tensor.itemsize != 4]
-    planner = partial(where_it_gains, collectives=[kind_of(density)], dense=dense)
+    planner = partial(where_it_gains, collectives=[kind_of(density)], dense=never_sparse(trace))
     return finish_s(trace, planner(trace, here), here)

@@ -4,7 +4,10 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def function(what: str, expected: str) -> Callable[..., Any]:
@@ -22,6 +25,11 @@ def function(what: str, expected: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def kinds_of(made: object) -> str:
-    """What it returned, for an error."""
-    return ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
+def checked(what: str, made: Any, second: str) -> "tuple[nn.Module, Callable[..., Any]]":
+    """What it returned: a model, and a function that ``second`` says more of."""
+    from torch import nn
+
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
+        return made
+    kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
+    raise ValueError(f"{what}: returned ({kinds}), expected (model, {second}")

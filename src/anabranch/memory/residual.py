@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.futures import Future
 
+from anabranch.memory.copies import Done
 from anabranch.memory.slots import Slot, Slots
-from anabranch.memory.transfers import Done, transfers_for
+from anabranch.memory.transfers import transfers_for
 from anabranch.runtime.collectives import Remembered
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-Done = torch.cuda.Event | None  # None: it was done when it was asked for
+from anabranch.memory.copies import Done
 
 
 class Transfers(Protocol):

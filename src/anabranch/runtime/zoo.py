@@ -42,12 +42,7 @@ def build(
 
     The function also takes the model in a wrapper, such as DataParallel, to run it through that.
     """
-    if name in IMAGES:
-        model, loss = _image_model(name, device, batch or IMAGES[name])
-    elif name in SEQUENCES:
-        model, loss = _language_model(name, device, batch or SEQUENCES[name][0], SEQUENCES[name][1])
-    else:
-        raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
+    model, loss = built(name, device, batch)
 
     def step(wrapped: nn.Module | None = None) -> None:
         model.zero_grad(set_to_none=True)
@@ -56,6 +51,16 @@ def build(
         value.backward()
 
     return model, step
+
+
+def built(name: str, device: torch.device, batch: int | None = None) -> tuple[nn.Module, Loss]:
+    """A freshly initialised model in training mode, and its loss; on any device, also on one without data."""
+    if name in IMAGES:
+        return _image_model(name, device, batch or IMAGES[name])
+    if name in SEQUENCES:
+        usual, length = SEQUENCES[name]
+        return _language_model(name, device, batch or usual, length)
+    raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
 
 
 def facts(name: str, half: bool = False, batch: int | None = None) -> dict[str, Scalar]:
