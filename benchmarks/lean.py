@@ -11,7 +11,7 @@ the allocator's limit. What is put into host memory is limited too, since the ra
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -24,14 +24,14 @@ import torch.distributed as dist
 from benchmarks.activations import checkpointed
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.bench.memory import naive_exchange, of_zoo, sparse_plan
+from anabranch.bench import memory
+from anabranch.bench.memory import Subject, of_zoo, sparse_plan
+from anabranch.memory.mix import Mode
+from anabranch.memory.options import Residuals
 from anabranch.memory.probe import Loss
-from anabranch.runtime.layout import unwrap
 from anabranch.runtime.zoo import built
-from anabranch.sparse.allgather import wanted
 
 DEVICE = torch.device("cuda", 0)
 GIB = 1 << 30
@@ -77,74 +77,43 @@ class Case:
 System = Callable[[Case], tuple[Step, Callable[[], None]]]
 
 
-def dense(case: Case, prepare: Callable[[nn.Module], object], around: Callable[[], Any]) -> tuple[Step, Step]:
-    """DDP with activations reused in torch's own way."""
+def trained(
+    case: Case,
+    training: Callable[..., Generator[None, None, None]],
+    prepare: Callable[[nn.Module], object] = lambda _: None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[Step, Step]:
+    """A way to train of ``bench.memory``, in the precision of the case."""
     model, loss = case.built()
     prepare(model)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, process_group=case.group)
-    optimizer = case.optimizer(model.parameters())
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
+    def within(wrapped: nn.Module) -> torch.Tensor:
         with around(), case.precision:
-            value = loss(wrapped)
-        value.backward()
-        optimizer.step()
+            return loss(wrapped)
 
-    return step, lambda: unwrap(wrapped)
-
-
-def naive(case: Case) -> tuple[Step, Step]:
-    """Sparse as the published codes do it: a separate residual, all-gather, a decompressed update."""
-    model, loss = case.built()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = case.optimizer(parameters)
-    numel = sum(parameter.numel() for parameter in parameters)
-    residual = torch.zeros(numel, device=parameters[0].device)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with case.precision:
-            value = loss(model)
-        value.backward()
-        ranks = dist.get_world_size() if case.group is dist.group.WORLD else 1
-        naive_exchange(parameters, residual, ranks, wanted(numel, DENSITY))
-        optimizer.step()
-
-    return step, lambda: None
+    ranks = dist.get_world_size() if case.group is dist.group.WORLD else 1
+    running = training(Subject(model, within, case.optimizer, ranks, DENSITY, group=case.group))
+    return partial(next, running), running.close
 
 
-def lean(case: Case, mode: str, residuals: str = "in place") -> tuple[Step, Step]:
+def lean(case: Case, mode: Mode, residuals: Residuals = "in place") -> tuple[Step, Step]:
     """Ours."""
-    model, loss = case.built()
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    wrapped: Any = ab.DataParallel(
-        model,
-        plan=sparse_plan(of_zoo(case.name, 1), DENSITY, 4 * numel // BUCKETS),
-        profile_steps=0,
-        process_group=case.group,
-        compress=ab.OkTopk(density=DENSITY, warmup_steps=0),
-        memory=ab.Lean(
-            optimizer=case.optimizer,
-            residuals=residuals,  # type: ignore[arg-type]
-            activations=ab.Activations(mode, case.budget_nbytes, host_nbytes=case.host_nbytes),  # type: ignore[arg-type]
-        ),
-    )
+    activations = ab.Activations(mode, case.budget_nbytes, host_nbytes=case.host_nbytes)
 
-    def step() -> None:
-        with case.precision:
-            value = loss(wrapped)
-        value.backward()
+    def training(subject: Subject) -> Generator[None, None, None]:
+        numel = sum(parameter.numel() for parameter in subject.model.parameters())
+        plan = sparse_plan(of_zoo(case.name, 1), DENSITY, 4 * numel // BUCKETS)
+        return memory.lean(subject._replace(plan=plan), residuals, activations)
 
-    return step, wrapped.close
+    return trained(case, training)
 
 
 MIX = "Lean, a mix, residuals on the host"
 REUSE_CHECKPOINT, REUSE_HOST, NAIVE = "dense, torch's checkpoint", "dense, torch's save_on_cpu", "naive sparse"
 SYSTEMS: dict[str, System] = {
-    REUSE_CHECKPOINT: partial(dense, prepare=checkpointed, around=nullcontext),
-    REUSE_HOST: partial(dense, prepare=lambda _: None, around=partial(save_on_cpu, pin_memory=True)),
-    NAIVE: naive,
+    REUSE_CHECKPOINT: partial(trained, training=memory.ddp, prepare=checkpointed),
+    REUSE_HOST: partial(trained, training=memory.ddp, around=partial(save_on_cpu, pin_memory=True)),
+    NAIVE: partial(trained, training=memory.naive),
     "Lean, activations kept": partial(lean, mode="keep"),
     "Lean, recomputed": partial(lean, mode="recompute"),
     "Lean, recomputed, residuals on the host": partial(lean, mode="recompute", residuals="host"),
@@ -258,8 +227,7 @@ def seen(system: str, case: Case) -> Row:
 
 def still_nbytes(name: str) -> int:
     """What Lean has on the device all the time where residuals are on the host."""
-    with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in built(name, torch.device("meta"), 1)[0].parameters())
+    numel = sum(parameter.numel() for parameter in built(name, torch.device("meta"), 1)[0].parameters())
     states = 2 if "gpt" in name or "bert" in name else 1
     return (1 + states) * 4 * numel + 2 * 4 * numel // BUCKETS
 
@@ -289,7 +257,7 @@ def largest(make: System, name: str, alone: dist.ProcessGroup, limit_nbytes: int
 
 def kept_nbytes(name: str, batch: int, alone: dist.ProcessGroup, limit_nbytes: int) -> float:
     """What a sample leaves on the device where nothing is reused."""
-    plain = partial(dense, prepare=lambda _: None, around=nullcontext)
+    plain = partial(trained, training=memory.ddp)
     peaks = []
     for number in (batch, 2 * batch):
         peaks.append(timed(plain, Case(name, number, alone, limit_nbytes, limit_nbytes), steps=2)[0])

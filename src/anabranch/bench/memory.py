@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from inspect import signature
 from itertools import count
 from time import sleep
 from typing import Any, NamedTuple, cast
@@ -21,6 +20,8 @@ from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.memory.account import BUCKET_NBYTES, DDP, LEAN, LEAN_HOST, NAIVE, OKTOPK
+from anabranch.memory.mix import Activations
+from anabranch.memory.options import KEPT, Lean, Residuals
 from anabranch.memory.probe import Factory, Loss, probe
 from anabranch.memory.profile import by_bytes
 from anabranch.plan import Bucket, Plan
@@ -47,14 +48,15 @@ Build = Callable[[torch.device], tuple[nn.Module, Loss]]
 
 
 class Subject(NamedTuple):
-    """What is trained, and how it travels."""
+    """What is trained, and how it travels: as ``plan`` says where a training has one, on all ranks or on a group's."""
 
     model: nn.Module
     loss: Loss
     optimizer: Factory
     ranks: int
     density: float
-    plan: Plan
+    plan: Plan | None = None
+    group: dist.ProcessGroup | None = None
 
 
 Training = Callable[[Subject], Generator[None, None, None]]
@@ -97,7 +99,7 @@ class Mirror(Zeros):
 
 def ddp(subject: Subject) -> Generator[None, None, None]:
     """Stock DDP, gradients being views of its buckets."""
-    wrapped = DistributedDataParallel(subject.model, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(subject.model, gradient_as_bucket_view=True, process_group=subject.group)
     try:
         yield from _steps(wrapped, subject)
     finally:
@@ -163,17 +165,17 @@ def oktopk(subject: Subject) -> Generator[None, None, None]:
         unwrap(wrapped)
 
 
-def lean(subject: Subject, residuals: str = "in place") -> Generator[None, None, None]:
+def lean(
+    subject: Subject, residuals: Residuals = "in place", activations: Activations = KEPT
+) -> Generator[None, None, None]:
     """DataParallel with Lean."""
-    from anabranch.memory.options import Lean
-
-    made: Any = DataParallel  # whose argument is young
-    wrapped = made(
+    wrapped = DataParallel(
         subject.model,
         plan=subject.plan,
         profile_steps=0,
+        process_group=subject.group,
         compress=OkTopk(density=subject.density, warmup_steps=0),
-        memory=Lean(optimizer=subject.optimizer, residuals=cast(Any, residuals)),
+        memory=Lean(subject.optimizer, residuals, activations),
     )
     try:
         while True:
@@ -197,9 +199,8 @@ TRAININGS: Mapping[str, Training] = {
 
 
 def runnable() -> list[str]:
-    """The modes that can run here: Lean where this anabranch's DataParallel knows it, and there are real ranks."""
-    knows = "memory" in signature(DataParallel.__init__).parameters and dist.get_world_size() > 1
-    return [mode for mode in TRAININGS if knows or not mode.startswith(LEAN)]
+    """The modes that can run here: Lean where there are real ranks."""
+    return [mode for mode in TRAININGS if dist.get_world_size() > 1 or not mode.startswith(LEAN)]
 
 
 class Peak(NamedTuple):
