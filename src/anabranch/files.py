@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -147,9 +147,7 @@ def _validate(cls: type[Noun], document: dict[str, Any], where: str) -> Noun:
         return TypeAdapter(cls).validate_json(json.dumps(document))
     except ValidationError as error:
         found = _of_one_branch(error.errors(include_url=False))
-        at = ".".join(str(part) for part in found[0]["loc"]) or cls.__name__.lower()
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise _refused(where, f"{at}: {found[0]['msg']}, found {brief(found[0]['input'])}{more}") from error
+        raise _refused(where, complaint(found, cls.__name__.lower())) from error
 
 
 def _of_one_branch(errors: list[Any]) -> list[Any]:
@@ -178,6 +176,13 @@ def _why(error: OSError | ValueError) -> str:
 def _refused(where: str, why: str) -> FileError:
     """An error about the content of a file, on one line, whatever the file put into it."""
     return FileError(f"{_harmless(where, 200)}: {_harmless(why, 260)}")
+
+
+def complaint(found: Sequence[Any], whole: str) -> str:
+    """The first of what pydantic found wrong, and how much more there is; ``whole`` is what all of it is called."""
+    at = ".".join(str(part) for part in found[0]["loc"]) or whole
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return f"{at}: {found[0]['msg']}, found {brief(found[0]['input'])}{more}"
 
 
 def brief(value: object) -> str:

@@ -35,6 +35,11 @@ class Bucket:
             raise ValueError(f"the bucket of {self.names[0]} names no collective: expected e.g. 'dense'")
 
 
+def bucket_label(number: int, collective: str, names: Sequence[str]) -> str:
+    """What timelines and traces call a bucket, by which reports know it again."""
+    return f"bucket {number}: {collective}, {len(names)} tensors, {names[-1]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Buckets in launch order, the same on every rank: a bucket is launched once its gradients are all there and every

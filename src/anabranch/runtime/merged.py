@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from anabranch.plan import bucket_label
 from anabranch.runtime.align import Alignment
 
 COMPUTE, GRADIENTS, FIRST_LANE = 0, 1, 2  # tracks of a process
@@ -80,9 +81,7 @@ def _step(rank: int, step: Mapping[str, Any], clock: _Clock) -> Iterator[Event]:
         yield {**where, "name": name, "cat": "gradient", "ts": clock.ns(ready_s) / 1e3, "args": at}
     for bucket in step["buckets"]:
         start, end = clock.ns(bucket["begin_s"]), clock.ns(bucket["end_s"])
-        name = (
-            f"bucket {bucket['index']}: {bucket['collective']}, {len(bucket['names'])} tensors, {bucket['names'][-1]}"
-        )
+        name = bucket_label(bucket["index"], bucket["collective"], bucket["names"])
         facts = {**at, "tensors": bucket["names"], "nbytes": bucket["nbytes"], "collective": bucket["collective"]}
         facts["launched_us"] = clock.ns(bucket["launched_s"]) / 1e3
         yield _slice(rank, FIRST_LANE + bucket["lane"], name, "communication", start, end, facts)

@@ -6,7 +6,7 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from anabranch.plan import Plan
+from anabranch.plan import Plan, bucket_label
 from anabranch.runtime.clock import Clock
 from anabranch.runtime.watch import StepMarks
 from anabranch.timeline import COMPUTE, Span, Timeline
@@ -82,6 +82,6 @@ def timeline_of(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
     else:
         for times in bucket_times(step, plan, clock, step.backward):
             bucket = plan.buckets[times.number]
-            label = f"bucket {times.number}: {bucket.collective}, {len(bucket.names)} tensors, {bucket.names[-1]}"
+            label = bucket_label(times.number, bucket.collective, bucket.names)
             spans.append(Span(f"lane {bucket.lane}", label, times.begin_s, times.end_s))
     return Timeline(tuple(spans), {"source": "measured"})

@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from anabranch.network import Contention, Network
-from anabranch.plan import Plan
+from anabranch.plan import Plan, bucket_label
 from anabranch.timeline import COMPUTE, Interval, Span, Timeline
 from anabranch.trace import Trace
 
@@ -36,7 +36,7 @@ def simulate(trace: Trace, plan: Plan, network: Network) -> Timeline:
         busy_until = tensor.ready_s
     intervals = schedule(messages(trace, plan, network), network.contention)
     for index, (bucket, (start_s, end_s)) in enumerate(zip(plan.buckets, intervals, strict=True)):
-        label = f"bucket {index}: {bucket.collective}, {len(bucket.names)} tensors, {bucket.names[-1]}"
+        label = bucket_label(index, bucket.collective, bucket.names)
         spans.append(Span(f"lane {bucket.lane}", label, start_s, end_s))
     return Timeline(tuple(spans), {"source": "simulated", "world_size": network.world_size})
 

@@ -133,9 +133,8 @@ def _timelines(steps: Sequence[View]) -> Section:
 
 def _training(runs: Runs) -> Section:
     chart = training_chart(runs.trainings)
-    about = left_out(runs.trainings, "runs")
     stages = [table for run in runs.trainings[:MOST_PICTURES] if (table := stage_table(run)) is not None]
-    return Section("training", "The training", about, [*([chart] if chart else []), *stages])
+    return Section("training", "The training", "", [*([chart] if chart else []), *stages])
 
 
 def _comparison(runs: Runs) -> Section:

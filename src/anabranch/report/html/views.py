@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from anabranch.errors import PlanError
-from anabranch.plan import Bucket, Plan
+from anabranch.plan import Bucket, Plan, bucket_label
 from anabranch.report.runs.documents import PlannedStep
 from anabranch.report.runs.reading import Runs
 from anabranch.report.runs.window import RankStep
@@ -68,10 +68,7 @@ def _fitting(timeline: Timeline, runs: Runs) -> tuple[Plan | None, Trace | None]
     """The plan and trace among the files whose buckets a timeline shows, by how its spans call them."""
     names = {span.name for span in timeline.communication}
     for _, plan in runs.plans:
-        labels = {
-            f"bucket {number}: {bucket.collective}, {len(bucket.names)} tensors, {bucket.names[-1]}"
-            for number, bucket in enumerate(plan.buckets)
-        }
+        labels = {bucket_label(number, bucket.collective, bucket.names) for number, bucket in enumerate(plan.buckets)}
         if names <= labels:
             return plan, next((trace for _, trace in runs.traces if fits(plan, trace)), None)
     return None, None

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from anabranch.errors import FileError
-from anabranch.files import KINDS, brief, loads, parse_json, read_bytes
+from anabranch.files import KINDS, brief, complaint, loads, parse_json, read_bytes
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.report.runs.documents import (
@@ -160,13 +160,8 @@ def _document(document: dict[str, Any], where: str) -> Document | Scaling:
         # Once more through JSON: only from there a strict model takes a list for a tuple.
         return TypeAdapter(COMMANDS[command]).validate_json(json.dumps(document))
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        at = ".".join(str(part) for part in found[0]["loc"]) or command
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise FileError(
-            f"{where}: {at}: {found[0]['msg']}, found {brief(found[0]['input'])}{more}; "
-            f"write it again with anabranch {command} --json"
-        ) from error
+        wrong = complaint(error.errors(include_url=False), command)
+        raise FileError(f"{where}: {wrong}; write it again with anabranch {command} --json") from error
 
 
 def _inside(folder: Path) -> list[Path]:

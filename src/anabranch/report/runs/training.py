@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anabranch.errors import FileError
-from anabranch.files import brief, parse_json
+from anabranch.files import complaint, parse_json
 from anabranch.report.runs.documents import MOST_DRAWN, StepLine
 
 MAX_LINES = 500_000  # about a gigabyte of memory and a quarter of a minute
@@ -114,11 +114,9 @@ def _line(value: Any, where: str) -> tuple[StepLine, bool]:
     try:
         line = StepLine.model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        at = ".".join(str(part) for part in found["loc"]) or "line"
+        wrong = complaint(error.errors(include_url=False)[:1], "line")
         raise FileError(
-            f"{where}: {at}: {found['msg']}, found {brief(found['input'])}; expected a line of ab.JsonLines, or step "
-            "and loss: take this line out"
+            f"{where}: {wrong}; expected a line of ab.JsonLines, or step and loss: take this line out"
         ) from error
     if not lost and not _tells(line):
         raise FileError(f"{where}: has neither measured_s nor loss: expected a line of ab.JsonLines, or step and loss")
