@@ -4,9 +4,10 @@
     anabranch lab --hosts 2 --rate unshaped --backend nccl -- python -m benchmarks.lean resnet152:128 gpt2:8
 
 Prints a Markdown table for each model. With a batch all systems train at it, with as much memory as they take. Without
-one no rank may have more than ``--limit-gib``, and each system trains at its own largest batch: where the line through
-its peaks at two small batches, taken on one rank alone, meets the limit less a margin; then all ranks train at it under
-the allocator's limit. What is put into host memory is limited too, since the ranks of a lab share it.
+one no rank may have more than ``--limit-gib``, and each system trains at its own largest batch, which every rank finds
+alone, under the allocator's limit, in messages of the sizes that all of them would send: where the line through its
+peaks meets the limit less a margin, or less if that was too much. What is put into host memory is limited too, since
+the ranks of a lab share it.
 """
 
 import argparse
@@ -37,7 +38,8 @@ DEVICE = torch.device("cuda", 0)
 GIB = 1 << 30
 DENSITY = 0.01
 MARGIN = 0.92  # of the limit: what the line through two peaks does not say, and what the allocator cannot use
-SMALLER = 0.9  # the next batch to try where one does not fit after all
+GROWTH = 3  # from one batch to the next, until a third of the limit is taken
+CLOSE = 0.95  # of a batch that does not fit: no need to look for one between
 BUCKETS = 12  # few, as sparse exchanges like it
 ENOUGH_S = 6.0  # of timed steps, where the network is slow
 WARM, WARM_MIX, TIMED = 2, 4, 3  # steps; Lean chooses its mix after two
@@ -91,8 +93,7 @@ def trained(
         with around(), case.precision:
             return loss(wrapped)
 
-    ranks = dist.get_world_size() if case.group is dist.group.WORLD else 1
-    running = training(Subject(model, within, case.optimizer, ranks, DENSITY, group=case.group))
+    running = training(Subject(model, within, case.optimizer, dist.get_world_size(), DENSITY, group=case.group))
     return partial(next, running), running.close
 
 
@@ -193,7 +194,7 @@ def rows(name: str, alone: dist.ProcessGroup, limit_nbytes: int, host_nbytes: in
             case.batch = round((min(ours) * max(ours)) ** 0.5)
             case.budget_nbytes = int(MARGIN * limit_nbytes) - still_nbytes(name)
         else:
-            case.batch = largest(make, name, alone, limit_nbytes, host_nbytes if system == REUSE_HOST else None)
+            case.batch = largest(make, replace(case, group=alone), host_nbytes if system == REUSE_HOST else None)
         batches[system] = case.batch
         yield Row(system, note="does not fit") if case.batch == 0 else seen(system, case)
 
@@ -212,17 +213,12 @@ def equal(name: str, batch: int, host_nbytes: int) -> Iterator[Row]:
 
 
 def seen(system: str, case: Case) -> Row:
-    """What it shows, at a smaller batch if this one does not fit after all; or why it cannot run."""
-    while True:
-        try:
-            peak_nbytes, seconds = timed(SYSTEMS[system], case)
-            return Row(system, case.batch, peak_nbytes, seconds)
-        except torch.OutOfMemoryError as error:  # on every rank alike
-            if case.limit_nbytes == 0 or case.batch < 2:
-                return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
-            case = replace(case, batch=int(case.batch * SMALLER))
-        except ValueError as error:
-            return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
+    """What it shows, or why it cannot run."""
+    try:
+        peak_nbytes, seconds = timed(SYSTEMS[system], case)
+        return Row(system, case.batch, peak_nbytes, seconds)
+    except (torch.OutOfMemoryError, ValueError) as error:  # on every rank alike
+        return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
 
 
 def still_nbytes(name: str) -> int:
@@ -232,36 +228,47 @@ def still_nbytes(name: str) -> int:
     return (1 + states) * 4 * numel + 2 * 4 * numel // BUCKETS
 
 
-def largest(make: System, name: str, alone: dist.ProcessGroup, limit_nbytes: int, host_nbytes: int | None) -> int:
-    """The batch at which the line through two peaks meets the limit, the same on every rank; 0 where none fits."""
-    first = SEQUENCES if "gpt" in name or "bert" in name else IMAGES
-    known: list[tuple[int, int]] = []
-    for batch in (first, 4 * first):
-        try:
-            known.append((batch, timed(make, Case(name, batch, alone, limit_nbytes, limit_nbytes), steps=2)[0]))
-        except torch.OutOfMemoryError:
-            break
-    found = 0
-    if len(known) == 2:
-        (_, low), (_, high) = known
-        slope = max((high - low) / (3 * first), 1.0)
-        found = int(first + (MARGIN * limit_nbytes - low) / slope)
+def largest(make: System, case: Case, host_nbytes: int | None) -> int:
+    """The batch of a system that fills the limit, the same on every rank; 0 where none fits."""
+    batch = SEQUENCES if "gpt" in case.name or "bert" in case.name else IMAGES
+    peak_nbytes = fitting(make, replace(case, batch=batch))
+    known = [(batch, peak_nbytes)] if peak_nbytes else [(0, 0)]
+    while peak_nbytes and (
+        len(known) < 2 or peak_nbytes < case.limit_nbytes / GROWTH
+    ):  # until what grows is most of it
+        batch *= GROWTH
+        peak_nbytes = fitting(make, replace(case, batch=batch))
+        known += [(batch, peak_nbytes)] if peak_nbytes else []
+    if len(known) > 1:
+        (one, low), (other, high) = known[-2:]
+        each_nbytes = max((high - low) / (other - one), 1.0)
+        batch = min(int(other + (MARGIN * case.limit_nbytes - high) / each_nbytes), GROWTH * other)
         if host_nbytes is not None:  # all that is kept on the device otherwise
-            found = min(found, int(host_nbytes / kept_nbytes(name, first, alone, limit_nbytes)))
-    elif known:
-        found = first
-    agreed = torch.tensor([found], device=DEVICE)
-    dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    return max(int(agreed), 0)
+            batch = min(batch, int(host_nbytes / kept_nbytes(replace(case, batch=known[0][0]))))
+    fits = known[-1][0]
+    while fits < CLOSE * batch:
+        if fitting(make, replace(case, batch=batch)):
+            return batch
+        batch = (fits + batch) // 2
+    return min(fits, batch)
 
 
-def kept_nbytes(name: str, batch: int, alone: dist.ProcessGroup, limit_nbytes: int) -> float:
+def fitting(make: System, case: Case) -> int:
+    """The peak of two steps on each rank alone, the highest of them; 0 if some rank had not enough."""
+    try:
+        peak_nbytes = timed(make, case, steps=2)[0]
+    except torch.OutOfMemoryError:
+        peak_nbytes = 2 * case.limit_nbytes
+    agreed = torch.tensor([peak_nbytes], device=DEVICE)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    return int(agreed) if agreed <= case.limit_nbytes else 0
+
+
+def kept_nbytes(case: Case) -> float:
     """What a sample leaves on the device where nothing is reused."""
     plain = partial(trained, training=memory.ddp)
-    peaks = []
-    for number in (batch, 2 * batch):
-        peaks.append(timed(plain, Case(name, number, alone, limit_nbytes, limit_nbytes), steps=2)[0])
-    return (peaks[1] - peaks[0]) / batch
+    one, two = (fitting(plain, replace(case, batch=number * case.batch)) for number in (1, 2))
+    return max((two - one) / case.batch, 1.0)
 
 
 def timed(make: System, case: Case, steps: int | None = None) -> tuple[int, list[float]]:

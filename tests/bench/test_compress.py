@@ -20,6 +20,8 @@ def test_what_it_means() -> None:
     assert compression("bf16") == "bf16"
     assert compression("oktopk") == ab.OkTopk(warmup_steps=0)
     assert compression("oktopk:0.05") == ab.OkTopk(density=0.05, warmup_steps=0)
+    assert compression("oktopk:0.05:bf16") == ab.OkTopk(density=0.05, warmup_steps=0, wire="bf16")
+    assert compression("oktopk:bf16") == ab.OkTopk(warmup_steps=0, wire="bf16")
     assert [compression(f"{name}:0.01") for name in OTHERS] == [Rival(name, 0.01) for name in OTHERS]
     assert OTHERS == ["topk", "gtopk", "dsa", "gaussian"]
 
@@ -32,7 +34,19 @@ def test_what_is_unknown_is_named_with_what_is_allowed(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["oktopk:", "oktopk:0", "oktopk:1.5", "gtopk", "gtopk:", "dsa:x", "topk:nan", "dsa:-1"]
+    "text",
+    [
+        "oktopk:",
+        "oktopk:0",
+        "oktopk:1.5",
+        "gtopk",
+        "gtopk:",
+        "dsa:x",
+        "topk:nan",
+        "dsa:-1",
+        "dsa:0.01:bf16",
+        "oktopk:0.01:fp16",
+    ],
 )
 def test_a_density_is_a_share(text: str) -> None:
     name = text.partition(":")[0]

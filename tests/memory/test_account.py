@@ -113,6 +113,24 @@ def test_optimizers_are_counted(
     assert profile.optimizer.workspace == pytest.approx(workspace * n, abs=0.02 * n)
 
 
+class Asking(nn.Linear):
+    """Looks at values on its way, as models do that leave out masks which hide nothing, or that look for NaN."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        assert not torch.isnan(given).any(), "NaN"
+        result = super().forward(given)
+        return result if (given == given).all() else torch.cat([result, result])
+
+
+def test_questions_about_values_are_answered_where_there_are_none() -> None:
+    def build(device: torch.device) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        model, given = Asking(256, 512, device=device), torch.ones(64, 256, device=device)
+        return model, lambda wrapped: wrapped(given).square().sum()
+
+    found, real = probe(build), probe(build, device=CPU)
+    assert len(found.arrivals) == 2 and highest(found) == pytest.approx(highest(real), rel=0.01)
+
+
 def test_a_model_that_trains_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="the step has no gradients: expected a model with parameters"):
         Profile(0, (), Moment(0))

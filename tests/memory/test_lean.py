@@ -86,9 +86,9 @@ def side_by_side(
         for (name, a), b in zip(plain_model.named_parameters(), lean_model.parameters(), strict=True):
             assert torch.equal(a, b), (step, name)
             assert b.grad is None, name
-    ours, theirs = plain.comm_state_dict(), lean.comm_state_dict()
-    assert ours.get("residuals", {}).keys() == theirs.get("residuals", {}).keys()
-    assert all(torch.equal(ours["residuals"][name], piece) for name, piece in theirs.get("residuals", {}).items())
+    ours, theirs = (each.comm_state_dict().get("residuals", {}) for each in (plain, lean))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(piece.cpu(), theirs[name].cpu()) for name, piece in ours.items())
     weights = [p.detach().clone() for p in lean_model.parameters()]
     plain.close()
     lean.close()

@@ -1,5 +1,6 @@
 """What --compress means: a way for DataParallel to send less, or a rival to compare it with."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from anabranch.runtime.dense import COLLECTIVES
@@ -9,7 +10,8 @@ from anabranch.sparse.rivals import RIVALS
 
 WIRES = [kind for kind in COLLECTIVES if kind != "dense"]
 OTHERS = [name for name in RIVALS if name != "dense"]
-ALLOWED = f"{', '.join(WIRES)}, {KIND}, {KIND}:0.01, or a rival: {', '.join(f'{name}:0.01' for name in OTHERS)}"
+OURS = [*WIRES, KIND, f"{KIND}:0.01", f"{KIND}:0.01:bf16"]
+ALLOWED = f"{', '.join(OURS)}, or a rival: {', '.join(f'{name}:0.01' for name in OTHERS)}"
 
 
 class Rival(NamedTuple):
@@ -20,13 +22,14 @@ class Rival(NamedTuple):
 
 
 def compression(text: str) -> str | OkTopk | Rival:
-    """What "bf16", "oktopk" (as dense as is hidden), "oktopk:0.01" or "gtopk:0.01" means; ValueError if nothing."""
-    name = text.partition(":")[0]
+    """What "bf16", "oktopk" (as dense as is hidden), "oktopk:0.01", "oktopk:0.01:bf16" or "gtopk:0.01" means."""
     if text in WIRES:
         return text
+    name = text.partition(":")[0]
     if name not in (KIND, *OTHERS):
         raise ValueError(f"--compress is {text!r}: expected {ALLOWED}")
-    if text == KIND:
-        return OkTopk(warmup_steps=0)  # nothing is trained here
-    density = given_density(text)
-    return OkTopk(density=density, warmup_steps=0) if name == KIND else Rival(name, density)
+    if name != KIND:
+        return Rival(name, given_density(text))
+    plain = text.removesuffix(":bf16")
+    options = OkTopk(warmup_steps=0, wire="fp32" if plain == text else "bf16")  # nothing is trained here
+    return options if plain == KIND else replace(options, density=given_density(plain))

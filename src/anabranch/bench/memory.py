@@ -115,23 +115,29 @@ def naive(subject: Subject) -> Generator[None, None, None]:
     while True:
         optimizer.zero_grad(set_to_none=True)
         subject.loss(subject.model).backward()
-        naive_exchange(parameters, residual, subject.ranks, wanted(numel, subject.density))
+        naive_exchange(parameters, residual, subject.ranks, wanted(numel, subject.density), subject.group)
         optimizer.step()
         yield
 
 
-def naive_exchange(parameters: Sequence[nn.Parameter], residual: torch.Tensor, ranks: int, k: int) -> None:
+def naive_exchange(
+    parameters: Sequence[nn.Parameter],
+    residual: torch.Tensor,
+    ranks: int,
+    k: int,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Add what waits to a flat copy, send its k largest, keep the rest, and give back the average of all that came.
 
-    Where there are not so many ranks, all are taken to send what this one does.
+    Where the group has not so many ranks, all are taken to send what this one does.
     """
     total = torch.cat([cast(torch.Tensor, parameter.grad).flatten() for parameter in parameters]).add_(residual)
     pairs = top_pairs(total, k)
     residual.copy_(total)
     residual[pairs[:, 1].to(torch.int64)] = 0.0
     everyone = torch.empty(ranks, k, 2, dtype=torch.int32, device=residual.device)
-    if dist.is_initialized() and ranks == dist.get_world_size():
-        dist.all_gather_into_tensor(everyone, pairs[None])
+    if dist.is_initialized() and ranks == dist.get_world_size(group):
+        dist.all_gather_into_tensor(everyone, pairs[None], group=group)
     else:
         everyone.copy_(pairs)
     update = torch.zeros_like(residual)

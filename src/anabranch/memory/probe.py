@@ -22,6 +22,8 @@ from anabranch.memory.profile import Arrival, Moment, OptimizerCost, Profile, bl
 META = torch.device("meta")
 # What cuDNN takes for itself, times the bytes of a convolution's tensors: it turns them to its own layout and back.
 CONVOLUTION_WORKSPACE = 1.0
+# Models ask about values that tensors without data do not have: whether a mask hides nothing, whether there is a NaN.
+ANSWERS = {torch.ops.aten.all: True, torch.ops.aten.any: False}
 
 Loss = Callable[[nn.Module], torch.Tensor]
 Build = Callable[[torch.device], tuple[nn.Module, Loss]]
@@ -44,14 +46,19 @@ class Lives(TorchDispatchMode):
         self.events: list[Event] = []
         self._device, self._workspace = device.type, convolution_workspace
         self._numbers: dict[int, int] = {}  # of the storages that live, by their address
+        self._answers: dict[int, bool] = {}  # to questions that were asked of no data, by their storage's number
         self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
             self.number(tensor)  # the batch is older than this mode
+        if func is torch.ops.aten._local_scalar_dense.default and self.number(args[0]) in self._answers:
+            return self._answers[self.number(args[0])]
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             self.number(tensor)
+        if func.overloadpacket in ANSWERS and result.is_meta:
+            self._answers[self.number(result)] = ANSWERS[func.overloadpacket]
         if self._workspace and "convolution" in func.name():
             touched = sum(tensor.nbytes for tensor in _tensors((args, result)))
             self.events.append(Event(int(self._workspace * touched)))
