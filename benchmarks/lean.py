@@ -32,14 +32,15 @@ from anabranch.bench.memory import Subject, of_zoo, sparse_plan
 from anabranch.memory.mix import Mode
 from anabranch.memory.options import Residuals
 from anabranch.memory.probe import Loss
+from anabranch.runtime.zoo import SEQUENCES as SEQUENCE_MODELS
 from anabranch.runtime.zoo import built
 
 DEVICE = torch.device("cuda", 0)
 GIB = 1 << 30
 DENSITY = 0.01
 MARGIN = 0.92  # of the limit: what the line through two peaks does not say, and what the allocator cannot use
-GROWTH = 3  # from one batch to the next, until a third of the limit is taken
-CLOSE = 0.95  # of a batch that does not fit: no need to look for one between
+GROWTH = 4  # from one batch to the next at most: peaks need not grow from the start
+CLOSE = 0.95  # of the largest batch
 BUCKETS = 12  # few, as sparse exchanges like it
 ENOUGH_S = 6.0  # of timed steps, where the network is slow
 WARM, WARM_MIX, TIMED = 2, 4, 3  # steps; Lean chooses its mix after two
@@ -50,26 +51,32 @@ Step = Callable[[], None]
 
 @dataclass
 class Case:
-    """A model to train at a batch, on the ranks of a group, within a limit."""
+    """A model to train at a batch, on the ranks of a group, within a limit; ``half``: in bfloat16 if it speaks."""
 
     name: str
     batch: int
     group: dist.ProcessGroup
     limit_nbytes: int
     host_nbytes: int
+    half: bool
     budget_nbytes: int | None = None  # for a mix of what is done with activations
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it is a language model."""
+        return self.name in SEQUENCE_MODELS
 
     @property
     def optimizer(self) -> Callable[[Any], torch.optim.Optimizer]:
         """As people train such a model."""
-        if "gpt" in self.name or "bert" in self.name:
+        if self.speaks:
             return partial(torch.optim.AdamW, lr=1e-4, fused=True)
         return partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
 
     @property
     def precision(self) -> AbstractContextManager[object]:
-        """Transformers in bfloat16, as people train them; images in TF32, as cuDNN does by itself."""
-        return torch.autocast("cuda", torch.bfloat16, enabled="gpt" in self.name or "bert" in self.name)
+        """Images in TF32, as cuDNN does by itself."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self.half and self.speaks)
 
     def built(self) -> tuple[nn.Module, Loss]:
         """The model and its loss."""
@@ -145,6 +152,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--limit-gib", type=float, default=16.0)
     parser.add_argument("--host-gib", type=float, default=20.0, help="per rank")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of language models")
     parser.add_argument("--network", default="", help="what to call it")
     parser.add_argument("--without", nargs="*", default=[], metavar="SYSTEM", help="to leave out, by their names")
     given = parser.parse_args()
@@ -152,16 +160,21 @@ def main() -> None:
         del SYSTEMS[name]
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl")
+    world = dist.group.WORLD
+    assert world is not None
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     total = torch.cuda.get_device_properties(0).total_memory
     show(f"\n{datetime.now(UTC).date()}, {dist.get_world_size()} ranks, {given.network}; ")
-    show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; density {DENSITY:g}; {TIMED} steps each.")
+    show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; density {DENSITY:g}; {TIMED} steps each;")
+    show(f"language models in {given.precision}.")
     host_nbytes, limit_nbytes = int(given.host_gib * GIB), int(given.limit_gib * GIB)
     for subject in given.models:
         name, _, batch = subject.partition(":")
         torch.cuda.set_per_process_memory_fraction(1.0 if batch else limit_nbytes / total)
         show(f"\n## {name}, " + ("equal batches" if batch else f"{given.limit_gib:g} GiB a rank") + "\n")
-        tabulate(equal(name, int(batch), host_nbytes) if batch else rows(name, alone, limit_nbytes, host_nbytes))
+        half = given.precision == "bf16"
+        case = Case(name, int(batch or 0), world, 0 if batch else limit_nbytes, host_nbytes, half)
+        tabulate(equal(case) if batch else rows(case, alone))
     dist.destroy_process_group()
 
 
@@ -182,31 +195,28 @@ def tabulate(found: Iterator[Row]) -> None:
         show(f"| {row.system} | " + " | ".join(map(str, cells)) + " |")
 
 
-def rows(name: str, alone: dist.ProcessGroup, limit_nbytes: int, host_nbytes: int) -> Iterator[Row]:
+def rows(case: Case, alone: dist.ProcessGroup) -> Iterator[Row]:
     """One system after the other, each at its largest batch."""
-    world = dist.group.WORLD
-    assert world is not None
     batches: dict[str, int] = {}
     for system, make in SYSTEMS.items():
-        case = Case(name, 0, world, limit_nbytes, host_nbytes)
+        own = replace(case)
         if system == MIX:  # larger than what can be kept, and with room to keep something
             ours = [found for name, found in batches.items() if name.startswith("Lean") and found] or [1]
-            case.batch = round((min(ours) * max(ours)) ** 0.5)
-            case.budget_nbytes = int(MARGIN * limit_nbytes) - still_nbytes(name)
+            own.batch = round((min(ours) * max(ours)) ** 0.5)
+            own.budget_nbytes = int(MARGIN * case.limit_nbytes) - still_nbytes(case.name)
         else:
-            case.batch = largest(make, replace(case, group=alone), host_nbytes if system == REUSE_HOST else None)
-        batches[system] = case.batch
-        yield Row(system, note="does not fit") if case.batch == 0 else seen(system, case)
+            host_nbytes = case.host_nbytes if system == REUSE_HOST else None
+            own.batch = largest(make, replace(case, group=alone), host_nbytes)
+        batches[system] = own.batch
+        yield Row(system, note="does not fit") if own.batch == 0 else seen(system, own)
 
 
-def equal(name: str, batch: int, host_nbytes: int) -> Iterator[Row]:
+def equal(case: Case) -> Iterator[Row]:
     """One system after the other, at the same batch and without a limit."""
-    world = dist.group.WORLD
-    assert world is not None
     for system in SYSTEMS:
         for budget_gib in BUDGETS_GIB if system == MIX else (None,):
             budget_nbytes = None if budget_gib is None else int(budget_gib * GIB)
-            row = seen(system, Case(name, batch, world, 0, host_nbytes, budget_nbytes))
+            row = seen(system, replace(case, budget_nbytes=budget_nbytes))
             if row.seconds:
                 break
         yield row
@@ -224,33 +234,25 @@ def seen(system: str, case: Case) -> Row:
 def still_nbytes(name: str) -> int:
     """What Lean has on the device all the time where residuals are on the host."""
     numel = sum(parameter.numel() for parameter in built(name, torch.device("meta"), 1)[0].parameters())
-    states = 2 if "gpt" in name or "bert" in name else 1
+    states = 2 if name in SEQUENCE_MODELS else 1
     return (1 + states) * 4 * numel + 2 * 4 * numel // BUCKETS
 
 
 def largest(make: System, case: Case, host_nbytes: int | None) -> int:
     """The batch of a system that fills the limit, the same on every rank; 0 where none fits."""
-    batch = SEQUENCES if "gpt" in case.name or "bert" in case.name else IMAGES
-    peak_nbytes = fitting(make, replace(case, batch=batch))
-    known = [(batch, peak_nbytes)] if peak_nbytes else [(0, 0)]
-    while peak_nbytes and (
-        len(known) < 2 or peak_nbytes < case.limit_nbytes / GROWTH
-    ):  # until what grows is most of it
-        batch *= GROWTH
+    batch = SEQUENCES if case.speaks else IMAGES
+    most = float("inf") if host_nbytes is None else host_nbytes / kept_nbytes(replace(case, batch=batch))
+    known = [(0, 0)]
+    while known[-1][0] < CLOSE * batch:
         peak_nbytes = fitting(make, replace(case, batch=batch))
-        known += [(batch, peak_nbytes)] if peak_nbytes else []
-    if len(known) > 1:
-        (one, low), (other, high) = known[-2:]
-        each_nbytes = max((high - low) / (other - one), 1.0)
-        batch = min(int(other + (MARGIN * case.limit_nbytes - high) / each_nbytes), GROWTH * other)
-        if host_nbytes is not None:  # all that is kept on the device otherwise
-            batch = min(batch, int(host_nbytes / kept_nbytes(replace(case, batch=known[0][0]))))
-    fits = known[-1][0]
-    while fits < CLOSE * batch:
-        if fitting(make, replace(case, batch=batch)):
-            return batch
-        batch = (fits + batch) // 2
-    return min(fits, batch)
+        if not peak_nbytes:
+            most, batch = batch - 1, (known[-1][0] + batch) // 2
+            continue
+        fits, nbytes = known[-1]
+        each_nbytes = max((peak_nbytes - nbytes) / (batch - fits), 1.0)
+        known.append((batch, peak_nbytes))
+        batch = int(min(batch + (MARGIN * case.limit_nbytes - peak_nbytes) / each_nbytes, GROWTH * batch, most))
+    return known[-1][0]
 
 
 def fitting(make: System, case: Case) -> int:

@@ -88,6 +88,7 @@ def every_choice(blocks: Sequence[Block]) -> Iterator[dict[str, Action]]:
     for actions in product(ACTIONS, repeat=len(blocks)):
         fine = all(
             (action in ("keep", "offload") or block.recomputes)
+            and (action not in MOVES_INPUT or block.offloads)
             and (action != "join" or (block.joins and number and actions[number - 1] in AGAIN))
             for number, (block, action) in enumerate(zip(blocks, actions, strict=True))
         )
@@ -96,6 +97,6 @@ def every_choice(blocks: Sequence[Block]) -> Iterator[dict[str, Action]]:
 
 
 def least_extra_s(blocks: Sequence[Block], link: HostLink, budget_nbytes: int) -> float:
-    """The best of all choices within the budget."""
+    """The best of all choices within the budget; infinite if there is none."""
     within = (actions for actions in every_choice(blocks) if played_peak(blocks, actions) <= budget_nbytes)
-    return min(played_extra_s(blocks, link, actions) for actions in within)
+    return min((played_extra_s(blocks, link, actions) for actions in within), default=INF)

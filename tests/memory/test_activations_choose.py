@@ -1,20 +1,22 @@
 """The mix: what it predicts is what a played-out step shows, and no choice is better."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.memory.chain import Block, HostLink
-from anabranch.memory.choose import ACTIONS, Action, choose, predict
+from anabranch.memory.choose import RECOMPUTED, Action, BudgetError, choose, predict
+from anabranch.memory.mix import chosen
 from memory.naive_choice import every_choice, least_extra_s, played_extra_s, played_peak
 
 GIB = 1 << 30
 
 
 @st.composite
-def chains(draw: st.DrawFn, most: int) -> list[Block]:
+def chains(draw: st.DrawFn, most: int, all_offload: bool = True) -> list[Block]:
     made: list[Block] = []
     for number in range(draw(st.integers(1, most))):
         given_nbytes = draw(st.integers(0, 20))
@@ -29,6 +31,7 @@ def chains(draw: st.DrawFn, most: int) -> list[Block]:
                 number > 0 and draw(st.booleans()),
                 draw(st.integers(0, 5)) > 0,
                 draw(st.integers(0, 20)),
+                all_offload or draw(st.booleans()),
             )
         )
     return made
@@ -38,23 +41,26 @@ rates, windows = st.sampled_from([1.0, 8.0, 64.0]), st.none() | st.integers(0, 6
 links = st.builds(HostLink, rates, rates, windows, windows)
 
 
-@given(chains(7), links, st.data())
+@given(chains(7, all_offload=False), links, st.data())
 def test_prediction_is_what_playing_it_out_shows(blocks: list[Block], link: HostLink, data: st.DataObject) -> None:
     actions: dict[str, Action] = {}
     for number, block in enumerate(blocks):
-        can_join = (
-            block.joins and number and actions[blocks[number - 1].name] in ("recompute", "recompute+offload", "join")
-        )
-        possible = ACTIONS[:2] if not block.recomputes else ACTIONS if can_join else ACTIONS[:-1]
-        actions[block.name] = data.draw(st.sampled_from(possible))
+        before = "recompute" if number and actions[blocks[number - 1].name] in RECOMPUTED else "keep"
+        pairs = every_choice([replace(block, name="before", recomputes=True), block])
+        possible = {pair[block.name] for pair in pairs if pair["before"] == before}
+        actions[block.name] = data.draw(st.sampled_from(sorted(possible)))
     forecast = predict(blocks, link, actions)
     assert forecast.extra_s == pytest.approx(played_extra_s(blocks, link, actions), abs=1e-9)
     assert forecast.peak_nbytes == played_peak(blocks, actions)
 
 
-@given(chains(5), links, st.integers(0, 150))
+@given(chains(5, all_offload=False), links, st.integers(0, 150))
 def test_no_choice_is_better(blocks: list[Block], link: HostLink, room: int) -> None:
     budget = max(block.nbytes + block.work_nbytes for block in blocks) + room
+    if least_extra_s(blocks, link, budget) == float("inf"):
+        with pytest.raises(BudgetError, match=f"budget_nbytes is {budget}: no choice keeps within it"):
+            choose(blocks, link, budget)
+        return
     choice = choose(blocks, link, budget)
     assert choice.forecast == predict(blocks, link, choice.actions)
     assert choice.forecast.peak_nbytes <= budget
@@ -79,6 +85,23 @@ def test_more_room_never_costs_time(blocks: list[Block], link: HostLink, room: i
     budget = max(block.nbytes + block.work_nbytes for block in blocks) + room
     less = choose(blocks, link, budget).forecast.extra_s
     assert choose(blocks, link, budget + more).forecast.extra_s <= less + 1e-9
+
+
+@given(chains(5), links, st.integers(0, 150))
+def test_windows_need_room_only_where_something_is_offloaded(blocks: list[Block], link: HostLink, room: int) -> None:
+    windows = (link.window_nbytes or 0) + (link.ahead_nbytes or 0)
+    budget = max(block.nbytes + block.work_nbytes for block in blocks) + room
+    best = min(
+        least_extra_s([replace(block, offloads=False) for block in blocks], link, budget),
+        least_extra_s(blocks, link, budget - windows),
+    )
+    if best == float("inf"):
+        with pytest.raises(BudgetError):
+            chosen(blocks, link, budget)
+        return
+    choice = chosen(blocks, link, budget)
+    assert choice.forecast.extra_s == pytest.approx(best, abs=1e-9)
+    assert choice.forecast.peak_nbytes + (windows if choice.forecast.moved_nbytes else 0) <= budget
 
 
 def like_resnet() -> list[Block]:

@@ -12,6 +12,7 @@ from anabranch.memory.blocks import END
 from anabranch.memory.chain import Block
 from anabranch.memory.choose import Action, predict
 from anabranch.memory.mix import Activations, ManagedActivations
+from anabranch.memory.recompute import Treated
 from anabranch.memory.survey import measure_link, survey
 from memory.networks import Attention, Net, Vgg, assert_same, inputs_of, one_thread, plainly, trained
 
@@ -126,7 +127,7 @@ def test_evaluation_between_surveyed_steps_is_not_counted() -> None:
         model.train()
         step_of(model)()
     assert managed.choice is not None
-    assert len(managed.choice.actions) == 6
+    assert len(managed.choice.actions) == 7
     managed.undo()
 
 
@@ -184,10 +185,31 @@ def test_gradients_of_large_outputs_are_counted_while_everything_is_there() -> N
     model, given = Guess(), torch.randn(4, 16)
     seen = survey(model, lambda: model(given).sum().backward(), Offloader(CPU, least_nbytes=256))
     assert seen[-1].name == END
+    assert seen[-1].inner_nbytes == 4 * 256 * 4 + 4 * 16 * 4  # what exp returned, and what the head was given
     assert seen[-1].work_nbytes == 2 * 4 * 256 * 4
     kept: dict[str, Action] = {block.name: "keep" for block in seen}
     forecast = predict(seen, measure_link(CPU), kept)
     assert forecast.peak_nbytes == sum(block.nbytes for block in seen) + 8192
+
+
+def test_what_backward_begins_with_is_never_offloaded() -> None:
+    offloader = Offloader(CPU, least_nbytes=1)
+    leaving = {}
+    for end in ("offload", "keep"):
+        model, given = Guess(), torch.randn(4, 16)
+        actions: dict[str, Any] = {"": "offload", END: end, "layers.0": "keep", "layers.1": "keep", "layers.2": "keep"}
+        before = offloader.counts.offloaded_nbytes
+        treated = Treated(model, actions, offloader)
+        result = model(given)
+        leaving[end] = offloader.counts.offloaded_nbytes - before
+        result.sum().backward()
+        ours = [parameter.grad for parameter in model.parameters()]
+        treated.undo()
+        model.zero_grad()
+        model(given).sum().backward()
+        assert all(torch.equal(a, b.grad) for a, b in zip(ours, model.parameters(), strict=True))  # type: ignore[arg-type]
+        model.layers[-1](given).sum().backward()  # nothing stays open when a block is run by itself
+    assert leaving["offload"] - leaving["keep"] >= 4 * 256 * 4
 
 
 class Keeping(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 REST = ""  # the name of what is saved outside all units
-END = "(end)"  # and of where backward begins: nothing of its own, but gradients as large as a model's last outputs
+END = "(end)"  # and of what is saved after the last unit, which backward begins with: the host is no place for that
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 

@@ -16,6 +16,7 @@ class Block:
     work_nbytes             gradients of activations that come and go while it is differentiated
     joins                   whether it can be recomputed in one run with the block before, needing no input of its own
     recomputes              whether it can be recomputed at all
+    offloads                whether anything of it can be offloaded
     """
 
     name: str
@@ -27,6 +28,7 @@ class Block:
     joins: bool = False
     recomputes: bool = True
     work_nbytes: int = 0
+    offloads: bool = True
 
     def __post_init__(self) -> None:
         """Refuse sizes and times that cannot be."""

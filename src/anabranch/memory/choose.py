@@ -13,7 +13,12 @@ Action = Literal["keep", "offload", "recompute", "recompute+offload", "join"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 RECOMPUTED = ("recompute", "recompute+offload", "join")
+OFFLOADED = ("offload", "recompute+offload")
 WIDTH = 64  # choices for the first blocks that the search follows at once
+
+
+class BudgetError(ValueError):
+    """No choice keeps within the budget."""
 
 
 class Forecast(NamedTuple):
@@ -93,6 +98,11 @@ def choose(blocks: Sequence[Block], link: HostLink, budget_nbytes: int, width: i
             if (after := _after(state, block, link, action)).peak_nbytes <= budget_nbytes
         ]
         labels = _undominated(reached)
+        if not labels:
+            raise BudgetError(
+                f"budget_nbytes is {budget_nbytes}: no choice keeps within it up to block {block.name!r}; give "
+                "more, or a smaller batch"
+            )
         if len(labels) > width:
             bounds = _at_least(labels, blocks[number + 1 :], link, budget_nbytes)
             order = np.argsort(bounds, kind="stable")
@@ -116,7 +126,7 @@ def _check(blocks: Sequence[Block], budget_nbytes: int) -> None:
         raise ValueError(f"two blocks are called {twice!r}: expected a name for each")
     largest = max(blocks, key=lambda block: block.nbytes + block.work_nbytes, default=None)
     if largest is not None and (least := largest.nbytes + largest.work_nbytes) > budget_nbytes:
-        raise ValueError(
+        raise BudgetError(
             f"budget_nbytes is {budget_nbytes}: block {largest.name!r} alone has {least} on the device while "
             "it is differentiated; give at least that, a smaller batch, or smaller blocks"
         )
@@ -149,15 +159,20 @@ def _relaxed(
 
 
 def _possible(block: Block, before: _State | None) -> tuple[Action, ...]:
-    if not block.recomputes:
-        return ACTIONS[:2]
-    return ACTIONS if block.joins and before is not None and before.last in RECOMPUTED else ACTIONS[:-1]
+    follows = block.joins and before is not None and before.last in RECOMPUTED
+    return tuple(
+        action
+        for action in ACTIONS
+        if (block.recomputes or action not in RECOMPUTED)
+        and (block.offloads or action not in OFFLOADED)
+        and (follows or action != "join")
+    )
 
 
 def _after(state: _State, block: Block, link: HostLink, action: Action) -> _State:
     """Where an action for one more block leads."""
     recomputed = action in RECOMPUTED
-    if action in ("offload", "recompute+offload"):  # while the block before holds on to what both have saved
+    if action in OFFLOADED:  # while the block before holds on to what both have saved
         stays = block.shared_nbytes if state.last == "keep" else 0
         moved_before, passing = block.input_nbytes, block.nbytes
     elif action == "join":

@@ -1,6 +1,6 @@
 """Activations of a live model kept, offloaded, recomputed, or a mix of these chosen from what its own steps show."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from anabranch.memory.activations import MIB, Offloader
-from anabranch.memory.blocks import END, REST
-from anabranch.memory.choose import Action, Choice, choose
+from anabranch.memory.blocks import REST
+from anabranch.memory.chain import Block, HostLink
+from anabranch.memory.choose import Action, BudgetError, Choice, choose
 from anabranch.memory.recompute import Treated, recompute
 from anabranch.memory.survey import Survey, measure_link
 
@@ -103,13 +104,10 @@ class ManagedActivations:
         assert self.offloader is not None and self.options.budget_nbytes is not None
         blocks, survey, self._survey = self._survey.blocks(), self._survey, None
         survey.undo()
-        windows = self.options.window_nbytes + self.options.ahead_nbytes
         measured = measure_link(self.offloader.device)
         link = replace(measured, window_nbytes=self.options.window_nbytes, ahead_nbytes=self.options.ahead_nbytes)
-        choice = choose(blocks, link, max(self.options.budget_nbytes - windows, 0))
-        actions = {name: action for name, action in choice.actions.items() if name != END}
-        self.choice = choice._replace(actions=actions)
-        self._treated = Treated(self._model, self._agree(actions), self.offloader)
+        self.choice = chosen(blocks, link, self.options.budget_nbytes)
+        self._treated = Treated(self._model, self._agree(self.choice.actions), self.offloader)
 
     def _new_offloader(self) -> Offloader:
         parameter = next(self._model.parameters(), None)
@@ -119,3 +117,17 @@ class ManagedActivations:
         return Offloader(
             parameter.device, options.least_nbytes, options.window_nbytes, options.ahead_nbytes, options.host_nbytes
         )
+
+
+def chosen(blocks: Sequence[Block], link: HostLink, budget_nbytes: int) -> Choice:
+    """The better of two: with all of the budget and nothing offloaded, or less what the link's windows may take."""
+    windows = (link.window_nbytes or 0) + (link.ahead_nbytes or 0)
+    staying = [replace(block, offloads=False) for block in blocks]
+    try:
+        stays = choose(staying, link, budget_nbytes)
+    except BudgetError:
+        return choose(blocks, link, max(budget_nbytes - windows, 0))
+    try:
+        return min(choose(blocks, link, budget_nbytes - windows), stays, key=lambda choice: choice.forecast.extra_s)
+    except BudgetError:
+        return stays

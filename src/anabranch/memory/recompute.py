@@ -1,7 +1,7 @@
 """Carries out what was chosen for a model's blocks, in place of their forward: no wrappers, so no names change."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.memory.activations import Offloader
-from anabranch.memory.blocks import REST, Unit, blocks_of
-from anabranch.memory.choose import ACTIONS, Action
+from anabranch.memory.blocks import END, REST, Unit, blocks_of
+from anabranch.memory.choose import ACTIONS, OFFLOADED, Action
 
 
 class StatisticsHeld:
@@ -56,6 +56,7 @@ class Stretch:
 
     def __init__(self, action: Action, units: Sequence[Unit], offloader: Offloader | None) -> None:
         self.action, self.units, self._offloader = action, list(units), offloader
+        self.then: Callable[[], None] | None = None  # called when they have run
         self._held: StatisticsHeld | None = None
 
     @property
@@ -67,6 +68,12 @@ class Stretch:
         """Call a function that runs the units, with their activations treated as chosen."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        output = self._treated(function, args, kwargs)
+        if self.then is not None:
+            self.then()
+        return output
+
+    def _treated(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with self._hooks():
             if self.action in ("keep", "offload"):
                 return function(*args, **kwargs)
@@ -81,9 +88,29 @@ class Stretch:
     def _hooks(self) -> AbstractContextManager[None]:
         if self._offloader is None:
             return nullcontext()
-        if self.action in ("offload", "recompute+offload"):
+        if self.action in OFFLOADED:
             return self._offloader.hooks(*self.parts)
         return self._offloader.keep()
+
+
+class Outside(Stretch):
+    """What is saved outside all units, offloaded until ``keep_from_here()`` is called in the course of a forward."""
+
+    def __init__(self, model: nn.Module, offloader: Offloader | None) -> None:
+        super().__init__("offload", [Unit(REST, model)], offloader)
+        self._open: ExitStack | None = None  # while the model's forward runs
+
+    def keep_from_here(self) -> None:
+        """Keep what is saved in the rest of this forward."""
+        if self._open is not None and self._offloader is not None:
+            self._open.enter_context(self._offloader.keep())
+
+    def _treated(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            with self._hooks(), ExitStack() as self._open:
+                return function(*args, **kwargs)
+        finally:
+            self._open = None
 
 
 class ModuleForward:
@@ -123,7 +150,10 @@ def _in_order(parts: Sequence[nn.Module], value: Any) -> Any:
 
 
 class Treated:
-    """A model whose blocks' activations are treated as chosen until ``undo()``; blocks without an action are let be."""
+    """A model whose blocks' activations are treated as chosen until ``undo()``; blocks without an action are let be.
+
+    What is saved outside all blocks has an action as ``REST``, and from the last block on, if it is kept, as ``END``.
+    """
 
     def __init__(
         self,
@@ -137,20 +167,26 @@ class Treated:
         self.actions = dict(actions)
         self._patched: list[nn.Module] = []
         sequentials: dict[nn.Module, list[Stretch]] = {}
+        last: Stretch | None = None
         for name, unit in units.items():
             action = actions.get(name)
             if action is None:
                 continue
             if not unit.children:
-                self._patch(unit.module, ModuleForward(unit.module, stretch(action, [unit], offloader)))
+                last = stretch(action, [unit], offloader)
+                self._patch(unit.module, ModuleForward(unit.module, last))
             elif action == "join":
                 sequentials[unit.module][-1].units.append(unit)
             else:
-                sequentials.setdefault(unit.module, []).append(stretch(action, [unit], offloader))
+                last = stretch(action, [unit], offloader)
+                sequentials.setdefault(unit.module, []).append(last)
         for module, stretches in sequentials.items():
             self._patch(module, SequentialForward(module, stretches))
         if actions.get(REST, "keep") == "offload" and "forward" not in model.__dict__:  # else nothing is outside
-            self._patch(model, ModuleForward(model, Stretch("offload", [Unit(REST, model)], offloader)))
+            outside = Outside(model, offloader)
+            self._patch(model, ModuleForward(model, outside))
+            if last is not None and actions.get(END) == "keep":
+                last.then = outside.keep_from_here
 
     def undo(self) -> None:
         """Give every module its own forward back."""
@@ -176,14 +212,14 @@ def recompute(model: nn.Module, names: Sequence[str] | None = None) -> Treated:
 
 def _check(units: Mapping[str, Unit], actions: Mapping[str, Action], offloader: Offloader | None) -> None:
     for name, action in actions.items():
-        if name == REST and action not in ("keep", "offload"):
+        if name in (REST, END) and action not in ("keep", "offload"):
             raise ValueError(f"action of what is outside all blocks is {action!r}: expected 'keep' or 'offload'")
-        if name != REST and name not in units:
+        if name not in (REST, END) and name not in units:
             known = ", ".join(units) or "none: it has no repeated blocks"
             raise ValueError(f"no block is called {name!r}: expected one of blocks_of(model), which are {known}")
         if action not in ACTIONS:
             raise ValueError(f"action of block {name!r} is {action!r}: expected one of {', '.join(ACTIONS)}")
-        if offloader is None and action in ("offload", "recompute+offload"):
+        if offloader is None and action in OFFLOADED:
             raise ValueError(f"action of block {name!r} is {action!r}, but there is no offloader: give one")
     before: Action | None = None
     for name, unit in units.items():

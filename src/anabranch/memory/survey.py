@@ -21,9 +21,8 @@ from anabranch.runtime.clock import Clock, clock_for
 from anabranch.runtime.layout import tensors_in
 
 LINK_NBYTES = 64 << 20  # long enough that what it costs to begin does not count
-WORK_TENSORS = (
-    2  # gradients as large as the largest activation that are there at once: an operation's own and its input's
-)
+# Gradients as large as the largest activation that are there at once: an operation's own and its input's.
+WORK_TENSORS = 2
 
 
 @dataclass
@@ -56,7 +55,8 @@ class Survey:
         self._before: tuple[Sight, set[StorageWeakRef]] | None = None  # the unit before, and what it returned
         self._gradients: list[tuple[str, object]] = []
         self._over: object | None = None
-        self._rest_nbytes, self._mark_nbytes = 0, 0
+        self._mark_nbytes = 0  # offloaded before this forward, and in its units
+        self._rest_nbytes, self._end_nbytes = 0, 0  # saved outside all units, before the end of the last and after
         self._before_nbytes, self._after_nbytes = (
             0,
             0,
@@ -75,7 +75,8 @@ class Survey:
     def blocks(self) -> list[Block]:
         """What was seen in the last step, in the order of forward: first what is outside of all units.
 
-        Of that, what follows the last unit is differentiated first, while everything is there: that is ``END``.
+        Of that, what follows the last unit is differentiated first, while everything is there: that is ``END``. It is
+        never offloaded: it would be fetched at once.
         """
         self._clock.settle()
         marks = [mark for _, mark in self._gradients] + [self._over]
@@ -99,7 +100,8 @@ class Survey:
                     work_nbytes=WORK_TENSORS * sight.largest_nbytes,
                 )
             )
-        return [*found, Block(END, 0.0, 0.0, 0, 0, recomputes=False, work_nbytes=after)]
+        end = Block(END, 0.0, 0.0, self._end_nbytes, 0, recomputes=False, work_nbytes=after, offloads=False)
+        return [*found, end]
 
     def see(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a unit for the clock and the count alone."""
@@ -146,6 +148,7 @@ class Survey:
         returned = tensors_in(output)
         self._before = (sight, {StorageWeakRef(tensor.untyped_storage()) for tensor in returned})
         self._mark_nbytes += offloaded_nbytes  # not of the rest
+        self._rest_nbytes = self._offloader.counts.offloaded_nbytes - self._mark_nbytes
         self._offloader.counts.largest_nbytes = 0
 
         def gradient_is_there(gradient: torch.Tensor) -> None:  # noqa: ARG001
@@ -169,7 +172,10 @@ class Survey:
 
     def _ends(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
         if torch.is_grad_enabled():
-            self._rest_nbytes = self._offloader.counts.offloaded_nbytes - self._mark_nbytes
+            outside_nbytes = self._offloader.counts.offloaded_nbytes - self._mark_nbytes
+            if not self._sights:  # without units there is no end of the last
+                self._rest_nbytes = outside_nbytes
+            self._end_nbytes = outside_nbytes - self._rest_nbytes
             self._after_nbytes = self._offloader.counts.largest_nbytes
 
     def _backward_over(self) -> None:

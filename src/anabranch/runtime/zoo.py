@@ -20,7 +20,25 @@ IMAGES = {
     "inception_v3": 32,
     "vgg16": 64,
 }
-SEQUENCES = {"bert-base": (8, 128), "bert-large": (8, 128), "gpt2": (8, 512), "gpt2-medium": (4, 512)}
+SEQUENCES = {
+    "bert-base": (8, 128),
+    "bert-large": (8, 128),
+    "gpt2": (8, 512),
+    "gpt2-medium": (4, 512),
+    "qwen2.5-0.5b": (2, 512),
+}
+SIZES: dict[str, dict[str, Any]] = {  # where they are not the defaults of their configuration
+    "bert-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "qwen2.5-0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+}
 
 MODELS = (*IMAGES, *SEQUENCES)
 
@@ -89,14 +107,12 @@ def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module
 
 def _language_model(name: str, device: torch.device, batch: int, length: int) -> tuple[nn.Module, Loss]:
     transformers: Any = _needs("transformers", name)
-    size: dict[str, int] = {}
-    if name == "bert-large":
-        size = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-    elif name == "gpt2-medium":
-        size = {"n_embd": 1024, "n_layer": 24, "n_head": 16}
+    size = SIZES.get(name, {})
     with device:  # where a billion parameters are drawn in no time
         if name.startswith("gpt2"):
             model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, use_cache=False))
+        elif name.startswith("qwen2"):
+            model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**size, use_cache=False))
         else:
             model = transformers.BertForMaskedLM(transformers.BertConfig(**size))
     model = model.to(device).train()
