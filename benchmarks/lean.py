@@ -12,6 +12,7 @@ the ranks of a lab share it.
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -242,24 +243,26 @@ def largest(make: System, case: Case, host_nbytes: int | None) -> int:
     """The batch of a system that fills the limit, the same on every rank; 0 where none fits."""
     batch = SEQUENCES if case.speaks else IMAGES
     most = float("inf") if host_nbytes is None else host_nbytes / kept_nbytes(replace(case, batch=batch))
-    known = [(0, 0)]
-    while known[-1][0] < CLOSE * batch:
+    known: list[tuple[int, int]] = []
+    while (known[-1][0] if known else 0) < CLOSE * batch:
+        fits, nbytes = known[-1] if known else (0, 0)
         peak_nbytes = fitting(make, replace(case, batch=batch))
         if not peak_nbytes:
-            most, batch = batch - 1, (known[-1][0] + batch) // 2
+            most, batch = batch - 1, (fits + batch) // 2
             continue
-        fits, nbytes = known[-1]
-        each_nbytes = max((peak_nbytes - nbytes) / (batch - fits), 1.0)
         known.append((batch, peak_nbytes))
-        batch = int(min(batch + (MARGIN * case.limit_nbytes - peak_nbytes) / each_nbytes, GROWTH * batch, most))
-    return known[-1][0]
+        each_nbytes = max((peak_nbytes - nbytes) / (batch - fits), 1.0)  # from two batches on
+        further = (MARGIN * case.limit_nbytes - peak_nbytes) / each_nbytes if fits else batch
+        batch = int(min(batch + further, GROWTH * batch, most))
+    return known[-1][0] if known else 0
 
 
 def fitting(make: System, case: Case) -> int:
     """The peak of two steps on each rank alone, the highest of them; 0 if some rank had not enough."""
     try:
         peak_nbytes = timed(make, case, steps=2)[0]
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
+        print(f"rank {dist.get_rank()}, batch {case.batch}: {str(error)[:400]}", file=sys.stderr, flush=True)
         peak_nbytes = 2 * case.limit_nbytes
     agreed = torch.tensor([peak_nbytes], device=DEVICE)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
