@@ -12,6 +12,7 @@ the ranks of a lab share it.
 
 import argparse
 import gc
+import math
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -242,18 +243,19 @@ def still_nbytes(name: str) -> int:
 def largest(make: System, case: Case, host_nbytes: int | None) -> int:
     """The batch of a system that fills the limit, the same on every rank; 0 where none fits."""
     batch = SEQUENCES if case.speaks else IMAGES
-    most = float("inf") if host_nbytes is None else host_nbytes / kept_nbytes(replace(case, batch=batch))
+    room = math.inf if host_nbytes is None else host_nbytes / kept_nbytes(replace(case, batch=batch))
+    failed = math.inf
     known: list[tuple[int, int]] = []
     while (known[-1][0] if known else 0) < CLOSE * batch:
         fits, nbytes = known[-1] if known else (0, 0)
         peak_nbytes = fitting(make, replace(case, batch=batch))
         if not peak_nbytes:
-            most, batch = batch - 1, (fits + batch) // 2
+            failed, batch = batch, (fits + batch) // 2
             continue
         known.append((batch, peak_nbytes))
         each_nbytes = max((peak_nbytes - nbytes) / (batch - fits), 1.0)  # from two batches on
         further = (MARGIN * case.limit_nbytes - peak_nbytes) / each_nbytes if fits else batch
-        batch = int(min(batch + further, GROWTH * batch, most))
+        batch = int(min(batch + further, GROWTH * batch, (batch + failed) / 2, room))
     return known[-1][0] if known else 0
 
 
