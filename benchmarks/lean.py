@@ -61,7 +61,13 @@ class Case:
     limit_nbytes: int
     host_nbytes: int
     half: bool
+    system: str = ""
     budget_nbytes: int | None = None  # for a mix of what is done with activations
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of its parameters."""
+        return [parameter.nbytes for parameter in built(self.name, torch.device("meta"), 1)[0].parameters()]
 
     @property
     def speaks(self) -> bool:
@@ -201,14 +207,14 @@ def rows(case: Case, alone: dist.ProcessGroup) -> Iterator[Row]:
     """One system after the other, each at its largest batch."""
     batches: dict[str, int] = {}
     for system, make in SYSTEMS.items():
-        own = replace(case)
+        own = replace(case, system=system)
         if system == MIX:  # larger than what can be kept, and with room to keep something
             ours = [found for name, found in batches.items() if name.startswith("Lean") and found] or [1]
             own.batch = round((min(ours) * max(ours)) ** 0.5)
-            own.budget_nbytes = int(MARGIN * case.limit_nbytes) - still_nbytes(case.name)
+            own.budget_nbytes = int(MARGIN * case.limit_nbytes) - still_nbytes(case)
         else:
             host_nbytes = case.host_nbytes if system == REUSE_HOST else None
-            own.batch = largest(make, replace(case, group=alone), host_nbytes)
+            own.batch = largest(make, replace(own, group=alone), host_nbytes)
         batches[system] = own.batch
         yield Row(system, note="does not fit") if own.batch == 0 else seen(system, own)
 
@@ -233,11 +239,11 @@ def seen(system: str, case: Case) -> Row:
         return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
 
 
-def still_nbytes(name: str) -> int:
+def still_nbytes(case: Case) -> int:
     """What Lean has on the device all the time where residuals are on the host."""
-    numel = sum(parameter.numel() for parameter in built(name, torch.device("meta"), 1)[0].parameters())
-    states = 2 if name in SEQUENCE_MODELS else 1
-    return (1 + states) * 4 * numel + 2 * 4 * numel // BUCKETS
+    states = 2 if case.speaks else 1
+    largest_bucket = max(case.sizes) + sum(case.sizes) // BUCKETS
+    return (1 + states) * sum(case.sizes) + 2 * largest_bucket
 
 
 def largest(make: System, case: Case, host_nbytes: int | None) -> int:
@@ -260,9 +266,14 @@ def largest(make: System, case: Case, host_nbytes: int | None) -> int:
 
 
 def fitting(make: System, case: Case) -> int:
-    """The peak of two steps on each rank alone, the highest of them; 0 if some rank had not enough."""
+    """What each rank needs, found on each alone, the most of them; 0 if some rank had not enough.
+
+    DDP lays its buckets out anew while NCCL still has the old ones, so there is one gradient more for a moment, which
+    is seen by chance where nothing is sent. So its later steps are looked at, and that is added.
+    """
+    twice = sum(case.sizes) if "dense" in case.system else 0
     try:
-        peak_nbytes = timed(make, case, steps=2)[0]
+        peak_nbytes = timed(make, case, steps=1)[0] + twice
     except torch.OutOfMemoryError as error:
         print(f"rank {dist.get_rank()}, batch {case.batch}: {str(error)[:400]}", file=sys.stderr, flush=True)
         peak_nbytes = 2 * case.limit_nbytes
@@ -279,14 +290,18 @@ def kept_nbytes(case: Case) -> float:
 
 
 def timed(make: System, case: Case, steps: int | None = None) -> tuple[int, list[float]]:
-    """The allocator's peak, and the seconds of the later steps; with ``steps`` only the peak of so many."""
+    """The allocator's peak, and the seconds of the later steps; with ``steps`` only the peak of so many later ones."""
     tidy()
     step, close = make(case)
     try:
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(steps or (WARM if case.budget_nbytes is None else WARM_MIX)):
+        for _ in range(WARM if case.budget_nbytes is None else WARM_MIX):
             step()
         torch.cuda.synchronize()
+        if steps is not None:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(steps or 0):
+            step()
         seconds = []
         for _ in range(TIMED if steps is None else 0):
             dist.barrier(device_ids=[0])

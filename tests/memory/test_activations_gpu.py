@@ -156,7 +156,7 @@ def test_a_survey_and_the_mix_it_leads_to() -> None:
     blocks = survey(seen, lambda: step(seen, data), Offloader(torch.device("cuda")))
     assert len(blocks) == DEPTH + 2
     assert all(block.forward_s > 0 and block.input_nbytes == WHOLE for block in blocks[1:-1])
-    budget = 8 * WHOLE
+    budget = 9 * WHOLE
     options = Activations("auto", budget, window_nbytes=WHOLE, ahead_nbytes=WHOLE)
     managed = ManagedActivations(model, options)
     for _ in range(5):

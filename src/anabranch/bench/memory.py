@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from time import sleep
 from typing import Any, NamedTuple, cast
 
@@ -150,15 +149,22 @@ def naive_exchange(
 def oktopk(subject: Subject) -> Generator[None, None, None]:
     """DDP whose buckets travel by Ok-Topk's exchange of fixed-size messages."""
     wrapped = DistributedDataParallel(subject.model, gradient_as_bucket_view=True)
-    states: dict[int, BucketState] = {}
+    states: dict[int, BucketState] = {}  # by where a bucket is
+    seen: set[int] = set()  # in this backward: DDP lays its buckets out anew after its first steps
     ranks, density, comm = subject.ranks, subject.density, cast(Comm, Mirror(subject.ranks))
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG001
         buffer = bucket.buffer()
-        if buffer.data_ptr() not in states:
-            states[buffer.data_ptr()] = BucketState.of(torch.zeros_like(buffer), ranks)
-        for work in fixed_exchange(buffer, states[buffer.data_ptr()], comm, float(ranks), density):
+        place = buffer.data_ptr()
+        seen.add(place)
+        if place not in states:
+            states[place] = BucketState.of(torch.zeros_like(buffer), ranks)
+        for work in fixed_exchange(buffer, states[place], comm, float(ranks), density):
             work.wait()
+        if bucket.is_last():
+            for gone in states.keys() - seen:
+                del states[gone]
+            seen.clear()
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         done.set_result(buffer)
@@ -166,7 +172,7 @@ def oktopk(subject: Subject) -> Generator[None, None, None]:
 
     wrapped.register_comm_hook(None, hook)
     try:
-        yield from _steps(wrapped, subject, states.clear)
+        yield from _steps(wrapped, subject)
     finally:
         unwrap(wrapped)
 
@@ -265,14 +271,10 @@ def world(backend: str = "nccl") -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def _steps(
-    wrapped: nn.Module, subject: Subject, after_first: Callable[[], None] | None = None
-) -> Generator[None, None, None]:
+def _steps(wrapped: nn.Module, subject: Subject) -> Generator[None, None, None]:
     optimizer = subject.optimizer(list(subject.model.parameters()))
-    for number in count():
+    while True:
         optimizer.zero_grad(set_to_none=True)
         subject.loss(wrapped).backward()
         optimizer.step()
-        if number == 0 and after_first is not None:  # DDP lays its buckets out anew after its first step
-            after_first()
         yield

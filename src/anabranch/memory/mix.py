@@ -123,11 +123,15 @@ def chosen(blocks: Sequence[Block], link: HostLink, budget_nbytes: int) -> Choic
     """The better of two: with all of the budget and nothing offloaded, or less what the link's windows may take."""
     windows = (link.window_nbytes or 0) + (link.ahead_nbytes or 0)
     staying = [replace(block, offloads=False) for block in blocks]
-    try:
-        stays = choose(staying, link, budget_nbytes)
-    except BudgetError:
-        return choose(blocks, link, max(budget_nbytes - windows, 0))
-    try:
-        return min(choose(blocks, link, budget_nbytes - windows), stays, key=lambda choice: choice.forecast.extra_s)
-    except BudgetError:
-        return stays
+    found, errors = [], []
+    for given, room_nbytes in ((staying, budget_nbytes), (blocks, max(budget_nbytes - windows, 0))):
+        try:
+            found.append(choose(given, link, room_nbytes))
+        except BudgetError as error:
+            errors.append(error)
+    if not found:
+        raise BudgetError(
+            f"with nothing offloaded, {errors[0]}. With offloading, which needs {windows} of {budget_nbytes} for "
+            f"copies under way, {errors[1]}"
+        )
+    return min(found, key=lambda choice: choice.forecast.extra_s)
