@@ -14,7 +14,7 @@ import argparse
 import gc
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -162,10 +162,14 @@ def main() -> None:
     parser.add_argument("--host-gib", type=float, default=20.0, help="per rank")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of language models")
     parser.add_argument("--network", default="", help="what to call it")
+    parser.add_argument("--at", nargs="*", default=[], metavar="SYSTEM=BATCH", help="a batch that is known to fit")
     parser.add_argument("--without", nargs="*", default=[], metavar="SYSTEM", help="to leave out, by their names")
     given = parser.parse_args()
     for name in given.without:
         del SYSTEMS[name]
+    known = {system: int(batch) for system, _, batch in (text.rpartition("=") for text in given.at)}
+    if unknown := known.keys() - SYSTEMS.keys():
+        parser.error(f"--at names {', '.join(unknown)}: expected some of {', '.join(SYSTEMS)}")
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl")
     world = dist.group.WORLD
@@ -182,7 +186,7 @@ def main() -> None:
         show(f"\n## {name}, " + ("equal batches" if batch else f"{given.limit_gib:g} GiB a rank") + "\n")
         half = given.precision == "bf16"
         case = Case(name, int(batch or 0), world, 0 if batch else limit_nbytes, host_nbytes, half)
-        tabulate(equal(case) if batch else rows(case, alone))
+        tabulate(equal(case) if batch else rows(case, alone, known))
     dist.destroy_process_group()
 
 
@@ -203,16 +207,18 @@ def tabulate(found: Iterator[Row]) -> None:
         show(f"| {row.system} | " + " | ".join(map(str, cells)) + " |")
 
 
-def rows(case: Case, alone: dist.ProcessGroup) -> Iterator[Row]:
-    """One system after the other, each at its largest batch."""
-    batches: dict[str, int] = {}
+def rows(case: Case, alone: dist.ProcessGroup, known: Mapping[str, int]) -> Iterator[Row]:
+    """One system after the other, each at its largest batch, where that is not known."""
+    batches = dict(known)
     for system, make in SYSTEMS.items():
         own = replace(case, system=system)
         if system == MIX:  # larger than what can be kept, and with room to keep something
             ours = [found for name, found in batches.items() if name.startswith("Lean") and found] or [1]
             own.batch = round((min(ours) * max(ours)) ** 0.5)
             own.budget_nbytes = int(MARGIN * case.limit_nbytes) - still_nbytes(case)
-        else:
+        if system in known:
+            own.batch = known[system]
+        elif system != MIX:
             host_nbytes = case.host_nbytes if system == REUSE_HOST else None
             own.batch = largest(make, replace(own, group=alone), host_nbytes)
         batches[system] = own.batch

@@ -10,6 +10,7 @@ from anabranch.bench import memory
 from anabranch.bench.memory import Subject, naive_exchange, sparse_plan, world
 from anabranch.runtime import zoo
 from memory.models import images
+from ranks import on_ranks
 
 DENSITY = 0.1
 
@@ -31,6 +32,23 @@ def test_it_trains(training: memory.Training, alone: None) -> None:
     running.close()
     pairs = list(zip(before, model.parameters(), strict=True))
     assert all(new.isfinite().all() for _, new in pairs) and any((new != old).any() for old, new in pairs)
+
+
+def on_real_ranks(rank: int) -> bool:
+    torch.manual_seed(rank)
+    build = images(2)
+    model, loss = build(torch.device("cpu"))
+    plan = sparse_plan(build, DENSITY)
+    running = memory.oktopk(Subject(model, loss, memory.OPTIMIZERS["momentum"], 2, DENSITY, plan))
+    for _ in range(memory.FIRST):
+        next(running)
+    in_force = running.gi_frame.f_locals["wrapped"].plan  # type: ignore[attr-defined]
+    running.close()
+    return bool(in_force == plan)
+
+
+def test_with_real_ranks_oktopk_is_dataparallel() -> None:
+    assert on_ranks(on_real_ranks, 2) == [True, True]
 
 
 def test_the_average_of_ranks_that_send_alike_is_what_one_offers() -> None:

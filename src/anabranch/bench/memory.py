@@ -18,6 +18,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from anabranch.bench.contestants import PLANNED_AFTER
 from anabranch.memory.account import BUCKET_NBYTES, DDP, LEAN, LEAN_HOST, NAIVE, OKTOPK
 from anabranch.memory.mix import Activations
 from anabranch.memory.options import KEPT, Lean, Residuals
@@ -35,7 +36,7 @@ from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import add
 from anabranch.sparse.state import BucketState
 
-STEPS = 3
+FIRST, STEPS = 2 * PLANNED_AFTER, 3  # a plan is in force, and nothing is left of what was before
 # foreach is a GPU's default, and must be said where tensors have no device.
 OPTIMIZERS: Mapping[str, Factory] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, foreach=True),
@@ -147,24 +148,42 @@ def naive_exchange(
 
 
 def oktopk(subject: Subject) -> Generator[None, None, None]:
-    """DDP whose buckets travel by Ok-Topk's exchange of fixed-size messages."""
+    """DataParallel with Ok-Topk; on one rank the same exchange, in a mirror of ranks."""
+    if dist.get_world_size(subject.group) == 1:
+        yield from _mirrored(subject)
+    wrapped = DataParallel(
+        subject.model,
+        plan=subject.plan,
+        profile_steps=0,
+        process_group=subject.group,
+        compress=OkTopk(density=subject.density, warmup_steps=0),
+        gradient_as_bucket_view=True,
+    )
+    try:
+        yield from _steps(wrapped, subject)
+    finally:
+        wrapped.close()
+
+
+def _mirrored(subject: Subject) -> Generator[None, None, None]:
+    """DDP whose buckets travel by Ok-Topk's exchange of fixed-size messages, with no other rank.
+
+    Not in the first step: then everything is in one bucket, which DDP parts before the second.
+    """
     wrapped = DistributedDataParallel(subject.model, gradient_as_bucket_view=True)
-    states: dict[int, BucketState] = {}  # by where a bucket is
-    seen: set[int] = set()  # in this backward: DDP lays its buckets out anew after its first steps
+    states: dict[int, BucketState] = {}
+    parted = False
     ranks, density, comm = subject.ranks, subject.density, cast(Comm, Mirror(subject.ranks))
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG001
+        nonlocal parted
         buffer = bucket.buffer()
-        place = buffer.data_ptr()
-        seen.add(place)
-        if place not in states:
-            states[place] = BucketState.of(torch.zeros_like(buffer), ranks)
-        for work in fixed_exchange(buffer, states[place], comm, float(ranks), density):
-            work.wait()
-        if bucket.is_last():
-            for gone in states.keys() - seen:
-                del states[gone]
-            seen.clear()
+        if parted:
+            if buffer.data_ptr() not in states:
+                states[buffer.data_ptr()] = BucketState.of(torch.zeros_like(buffer), ranks)
+            for work in fixed_exchange(buffer, states[buffer.data_ptr()], comm, float(ranks), density):
+                work.wait()
+        parted = parted or bucket.is_last()
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         done.set_result(buffer)
@@ -236,9 +255,9 @@ def peak(build: Build, mode: str, optimizer: Factory, ranks: int, density: float
     before = torch.cuda.memory_allocated()
     training = TRAININGS[mode](Subject(*build(device), optimizer, ranks, density, plan))
     found = []
-    for _ in range(2):
+    for steps in (FIRST, STEPS):
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(STEPS):
+        for _ in range(steps):
             next(training)
         _settle()
         found.append(int(torch.cuda.max_memory_allocated()) - before)
