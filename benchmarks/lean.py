@@ -241,8 +241,11 @@ def seen(system: str, case: Case) -> Row:
     try:
         peak_nbytes, seconds = timed(SYSTEMS[system], case)
         return Row(system, case.batch, peak_nbytes, seconds)
-    except (torch.OutOfMemoryError, ValueError) as error:  # on every rank alike
+    except ValueError as error:  # on every rank alike
         return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
+    except torch.OutOfMemoryError as error:  # with messages under way: nothing that follows could be trusted
+        again = f"go on with --without what is done and --at '{system}={int(CLOSE * case.batch) or 1}'"
+        raise SystemExit(f"{system}, batch {case.batch}: {str(error).partition('. ')[0]}; {again}") from None
 
 
 def still_nbytes(case: Case) -> int:
