@@ -218,6 +218,22 @@ def test_nothing_is_packed_without_gradients() -> None:
     assert offloader.counts.offloaded == offloader.counts.kept == 0
 
 
+def test_what_has_come_back_for_another_pass_stays_when_its_copy_out_is_over() -> None:
+    offloader = small(window=10**9, copies=LazyCopies())
+    x = torch.randn(100, requires_grad=True)
+    outputs: list[torch.Tensor] = []
+    with offloader.hooks():
+        y = x
+        for _ in range(6):
+            y = y.exp().mul(0.1)
+            outputs.append(y)
+    expected = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    assert offloader.counts.fetched == 0  # all are there: no copy out is over
+    outputs[3].register_hook(lambda gradient: offloader.close())  # now they are, when some have come back
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    assert offloader.counts.fetched == offloader.counts.offloaded  # each of them once
+
+
 def test_an_exception_in_forward_leaks_nothing() -> None:
     offloader, model = small(copies=LazyCopies()), Net()
 

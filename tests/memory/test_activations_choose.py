@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from anabranch.memory.chain import Block, HostLink
 from anabranch.memory.choose import RECOMPUTED, Action, BudgetError, choose, predict
-from anabranch.memory.mix import chosen
+from anabranch.memory.mix import better_of_two
 from memory.naive_choice import every_choice, least_extra_s, played_extra_s, played_peak
 
 GIB = 1 << 30
@@ -80,6 +80,16 @@ def test_a_narrow_search_stays_within_the_budget_and_knows_what_it_may_have_miss
     assert best <= choice.forecast.extra_s + 1e-9
 
 
+@given(chains(5, all_offload=False), links, st.integers(0, 60))
+def test_the_narrowest_search_gives_up_only_where_nothing_fits(blocks: list[Block], link: HostLink, room: int) -> None:
+    budget = max(block.nbytes + block.work_nbytes for block in blocks) + room
+    if least_extra_s(blocks, link, budget) == float("inf"):
+        with pytest.raises(BudgetError):
+            choose(blocks, link, budget, width=1)
+    else:
+        assert choose(blocks, link, budget, width=1).forecast.peak_nbytes <= budget
+
+
 @given(chains(6), links, st.integers(0, 100), st.integers(0, 100))
 def test_more_room_never_costs_time(blocks: list[Block], link: HostLink, room: int, more: int) -> None:
     budget = max(block.nbytes + block.work_nbytes for block in blocks) + room
@@ -97,9 +107,9 @@ def test_windows_need_room_only_where_something_is_offloaded(blocks: list[Block]
     )
     if best == float("inf"):
         with pytest.raises(BudgetError):
-            chosen(blocks, link, budget)
+            better_of_two(blocks, link, budget)
         return
-    choice = chosen(blocks, link, budget)
+    choice = better_of_two(blocks, link, budget)
     assert choice.forecast.extra_s == pytest.approx(best, abs=1e-9)
     assert choice.forecast.peak_nbytes + (windows if choice.forecast.moved_nbytes else 0) <= budget
 

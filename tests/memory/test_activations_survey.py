@@ -1,6 +1,7 @@
 """What a survey sees is what autograd saves, the surveyed steps are true steps, and the mix follows from them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from torch import nn
 from anabranch.memory.activations import Offloader
 from anabranch.memory.blocks import END
 from anabranch.memory.chain import Block
-from anabranch.memory.choose import Action, predict
-from anabranch.memory.mix import Activations, ManagedActivations
+from anabranch.memory.choose import Action, BudgetError, predict
+from anabranch.memory.mix import SURVEY_STEPS, Activations, ManagedActivations
 from anabranch.memory.recompute import Treated
-from anabranch.memory.survey import measure_link, survey
+from anabranch.memory.survey import Survey, measure_link, survey
 from memory.networks import Attention, Net, Vgg, assert_same, inputs_of, one_thread, plainly, trained
 
 __all__ = ["one_thread"]
@@ -111,11 +112,111 @@ def test_undo_leaves_the_model_as_it_was() -> None:
 def test_all_ranks_can_follow_one_choice() -> None:
     model = Net()
     theirs: dict[str, Action] = {"stage1.0": "recompute", "stage1.1": "join"}
-    managed = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=256), agree=lambda mine: theirs)
+
+    def agree(mine: dict[str, Any]) -> dict[str, Any]:
+        return {**mine, "actions": theirs}
+
+    managed = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=256), agree)
     for _ in range(4):
         step_of(model)()
     assert managed.actions == theirs
+    assert managed.choice is not None and managed.choice.actions == theirs
     managed.undo()
+
+
+def test_a_budget_that_is_too_small_is_refused_in_every_forward_and_told_to_all_ranks() -> None:
+    model, told = Net(), []
+
+    def agree(mine: dict[str, Any]) -> dict[str, Any]:
+        told.append(mine)
+        return mine
+
+    managed = ManagedActivations(model, Activations("auto", 10, least_nbytes=256), agree)
+    for _ in range(SURVEY_STEPS):
+        step_of(model)()
+    for _ in range(2):
+        with pytest.raises(BudgetError, match=r"with nothing offloaded, budget_nbytes is 10: .*of 10 for copies under"):
+            step_of(model)()
+    assert [list(each) for each in told] == [["error"], ["error"]]
+    managed.undo()
+    step_of(model)()
+
+
+def test_a_rank_follows_where_it_would_have_found_nothing_itself() -> None:
+    model = Net()
+    wide = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=256))
+    for _ in range(3):
+        step_of(model)()
+    assert wide.choice is not None
+    choice = wide.choice._asdict()
+    wide.undo()
+    managed = ManagedActivations(model, Activations("auto", 10, least_nbytes=256), lambda _: choice)
+    for _ in range(3):
+        step_of(model)()
+    assert managed.choice == wide.choice
+
+
+def test_a_model_without_blocks_is_surveyed_too() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.other(torch.tanh(self.one(given)))
+            return result
+
+    for budget, fits in ((1 << 20, True), (10, False)):
+        model = Two()
+        managed = ManagedActivations(model, Activations("auto", budget, least_nbytes=256))
+        with nullcontext() if fits else pytest.raises(BudgetError):
+            for _ in range(3):
+                model(torch.randn(8, 16)).sum().backward()
+        assert (managed.choice is not None) == fits
+        managed.undo()
+
+
+class Repeated(nn.Module):
+    """Blocks in another order than they are declared in, one of them used again and again, and a large end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for number in (2, 1, 0, 0, 0):
+            given = torch.sigmoid(self.layers[number](given))
+        return torch.exp(self.head(given))
+
+
+def test_the_last_block_is_the_one_that_runs_last() -> None:
+    model, given = Repeated(), torch.randn(4, 16)
+    survey = Survey(model, Offloader(CPU, least_nbytes=1))
+    for _ in range(2):
+        model(given).sum().backward()
+    survey.undo()
+    assert survey.last == ("layers.0", 3)
+    blocks = {block.name: block for block in survey.blocks()}
+    assert blocks["layers.0"].nbytes == 3 * blocks["layers.1"].nbytes
+    actions: dict[str, Any] = dict.fromkeys(blocks, "keep") | {"": "offload"}
+    offloader = Offloader(CPU, least_nbytes=1)
+    before = sum(parameter.grad.abs().sum() for parameter in model.parameters() if parameter.grad is not None)
+    treated = Treated(model, actions, offloader, last=survey.last)
+    result = model(given)
+    # what sigmoid returns after each but the last run, which is after the end
+    assert offloader.counts.offloaded_nbytes == 4 * 4 * 16 * 4
+    model.zero_grad()
+    result.sum().backward()
+    treated.undo()
+    assert before > 0 and all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_forward_that_someone_else_has_replaced_is_refused() -> None:
+    model = Net()
+    model.__dict__["forward"] = lambda given: Net.forward(model, given)
+    with pytest.raises(ValueError, match="the forward of a Net is already replaced"):
+        ManagedActivations(model, Activations("offload", least_nbytes=256))
 
 
 def test_evaluation_between_surveyed_steps_is_not_counted() -> None:
@@ -184,7 +285,7 @@ class Guess(nn.Module):
 def test_gradients_of_large_outputs_are_counted_while_everything_is_there() -> None:
     model, given = Guess(), torch.randn(4, 16)
     seen = survey(model, lambda: model(given).sum().backward(), Offloader(CPU, least_nbytes=256))
-    assert seen[-1].name == END
+    assert seen[-1].name == END and not seen[-1].offloads
     assert seen[-1].inner_nbytes == 4 * 256 * 4 + 4 * 16 * 4  # what exp returned, and what the head was given
     assert seen[-1].work_nbytes == 2 * 4 * 256 * 4
     kept: dict[str, Action] = {block.name: "keep" for block in seen}
@@ -199,7 +300,7 @@ def test_what_backward_begins_with_is_never_offloaded() -> None:
         model, given = Guess(), torch.randn(4, 16)
         actions: dict[str, Any] = {"": "offload", END: end, "layers.0": "keep", "layers.1": "keep", "layers.2": "keep"}
         before = offloader.counts.offloaded_nbytes
-        treated = Treated(model, actions, offloader)
+        treated = Treated(model, actions, offloader, last=("layers.2", 1))
         result = model(given)
         leaving[end] = offloader.counts.offloaded_nbytes - before
         result.sum().backward()

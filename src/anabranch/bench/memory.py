@@ -151,6 +151,7 @@ def oktopk(subject: Subject) -> Generator[None, None, None]:
     """DataParallel with Ok-Topk; on one rank the same exchange, in a mirror of ranks."""
     if dist.get_world_size(subject.group) == 1:
         yield from _mirrored(subject)
+        return
     wrapped = DataParallel(
         subject.model,
         plan=subject.plan,
@@ -255,13 +256,15 @@ def peak(build: Build, mode: str, optimizer: Factory, ranks: int, density: float
     before = torch.cuda.memory_allocated()
     training = TRAININGS[mode](Subject(*build(device), optimizer, ranks, density, plan))
     found = []
-    for steps in (FIRST, STEPS):
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(steps):
-            next(training)
-        _settle()
-        found.append(int(torch.cuda.max_memory_allocated()) - before)
-    training.close()
+    try:
+        for steps in (FIRST, STEPS):
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(steps):
+                next(training)
+            _settle()
+            found.append(int(torch.cuda.max_memory_allocated()) - before)
+    finally:
+        training.close()
     return Peak(*found)
 
 

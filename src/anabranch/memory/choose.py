@@ -15,6 +15,7 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 RECOMPUTED = ("recompute", "recompute+offload", "join")
 OFFLOADED = ("offload", "recompute+offload")
 WIDTH = 64  # choices for the first blocks that the search follows at once
+WIDER, MOST_WIDTH = 8, 4096  # where none of them fits in the end
 
 
 class BudgetError(ValueError):
@@ -98,6 +99,8 @@ def choose(blocks: Sequence[Block], link: HostLink, budget_nbytes: int, width: i
             if (after := _after(state, block, link, action)).peak_nbytes <= budget_nbytes
         ]
         labels = _undominated(reached)
+        if not labels and width < MOST_WIDTH and dropped_s < float("inf"):  # one that was dropped might have fitted
+            return choose(blocks, link, budget_nbytes, WIDER * width)
         if not labels:
             raise BudgetError(
                 f"budget_nbytes is {budget_nbytes}: no choice keeps within it up to block {block.name!r}; give "
@@ -107,8 +110,10 @@ def choose(blocks: Sequence[Block], link: HostLink, budget_nbytes: int, width: i
             bounds = _at_least(labels, blocks[number + 1 :], link, budget_nbytes)
             order = np.argsort(bounds, kind="stable")
             dropped_s = min(dropped_s, float(bounds[order[width]]))
-            leanest = min(range(len(labels)), key=lambda index: _leanness(labels[index][0]))  # can always go on
-            labels = [labels[index] for index in sorted({*order[:width].tolist(), leanest})]
+            going = {
+                min(range(len(labels)), key=lambda index: lean(labels[index][0])) for lean in (_leanness, _tightness)
+            }
+            labels = [labels[index] for index in sorted({*order[:width].tolist(), *going})]
     _, path = min(labels, key=lambda label: (label[0].extra_s, label[0].moved_nbytes))
     found: dict[str, Action] = {block.name: action for block, action in zip(blocks, path, strict=True)}
     actions, forecast = _relaxed(blocks, link, budget_nbytes, found)
@@ -133,7 +138,13 @@ def _check(blocks: Sequence[Block], budget_nbytes: int) -> None:
 
 
 def _leanness(state: _State) -> tuple[int, bool]:
+    """Least where the next block has the most room; can always go on where everything can be offloaded."""
     return state.kept_nbytes, state.last == "keep"
+
+
+def _tightness(state: _State) -> tuple[int, bool]:
+    """Least where the next block has the most room in one run with this one."""
+    return state.kept_nbytes + state.passing_nbytes, state.last == "keep"
 
 
 def _relaxed(

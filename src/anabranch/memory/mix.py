@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -10,14 +10,15 @@ from torch import nn
 from anabranch.memory.activations import MIB, Offloader
 from anabranch.memory.blocks import REST
 from anabranch.memory.chain import Block, HostLink
-from anabranch.memory.choose import Action, BudgetError, Choice, choose
+from anabranch.memory.choose import Action, BudgetError, Choice, Forecast, choose
 from anabranch.memory.recompute import Treated, recompute
 from anabranch.memory.survey import Survey, measure_link
 
 Mode = Literal["keep", "offload", "recompute", "auto"]
 SURVEY_STEPS = 2  # the first also warms up
 
-Agree = Callable[[dict[str, Action]], dict[str, Action]]
+Told = dict[str, Any]  # a choice, or why there is none, as JSON has it
+Agree = Callable[[Told], Told]
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,15 @@ class Activations:
 class ManagedActivations:
     """A model whose activations are managed as asked, until ``undo()``.
 
-    In mode "auto" the first steps are surveyed, in the leanest way there is; the mix is chosen before the next forward.
-    ``agree`` turns this rank's choice into the one that all ranks follow: ranks must recompute alike where a block
-    communicates, as SyncBatchNorm does.
+    In mode "auto" the first steps are surveyed, in the leanest way there is; the mix is chosen when the next forward
+    begins, and is in force in all blocks below the model's own forward, which has begun by then, and in that from the
+    next step on. ``agree`` turns this rank's choice into the one that all ranks follow: ranks must recompute alike
+    where a block communicates, as SyncBatchNorm does. A budget that is too small raises in every forward.
     """
 
     def __init__(self, model: nn.Module, options: Activations, agree: Agree = dict) -> None:
         self.options = options
-        self.choice: Choice | None = None  # of mode "auto", once it is made
+        self.choice: Choice | None = None  # of mode "auto", once it is made: the one that all ranks follow
         self._model, self._agree = model, agree
         self._treated: Treated | None = None
         self._survey: Survey | None = None
@@ -101,13 +103,23 @@ class ManagedActivations:
     def _before_forward(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
         if self._survey is None or self._survey.steps < SURVEY_STEPS or not torch.is_grad_enabled():
             return
-        assert self.offloader is not None and self.options.budget_nbytes is not None
-        blocks, survey, self._survey = self._survey.blocks(), self._survey, None
+        told = self._agree(self._chosen(self._survey))
+        if "error" in told:
+            raise BudgetError(told["error"])
+        self.choice = Choice(told["actions"], Forecast(*told["forecast"]), told["at_least_s"])
+        survey, self._survey = self._survey, None
         survey.undo()
+        self._treated = Treated(self._model, self.choice.actions, self.offloader, last=survey.last)
+
+    def _chosen(self, survey: Survey) -> Told:
+        """This rank's choice; one that cannot be made is told as well, so that no rank waits for another."""
+        assert self.offloader is not None and self.options.budget_nbytes is not None
         measured = measure_link(self.offloader.device)
         link = replace(measured, window_nbytes=self.options.window_nbytes, ahead_nbytes=self.options.ahead_nbytes)
-        self.choice = chosen(blocks, link, self.options.budget_nbytes)
-        self._treated = Treated(self._model, self._agree(self.choice.actions), self.offloader)
+        try:
+            return better_of_two(survey.blocks(), link, self.options.budget_nbytes)._asdict()
+        except BudgetError as error:
+            return {"error": str(error)}
 
     def _new_offloader(self) -> Offloader:
         parameter = next(self._model.parameters(), None)
@@ -119,8 +131,8 @@ class ManagedActivations:
         )
 
 
-def chosen(blocks: Sequence[Block], link: HostLink, budget_nbytes: int) -> Choice:
-    """The better of two: with all of the budget and nothing offloaded, or less what the link's windows may take."""
+def better_of_two(blocks: Sequence[Block], link: HostLink, budget_nbytes: int) -> Choice:
+    """With all of the budget and nothing offloaded, or less what the link's windows may take, if they have an end."""
     windows = (link.window_nbytes or 0) + (link.ahead_nbytes or 0)
     staying = [replace(block, offloads=False) for block in blocks]
     found, errors = [], []

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.memory.choose import Action
 from anabranch.memory.engine import in_backward
 from anabranch.memory.layout import LeanLayout, trained
-from anabranch.memory.mix import ManagedActivations
+from anabranch.memory.mix import ManagedActivations, Told
 from anabranch.memory.options import Lean, check_lean
 from anabranch.network import Network
 from anabranch.plan import Plan
@@ -253,10 +252,10 @@ class LeanParallel(Steered, nn.Module):
         self._activations.undo()  # the copy's
 
 
-def _as_rank_0(group: dist.ProcessGroup, actions: dict[str, Action]) -> dict[str, Action]:
+def _as_rank_0(group: dist.ProcessGroup, told: Told) -> Told:
     """Rank 0's choice for activations: ranks must recompute alike where a block communicates."""
-    chosen: dict[str, Action] = json.loads(from_rank_0(json.dumps(actions).encode(), group))
-    return chosen
+    agreed: Told = json.loads(from_rank_0(json.dumps(told).encode(), group))
+    return agreed
 
 
 def _shared(named: Iterable[tuple[str, torch.Tensor]], module: nn.Module) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ from anabranch.memory.activations import Offloader
 from anabranch.memory.blocks import END, REST, Unit, blocks_of
 from anabranch.memory.choose import ACTIONS, OFFLOADED, Action
 
+Last = tuple[str, int]  # the name of the block that is the last to run in a forward, and how often it runs in it
+
 
 class StatisticsHeld:
     """Within it, norms compute the same but do not count the batch: they have seen it in the forward.
@@ -94,18 +96,21 @@ class Stretch:
 
 
 class Outside(Stretch):
-    """What is saved outside all units, offloaded until ``keep_from_here()`` is called in the course of a forward."""
+    """What is saved outside all units: offloaded, but kept once ``ran`` was called ``runs`` times in a forward."""
 
-    def __init__(self, model: nn.Module, offloader: Offloader | None) -> None:
+    def __init__(self, model: nn.Module, offloader: Offloader | None, runs: int) -> None:
         super().__init__("offload", [Unit(REST, model)], offloader)
+        self._runs, self._left = runs, 0
         self._open: ExitStack | None = None  # while the model's forward runs
 
-    def keep_from_here(self) -> None:
-        """Keep what is saved in the rest of this forward."""
-        if self._open is not None and self._offloader is not None:
+    def ran(self) -> None:
+        """The unit that is the last to run has; that was the last time, if it has run as often as it does."""
+        self._left -= 1
+        if self._left == 0 and self._open is not None and self._offloader is not None:
             self._open.enter_context(self._offloader.keep())
 
     def _treated(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._left = self._runs
         try:
             with self._hooks(), ExitStack() as self._open:
                 return function(*args, **kwargs)
@@ -152,7 +157,8 @@ def _in_order(parts: Sequence[nn.Module], value: Any) -> Any:
 class Treated:
     """A model whose blocks' activations are treated as chosen until ``undo()``; blocks without an action are let be.
 
-    What is saved outside all blocks has an action as ``REST``, and from the last block on, if it is kept, as ``END``.
+    What is saved outside all blocks has an action as ``REST``. What is saved after the last block has run can be kept
+    all the same, as ``END``: ``last`` says which block that is.
     """
 
     def __init__(
@@ -161,32 +167,35 @@ class Treated:
         actions: Mapping[str, Action],
         offloader: Offloader | None = None,
         stretch: Callable[[Action, Sequence[Unit], Offloader | None], Stretch] = Stretch,
+        last: Last | None = None,
     ) -> None:
         units = {unit.name: unit for unit in blocks_of(model)}
         _check(units, actions, offloader)
         self.actions = dict(actions)
         self._patched: list[nn.Module] = []
         sequentials: dict[nn.Module, list[Stretch]] = {}
-        last: Stretch | None = None
+        stretches_of: dict[str, Stretch] = {}
         for name, unit in units.items():
             action = actions.get(name)
             if action is None:
                 continue
-            if not unit.children:
-                last = stretch(action, [unit], offloader)
-                self._patch(unit.module, ModuleForward(unit.module, last))
-            elif action == "join":
-                sequentials[unit.module][-1].units.append(unit)
+            if action == "join":
+                stretches_of[name] = sequentials[unit.module][-1]
+                stretches_of[name].units.append(unit)
+                continue
+            own = stretches_of[name] = stretch(action, [unit], offloader)
+            if unit.children:
+                sequentials.setdefault(unit.module, []).append(own)
             else:
-                last = stretch(action, [unit], offloader)
-                sequentials.setdefault(unit.module, []).append(last)
+                self._patch(unit.module, ModuleForward(unit.module, own))
         for module, stretches in sequentials.items():
             self._patch(module, SequentialForward(module, stretches))
-        if actions.get(REST, "keep") == "offload" and "forward" not in model.__dict__:  # else nothing is outside
-            outside = Outside(model, offloader)
+        if actions.get(REST, "keep") == "offload" and model not in self._patched:  # else nothing is outside
+            name, runs = last or ("", 0)
+            outside = Outside(model, offloader, runs)
             self._patch(model, ModuleForward(model, outside))
-            if last is not None and actions.get(END) == "keep":
-                last.then = outside.keep_from_here
+            if name in stretches_of and actions.get(END) == "keep":
+                stretches_of[name].then = outside.ran
 
     def undo(self) -> None:
         """Give every module its own forward back."""

@@ -39,7 +39,8 @@ class Stash:
         if self.original is not None:
             self.version_out = self.original._version
             self.original = None
-            self.device = None
+            if self.arrived is None:  # else these bytes have come back for another pass through the graph
+                self.device = None
 
     def check_unchanged(self, shape: torch.Size) -> None:
         """Refuse bytes that were written to before they were out."""

@@ -16,7 +16,7 @@ from anabranch.memory.chain import Block, HostLink
 from anabranch.memory.choose import Action
 from anabranch.memory.copies import copies_for
 from anabranch.memory.pinned import HostPool
-from anabranch.memory.recompute import StatisticsHeld, Stretch, Treated
+from anabranch.memory.recompute import Last, StatisticsHeld, Stretch, Treated
 from anabranch.runtime.clock import Clock, clock_for
 from anabranch.runtime.layout import tensors_in
 
@@ -27,11 +27,10 @@ WORK_TENSORS = 2
 
 @dataclass
 class Sight:
-    """One unit in one step."""
+    """One unit in one step, in all its runs so far."""
 
     unit: Unit
-    began: object
-    ended: object
+    spans: list[tuple[object, object]]  # when it began and ended
     inner_nbytes: int
     input_nbytes: int
     saved_output_nbytes: int
@@ -49,11 +48,14 @@ class Survey:
 
     def __init__(self, model: nn.Module, offloader: Offloader) -> None:
         self.steps = 0  # whose backward is over
+        self.last: Last | None = None  # the unit that ran last
         self._clock: Clock = clock_for(offloader.device)
         self._offloader = offloader
         self._sights: dict[str, Sight] = {}
         self._before: tuple[Sight, set[StorageWeakRef]] | None = None  # the unit before, and what it returned
         self._gradients: list[tuple[str, object]] = []
+        self._runs: dict[str, int] = {}  # of each unit in this forward
+        self._in_backward = False
         self._over: object | None = None
         self._mark_nbytes = 0  # offloaded before this forward, and in its units
         self._rest_nbytes, self._end_nbytes = 0, 0  # saved outside all units, before the end of the last and after
@@ -80,14 +82,13 @@ class Survey:
         """
         self._clock.settle()
         marks = [mark for _, mark in self._gradients] + [self._over]
-        took_s = {
-            name: self._clock.between(marks[number], marks[number + 1])
-            for number, (name, _) in enumerate(self._gradients)
-        }
+        took_s: dict[str, float] = {}
+        for number, (name, _) in enumerate(self._gradients):
+            took_s[name] = took_s.get(name, 0.0) + self._clock.between(marks[number], marks[number + 1])
         before, after = (WORK_TENSORS * nbytes for nbytes in (self._before_nbytes, self._after_nbytes))
         found = [Block(REST, 0.0, 0.0, self._rest_nbytes, 0, recomputes=False, work_nbytes=before)]
         for name, sight in self._sights.items():
-            forward_s = self._clock.between(sight.began, sight.ended)
+            forward_s = sum(self._clock.between(*span) for span in sight.spans)
             found.append(
                 Block(
                     name,
@@ -127,8 +128,7 @@ class Survey:
         outputs = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(output)}
         sight = Sight(
             unit,
-            began,
-            ended,
+            [(began, ended)],
             sum(nbytes for storage, nbytes in counted.nbytes.items() if storage not in inputs),
             sum(tensor.untyped_storage().nbytes() for tensor in inputs.values()),
             sum(nbytes for storage, nbytes in counted.nbytes.items() if storage in outputs and storage not in inputs),
@@ -140,6 +140,11 @@ class Survey:
             if not returned.isdisjoint(inputs):  # what the block before has saved of its output is our input
                 sight.shared_nbytes = min(before.saved_output_nbytes, sight.input_nbytes)
                 before.inner_nbytes -= sight.shared_nbytes
+        if (earlier := self._sights.get(unit.name)) is not None:  # a layer that is used again
+            sight.spans = [*earlier.spans, *sight.spans]
+            sight.inner_nbytes += earlier.inner_nbytes
+            sight.input_nbytes += earlier.input_nbytes
+            sight.largest_nbytes = max(sight.largest_nbytes, earlier.largest_nbytes)
         self._sights[unit.name] = sight
 
     def seen(self, unit: Unit, output: Any, offloaded_nbytes: int) -> None:
@@ -147,6 +152,8 @@ class Survey:
         sight = self._sights[unit.name]
         returned = tensors_in(output)
         self._before = (sight, {StorageWeakRef(tensor.untyped_storage()) for tensor in returned})
+        self._runs[unit.name] = self._runs.get(unit.name, 0) + 1
+        self.last = unit.name, self._runs[unit.name]
         self._mark_nbytes += offloaded_nbytes  # not of the rest
         self._rest_nbytes = self._offloader.counts.offloaded_nbytes - self._mark_nbytes
         self._offloader.counts.largest_nbytes = 0
@@ -154,8 +161,7 @@ class Survey:
         def gradient_is_there(gradient: torch.Tensor) -> None:  # noqa: ARG001
             if sight.gradient is None:
                 sight.gradient = self._clock.mark()
-                if not self._gradients:
-                    Variable._execution_engine.queue_callback(self._backward_over)
+                self._backward_begins()
                 self._gradients.append((unit.name, sight.gradient))
 
         for tensor in returned:
@@ -167,16 +173,24 @@ class Survey:
 
     def _begins(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
         if torch.is_grad_enabled():
-            self._sights, self._before, self._gradients = {}, None, []
+            self._sights, self._before, self._gradients, self._runs, self._in_backward = {}, None, [], {}, False
             self._mark_nbytes, self._offloader.counts.largest_nbytes = self._offloader.counts.offloaded_nbytes, 0
 
     def _ends(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
         if torch.is_grad_enabled():
             outside_nbytes = self._offloader.counts.offloaded_nbytes - self._mark_nbytes
-            if not self._sights:  # without units there is no end of the last
+            if not self._sights:  # without units there is no end of the last, and no gradient of an output of theirs
                 self._rest_nbytes = outside_nbytes
+                for tensor in tensors_in(output):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(self._backward_begins)
             self._end_nbytes = outside_nbytes - self._rest_nbytes
             self._after_nbytes = self._offloader.counts.largest_nbytes
+
+    def _backward_begins(self, gradient: torch.Tensor | None = None) -> None:  # noqa: ARG002
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._backward_over)
 
     def _backward_over(self) -> None:
         self._over = self._clock.mark()
