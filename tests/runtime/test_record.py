@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from anabranch import Trace
 from anabranch.files import dumps, loads
 from anabranch.runtime.record import Recorder, record
-from anabranch.runtime.zoo import IMAGES, MODELS, SEQUENCES, build, facts
+from anabranch.runtime.zoo import IMAGES, MODELS, SEQUENCES, build, built, facts
 
 INPUT = torch.randn(3, 8)
 
@@ -249,6 +249,13 @@ def test_a_recorder_counts_the_steps_of_its_owner() -> None:
             output.sum().backward()
         assert recorder.steps == 3
     assert layer_order(recorder.trace()) == [f"layers.{i}" for i in (3, 2, 1, 0)]
+
+
+def test_a_language_model_of_the_zoo_has_its_size() -> None:
+    pytest.importorskip("transformers")
+    for name, millions in (("gpt2-medium", 355), ("qwen2.5-0.5b", 494)):
+        model, _ = built(name, torch.device("meta"), 1)
+        assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
 
 
 def test_the_zoo_names_what_it_lacks() -> None:

@@ -10,7 +10,7 @@ from anabranch.sparse.rivals import RIVALS
 
 WIRES = [kind for kind in COLLECTIVES if kind != "dense"]
 OTHERS = [name for name in RIVALS if name != "dense"]
-OURS = [*WIRES, KIND, f"{KIND}:0.01", f"{KIND}:0.01:bf16"]
+OURS = [*WIRES, KIND, f"{KIND}:bf16", f"{KIND}:0.01", f"{KIND}:0.01:bf16"]
 ALLOWED = f"{', '.join(OURS)}, or a rival: {', '.join(f'{name}:0.01' for name in OTHERS)}"
 
 

@@ -1,0 +1,159 @@
+"""A model to train within a limit of memory: its peak, its steps' seconds, and the largest batch that fits."""
+
+import gc
+import math
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anabranch.memory.probe import Loss
+from anabranch.runtime.zoo import SEQUENCES as SEQUENCE_MODELS
+from anabranch.runtime.zoo import built
+
+DEVICE = torch.device("cuda", 0)
+MARGIN = 0.92  # of the limit: what the line through two peaks does not say, and what the allocator cannot use
+GROWTH = 4  # from one batch to the next at most: peaks need not grow from the start
+CLOSE = 0.95  # of the largest batch
+ENOUGH_S = 6.0  # of timed steps, where the network is slow
+WARM, WARM_MIX, TIMED = 2, 4, 3  # steps; Lean chooses its mix after two
+IMAGES, SEQUENCES = 8, 1  # samples to begin with
+
+Step = Callable[[], None]
+
+
+@cache
+def _sizes(name: str) -> tuple[int, ...]:
+    return tuple(parameter.nbytes for parameter in built(name, torch.device("meta"), 1)[0].parameters())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to train at a batch, on the ranks of a group, within a limit; ``half``: in bfloat16 if it speaks."""
+
+    name: str
+    batch: int
+    group: dist.ProcessGroup
+    limit_nbytes: int
+    host_nbytes: int
+    half: bool
+    dense: bool = False  # by DDP
+    budget_nbytes: int | None = None  # for a mix of what is done with activations
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of its parameters."""
+        return _sizes(self.name)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it is a language model."""
+        return self.name in SEQUENCE_MODELS
+
+    @property
+    def optimizer(self) -> Callable[[Any], torch.optim.Optimizer]:
+        """As people train such a model."""
+        if self.speaks:
+            return partial(torch.optim.AdamW, lr=1e-4, fused=True)
+        return partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
+
+    @property
+    def precision(self) -> AbstractContextManager[object]:
+        """Images in TF32, as cuDNN does by itself."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self.half and self.speaks)
+
+    def built(self) -> tuple[nn.Module, Loss]:
+        """The model and its loss."""
+        return built(self.name, DEVICE, self.batch)
+
+
+System = Callable[[Case], tuple[Step, Callable[[], None]]]
+
+
+def largest(make: System, case: Case, plain: System | None = None) -> int:
+    """The batch of a system that fills the limit, the same on every rank; 0 where none fits.
+
+    ``plain`` is the same without reuse, for a system that puts all that is saved into host memory.
+    """
+    batch = SEQUENCES if case.speaks else IMAGES
+    room = math.inf if plain is None else case.host_nbytes / kept_nbytes(plain, replace(case, batch=batch))
+    failed = math.inf
+    known: list[tuple[int, int]] = []
+    while (known[-1][0] if known else 0) < CLOSE * batch:
+        fits, nbytes = known[-1] if known else (0, 0)
+        peak_nbytes = fitting(make, replace(case, batch=batch))
+        if not peak_nbytes:
+            failed, batch = batch, (fits + batch) // 2
+            continue
+        known.append((batch, peak_nbytes))
+        each_nbytes = max((peak_nbytes - nbytes) / (batch - fits), 1.0)  # from two batches on
+        further = (MARGIN * case.limit_nbytes - peak_nbytes) / each_nbytes if fits else batch
+        batch = int(min(batch + further, GROWTH * batch, (batch + failed) / 2, room))
+    return known[-1][0] if known else 0
+
+
+def fitting(make: System, case: Case) -> int:
+    """What each rank needs, found on each alone, the most of them; 0 if some rank had not enough.
+
+    DDP lays its buckets out anew while NCCL still has the old ones, so there is one gradient more for a moment, which
+    is seen by chance where nothing is sent. So its later steps are looked at, and that is added.
+    """
+    twice = sum(case.sizes) if case.dense else 0
+    try:
+        peak_nbytes = timed(make, case, steps=1)[0] + twice
+    except torch.OutOfMemoryError as error:
+        print(f"rank {dist.get_rank()}, batch {case.batch}: {str(error)[:400]}", file=sys.stderr, flush=True)
+        peak_nbytes = 2 * case.limit_nbytes
+    agreed = torch.tensor([peak_nbytes], device=DEVICE)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    return int(agreed) if agreed <= case.limit_nbytes else 0
+
+
+def kept_nbytes(plain: System, case: Case) -> float:
+    """What a sample leaves on the device where nothing is reused; all of the limit, where two do not fit."""
+    one, two = (fitting(plain, replace(case, batch=number * case.batch)) for number in (1, 2))
+    return max((two - one) / case.batch, 1.0) if two else float(case.limit_nbytes)
+
+
+def timed(make: System, case: Case, steps: int | None = None) -> tuple[int, list[float]]:
+    """The allocator's peak, and the seconds of the later steps; with ``steps`` only the peak of so many later ones."""
+    tidy()
+    step, close = make(case)
+    try:
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARM if case.budget_nbytes is None else WARM_MIX):
+            step()
+        torch.cuda.synchronize()
+        if steps is not None:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(steps or 0):
+            step()
+        seconds = []
+        for _ in range(TIMED if steps is None else 0):
+            dist.barrier(device_ids=[0])
+            begun = perf_counter()
+            step()
+            torch.cuda.synchronize()
+            slowest = torch.tensor([perf_counter() - begun], device=DEVICE)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds.append(float(slowest))
+            if len(seconds) > 1 and sum(seconds) > ENOUGH_S:
+                break
+        return int(torch.cuda.max_memory_allocated()), seconds
+    finally:
+        close()
+
+
+def tidy() -> None:
+    """So that the next one finds all memory free."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
