@@ -46,7 +46,7 @@ def headlines() -> Section:
          Words(NETWORK_UNKNOWN, f"{NETWORK_UNKNOWN}; here the wire alone takes 6.6 s of dense's step")),
         ("GPT-2 medium, 16 GiB, 10 Gbit/s", "throughput gained over dense with reuse", MORE, _more(cell(
             LEAN_REPORT, KEPT, "× the better reuse", "5. 16 GiB")),
-         Words(f"{NETWORK_UNKNOWN}; here four ranks share one GPU, whose speed is the limit", NETWORK_UNKNOWN)),
+         Words(f"{NETWORK_UNKNOWN}; here four ranks share one GPU", NETWORK_UNKNOWN)),
     )  # fmt: skip
     figures = tuple(
         Figure(case, what, "%", published, None, ABSENT)
