@@ -77,8 +77,9 @@ def played_peak(blocks: Sequence[Block], actions: Mapping[str, Action]) -> int:
         extra = first.shared_nbytes if action in MOVES_INPUT and before == "keep" else 0
         so_far = 0
         for number in run:  # from its last block on, but all of it has been recomputed
-            so_far += blocks[number].nbytes
-            peak = max(peak, kept + extra + so_far + blocks[number].work_nbytes)
+            block, here = blocks[number], stays if number == run[0] else 0
+            so_far += here + (block.nbytes - here) // block.runs
+            peak = max(peak, kept + extra + so_far + block.work_nbytes)
         kept += stays + extra
     return peak
 

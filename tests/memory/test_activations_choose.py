@@ -19,7 +19,7 @@ GIB = 1 << 30
 def chains(draw: st.DrawFn, most: int, all_offload: bool = True) -> list[Block]:
     made: list[Block] = []
     for number in range(draw(st.integers(1, most))):
-        given_nbytes = draw(st.integers(0, 20))
+        given_nbytes, joins = draw(st.integers(0, 20)), number > 0 and draw(st.booleans())
         made.append(
             Block(
                 f"block{number}",
@@ -28,10 +28,11 @@ def chains(draw: st.DrawFn, most: int, all_offload: bool = True) -> list[Block]:
                 draw(st.integers(0, 40)),
                 given_nbytes,
                 draw(st.integers(0, given_nbytes)) if number else 0,
-                number > 0 and draw(st.booleans()),
+                joins,
                 draw(st.integers(0, 5)) > 0,
                 draw(st.integers(0, 20)),
                 all_offload or draw(st.booleans()),
+                1 if joins else draw(st.sampled_from([1, 1, 3])),
             )
         )
     return made

@@ -114,10 +114,11 @@ def test_all_ranks_can_follow_one_choice() -> None:
     theirs: dict[str, Action] = {"stage1.0": "recompute", "stage1.1": "join"}
 
     def agree(mine: dict[str, Any]) -> dict[str, Any]:
-        return {**mine, "actions": theirs}
+        return mine if "wait" in mine else {**mine, "actions": theirs}
 
-    managed = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=256), agree)
+    managed = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=256), waits=True)
     for _ in range(4):
+        managed.choose(agree)
         step_of(model)()
     assert managed.actions == theirs
     assert managed.choice is not None and managed.choice.actions == theirs
@@ -131,13 +132,14 @@ def test_a_budget_that_is_too_small_is_refused_in_every_forward_and_told_to_all_
         told.append(mine)
         return mine
 
-    managed = ManagedActivations(model, Activations("auto", 10, least_nbytes=256), agree)
+    managed = ManagedActivations(model, Activations("auto", 10, least_nbytes=256), waits=True)
     for _ in range(SURVEY_STEPS):
+        managed.choose(agree)
         step_of(model)()
     for _ in range(2):
         with pytest.raises(BudgetError, match=r"with nothing offloaded, budget_nbytes is 10: .*of 10 for copies under"):
-            step_of(model)()
-    assert [list(each) for each in told] == [["error"], ["error"]]
+            managed.choose(agree)
+    assert [list(each) for each in told] == [["wait"], ["wait"], ["error"], ["error"]]
     managed.undo()
     step_of(model)()
 
@@ -150,9 +152,9 @@ def test_a_rank_follows_where_it_would_have_found_nothing_itself() -> None:
     assert wide.choice is not None
     choice = wide.choice._asdict()
     wide.undo()
-    managed = ManagedActivations(model, Activations("auto", 10, least_nbytes=256), lambda _: choice)
-    for _ in range(3):
-        step_of(model)()
+    managed = ManagedActivations(model, Activations("auto", 10, least_nbytes=256), waits=True)
+    managed.choose(lambda _: choice)  # also before it has seen anything
+    step_of(model)()
     assert managed.choice == wide.choice
 
 

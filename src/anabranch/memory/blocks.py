@@ -59,7 +59,8 @@ def _inside(container: nn.Module, prefix: str) -> Iterator[Unit]:
     run: list[str] = []
     follows = False
     for name, child in container._modules.items():  # named_children() leaves out a layer that is used again
-        assert child is not None
+        if child is None:
+            continue
         if _is_stage(child):
             if start is not None:
                 yield Unit(prefix + start, container, tuple(run), follows)

@@ -17,6 +17,7 @@ class Block:
     joins                   whether it can be recomputed in one run with the block before, needing no input of its own
     recomputes              whether it can be recomputed at all
     offloads                whether anything of it can be offloaded
+    runs                    how often it runs, each time differentiated by itself; bytes and seconds are of all runs
     """
 
     name: str
@@ -29,6 +30,7 @@ class Block:
     recomputes: bool = True
     work_nbytes: int = 0
     offloads: bool = True
+    runs: int = 1
 
     def __post_init__(self) -> None:
         """Refuse sizes and times that cannot be."""
@@ -46,6 +48,11 @@ class Block:
     def nbytes(self) -> int:
         """All that autograd has saved in it."""
         return self.inner_nbytes + self.input_nbytes
+
+    @property
+    def once_nbytes(self) -> int:
+        """Of one run."""
+        return self.nbytes // self.runs
 
 
 @dataclass(frozen=True)

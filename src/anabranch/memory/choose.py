@@ -129,8 +129,8 @@ def _check(blocks: Sequence[Block], budget_nbytes: int) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two blocks are called {twice!r}: expected a name for each")
-    largest = max(blocks, key=lambda block: block.nbytes + block.work_nbytes, default=None)
-    if largest is not None and (least := largest.nbytes + largest.work_nbytes) > budget_nbytes:
+    largest = max(blocks, key=lambda block: block.once_nbytes + block.work_nbytes, default=None)
+    if largest is not None and (least := largest.once_nbytes + largest.work_nbytes) > budget_nbytes:
         raise BudgetError(
             f"budget_nbytes is {budget_nbytes}: block {largest.name!r} alone has {least} on the device while "
             "it is differentiated; give at least that, a smaller batch, or smaller blocks"
@@ -185,13 +185,13 @@ def _after(state: _State, block: Block, link: HostLink, action: Action) -> _Stat
     recomputed = action in RECOMPUTED
     if action in OFFLOADED:  # while the block before holds on to what both have saved
         stays = block.shared_nbytes if state.last == "keep" else 0
-        moved_before, passing = block.input_nbytes, block.nbytes
+        moved_before, passing = block.input_nbytes, block.once_nbytes
     elif action == "join":
         stays, moved_before, passing = 0, 0, state.passing_nbytes + block.nbytes
     else:
         stays = block.input_nbytes + (0 if recomputed else block.inner_nbytes)
         moved_before = block.shared_nbytes if state.last == "offload" else 0  # the block before has offloaded it
-        passing = block.nbytes - stays
+        passing = (block.nbytes - stays) // block.runs
     moved_after = block.inner_nbytes if action == "offload" else 0
     kept = state.kept_nbytes + stays
     hides_s = block.backward_s + (block.forward_s if recomputed else 0.0)

@@ -63,14 +63,14 @@ class ManagedActivations:
 
     In mode "auto" the first steps are surveyed, in the leanest way there is; the mix is chosen when the next forward
     begins, and is in force in all blocks below the model's own forward, which has begun by then, and in that from the
-    next step on. ``agree`` turns this rank's choice into the one that all ranks follow: ranks must recompute alike
-    where a block communicates, as SyncBatchNorm does. A budget that is too small raises in every forward.
+    next step on; or when someone calls ``choose()`` who can do that on all ranks at once, if ``waits``. A budget that
+    is too small raises each time.
     """
 
-    def __init__(self, model: nn.Module, options: Activations, agree: Agree = dict) -> None:
+    def __init__(self, model: nn.Module, options: Activations, waits: bool = False) -> None:
         self.options = options
         self.choice: Choice | None = None  # of mode "auto", once it is made: the one that all ranks follow
-        self._model, self._agree = model, agree
+        self._model = model
         self._treated: Treated | None = None
         self._survey: Survey | None = None
         self._handle: torch.utils.hooks.RemovableHandle | None = None
@@ -82,7 +82,8 @@ class ManagedActivations:
         elif options.mode == "auto":
             assert self.offloader is not None
             self._survey = Survey(model, self.offloader)
-            self._handle = model.register_forward_pre_hook(self._before_forward, prepend=True)
+            if not waits:
+                self._handle = model.register_forward_pre_hook(self._before_forward, prepend=True)
 
     @property
     def actions(self) -> dict[str, Action]:
@@ -101,9 +102,19 @@ class ManagedActivations:
         self._treated = self._survey = self._handle = None
 
     def _before_forward(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
-        if self._survey is None or self._survey.steps < SURVEY_STEPS or not torch.is_grad_enabled():
+        if self._survey is not None and self._survey.steps >= SURVEY_STEPS and torch.is_grad_enabled():
+            self.choose()
+
+    def choose(self, agree: Agree = dict) -> None:
+        """Choose the mix, if the survey is over. ``agree`` turns this rank's choice into the one that all ranks follow.
+
+        Ranks must recompute alike where a block communicates, as SyncBatchNorm does.
+        """
+        if self._survey is None:
             return
-        told = self._agree(self._chosen(self._survey))
+        told = agree(self._chosen(self._survey) if self._survey.steps >= SURVEY_STEPS else {"wait": True})
+        if "wait" in told:
+            return
         if "error" in told:
             raise BudgetError(told["error"])
         self.choice = Choice(told["actions"], Forecast(*told["forecast"]), told["at_least_s"])

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 
 from anabranch.memory.engine import in_backward
 from anabranch.memory.layout import LeanLayout, trained
-from anabranch.memory.mix import ManagedActivations, Told
+from anabranch.memory.mix import SURVEY_STEPS, ManagedActivations, Told
 from anabranch.memory.options import Lean, check_lean
 from anabranch.network import Network
 from anabranch.plan import Plan
@@ -72,7 +72,7 @@ class LeanParallel(Steered, nn.Module):
         wishes.check_agreed(module, group, *further)
         assert group is not None
         self.module, self.memory, self.process_group = module, memory, group
-        self._broadcast_buffers = broadcast_buffers
+        self._broadcast_buffers, self._buffers_differ = broadcast_buffers, False
         alone = dist.get_world_size(group) == 1
         self.find_unused_parameters = find_unused_parameters or alone  # which needs nobody else's word
         parameters = _checked(module)
@@ -80,8 +80,7 @@ class LeanParallel(Steered, nn.Module):
             self._from_rank_0([*_shared(module.named_parameters(), module), *_shared(module.named_buffers(), module)])
         if alone and plan is None:
             wishes = replace(wishes, profile_steps=0)
-        agree = partial(_as_rank_0, group) if memory.activations.mode == "auto" else dict
-        self._activations = ManagedActivations(module, memory.activations, agree)
+        self._activations = ManagedActivations(module, memory.activations, waits=True)
         self._undo = weakref.finalize(self, self._activations.undo)
         self._undo.atexit = False  # there is no one left to use the module
         try:
@@ -195,9 +194,12 @@ class LeanParallel(Steered, nn.Module):
             if self._synchronised:
                 self._follow_scale()
             pilot.before_forward(averaged=self._synchronised)
-        if will_average and self._broadcast_buffers:
+        if will_average and pilot.steps_done >= SURVEY_STEPS:  # which all ranks have made, whatever else they did
+            self._activations.choose(partial(_as_rank_0, self.process_group))
+        if self._broadcast_buffers and (will_average or self._buffers_differ):
             with torch.no_grad():
                 self._from_rank_0(_shared(self.module.named_buffers(), self.module))
+        self._buffers_differ = will_average  # after it, as far as they are statistics
 
     @_disable_dynamo
     def _after_forward(self, output: Any, averaged: bool) -> None:

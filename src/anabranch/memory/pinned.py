@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 SNUG = 1.25  # a free buffer may be this many times too large
+SPARE = 2  # times what was ever used at once may be held
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class HostPool:
     def __init__(self, pinned: bool, limit_nbytes: int | None = None) -> None:
         self.nbytes = 0  # allocated, in use or free
         self.allocations = 0
+        self._most_used = 0
         self._pinned, self._limit_nbytes = pinned, limit_nbytes
         self._free: dict[int, deque[Buffer]] = {}
         self._returned: deque[Buffer] = deque()
@@ -45,6 +47,8 @@ class HostPool:
             return self._free[min(fits)].popleft()  # the one returned first: its last copy is most likely over
         if self._limit_nbytes is not None and not self._make_room(self._limit_nbytes - nbytes):
             return None
+        self._most_used = max(self._most_used, self.nbytes - self.free_nbytes + nbytes)
+        self._make_room(SPARE * self._most_used - nbytes)  # sizes that no longer come must not stay for ever
         self.nbytes += nbytes
         self.allocations += 1
         return Buffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned))

@@ -7,50 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.memory.activations import Offloader
+from anabranch.memory.aside import Buffers, Call, StatisticsHeld
 from anabranch.memory.blocks import END, REST, Unit, blocks_of
 from anabranch.memory.choose import ACTIONS, OFFLOADED, Action
 
 Last = tuple[str, int]  # the name of the block that is the last to run in a forward, and how often it runs in it
-
-
-class StatisticsHeld:
-    """Within it, norms compute the same but do not count the batch: they have seen it in the forward.
-
-    Their statistics are others for that time, which nobody reads: without any, autograd would save fewer tensors than
-    in the forward, and checkpointing would refuse that.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._norms = [inner for module in modules for inner in module.modules() if isinstance(inner, _BatchNorm)]
-        self._others: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
-        self._own: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
-
-    def __enter__(self) -> None:
-        """Set aside the statistics of those that count."""
-        for norm in self._norms:
-            if norm.training and norm.track_running_stats and norm not in self._own:
-                own = self._own[norm] = dict(norm._buffers)
-                norm._buffers.update(self._others_for(norm, own))
-
-    def __exit__(self, *exception: object) -> None:
-        """Put them back."""
-        for norm, own in self._own.items():
-            norm._buffers.update(own)
-        self._own = {}
-
-    def _others_for(self, norm: nn.Module, own: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor | None]:
-        others = self._others.get(norm)
-        if others is None or any(
-            mine is not None and (other is None or other.device != mine.device or other.dtype != mine.dtype)
-            for mine, other in ((own[name], others.get(name)) for name in own)
-        ):  # also when the model has moved
-            others = {name: None if mine is None else torch.zeros_like(mine) for name, mine in own.items()}
-            self._others[norm] = others
-        return others
 
 
 class Stretch:
@@ -79,13 +43,16 @@ class Stretch:
         with self._hooks():
             if self.action in ("keep", "offload"):
                 return function(*args, **kwargs)
+            before = None if self._held is not None else Buffers(self.parts)
             held = self._held = self._held or StatisticsHeld(self.parts)
-            return checkpoint(
-                partial(function, **kwargs),  # so that no name of theirs can meet one of checkpoint's own
-                *args,
-                use_reentrant=False,
-                context_fn=lambda: (nullcontext(), held),
-            )
+            call = Call(function, args, kwargs)  # so that no name of theirs can meet one of checkpoint's own
+            output = checkpoint(call, *call.tensors(), use_reentrant=False, context_fn=lambda: (nullcontext(), held))
+            if before is not None and (changed := before.changed()) is not None:
+                raise ValueError(
+                    f"block {self.units[0].name!r} changes its buffer {changed!r} in forward, so that computing it "
+                    "again gives something else: use Activations with mode 'keep', 'offload' or 'auto'"
+                )
+            return output
 
     def _hooks(self) -> AbstractContextManager[None]:
         if self._offloader is None:

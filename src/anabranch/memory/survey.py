@@ -1,8 +1,8 @@
 """What each block saves and how long it computes, from steps that are lean themselves; and how fast the link is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -11,15 +11,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch.memory.activations import Offloader
+from anabranch.memory.aside import Aside, containers_copied
 from anabranch.memory.blocks import END, REST, Unit, blocks_of
 from anabranch.memory.chain import Block, HostLink
 from anabranch.memory.choose import Action
 from anabranch.memory.copies import copies_for
 from anabranch.memory.pinned import HostPool
-from anabranch.memory.recompute import Last, StatisticsHeld, Stretch, Treated
+from anabranch.memory.recompute import Last, Stretch, Treated
 from anabranch.runtime.clock import Clock, clock_for
 from anabranch.runtime.layout import tensors_in
 
+KEEPS = (
+    "if it keeps something for later, such as a cache of keys and values, it cannot be recomputed. Switch that off (in "
+    "transformers: use_cache=False), or use Activations(mode='keep') or 'offload'"
+)
 LINK_NBYTES = 64 << 20  # long enough that what it costs to begin does not count
 # Gradients as large as the largest activation that are there at once: an operation's own and its input's.
 WORK_TENSORS = 2
@@ -35,6 +40,7 @@ class Sight:
     input_nbytes: int
     saved_output_nbytes: int
     largest_nbytes: int
+    recomputes: bool
     shared_nbytes: int = 0
     gradient: object | None = None  # when that of its output was there
 
@@ -43,7 +49,8 @@ class Survey:
     """Measures the units of a live model while it trains, without ever keeping the activations of two of them.
 
     Every unit is recomputed from an offloaded input. Before that it runs once more, for the clock and the count: what
-    autograd wants to save then is counted and let go. Random numbers and running statistics are as without it.
+    autograd wants to save then is counted and let go. Random numbers, statistics and buffers are as without it. Of
+    several forwards before a backward, all are counted.
     """
 
     def __init__(self, model: nn.Module, offloader: Offloader) -> None:
@@ -59,14 +66,15 @@ class Survey:
         self._over: object | None = None
         self._mark_nbytes = 0  # offloaded before this forward, and in its units
         self._rest_nbytes, self._end_nbytes = 0, 0  # saved outside all units, before the end of the last and after
-        self._before_nbytes, self._after_nbytes = (
-            0,
-            0,
-        )  # the largest that was saved before the first unit, after the last
+        self._before_nbytes = self._after_nbytes = 0  # the largest, saved before the first unit and after the last
         actions: dict[str, Action] = {unit.name: "recompute+offload" for unit in blocks_of(model)}
         self._treated = Treated(model, {**actions, REST: "offload"}, offloader, self._measured)
         self._handle = model.register_forward_pre_hook(self._begins)
         self._last = model.register_forward_hook(self._ends)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """A copied model, which computes without gradients, is not surveyed."""
+        return self
 
     def undo(self) -> None:
         """Leave the model as it was."""
@@ -97,28 +105,31 @@ class Survey:
                     sight.inner_nbytes,
                     sight.input_nbytes,
                     sight.shared_nbytes,
-                    sight.unit.joins,
-                    work_nbytes=WORK_TENSORS * sight.largest_nbytes,
+                    sight.unit.joins and len(sight.spans) == 1,
+                    sight.recomputes,
+                    WORK_TENSORS * sight.largest_nbytes,
+                    runs=len(sight.spans),
                 )
             )
         end = Block(END, 0.0, 0.0, self._end_nbytes, 0, recomputes=False, work_nbytes=after, offloads=False)
         return [*found, end]
 
-    def see(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a unit for the clock and the count alone."""
+    def see(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Run a unit for the clock and the count alone; whether it can be recomputed."""
         if not self._sights:
             self._before_nbytes = self._offloader.counts.largest_nbytes
         inputs = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in tensors_in((args, kwargs))}
         versions = [tensor._version for tensor in inputs.values()]
-        counted = Counted(unit)
+        counted, aside = Counted(unit), Aside(unit.parts)
+        own_args, own_kwargs = containers_copied(args, kwargs)
         devices = [self._offloader.device] if self._offloader.device.type == "cuda" else []
         with (
             torch.random.fork_rng(devices),
-            StatisticsHeld(unit.parts),
+            aside,
             saved_tensors_hooks(counted.pack, counted.unpack),
         ):
             began = self._clock.mark()
-            output = function(*args, **kwargs)
+            output = function(*own_args, **own_kwargs)
             ended = self._clock.mark()
         if versions != [tensor._version for tensor in inputs.values()]:
             raise ValueError(
@@ -133,6 +144,7 @@ class Survey:
             sum(tensor.untyped_storage().nbytes() for tensor in inputs.values()),
             sum(nbytes for storage, nbytes in counted.nbytes.items() if storage in outputs and storage not in inputs),
             max((tensor.untyped_storage().nbytes() for tensor in tensors_in(output)), default=0),
+            aside.changed is None,
         )
         sight.largest_nbytes = max([sight.largest_nbytes, *counted.nbytes.values()])
         if self._before is not None:
@@ -140,12 +152,14 @@ class Survey:
             if not returned.isdisjoint(inputs):  # what the block before has saved of its output is our input
                 sight.shared_nbytes = min(before.saved_output_nbytes, sight.input_nbytes)
                 before.inner_nbytes -= sight.shared_nbytes
-        if (earlier := self._sights.get(unit.name)) is not None:  # a layer that is used again
+        if (earlier := self._sights.get(unit.name)) is not None:  # a layer that is used again, or another forward
             sight.spans = [*earlier.spans, *sight.spans]
+            sight.recomputes &= earlier.recomputes
             sight.inner_nbytes += earlier.inner_nbytes
             sight.input_nbytes += earlier.input_nbytes
             sight.largest_nbytes = max(sight.largest_nbytes, earlier.largest_nbytes)
         self._sights[unit.name] = sight
+        return sight.recomputes
 
     def seen(self, unit: Unit, output: Any, offloaded_nbytes: int) -> None:
         """The unit has run in earnest."""
@@ -172,20 +186,26 @@ class Survey:
         return Measured(action, units, offloader, self)
 
     def _begins(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
-        if torch.is_grad_enabled():
-            self._sights, self._before, self._gradients, self._runs, self._in_backward = {}, None, [], {}, False
-            self._mark_nbytes, self._offloader.counts.largest_nbytes = self._offloader.counts.offloaded_nbytes, 0
+        if not torch.is_grad_enabled():
+            return
+        if self._in_backward:  # that was another step
+            self._sights, self._gradients, self._in_backward = {}, [], False
+        if not self._sights:
+            self._mark_nbytes, self._end_nbytes = self._offloader.counts.offloaded_nbytes, 0
+        self._before, self._runs, self._offloader.counts.largest_nbytes = None, {}, 0
 
     def _ends(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
-        if torch.is_grad_enabled():
-            outside_nbytes = self._offloader.counts.offloaded_nbytes - self._mark_nbytes
-            if not self._sights:  # without units there is no end of the last, and no gradient of an output of theirs
-                self._rest_nbytes = outside_nbytes
-                for tensor in tensors_in(output):
-                    if tensor.grad_fn is not None:
-                        tensor.register_hook(self._backward_begins)
-            self._end_nbytes = outside_nbytes - self._rest_nbytes
-            self._after_nbytes = self._offloader.counts.largest_nbytes
+        if not torch.is_grad_enabled():
+            return
+        outside_nbytes = self._offloader.counts.offloaded_nbytes - self._mark_nbytes
+        if not self._runs:  # without units there is no end of the last
+            self._rest_nbytes = outside_nbytes
+        self._end_nbytes += outside_nbytes - self._rest_nbytes
+        self._mark_nbytes += outside_nbytes - self._rest_nbytes
+        self._after_nbytes = self._offloader.counts.largest_nbytes
+        for tensor in tensors_in(output):  # no gradient need come to a unit
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._backward_begins)
 
     def _backward_begins(self, gradient: torch.Tensor | None = None) -> None:  # noqa: ARG002
         if not self._in_backward:
@@ -208,9 +228,14 @@ class Measured(Stretch):
         """Once to look, once in earnest."""
         if not torch.is_grad_enabled() or self._counts is None:
             return function(*args, **kwargs)
-        self._survey.see(self.units[0], function, args, dict(kwargs))
+        recomputes = self._survey.see(self.units[0], function, args, kwargs)
+        self.action = "recompute+offload" if recomputes else "offload"
         before = self._counts.offloaded_nbytes
-        output = super().run(function, args, kwargs)
+        try:
+            output = super().run(function, args, kwargs)
+        except RuntimeError as error:
+            error.add_note(f"block {self.units[0].name!r} was run twice, to measure it: {KEEPS}")
+            raise
         self._survey.seen(self.units[0], output, self._counts.offloaded_nbytes - before)
         return output
 
@@ -232,11 +257,7 @@ class Counted:
 
     def unpack(self, packed: object) -> torch.Tensor:  # noqa: ARG002
         """Nothing of what the clock and the count were for is differentiated, unless the block has kept it."""
-        raise RuntimeError(
-            f"block {self._name!r} was run twice, and kept something of its first run for later, such as a cache of "
-            "keys and values: it cannot be recomputed. Switch that off (in transformers: use_cache=False), or use "
-            "Activations(mode='keep') or 'offload'"
-        )
+        raise RuntimeError(f"block {self._name!r} was run twice, and something of its first run is used: {KEEPS}")
 
 
 def survey(model: nn.Module, step: Callable[[], None], offloader: Offloader) -> list[Block]:

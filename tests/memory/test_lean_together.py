@@ -1,0 +1,108 @@
+"""Lean on several ranks that do not all do the same: they choose together, and evaluate the same model."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anabranch as ab
+from ranks import on_ranks
+
+WIDTH = 16
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def made(norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(WIDTH)] if norm else []
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), *norms, nn.Tanh()) for _ in range(3)))
+
+
+def wrapped(model: nn.Module, budget: int | None = None) -> Any:
+    activations = ab.Activations("auto", budget, least_nbytes=64) if budget else ab.Activations("keep")
+    return ab.DataParallel(model, profile_steps=0, memory=ab.Lean(sgd, activations=activations))
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def evaluated(rank: int) -> list[float]:
+    lean = wrapped(made(norm=True))
+    for step in range(3):
+        lean(batch(10 * step + rank)).sum().backward()
+    lean.eval()
+    with torch.no_grad():
+        found = float(lean(batch(99)).sum())
+    lean.close()
+    return [found]
+
+
+def test_ranks_evaluate_the_same_model() -> None:
+    one, other = on_ranks(evaluated, 2)
+    assert one == other
+
+
+def uneven(rank: int, on_its_own: bool) -> list[str]:
+    """Ranks add up different numbers of micro-batches, or one of them computes with the module itself."""
+    model = made()
+    lean = wrapped(model, 1 << 20)
+    for step in range(5):
+        with lean.no_sync():
+            for micro in range(1 + 2 * rank):
+                lean(batch(100 * step + 10 * micro + rank)).sum().backward()
+        if on_its_own and rank == 1:
+            model(batch(7))
+        lean(batch(100 * step + rank)).sum().backward()
+    actions = list(lean._activations.actions)
+    lean.close()
+    return actions
+
+
+@pytest.mark.parametrize("on_its_own", [False, True])
+def test_ranks_choose_together_whatever_else_they_compute(on_its_own: bool) -> None:
+    one, other = on_ranks(uneven, 2, on_its_own)
+    assert one == other == ["", "0", "1", "2", "(end)"]
+
+
+def too_small(rank: int) -> str:
+    lean = wrapped(made(), 10)
+    for step in range(2):
+        lean(batch(step + rank)).sum().backward()
+    words = []
+    for step in range(2):
+        with pytest.raises(ValueError, match="budget_nbytes is 10") as caught:
+            lean(batch(step + rank))
+        words.append(str(caught.value))
+    lean.close()
+    assert words[0] == words[1]
+    return words[0]
+
+
+def test_a_budget_that_is_too_small_is_told_on_every_rank() -> None:
+    one, other = on_ranks(too_small, 2)
+    assert one == other
+
+
+def averaged(rank: int) -> float:
+    """A copy of the module, as for an average of its weights, made while it is surveyed and after."""
+    model = made()
+    lean = wrapped(model, 1 << 20)
+    copies = [copy.deepcopy(model)]
+    for step in range(4):
+        lean(batch(step + rank)).sum().backward()
+    copies.append(copy.deepcopy(model))
+    with torch.no_grad():
+        assert torch.equal(copies[1](batch(9)), model(batch(9)))
+        difference = float((copies[0](batch(9)) - copies[1](batch(9))).abs().sum())
+    lean.close()
+    return difference
+
+
+def test_the_module_can_be_copied_at_any_time() -> None:
+    assert all(difference > 0 for difference in on_ranks(averaged, 2))
