@@ -129,14 +129,7 @@ def oktopk(subject: Subject) -> Generator[None, None, None]:
     if dist.get_world_size(subject.group) == 1:
         yield from _mirrored(subject)
         return
-    wrapped = DataParallel(
-        subject.model,
-        plan=subject.plan,
-        profile_steps=0,
-        process_group=subject.group,
-        compress=OkTopk(density=subject.density, warmup_steps=0),
-        gradient_as_bucket_view=True,
-    )
+    wrapped = _sparse(subject, gradient_as_bucket_view=True)
     try:
         yield from _steps(wrapped, subject)
     finally:
@@ -178,20 +171,20 @@ def lean(
     subject: Subject, residuals: Residuals = "in place", activations: Activations = KEPT
 ) -> Generator[None, None, None]:
     """DataParallel with Lean."""
-    wrapped = DataParallel(
-        subject.model,
-        plan=subject.plan,
-        profile_steps=0,
-        process_group=subject.group,
-        compress=OkTopk(density=subject.density, warmup_steps=0),
-        memory=Lean(subject.optimizer, residuals, activations),
-    )
+    wrapped = _sparse(subject, memory=Lean(subject.optimizer, residuals, activations))
     try:
         while True:
             subject.loss(wrapped).backward()
             yield
     finally:
         wrapped.close()
+
+
+def _sparse(subject: Subject, **further: Any) -> Any:
+    options = OkTopk(density=subject.density, warmup_steps=0)
+    return DataParallel(
+        subject.model, plan=subject.plan, profile_steps=0, process_group=subject.group, compress=options, **further
+    )
 
 
 def _steps(wrapped: nn.Module, subject: Subject) -> Generator[None, None, None]:
