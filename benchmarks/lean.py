@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--limit-gib", type=float, default=16.0)
     parser.add_argument("--host-gib", type=float, default=20.0, help="per rank")
+    parser.add_argument("--steps", type=int, default=TIMED, help="to time, where they are short")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of language models")
     parser.add_argument("--network", default="", help="what to call it")
     parser.add_argument("--at", nargs="*", default=[], metavar="SYSTEM=BATCH", help="a batch that is known to fit")
@@ -123,15 +124,15 @@ def main() -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     total = torch.cuda.get_device_properties(0).total_memory
     show(f"\n{datetime.now(UTC).date()}, {dist.get_world_size()} ranks, {given.network}; ")
-    show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; density {DENSITY:g}; up to {TIMED} steps each;")
-    show(f"language models in {given.precision}.")
+    show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; density {DENSITY:g};")
+    show(f"up to {given.steps} steps each; language models in {given.precision}.")
     host_nbytes, limit_nbytes = int(given.host_gib * GIB), int(given.limit_gib * GIB)
     for subject in given.models:
         name, _, batch = subject.partition(":")
         torch.cuda.set_per_process_memory_fraction(1.0 if batch else limit_nbytes / total)
         show(f"\n## {name}, " + ("equal batches" if batch else f"{given.limit_gib:g} GiB a rank") + "\n")
         half = given.precision == "bf16"
-        case = Case(name, int(batch or 0), world, 0 if batch else limit_nbytes, host_nbytes, half)
+        case = Case(name, int(batch or 0), world, 0 if batch else limit_nbytes, host_nbytes, half, steps=given.steps)
         tabulate(equal(case, systems) if batch else rows(case, systems, alone, known))
     dist.destroy_process_group()
 

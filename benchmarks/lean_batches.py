@@ -46,6 +46,7 @@ class Case:
     half: bool
     dense: bool = False  # by DDP
     budget_nbytes: int | None = None  # for a mix of what is done with activations
+    steps: int = TIMED
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -136,7 +137,7 @@ def timed(make: System, case: Case, steps: int | None = None) -> tuple[int, list
         for _ in range(steps or 0):
             step()
         seconds = []
-        for _ in range(TIMED if steps is None else 0):
+        for _ in range(case.steps if steps is None else 0):
             dist.barrier(device_ids=[0])
             begun = perf_counter()
             step()
