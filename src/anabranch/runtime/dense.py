@@ -84,11 +84,15 @@ def issued(work: dist.Work | None, what: str = "a bucket") -> dist.Work:
 
 
 def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
-    """Whether all elements of all of them are finite: a bool on their device, without a copy of any."""
-    found = [torch.isfinite(torch.linalg.vector_norm(t, float("inf"))) for t in tensors if t.numel()]
+    """Whether all elements of all of them are finite: a bool on their device, without a copy of any.
+
+    In two kernels for each, since Lean asks for every gradient: the largest magnitude, NaN if one is, is less than inf.
+    """
+    inf = float("inf")
+    found = [torch.linalg.vector_norm(tensor, inf) < inf for tensor in tensors if tensor.numel()]
     if not found:  # nothing has no largest element
         return torch.ones((), dtype=torch.bool, device=tensors[0].device if tensors else None)
-    return torch.stack(found).all()
+    return found[0] if len(found) == 1 else torch.stack(found).all()
 
 
 def hold(*tensors: torch.Tensor) -> None:
