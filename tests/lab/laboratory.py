@@ -1,6 +1,7 @@
 """What the tests of the lab share: labs as processes, who is in them, and whether this machine can have any."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,12 @@ WHY_NOT = _why_not()
 needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
+def _signals_count() -> None:
+    """Also where the tests run in the background, or under nohup, and a child would ignore them, too."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def lab(
     *arguments: str, environment: Mapping[str, str] | None = None, folder: Path | None = None
@@ -41,6 +48,7 @@ def lab(
         text=True,
         env={**os.environ, **(environment or {})},
         cwd=folder,
+        preexec_fn=_signals_count,
     )
     try:
         yield process
