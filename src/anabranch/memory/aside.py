@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,12 +46,26 @@ class StatisticsHeld:
         return others
 
 
-class Buffers:
-    """The buffers of modules as they are now, but for the statistics of norms, which are held aside."""
+class Seen(NamedTuple):
+    """A buffer as it was."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    module: nn.Module
+    name: str
+    path: str
+    buffer: torch.Tensor
+    version: int
+    content: torch.Tensor | None
+
+
+class Buffers:
+    """The buffers of modules as they are now, but for the statistics of norms, which are held aside.
+
+    With ``contents`` they can be put back.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], contents: bool = False) -> None:
         self._seen = [
-            (inner, f"{prefix}.{name}".lstrip("."), name, buffer, buffer._version)
+            Seen(inner, name, f"{prefix}.{name}".lstrip("."), buffer, buffer._version, _copy(buffer, contents))
             for module in modules
             for prefix, inner in module.named_modules()
             if not isinstance(inner, _NormBase)
@@ -61,10 +75,18 @@ class Buffers:
 
     def changed(self) -> str | None:
         """The name of one that is another by now, or has another content."""
-        for module, path, name, buffer, version in self._seen:
-            if module._buffers.get(name) is not buffer or buffer._version != version:
-                return path
+        for seen in self._seen:
+            if seen.module._buffers.get(seen.name) is not seen.buffer or seen.buffer._version != seen.version:
+                return seen.path
         return None
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """All of them, with what they held."""
+        for seen in self._seen:
+            seen.module._buffers[seen.name] = seen.buffer
+            if seen.content is not None:
+                seen.buffer.copy_(seen.content)
 
 
 class Aside:
@@ -81,50 +103,45 @@ class Aside:
     def __enter__(self) -> "Aside":
         """Take note of everything."""
         self._held.__enter__()
-        self._before = Buffers(self._parts)
-        self._contents = [(inner, {k: (v, _copy(v)) for k, v in inner._buffers.items()}) for inner in self._modules]
+        self._before = Buffers(self._parts, contents=True)
         self._hooks = [inner._forward_hooks for inner in self._modules]
         for inner in self._modules:
             inner._forward_hooks = OrderedDict()
         return self
 
-    @torch.no_grad()
     def __exit__(self, *exception: object) -> None:
         """Put everything back."""
         self.changed = self._before.changed()
         for inner, hooks in zip(self._modules, self._hooks, strict=True):
             inner._forward_hooks = hooks
         if self.changed is not None:
-            for inner, contents in self._contents:
-                for name, (buffer, content) in contents.items():
-                    inner._buffers[name] = buffer
-                    if buffer is not None and content is not None:
-                        buffer.copy_(content)
+            self._before.put_back()
         self._held.__exit__()
 
 
-def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
+def _copy(buffer: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+    return buffer.detach().clone() if wanted else None
 
 
 class Call:
     """A call that can be made again with its tensors given one by one, as torch's checkpoint sees to those.
 
     The first is made with what was given itself, since a function may put something into a list that it was given;
-    later ones with lists and dicts of the same. Of the tensors it keeps none.
+    later ones with lists and dicts of the same. Of the tensors it keeps none once they were taken and it was called.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._function = function
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = (args, dict(kwargs))
         leaves, self._spec = tree_flatten(self._given)
+        self._tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-    def tensors(self) -> list[torch.Tensor]:
+    def take_tensors(self) -> list[torch.Tensor]:
         """To call it with."""
-        leaves = tree_flatten(self._given)[0]
-        return [leaves[place] for place in self._places]
+        taken, self._tensors = self._tensors, []
+        return taken
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Call the function."""

@@ -46,7 +46,9 @@ class Stretch:
             before = None if self._held is not None else Buffers(self.parts)
             held = self._held = self._held or StatisticsHeld(self.parts)
             call = Call(function, args, kwargs)  # so that no name of theirs can meet one of checkpoint's own
-            output = checkpoint(call, *call.tensors(), use_reentrant=False, context_fn=lambda: (nullcontext(), held))
+            output = checkpoint(
+                call, *call.take_tensors(), use_reentrant=False, context_fn=lambda: (nullcontext(), held)
+            )
             if before is not None and (changed := before.changed()) is not None:
                 raise ValueError(
                     f"block {self.units[0].name!r} changes its buffer {changed!r} in forward, so that computing it "
