@@ -1,10 +1,8 @@
 """A model to train within a limit of memory: its peak, its steps' seconds, and the largest batch that fits."""
 
-import gc
-import math
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from time import perf_counter
@@ -14,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from anabranch.bench.memory import tidy
+from anabranch.memory.batch import MOST, largest_batch
 from anabranch.memory.probe import Loss
 from anabranch.runtime.zoo import SEQUENCES as SEQUENCE_MODELS
 from anabranch.runtime.zoo import built
@@ -21,7 +21,7 @@ from anabranch.runtime.zoo import built
 DEVICE = torch.device("cuda", 0)
 MARGIN = 0.92  # of the limit: what the line through two peaks does not say, and what the allocator cannot use
 GROWTH = 4  # from one batch to the next at most: peaks need not grow from the start
-CLOSE = 0.95  # of the largest batch
+CLOSE = 0.95  # of that is enough
 ENOUGH_S = 6.0  # of timed steps, where the network is slow
 WARM, WARM_MIX, TIMED = 2, 4, 3  # steps; Lean chooses its mix after two
 IMAGES, SEQUENCES = 8, 1  # samples to begin with
@@ -83,21 +83,17 @@ def largest(make: System, case: Case, plain: System | None = None) -> int:
 
     ``plain`` is the same without reuse, for a system that puts all that is saved into host memory.
     """
-    batch = SEQUENCES if case.speaks else IMAGES
-    room = math.inf if plain is None else case.host_nbytes / kept_nbytes(plain, replace(case, batch=batch))
-    failed = math.inf
-    known: list[tuple[int, int]] = []
-    while (known[-1][0] if known else 0) < CLOSE * batch:
-        fits, nbytes = known[-1] if known else (0, 0)
-        peak_nbytes = fitting(make, replace(case, batch=batch))
-        if not peak_nbytes:
-            failed, batch = batch, (fits + batch) // 2
-            continue
-        known.append((batch, peak_nbytes))
-        each_nbytes = max((peak_nbytes - nbytes) / (batch - fits), 1.0)  # from two batches on
-        further = (MARGIN * case.limit_nbytes - peak_nbytes) / each_nbytes if fits else batch
-        batch = int(min(batch + further, GROWTH * batch, (batch + failed) / 2, room))
-    return known[-1][0] if known else 0
+    first = SEQUENCES if case.speaks else IMAGES
+    most = MOST if plain is None else int(case.host_nbytes / kept_nbytes(plain, replace(case, batch=first)))
+    limit_nbytes = MARGIN * case.limit_nbytes
+    return largest_batch(
+        lambda batch: fitting(make, replace(case, batch=batch)) or 2 * case.limit_nbytes,
+        int(limit_nbytes),
+        first,
+        most,
+        CLOSE * limit_nbytes,
+        GROWTH,
+    )
 
 
 def fitting(make: System, case: Case) -> int:
@@ -108,7 +104,7 @@ def fitting(make: System, case: Case) -> int:
     """
     twice = sum(case.sizes) if case.dense else 0
     try:
-        peak_nbytes = timed(make, case, steps=1)[0] + twice
+        peak_nbytes = later_peak(make, case) + twice
     except torch.OutOfMemoryError as error:
         print(f"rank {dist.get_rank()}, batch {case.batch}: {str(error)[:400]}", file=sys.stderr, flush=True)
         peak_nbytes = 2 * case.limit_nbytes
@@ -123,8 +119,9 @@ def kept_nbytes(plain: System, case: Case) -> float:
     return max((two - one) / case.batch, 1.0) if two else float(case.limit_nbytes)
 
 
-def timed(make: System, case: Case, steps: int | None = None) -> tuple[int, list[float]]:
-    """The allocator's peak, and the seconds of the later steps; with ``steps`` only the peak of so many later ones."""
+@contextmanager
+def warm(make: System, case: Case) -> Iterator[Step]:
+    """A training that has made its first steps."""
     tidy()
     step, close = make(case)
     try:
@@ -132,12 +129,24 @@ def timed(make: System, case: Case, steps: int | None = None) -> tuple[int, list
         for _ in range(WARM if case.budget_nbytes is None else WARM_MIX):
             step()
         torch.cuda.synchronize()
-        if steps is not None:
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(steps or 0):
-            step()
-        seconds = []
-        for _ in range(case.steps if steps is None else 0):
+        yield step
+    finally:
+        close()
+
+
+def later_peak(make: System, case: Case) -> int:
+    """The allocator's peak of a step after the first ones."""
+    with warm(make, case) as step:
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return int(torch.cuda.max_memory_allocated())
+
+
+def timed(make: System, case: Case) -> tuple[int, list[float]]:
+    """The allocator's peak of all steps, and the seconds of those after the first ones."""
+    seconds: list[float] = []
+    with warm(make, case) as step:
+        while len(seconds) < case.steps and (len(seconds) < 2 or sum(seconds) <= ENOUGH_S):
             dist.barrier(device_ids=[0])
             begun = perf_counter()
             step()
@@ -145,16 +154,4 @@ def timed(make: System, case: Case, steps: int | None = None) -> tuple[int, list
             slowest = torch.tensor([perf_counter() - begun], device=DEVICE)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds.append(float(slowest))
-            if len(seconds) > 1 and sum(seconds) > ENOUGH_S:
-                break
         return int(torch.cuda.max_memory_allocated()), seconds
-    finally:
-        close()
-
-
-def tidy() -> None:
-    """So that the next one finds all memory free."""
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    torch._C._host_emptyCache()

@@ -231,5 +231,23 @@ def test_the_largest_batch_fits_and_the_next_does_not(fixed: int, each: int, lim
     assert len(looked) <= 10
 
 
+@pytest.mark.parametrize(("flat", "limit"), [(0, 1000), (600, 1000), (999, 1000), (2000, 1000)])
+def test_where_looks_are_dear_nearly_the_largest_will_do(flat: int, limit: int) -> None:
+    looked: list[int] = []
+
+    def nbytes(batch: int) -> int:
+        """Does not grow at first; too much is not known any better."""
+        looked.append(batch)
+        found = max(flat, 10 + 3 * batch)
+        return found if found <= limit else 2 * limit
+
+    found = largest_batch(nbytes, limit, enough_nbytes=0.95 * limit, growth=4)
+    looks = list(looked)
+    assert found == 0 if flat > limit else 0.95 * limit <= nbytes(found) <= limit
+    for at, batch in enumerate(looks):
+        assert batch <= max([8, *(4 * before for before in looks[:at] if nbytes(before) <= limit)])
+    assert len(looks) == len(set(looks)) <= 12
+
+
 def test_a_batch_without_bound_ends_somewhere() -> None:
     assert largest_batch(lambda batch: 1, 10, most=1000) == 1000

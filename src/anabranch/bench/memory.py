@@ -68,8 +68,7 @@ def peak(build: Build, mode: str, optimizer: Factory, ranks: int, density: float
     """
     plan = sparse_plan(build, density)
     device = torch.device("cuda", torch.cuda.current_device())
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
+    tidy()
     _settle()
     before = torch.cuda.memory_allocated()
     training = TRAININGS[mode](Subject(*build(device), optimizer, ranks, density, plan))
@@ -84,6 +83,14 @@ def peak(build: Build, mode: str, optimizer: Factory, ranks: int, density: float
     finally:
         training.close()
     return Peak(*found)
+
+
+def tidy() -> None:
+    """Let go of what earlier trainings have left, so that the next one finds all memory free."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
 
 
 def _settle() -> None:
