@@ -22,8 +22,8 @@ class LiveBucket:
     """One bucket of the plan in force, and how far it has come in this backward pass.
 
     ``state`` is what its exchange remembers, None if it travels dense; ``waiting`` what gradients are added to as they
-    come, None if they stay where they are until the bucket is complete. ``finite``: whether all that were added so far
-    were, on this rank; those that were not are left out. ``missing``: parameters that got no gradient on this rank.
+    come, None if they stay where they are until the bucket is complete. ``finite``: whether each that was added so far
+    was, on this rank; those that were not are left out. ``missing``: parameters that got no gradient on this rank.
     """
 
     planned: Bucket
@@ -32,7 +32,7 @@ class LiveBucket:
     sparse: bool
     state: Remembered | None = None
     waiting: Mapping[str, torch.Tensor] | None = None
-    finite: torch.Tensor | None = None
+    finite: list[torch.Tensor] = field(default_factory=list)
     come: set[str] = field(default_factory=set)
     missing: Sequence[str] = ()
 
@@ -66,10 +66,15 @@ class LiveBucket:
         if self.state is None or self.waiting is None or parameter.grad is None:
             return
         gradient, parameter.grad = parameter.grad.detach(), None
-        finite = all_finite(gradient)
+        waiting = shaped(self.waiting[name], parameter)
+        self.finite.append(all_finite(gradient))
         self.state.look(gradient)
-        shaped(self.waiting[name], parameter).add_(gradient.masked_fill_(~finite, 0.0))
-        self.finite = finite if self.finite is None else self.finite.logical_and_(finite)
+        torch.where(self.finite[-1], gradient.add_(waiting), waiting, out=waiting)  # in the gradient's own memory
+
+    def all_finite(self) -> torch.Tensor | None:
+        """Whether all that were added were finite, on the stream that added them; the next step begins anew."""
+        finite, self.finite = self.finite, []
+        return torch.stack(finite).all() if finite else None
 
     def move_to(self, slot: torch.Tensor) -> None:
         """Move all gradients to a slot, one after another; those that did not come are zeros."""
@@ -113,8 +118,7 @@ class Updating:
         live = self.buckets[bucket.names]
         exchange = self._collectives.steps(bucket, buffer, group, divisor)
         if live.state is not None:
-            exchange = self._around(exchange, live.state, buffer, live.finite)
-            live.finite = None
+            exchange = self._around(exchange, live.state, buffer, live.all_finite())
         used = None
         if self._find_unused and (live.missing or dist.get_world_size(group) > 1):  # one rank need not be told
             used = torch.tensor([name not in live.missing for name in bucket.names], dtype=torch.float32)
