@@ -6,6 +6,7 @@
     ├── NetworkError       a network that cannot price what it is asked for
     ├── DisagreementError  ranks that do not hold the same thing
     ├── CollectiveError    a message that did not get through
+    ├── UpdateError        an optimizer that failed inside backward, on this rank
     └── LabError           a cluster that cannot be made on this machine
 
 A bad argument is a plain ``ValueError``, as everywhere in Python.
@@ -34,6 +35,10 @@ class DisagreementError(AnabranchError):
 
 class CollectiveError(AnabranchError):
     """A collective failed or timed out: another rank died, stalled or took another way."""
+
+
+class UpdateError(AnabranchError):
+    """The step of a bucket's optimizer failed on this rank; what waits for it elsewhere will fail, too."""
 
 
 class LabError(AnabranchError):

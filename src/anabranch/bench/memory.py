@@ -16,8 +16,10 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from anabranch.bench.contestants import PLANNED_AFTER
-from anabranch.bench.trainings import TRAININGS, Subject
-from anabranch.memory.account import BUCKET_NBYTES, LEAN
+from anabranch.bench.trainings import Subject, training_of
+from anabranch.memory.account import BUCKET_NBYTES, LEAN, MODES
+from anabranch.memory.mix import Activations
+from anabranch.memory.options import KEPT
 from anabranch.memory.probe import Factory, Loss, probe
 from anabranch.memory.profile import by_bytes
 from anabranch.plan import Bucket, Plan
@@ -50,7 +52,7 @@ def sparse_plan(build: Build, density: float, bucket_nbytes: int = BUCKET_NBYTES
 
 def runnable() -> list[str]:
     """The modes that can run here: Lean where there are real ranks."""
-    return [mode for mode in TRAININGS if dist.get_world_size() > 1 or not mode.startswith(LEAN)]
+    return [mode for mode in MODES if dist.get_world_size() > 1 or not mode.startswith(LEAN)]
 
 
 class Peak(NamedTuple):
@@ -60,8 +62,10 @@ class Peak(NamedTuple):
     steady: int
 
 
-def peak(build: Build, mode: str, optimizer: Factory, ranks: int, density: float) -> Peak:
-    """What a mode needs on this GPU.
+def peak(
+    build: Build, mode: str, optimizer: Factory, ranks: int, density: float, activations: Activations = KEPT
+) -> Peak:
+    """What a mode needs on this GPU; ``activations`` as Lean's modes treat them.
 
     DDP lays its buckets out anew in its second step, when NCCL still has what it sent in the first: so for a moment it
     has its buckets twice. That is in the peak of the first steps.
@@ -71,7 +75,7 @@ def peak(build: Build, mode: str, optimizer: Factory, ranks: int, density: float
     tidy()
     _settle()
     before = torch.cuda.memory_allocated()
-    training = TRAININGS[mode](Subject(*build(device), optimizer, ranks, density, plan))
+    training = training_of(mode, activations)(Subject(*build(device), optimizer, ranks, density, plan))
     found = []
     try:
         for steps in (FIRST, STEPS):

@@ -196,6 +196,13 @@ def _steps(wrapped: nn.Module, subject: Subject) -> Generator[None, None, None]:
         yield
 
 
-TRAININGS: Mapping[str, Training] = {
-    DDP: ddp, NAIVE: naive, OKTOPK: oktopk, LEAN: lean, LEAN_HOST: partial(lean, residuals="host"),
-}  # fmt: skip
+def training_of(mode: str, activations: Activations = KEPT) -> Training:
+    """The way to train that a mode names; ``activations`` as Lean's modes treat them."""
+    trainings: Mapping[str, Training] = {
+        DDP: ddp,
+        NAIVE: naive,
+        OKTOPK: oktopk,
+        LEAN: partial(lean, activations=activations),
+        LEAN_HOST: partial(lean, residuals="host", activations=activations),
+    }
+    return trainings[mode]

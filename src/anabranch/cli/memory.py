@@ -92,7 +92,7 @@ def memory(
         },
     }  # fmt: skip
     if measure:
-        for mode, nbytes in _measured(model, batch_size, optimizer, setting).items():
+        for mode, nbytes in _measured(model, batch_size, optimizer, activations, setting).items():
             found["modes"][mode]["measured_nbytes"] = nbytes
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
@@ -104,8 +104,7 @@ def memory(
         if max(batches.values()) == MOST:
             found["assumptions"].append(f"no batch above {MOST} was looked at")
     if wire is not None:
-        again = activations is Activations.recompute
-        found["samples_per_s"] = _speeds(trace or model, wire, batches, density, again, found["assumptions"])
+        found["samples_per_s"] = _speeds(trace or model, wire, batches, density, activations, found["assumptions"])
     if as_json:
         print_json(found)
     else:
@@ -187,36 +186,50 @@ def _factory(optimizer: Optimizer) -> Any:
     return OPTIMIZERS[optimizer.value]
 
 
-def _measured(model: str, batch: int, optimizer: Optimizer, setting: "Setting") -> dict[str, int]:
+def _measured(
+    model: str, batch: int, optimizer: Optimizer, activations: Activations, setting: "Setting"
+) -> dict[str, int]:
     """The allocator's peak of each mode that can run here."""
     import torch
 
     if not torch.cuda.is_available():
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.bench.memory import peak, runnable, world
+    from anabranch.memory import mix
 
     with world() as ranks:
         if ranks not in (1, setting.ranks):
             raise ValueError(f"--measure runs on {ranks} ranks and --ranks is {setting.ranks}: leave out --ranks")
-        build, factory = _builder(model)(batch), _factory(optimizer)
-        return {mode: peak(build, mode, factory, setting.ranks, setting.density).steady for mode in runnable()}
+        build, factory, treated = _builder(model)(batch), _factory(optimizer), mix.Activations(activations.value)
+        return {mode: peak(build, mode, factory, setting.ranks, setting.density, treated).steady for mode in runnable()}
 
 
 def _speeds(
-    name: str, network: "Network", batches: Mapping[str, int], density: float, again: bool, assumptions: list[str]
+    name: str,
+    network: "Network",
+    batches: Mapping[str, int],
+    density: float,
+    activations: Activations,
+    assumptions: list[str],
 ) -> dict[str, float]:
-    """Samples per second of each mode at its batch; nothing for a model without a trace. ``again``: lean recomputes."""
+    """Samples per second of each mode at its batch; nothing for a model without a trace.
+
+    Nor for lean with all activations offloaded: the link to the host is slower than computing, and not in a trace.
+    """
     if name not in specs.bundled() and not Path(name).is_file():
         assumptions.append(f"no throughput: anabranch brings no trace of {name}; record one, and give it by --trace")
         return {}
     trace = specs.trace(name)
     assumptions += ASSUMPTIONS
+    again, away = activations is Activations.recompute, activations is Activations.offload
     if again:
         assumptions.append("lean's forward runs twice")
+    if away:
+        assumptions.append("no throughput of lean: its activations wait for the link to the host, which no trace knows")
     return {
         mode: samples_per_s(trace, network, mode, batch, density, again and mode.startswith("lean"))
         for mode, batch in batches.items()
-        if batch
+        if batch and not (away and mode.startswith("lean"))
     }
 
 

@@ -18,7 +18,7 @@ PAIR_NBYTES = 8
 ASSUMPTIONS = (
     "computing takes as long as in the bundled trace, in proportion to the batch",
     "naive sparse selects for 1.03 ns per element after backward, as on an H200, and then gathers, hiding nothing",
-    "oktopk and lean travel by the exact sparse plan; lean's copies to host memory are hidden",
+    "oktopk and lean travel by the exact sparse plan; lean's copies of what waits, to host memory and back, are hidden",
 )
 
 

@@ -16,6 +16,8 @@ from anabranch.runtime.collectives import Collectives, Remembered
 from anabranch.runtime.dense import Group, Steps, all_finite, hold, issued
 from anabranch.sparse.leftovers import shaped
 
+CHUNK_NUMEL = 4 << 20  # added to what waits at a time: as much memory it takes
+
 
 @dataclass
 class LiveBucket:
@@ -23,7 +25,8 @@ class LiveBucket:
 
     ``state`` is what its exchange remembers, None if it travels dense; ``waiting`` what gradients are added to as they
     come, None if they stay where they are until the bucket is complete. ``finite``: whether each that was added so far
-    was, on this rank; those that were not are left out. ``missing``: parameters that got no gradient on this rank.
+    was, on this rank; those that were not are left out. ``expected``: how many gradients may come, the others being of
+    parameters that were frozen since. ``missing``: parameters that got no gradient on this rank.
     """
 
     planned: Bucket
@@ -34,6 +37,7 @@ class LiveBucket:
     waiting: Mapping[str, torch.Tensor] | None = None
     finite: list[torch.Tensor] = field(default_factory=list)
     come: set[str] = field(default_factory=set)
+    expected: int = 0
     missing: Sequence[str] = ()
 
     @property
@@ -54,7 +58,11 @@ class LiveBucket:
     @property
     def complete(self) -> bool:
         """Whether all its gradients have come."""
-        return len(self.come) == len(self.parameters)
+        return len(self.come) >= self.expected
+
+    def expect(self) -> None:
+        """A backward pass begins: all that is not frozen."""
+        self.expected = sum(parameter.requires_grad for parameter in self.parameters)
 
     def look_for_missing(self) -> None:
         """Note which parameters have no gradient when it is launched; what was frozen needs none."""
@@ -62,14 +70,20 @@ class LiveBucket:
         self.missing = [n for n, p in named if n not in self.come and p.grad is None and p.requires_grad]
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
-        """Add the parameter's gradient to what waits, and take it away; a gradient that is not finite is left out."""
+        """Add the parameter's gradient to what waits, and take it away; a gradient that is not finite is left out.
+
+        It is never written to: it may be a view of one that autograd has yet to hand to others.
+        """
         if self.state is None or self.waiting is None or parameter.grad is None:
             return
-        gradient, parameter.grad = parameter.grad.detach(), None
-        waiting = shaped(self.waiting[name], parameter)
-        self.finite.append(all_finite(gradient))
+        gradient, parameter.grad = torch.atleast_1d(parameter.grad.detach()), None
+        waiting = torch.atleast_1d(shaped(self.waiting[name], parameter))
+        finite = all_finite(gradient)
+        self.finite.append(finite)
         self.state.look(gradient)
-        torch.where(self.finite[-1], gradient.add_(waiting), waiting, out=waiting)  # in the gradient's own memory
+        rows = max(1, CHUNK_NUMEL * len(gradient) // max(1, gradient.numel()))
+        for part, onto in zip(gradient.split(rows), waiting.split(rows), strict=True):
+            torch.where(finite, part + onto, onto, out=onto)
 
     def all_finite(self) -> torch.Tensor | None:
         """Whether all that were added were finite, on the stream that added them; the next step begins anew."""
@@ -121,8 +135,11 @@ class Updating:
             exchange = self._around(exchange, live.state, buffer, live.all_finite())
         used = None
         if self._find_unused and (live.missing or dist.get_world_size(group) > 1):  # one rank need not be told
-            used = torch.tensor([name not in live.missing for name in bucket.names], dtype=torch.float32)
-            used = used.to(buffer.device)
+            used = torch.ones(
+                len(bucket.names), device=buffer.device
+            )  # a copy from the host would have to be waited for
+            for name in live.missing:
+                used[bucket.names.index(name)] = 0.0
             exchange = _most(exchange, used, group)
         # Where none is missing, this rank knows that every one was used, and need not read what the others say.
         return self._updates.after(exchange, buffer, live.optimizer, used if live.missing else None)

@@ -34,8 +34,9 @@ class Engine:
 
     ``hook`` launches a bucket on its lane; ``averaging`` says whether this backward pass is to be averaged: under
     no_sync() gradients stay where autograd puts them. ``find_unused``: parameters without a gradient on this rank count
-    as zeros, and those without one on any rank are left alone; else a missing gradient is an error. ``awaited``: a
-    backward pass that is to be averaged has begun.
+    as zeros, and those without one on any rank are left alone; else a missing gradient is an error. ``_expected``: a
+    forward has made what will be averaged; a backward pass through anything else is the caller's own affair.
+    ``awaited``: such a backward pass has begun.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Engine:
         updating.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
         self._slots = Slots([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
         residuals.lay_out([bucket.nbytes for bucket in self._buckets if bucket.sparse])
-        self._launched, self._begun, self.awaited = 0, False, False
+        self._launched, self._begun, self.awaited, self._expected = 0, False, False, False
         self._handles: list[Any] = [
             parameters[name].register_post_accumulate_grad_hook(partial(self._take, bucket, name))
             for bucket in self._buckets
@@ -92,6 +93,7 @@ class Engine:
         The first gradient may come inside a part that reentrant checkpointing differentiates by itself, and a callback
         that is queued there runs when that part is over.
         """
+        self._expected = True
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._await, self.steps_done))
@@ -115,7 +117,7 @@ class Engine:
     @torch.no_grad()
     def _take(self, bucket: LiveBucket, name: str, parameter: torch.Tensor) -> None:
         """A gradient has come."""
-        if not self._averaging():
+        if not (self._expected and self._averaging()):
             return
         if not self._begun:
             self._begin()
@@ -140,6 +142,7 @@ class Engine:
         if not self.awaited:
             Variable._execution_engine.queue_callback(self._finish)
         for bucket in self._buckets:
+            bucket.expect()
             bucket.state = self._collectives.remembered(bucket.planned)
             bucket.waiting = None if bucket.state is None else self._residuals.at_hand(bucket.state)
 
@@ -182,5 +185,5 @@ class Engine:
         self._updates.settle()
         for bucket in self._buckets:
             bucket.come.clear()
-        self._launched, self._begun = 0, False
+        self._launched, self._begun, self._expected = 0, False, False
         self.steps_done += 1

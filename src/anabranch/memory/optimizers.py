@@ -2,7 +2,8 @@
 
 The user sees one optimizer of the class that he asked for, over all parameters: learning-rate schedulers change its
 groups, and its ``state_dict`` is an ordinary one. Its ``step`` does nothing more, since backward has done it all. A
-bucket's optimizer has the bucket's parameters, the user's current settings of their groups, and the same ``state``.
+bucket's optimizer has the bucket's parameters, in the groups that the user sees, with their current settings, and the
+same ``state``.
 """
 
 import inspect
@@ -33,6 +34,14 @@ class BucketOptimizers:
     def over(self, parameters: Sequence[nn.Parameter]) -> "BucketOptimizer":
         """One for the parameters of a bucket; those of buckets that are no more go with them."""
         return BucketOptimizer(self._make(parameters), parameters, self.shown, self._group_of)
+
+    def described(self) -> list[str]:
+        """A line per group, such that ranks with equal lines update alike."""
+        return [
+            f"{type(self.shown).__name__}, group {index} of {len(group['params'])} parameters: "
+            + ", ".join(f"{name} {value}" for name, value in group.items() if name != "params")
+            for index, group in enumerate(self.shown.param_groups)
+        ]
 
     def forget(self) -> None:
         """The buckets are no more; what their optimizers remember stays."""
@@ -75,7 +84,12 @@ class BucketOptimizer:
         self._optimizer, self._parameters, self._shown = optimizer, parameters, shown
         self._numels = [parameter.numel() for parameter in parameters]
         self._all = [True] * len(parameters)
-        self._groups = [(group, group_of[group["params"][0]]) for group in optimizer.param_groups if group["params"]]
+        # Not as the function has grouped these few: it may have done so by their places among those it was given.
+        members: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            members.setdefault(group_of[parameter], []).append(parameter)
+        optimizer.param_groups = [shown.param_groups[index] | {"params": own} for index, own in members.items()]
+        self._groups = list(zip(optimizer.param_groups, members, strict=True))
 
     @property
     def takes_found_inf(self) -> bool:

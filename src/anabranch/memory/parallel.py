@@ -19,7 +19,7 @@ from anabranch.memory.mix import SURVEY_STEPS, ManagedActivations, Told
 from anabranch.memory.options import Lean, check_lean
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.runtime.agree import from_rank_0
+from anabranch.runtime.agree import check_same, from_rank_0
 from anabranch.runtime.collectives import Collectives, Plain, Scaler
 from anabranch.runtime.layout import tensors_in
 from anabranch.runtime.pilot import Pilot
@@ -46,7 +46,7 @@ class LeanParallel(Steered, nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        *,
+        *unnamed: Any,
         memory: Lean,
         compress: str | OkTopk | None = None,
         planner: str | Planner = "optimal",
@@ -57,8 +57,15 @@ class LeanParallel(Steered, nn.Module):
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
+        **others: Any,
     ) -> None:
         super().__init__()
+        if unnamed or others:
+            raise ValueError(
+                f"DataParallel under Lean was given {', '.join(others) or 'device_ids'}: it is no "
+                "DistributedDataParallel, and of its arguments takes process_group, broadcast_buffers and "
+                "find_unused_parameters, by name; leave the others out, and move inputs to the model's device"
+            )
         check_compress(compress)
         check_lean(memory)
         if isinstance(compress, OkTopk) and compress.momentum:
@@ -87,6 +94,11 @@ class LeanParallel(Steered, nn.Module):
             self._steer(wishes, self._collectives(compress, parameters), parameters, LeanLayout)
         except BaseException:
             self._undo()
+            raise
+        try:
+            check_same("Lean's optimizer", self.layout.optimizers.described(), group)
+        except BaseException:
+            self.close()
             raise
 
     def _collectives(self, compress: str | OkTopk | None, parameters: dict[str, nn.Parameter]) -> Collectives:
@@ -135,6 +147,13 @@ class LeanParallel(Steered, nn.Module):
     def averaging(self) -> bool:
         """Whether this backward pass averages: not if its forward was under no_sync()."""
         return self._averages
+
+    def clip_grad_norm_(self, *_: Any, **__: Any) -> None:
+        """Refuse: there are no gradients to clip between two steps."""
+        raise RuntimeError(
+            "clip_grad_norm_() under Lean: every bucket was updated in backward, before the norm over all gradients "
+            "was known. Use Lean(clip_norm=...), which clips each bucket's average"
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -191,8 +210,7 @@ class LeanParallel(Steered, nn.Module):
         if torch.is_grad_enabled():
             if not in_backward():
                 self._averages = self._synchronised
-            if self._synchronised:
-                self._follow_scale()
+                self._follow_scale()  # in the first forward after a step: all that adds up until the next has one scale
             pilot.before_forward(averaged=self._synchronised)
         if will_average and pilot.steps_done >= SURVEY_STEPS:  # which all ranks have made, whatever else they did
             self._activations.choose(partial(_as_rank_0, self.process_group))

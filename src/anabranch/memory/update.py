@@ -12,6 +12,7 @@ from threading import Lock
 
 import torch
 
+from anabranch.errors import UpdateError
 from anabranch.memory.optimizers import BucketOptimizer
 from anabranch.runtime.dense import Steps, all_finite, hold
 
@@ -34,7 +35,7 @@ class Updates:
         self._clip_norm = clip_norm
         self.scale = 1.0  # of the loss whose gradients these are
         self._found_inf: list[torch.Tensor] = []  # on the device, of fused optimizers
-        self._due: deque[Due] = deque()
+        self._due: deque[Due | None] = deque()  # by bucket; None for one whose step needs no word from the host
         self._stream: torch.cuda.Stream | None = None  # of its own: on a lane's, a step would wait for later exchanges
         self._finite: dict[BucketOptimizer, torch.Tensor] = {}  # in the last step
         self._counting = Lock()  # lanes are threads on a CPU
@@ -61,6 +62,7 @@ class Updates:
         elif optimizer.takes_found_inf and used is None:
             self._found_inf.append(finite.logical_not().float())
             optimizer.step(average, found_inf=self._found_inf[-1])
+            self._due.append(None)
         else:
             hold(finite)
             whether, which = _to_host(finite), None if used is None else _to_host(used)
@@ -69,9 +71,13 @@ class Updates:
             self._due.append(Due(optimizer, average, whether, which, known))
 
     def settle(self, keep: int = 0) -> None:
-        """Launch the steps that are due, but for the last ``keep``, waiting on the host for what it must know."""
+        """Launch the steps that are due, but for those of the last ``keep`` buckets.
+
+        Waits on the host for what it must know.
+        """
         while len(self._due) > keep:
-            due = self._due.popleft()
+            if (due := self._due.popleft()) is None:
+                continue
             due.known.synchronize()
             self._stream = self._stream or torch.cuda.Stream(due.average.device)
             with torch.cuda.stream(self._stream):
@@ -101,7 +107,7 @@ class Updates:
             try:
                 optimizer.step(average, used=None if used is None else used.tolist())
             except Exception as error:
-                raise RuntimeError(f"the optimizer's step failed on this rank: {error!r}") from error
+                raise UpdateError(f"the optimizer's step failed on this rank: {error!r}") from error
         else:
             with self._counting:
                 self.skipped += 1

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from anabranch.errors import CollectiveError
+from anabranch.errors import CollectiveError, UpdateError
 from anabranch.plan import MAX_LANES
 from anabranch.runtime.dense import Group, Steps
 
@@ -106,9 +106,10 @@ class HostLane:
                 self._held.append(work)
                 work.wait()
         except Exception as error:
+            elsewhere = "Another rank has died, stalled or left this step: look for the first error among all ranks. "
             failure = CollectiveError(
-                f"{message.label} did not get through after {monotonic() - begun:.1f} s: {error}. Another rank has "
-                "died, stalled or left this step: look for the first error among all ranks. Nothing more is sent here"
+                f"{message.label} did not get through after {monotonic() - begun:.1f} s: {error}. "
+                f"{'' if isinstance(error, UpdateError) else elsewhere}Nothing more is sent here"
             )
             self._failures.append(failure)
             raise failure from error

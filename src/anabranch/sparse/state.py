@@ -125,7 +125,7 @@ class SparseState:
         """What waits of a parameter in no sparse bucket, to be added to its gradient; None if nothing does."""
         piece = self.loose.pop(name, None)
         if piece is not None:
-            self.lent[name] = piece + self.lent[name] if name in self.lent else piece
+            self.lent[name] = piece + self.lent[name].to(piece.device) if name in self.lent else piece
         return piece
 
     def settle(self, sent: Collection[str]) -> None:
@@ -196,8 +196,10 @@ class SparseState:
         self.loose.clear()
         for state in mine:
             for name, piece in state["residuals"].items():
-                own = piece.detach().to(device=self.device, dtype=torch.float32).flatten()
-                self.loose[name] = self.loose[name] + own if name in self.loose else own.clone()
+                own = piece.detach().to(torch.float32).flatten()  # where it is: not all of it at once on the device
+                self.loose[name] = (
+                    self.loose[name] + own.to(self.loose[name].device) if name in self.loose else own.clone()
+                )
         self._step, self.scale = int(states[0]["step"]), states[0].get("scale")
         if same:
             self._settings = {tuple(settings["names"]): settings for settings in mine[0]["buckets"]}
