@@ -17,6 +17,7 @@ WIDTH = 24
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "two groups": lambda params: torch.optim.AdamW([
         {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in params if p.dim() < 2], "lr": 0.03},

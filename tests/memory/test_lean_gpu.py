@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where it is run as a progr
 import anabranch as ab
 from gpu import ON_GPU, no_waiting
 from memory.test_lean import OPTIMIZERS, made, planned, side_by_side, tokens
+from memory.test_lean_steps import poisoned, skipping
 
 pytestmark = ON_GPU
-WAYS = list(product(["momentum", "adamw"], ["in place", "host"], ["oktopk:0.1", "dense"], [1, 2]))
+WAYS = list(product(["momentum", "adamw", "fused"], ["in place", "host"], ["oktopk:0.1", "dense"], [1, 2]))
 
 
 @pytest.fixture
@@ -34,13 +36,13 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "fused"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_dense_buckets_train_the_same(alone: None, optimizer: str, accumulate: int) -> None:
     side_by_side(0, optimizer, "in place", "dense", accumulate, "cuda")
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "fused"])
 def test_host_memory_changes_nothing(alone: None, optimizer: str) -> None:
     weights = []
     ways: tuple[Any, ...] = ("in place", "host")
@@ -70,15 +72,22 @@ def test_the_host_waits_for_nothing(alone: None, residuals: Any) -> None:
         plan=planned(model, "oktopk:0.1"),
         compress=ab.OkTopk(density=0.1, warmup_steps=0, region_period=1000),
         profile_steps=0,
-        memory=ab.Lean(OPTIMIZERS["momentum"], residuals=residuals),
+        memory=ab.Lean(OPTIMIZERS["fused"], residuals=residuals),  # others must be told whether all was finite
     )
     for _ in range(3):
         lean(given).square().mean().backward()
-    with no_waiting():
+    unasked = mock.patch.object(torch.cuda.Event, "synchronize", side_effect=AssertionError("the host waits"))
+    with no_waiting(), unasked:
         for _ in range(3):
             lean(given).square().mean().backward()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     lean.close()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("training", [skipping, poisoned])
+def test_steps_that_are_told_on_the_device_or_by_the_host(alone: None, training: Any, fused: bool) -> None:
+    training(0, "cuda", fused)
 
 
 def main() -> None:

@@ -1,0 +1,81 @@
+"""Buckets whose steps are told in different ways: some parameters unused, some gradients not finite; on any device."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anabranch as ab
+from ranks import on_ranks
+
+WIDTH, LAYERS = 8, 6
+
+
+class Skipping(nn.Module):
+    """Layers of which each forward leaves one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, left_out: int) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x if index == left_out else torch.tanh(layer(x))
+        return x
+
+
+def wrapped(model: nn.Module, fused: bool) -> Any:
+    """A bucket for each layer: there are more than slots."""
+    names = [name for name, _ in reversed(list(model.named_parameters()))]
+    plan = ab.Plan(tuple(ab.Bucket((name,)) for name in names))
+    return ab.DataParallel(model, plan=plan, profile_steps=0, memory=ab.Lean(partial(adamw, fused=fused)))
+
+
+def adamw(params: Any, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1, weight_decay=0.1, fused=fused)
+
+
+def given(step: int, device: str) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
+
+
+def skipping(rank: int, device: str, fused: bool) -> None:
+    """One rank, which needs nobody's word on what is unused: the same as without any wrapper."""
+    model = Skipping().to(device)
+    alone = copy.deepcopy(model)
+    optimizer = adamw(alone.parameters(), fused)
+    lean = wrapped(model, fused)
+    for step in range(2 * LAYERS):
+        left_out = step % LAYERS
+        lean(given(step, device), left_out).square().sum().backward()
+        alone(given(step, device), left_out).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for (name, a), b in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), (step, name)
+    assert lean.skipped == 0
+    lean.close()
+
+
+def poisoned(rank: int, device: str, fused: bool) -> None:
+    """A step with NaNs changes nothing, and is counted; the next one goes on."""
+    model = Skipping().to(device)
+    lean = wrapped(model, fused)
+    for step, poison in enumerate((False, True, False)):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        x = given(step, device) * (float("nan") if poison else 1.0)
+        lean(x, -1).square().sum().backward()
+        for a, b in zip(before, model.parameters(), strict=True):
+            assert torch.equal(a, b) == poison and bool(b.isfinite().all())
+    assert lean.skipped == LAYERS
+    lean.close()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("training", [skipping, poisoned])
+def test_steps_with_and_without_gradients(training: Any, fused: bool) -> None:
+    on_ranks(training, 1, "cpu", fused)
