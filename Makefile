@@ -1,11 +1,11 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each makes its own virtual environment first.
-# GPU users choose their torch: make demo TORCH=torch==2.11.0
+# Another torch: make test TORCH=torch==2.11.0
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready-$(subst =,,$(TORCH))
 CLUSTER := ring:ranks=16,alpha=30us,rate=10gbit
 
 .PHONY: demo test static check format clean
@@ -46,6 +46,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	echo '$(TORCH)' >> $(VENV)/constraints.txt
 	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	rm -f $(VENV)/.ready-*
 	touch $(READY)
 
 clean:

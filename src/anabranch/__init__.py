@@ -19,6 +19,7 @@ from anabranch.errors import (
     LabError,
     NetworkError,
     PlanError,
+    UpdateError,
 )
 from anabranch.files import load, save
 from anabranch.links import AlphaBeta, TwoLevel
@@ -69,6 +70,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "TwoLevel",
+    "UpdateError",
     "__version__",
     "load",
     "plan",
@@ -91,6 +93,11 @@ _WITH_TORCH = {
     "Progress": "anabranch.runtime.loggers",
     "TensorBoard": "anabranch.runtime.loggers",
 }
+
+
+def __dir__() -> list[str]:
+    """What there is, whether torch was imported or not."""
+    return __all__
 
 
 def __getattr__(name: str) -> _Any:

@@ -136,6 +136,8 @@ def _run(subjects: "Sequence[Subject]", settings: "Settings", outputs: _Outputs)
             write_bytes(reports.markdown(outputs.title, results).encode(), outputs.report, force=True)
         if outputs.plot is not None and outputs.form is not None:
             write_bytes(race_plot(results, outputs.form), outputs.plot, force=True)
+    if leads and not outputs.as_json and (written := [str(path) for path in (outputs.report, outputs.plot) if path]):
+        show_tables(f"Written to {' and '.join(written)}.")
     if leads and outputs.as_json:
         print_json({"command": "bench", "benchmarks": [reports.figures(result) for result in results]})
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ OPTIMIZER = Optimizer.momentum
 
 
 class Fitting(NamedTuple):
-    """The batch of each rank by strategy (0: not even one sample fits), or why that cannot be said."""
+    """The batch of each rank by strategy (0: not even one sample fits), and what that rests on."""
 
     batches: Mapping[str, int]
     words: list[str]
@@ -26,21 +26,19 @@ def largest_batches(trace: Trace, kinds: Mapping[str, Kind], limit_nbytes: int, 
 
     model = trace.meta.get("model")
     if not isinstance(model, str) or model not in zoo.MODELS:
-        known = ", ".join(zoo.MODELS)
-        why = f"a trace holds no activations, and its model ({model!r}) is none that anabranch can build ({known})"
-        return Fitting({}, [f"no largest batch: {why}"])
+        raise ValueError(
+            f"--within: a trace holds no activations, and its model ({model!r}) is none that anabranch can build "
+            f"({', '.join(zoo.MODELS)}): leave --within out, or give the batch by --batch"
+        )
     mode_of: Mapping[Kind, str] = {"dense": DDP, "sparse": OKTOPK, "lean": LEAN}
     batches: dict[str, int] = {}
     found: dict[tuple[str, float], int] = {}
-    try:
-        account = Account(model, OPTIMIZER, Activations.keep)
-        for name, kind in kinds.items():
-            where = (mode_of[kind], density_of(name))
-            if where not in found:
-                found[where] = account.largest(where[0], Setting(ranks=ranks, density=where[1]), limit_nbytes)
-            batches[name] = found[where]
-    except ValueError as error:  # the package that has the model is not here
-        return Fitting({}, [f"no largest batch: {error}"])
+    account = Account(model, OPTIMIZER, Activations.keep)
+    for name, kind in kinds.items():
+        where = (mode_of[kind], density_of(name))
+        if where not in found:
+            found[where] = account.largest(where[0], Setting(ranks=ranks, density=where[1]), limit_nbytes)
+        batches[name] = found[where]
     words = [
         f"every strategy at the largest batch per rank that fits in {size(limit_nbytes)} at {count(ranks, 'rank')}"
     ]

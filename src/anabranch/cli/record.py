@@ -62,6 +62,7 @@ def record(
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{wrong[0]} is for named models: your own function decides that for {what}")
         model, step = yours.checked(what, yours.function(what, EXAMPLE)(), "step): a torch module and a function")
+        yours.check_call(what, "step", step)
         noted: Mapping[str, Scalar] = {} if batch is None else {"batch": batch}
         meta: Mapping[str, Scalar] = {"model": type(model).__name__, "recorded_from": what, **noted}
     else:

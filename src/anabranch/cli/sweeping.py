@@ -59,8 +59,6 @@ class Sweep:
         assert limit_nbytes is not None
         fitting = largest_batches(self._trace, self._kinds, limit_nbytes, self._sizes[-1])
         self._words += fitting.words
-        if not fitting.batches:
-            return
         self._batches = {name: batch for name, batch in fitting.batches.items() if batch}
         if not self._batches:
             raise ValueError(f"--within is {within}: not one sample fits, whatever the strategy; give more")

@@ -1,5 +1,6 @@
 """A function of the user's own, named on the command line as module:function."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -23,6 +24,16 @@ def function(what: str, expected: str) -> Callable[..., Any]:
         seen = f"its {name!r} is of type {type(found).__name__}" if found is not None else "not there"
         raise ValueError(f"{what}: no function {name!r} in {module.__file__} ({seen}); expected {expected}")
     return found  # type: ignore[no-any-return]
+
+
+def check_call(what: str, name: str, call: Callable[..., Any], *arguments: Any) -> None:
+    """Refuse a function that cannot be called so, before it is: a builtin that does not tell is believed."""
+    try:
+        inspect.signature(call).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{what}: its {name} cannot be called as {name}(): {error}; expected one that can") from error
+    except ValueError:
+        pass
 
 
 def checked(what: str, made: Any, second: str) -> "tuple[nn.Module, Callable[..., Any]]":

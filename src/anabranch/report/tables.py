@@ -151,7 +151,8 @@ def bucket_table(buckets: Sequence[Figures]) -> Table:
 
 def meta_pairs(meta: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
     """What a file says of its origin, harmless."""
-    return [(label(key).plain, label(str(value))) for key, value in meta.items()]
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in meta.items()}
+    return [(label(key).plain, label(value)) for key, value in shown.items()]
 
 
 def _model(model: AlphaBeta | TwoLevel | None) -> str:

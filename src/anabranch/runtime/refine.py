@@ -80,8 +80,9 @@ def refined(network: Network, trace: Trace, plan: Plan, took_s: Sequence[float])
         expected = [network.seconds(kind, sum(nbytes[name] for name in plan.buckets[i].names)) for i in own]
         factor, extra_s = _fit(np.array(expected), np.array([took_s[i] for i in own]))
         curves[kind] = _scaled(network.curve(kind), factor, extra_s)
+        of = f"{len(own)} bucket{'s' if len(own) != 1 else ''}"
         named = "costs" if kind == "dense" else f"costs of {kind}"
-        note = f"{named} × {factor:.2f} + {extra_s * 1e3:.3f} ms per message, from live steps of {len(own)} buckets"
+        note = f"{named} × {factor:.2f} + {extra_s * 1e3:.3f} ms per message, from live steps of {of}"
         notes["refined" if kind == "dense" else f"refined_{kind}"] = note
     return replace(network, curves=curves, model=None, meta={**network.meta, **notes})
 

@@ -42,8 +42,12 @@ class Trial:
 
     @property
     def timeline(self) -> Timeline:
-        """The median of the steps that were looked at."""
-        return self.looks[len(self.looks) // 2]
+        """Of the steps that were looked at, the one most like the median step, with what that exposed."""
+
+        def unlike(look: Timeline) -> float:
+            return abs(look.iteration_s - self.step_s) + abs(look.exposed_s - self.exposed_s)
+
+        return min(self.looks, key=unlike)
 
 
 class BucketTimes(NamedTuple):

@@ -130,4 +130,7 @@ def _needs(library: str, name: str) -> Any:
         return import_module(library)
     except ImportError as error:
         package = library.partition(".")[0]
-        raise ValueError(f"the model {name} needs {package}, which is not installed: pip install {package}") from error
+        raise ValueError(
+            f"the model {name} needs {package}, which is not installed: pip install {package} "
+            f"'torch=={torch.__version__}' (without the second, pip may replace your torch)"
+        ) from error

@@ -61,10 +61,16 @@ def _tiles(steps: Sequence[View], runs: Runs) -> list[Tile]:
         if view is not None:
             timeline = view.timeline
             tiles.append(
-                Tile(f"Step, {word}", seconds(timeline.iteration_s), _off(expected, seen) if view is seen else "")
+                Tile(f"Step, {word}", seconds(timeline.iteration_s), _seen(expected, seen) if view is seen else "")
             )
             share = percent(timeline.exposed_s / timeline.iteration_s) if timeline.iteration_s > 0 else ""
-            tiles.append(Tile(f"Exposed, {word}", seconds(timeline.exposed_s), f"{share} of the step"))
+            tiles.append(
+                Tile(
+                    f"Exposed, {word}",
+                    seconds(timeline.exposed_s),
+                    f"{share} of {'that' if view is seen else 'the'} step",
+                )
+            )
     if expected is not None and expected.buckets:
         lanes = 1 + max(bucket.lane for bucket in expected.buckets.values())
         tiles.append(Tile("Plan", count(len(expected.buckets), "bucket"), f"on {count(lanes, 'lane')}"))
@@ -87,10 +93,11 @@ def _tiles(steps: Sequence[View], runs: Runs) -> list[Tile]:
     return tiles
 
 
-def _off(expected: View | None, seen: View | None) -> str:
+def _seen(expected: View | None, seen: View | None) -> str:
+    one = "one step of one rank"
     if expected is None or seen is None or seen.timeline.iteration_s <= 0:
-        return ""
-    return f"prediction off by {expected.timeline.iteration_s / seen.timeline.iteration_s - 1:+.1%}"
+        return one
+    return f"{one}; prediction off by {expected.timeline.iteration_s / seen.timeline.iteration_s - 1:+.1%}"
 
 
 def _plan(steps: Sequence[View], runs: Runs) -> Section:
@@ -126,7 +133,7 @@ def _timelines(steps: Sequence[View]) -> Section:
     predicted, measured = ([view for view in steps if view.measured == seen] for seen in (False, True))
     shown = predicted[:MOST_PICTURES] + measured[:MOST_PICTURES]
     parts = [step_chart("timelines", "Predicted and measured steps on one axis", shown, STEP_KEYS)] if both else []
-    about = "The same step as the simulator sees it and as it was seen. What nobody timed has no bar."
+    about = "A step as the simulator sees it, and one as a rank saw it. What nobody timed has no bar."
     about += left_out(predicted, "predicted steps") + left_out(measured, "measured steps")
     return Section("timelines", "Predicted and measured", about, parts)
 
