@@ -5,8 +5,8 @@
 
 Prints a Markdown table for each model. With a batch all systems train at it, with as much memory as they take. Without
 one no rank may have more than ``--limit-gib``, and each system trains at its own largest batch, which every rank finds
-alone, under the allocator's limit, in messages of the sizes that all of them would send: where the line through its
-peaks meets the limit less a margin, or less if that was too much. A mix of Lean's trains between its other batches.
+alone, under the allocator's limit (naive sparse in messages of the sizes that all would send): where the line through
+its peaks meets the limit less a margin, or less if that was too much. A mix of Lean's trains between its other batches.
 What is put into host memory is limited too, since the ranks of a lab share it.
 """
 

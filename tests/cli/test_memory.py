@@ -17,6 +17,7 @@ from anabranch.files import save
 from anabranch.memory.account import KINDS, MODES, Setting, predict
 from anabranch.memory.probe import Loss, probe
 from anabranch.network import Network
+from anabranch.plan import Bucket, Plan
 from anabranch.report.memory import memory_report, unit
 from anabranch.runtime import zoo
 from cli.nouns import error_of, json_of, small_trace
@@ -180,6 +181,27 @@ def test_a_model_of_ones_own(
     held = {way: modes["lean"]["kinds"]["activations"] for way, modes in ways.items()}
     assert held["offload"] < held["recompute"] < held["keep"] / 3  # of six blocks one is there at a time
     assert ways["recompute"]["ddp"] == ways["keep"]["ddp"]
+
+
+def test_a_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [arrival.name for arrival in probe(images(4)).arrivals]
+    kinds = {}
+    for title, parts in (("one", [names]), ("each", [[name] for name in names])):
+        save(Plan(tuple(Bucket(tuple(part)) for part in parts)), tmp_path / f"{title}.json")
+        document = json_of(capsys, *ASKED, "--plan", str(tmp_path / f"{title}.json"))
+        kinds[title] = {mode: row["kinds"] for mode, row in document["modes"].items()}
+        assert any(f"buckets: those of {tmp_path}" in said for said in document["assumptions"])
+    assert kinds["one"]["lean"]["gradients"] > kinds["each"]["lean"]["gradients"]  # slots are of the largest bucket
+    assert kinds["one"]["ddp"] == kinds["each"]["ddp"]
+    save(Plan((Bucket(("other",)),)), tmp_path / "other.json")
+    assert "a bucket names other" in error_of(capsys, *ASKED, "--plan", str(tmp_path / "other.json"))
+    assert "expected one of them" in error_of(capsys, *ASKED, "--plan", str(tmp_path / "one.json"), "--measure")
+
+
+def test_offloaded_activations_have_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--activations", "offload", "--rate", "10gbit")
+    assert set(document["samples_per_s"]) == {mode for mode in MODES if not mode.startswith("lean")}
+    assert any("no throughput of lean" in said for said in document["assumptions"])
 
 
 def test_a_function_that_returns_something_else_is_told(

@@ -35,6 +35,9 @@ def not_a_model():
 def not_a_step():
     return setup()[0], 3
 
+def asks():
+    return setup()[0], lambda model: model(torch.ones(5, 6)).sum().backward()
+
 def frozen():
     model, step = setup()
     return model.requires_grad_(False), lambda: model(torch.ones(5, 6))
@@ -97,6 +100,7 @@ def test_json_and_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("mine:nothing", "returned (NoneType), expected (model, step)"),
         ("mine:not_a_model", "returned (int, function), expected (model, step)"),
         ("mine:not_a_step", "returned (Sequential, int), expected (model, step)"),
+        ("mine:asks", "its step cannot be called as step(): missing a required argument: 'model'"),
         ("mine:frozen", "no parameter requires a gradient"),
         ("resnet51", "resnet51: expected a function of yours as module:function, such as train:setup, or one of goog"),
     ],

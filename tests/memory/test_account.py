@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anabranch.memory import probe as probing
-from anabranch.memory.account import KINDS, MODES, Footprint, Setting, predict, predict_all
+from anabranch.memory.account import KINDS, MODES, Footprint, Setting, predict
 from anabranch.memory.batch import largest_batch
 from anabranch.memory.probe import Build, probe
 from anabranch.memory.profile import Arrival, Moment, OptimizerCost, Profile, by_bytes
@@ -158,7 +158,7 @@ def test_ddp_is_weights_gradients_state_and_the_fullest_moment() -> None:
 
 
 def test_ballooning_is_where_activations_are_gone() -> None:
-    found = predict_all(small(activations=MIB), Setting(ranks=4, blas_workspace=0))
+    found = {mode: predict(small(activations=MIB), mode, Setting(ranks=4, blas_workspace=0)) for mode in MODES}
     n = 160_000_000
     assert found["naive sparse"].at in ("selection", "decompression")
     assert found["naive sparse"].nbytes >= 5 * n > found["ddp"].nbytes

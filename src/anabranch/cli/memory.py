@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_NBYTES = 2.0**60  # no machine has as much
 SIZE_NBYTES: Mapping[str, float] = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6}
 RATE_ALPHA = "30us"
+DDPS_BUCKETS = "25 MiB in the order of backward"
 # What torch's allocator has but cannot use, because its free pieces are too small.
 FRAGMENTED = 0.05
 
@@ -57,6 +58,7 @@ WithinOption = Annotated[str | None, typer.Option(metavar="SIZE", help="Find the
 NetworkOption = Annotated[str | None, typer.Option(metavar="N", help="For throughput: a network, as in scale.")]
 RateOption = Annotated[str | None, typer.Option(help="Instead of a network: a ring of links of this rate, 10gbit.")]
 TraceOption = Annotated[str | None, typer.Option(metavar="T", help="For throughput: a trace, where none is bundled.")]
+PlanOption = Annotated[Path | None, typer.Option(help="In whose buckets oktopk and lean exchange; else 25 MiB each.")]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run a few steps of each way on this GPU.")]
 
 
@@ -71,6 +73,7 @@ def memory(
     network: NetworkOption = None,
     rate: RateOption = None,
     trace: TraceOption = None,
+    plan: PlanOption = None,
     measure: MeasureOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,8 +83,11 @@ def memory(
     ranks = ranks or (wire.world_size if wire else 4)
     from anabranch.memory.account import Setting
 
-    setting = Setting(ranks=ranks, density=density)
-    account = Account(model, optimizer, activations)
+    if plan is not None and measure:
+        raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
+    buckets = None if plan is None else [bucket.names for bucket in specs.plan(plan).buckets]
+    setting = Setting(ranks=ranks, density=density, buckets=buckets)
+    account = Account(model, optimizer, activations, DDPS_BUCKETS if plan is None else f"those of {plan}")
     footprints = account.at(batch_size, setting)
     found: dict[str, Any] = {
         "command": "memory", "model": model, "batch_size": batch_size, "ranks": ranks, "density": density,
@@ -114,7 +120,13 @@ def memory(
 class Account:
     """Footprints of one model at any batch; each batch is run on tensors without data once."""
 
-    def __init__(self, model: str, optimizer: Optimizer, activations: Activations) -> None:
+    def __init__(
+        self,
+        model: str,
+        optimizer: Optimizer,
+        activations: Activations,
+        buckets: str = DDPS_BUCKETS,
+    ) -> None:
         from anabranch.memory.probe import CONVOLUTION_WORKSPACE, probe
 
         factory, build_of = _factory(optimizer), _builder(model)
@@ -132,7 +144,7 @@ class Account:
             "operations keep what they keep on a GPU",
             f"cuDNN takes {CONVOLUTION_WORKSPACE:g} times the bytes of a convolution's tensors, cuBLAS 64 MiB",
             "what NCCL, the CUDA context and fragmentation take is not counted",
-            "buckets of 25 MiB in the order of backward; naive sparse exchanges the whole model after backward",
+            f"buckets: {buckets}; naive sparse exchanges the whole model after backward",
         ]
         if activations is Activations.offload:
             self.assumptions.append("lean's activations are fetched one by one; prefetching keeps some more")

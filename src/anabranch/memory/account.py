@@ -86,11 +86,6 @@ def predict(profile: Profile, mode: str, setting: Setting | None = None) -> Foot
     return max(_MOMENTS[mode](profile, setting or Setting()), key=lambda footprint: footprint.nbytes)
 
 
-def predict_all(profile: Profile, setting: Setting | None = None) -> dict[str, Footprint]:
-    """Every mode."""
-    return {mode: predict(profile, mode, setting) for mode in MODES}
-
-
 def _still(profile: Profile, setting: Setting, **kinds: int) -> Footprint:
     """What is there all the time."""
     state = {
