@@ -191,6 +191,25 @@ def rates_differ(rank: int) -> str:
     return str(caught.value)
 
 
+class Odd(torch.optim.SGD):
+    """With a setting that lies elsewhere in memory on every rank."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=torch.tensor(0.1))
+        for group in self.param_groups:
+            group["shape"] = lambda x: x
+
+
+def odd_settings(rank: int) -> None:
+    keep = [object() for _ in range(100 * rank)]  # other places in memory
+    ab.DataParallel(nn.Linear(4, 4), memory=ab.Lean(Odd)).close()
+    assert len(keep) == 100 * rank
+
+
+def test_settings_are_compared_by_what_they_say() -> None:
+    on_ranks(odd_settings, 2)
+
+
 def test_ranks_must_update_alike() -> None:
     for told in on_ranks(rates_differ, 2):
         assert "Lean's optimizer" in told and "lr 0.1" in told and "lr 0.2" in told

@@ -39,7 +39,7 @@ class BucketOptimizers:
         """A line per group, such that ranks with equal lines update alike."""
         return [
             f"{type(self.shown).__name__}, group {index} of {len(group['params'])} parameters: "
-            + ", ".join(f"{name} {value}" for name, value in group.items() if name != "params")
+            + ", ".join(f"{name} {_comparable(value)}" for name, value in group.items() if name != "params")
             for index, group in enumerate(self.shown.param_groups)
         ]
 
@@ -135,6 +135,13 @@ def _check_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any], sho
                 f"{type(optimizer).__name__}.step() changes {name!r} in its parameter groups, and every bucket has "
                 "its own: use an optimizer that keeps what it remembers in state, by parameter"
             )
+
+
+def _comparable(value: object) -> object:
+    """Such that equal settings look equal on every rank: not where an object lies in memory."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value if value is None or isinstance(value, int | float | str | tuple) else type(value).__name__
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

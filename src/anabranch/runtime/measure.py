@@ -168,8 +168,9 @@ def _facts(
     facts["median_relative_spread"] = relative
     if relative > POOR_SPREAD and dist.get_rank(group) == 0:
         warnings.warn(
-            f"the network's costs vary by {relative:.0%} between repetitions: plans made from them are uncertain; "
-            "measure again on a quieter machine, or for longer (anabranch measure --budget-s 60)",
+            f"the network's costs vary by {relative:.0%} between repetitions, as they do where ranks share few cores: "
+            "plans made from them are uncertain; measure on a quieter machine, or for longer (anabranch measure "
+            "--budget-s 60)",
             stacklevel=3,
         )
     return facts
