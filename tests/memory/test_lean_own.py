@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import anabranch as ab
-from anabranch.errors import CollectiveError
 from anabranch.memory import buckets, update
 from anabranch.memory.optimizers import BucketOptimizers
 from anabranch.memory.update import Updates
@@ -185,76 +184,6 @@ def test_groups_are_those_that_the_user_sees() -> None:
     on_ranks(grouped, 2)
 
 
-def rates_differ(rank: int) -> str:
-    with pytest.raises(ab.DisagreementError) as caught:
-        ab.DataParallel(nn.Linear(4, 4), memory=ab.Lean(lambda params: torch.optim.SGD(params, lr=0.1 * (1 + rank))))
-    return str(caught.value)
-
-
-class Odd(torch.optim.SGD):
-    """With a setting that lies elsewhere in memory on every rank."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=torch.tensor(0.1))
-        for group in self.param_groups:
-            group["shape"] = lambda x: x
-
-
-def odd_settings(rank: int) -> None:
-    keep = [object() for _ in range(100 * rank)]  # other places in memory
-    ab.DataParallel(nn.Linear(4, 4), memory=ab.Lean(Odd)).close()
-    assert len(keep) == 100 * rank
-
-
-def test_settings_are_compared_by_what_they_say() -> None:
-    on_ranks(odd_settings, 2)
-
-
-def test_ranks_must_update_alike() -> None:
-    for told in on_ranks(rates_differ, 2):
-        assert "Lean's optimizer" in told and "lr 0.1" in told and "lr 0.2" in told
-
-
-class NeedsClosure(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if closure is None:
-            raise TypeError("step() needs a closure")
-
-
-def asked(rank: int) -> list[str]:
-    """Requests of DDP's, clipping afterwards, and an optimizer that fails: in words."""
-    told = []
-    for odd in ({"device_ids": [0]}, {"static_graph": True, "gradient_as_bucket_view": True}):
-        with pytest.raises(ValueError) as caught:
-            ab.DataParallel(nn.Linear(4, 4), memory=ab.Lean(sgd), **odd)
-        told.append(str(caught.value))
-    with pytest.raises(ValueError) as caught:
-        ab.DataParallel(nn.Linear(4, 4), [0], memory=ab.Lean(sgd))
-    told.append(str(caught.value))
-    lean: Any = ab.DataParallel(nn.Linear(4, 4), profile_steps=0, memory=ab.Lean(sgd))
-    with pytest.raises(RuntimeError) as clipped:
-        lean.clip_grad_norm_(1.0)
-    told.append(str(clipped.value))
-    lean.close()
-    lean = ab.DataParallel(
-        nn.Linear(4, 4), profile_steps=0, memory=ab.Lean(lambda params: NeedsClosure(params, lr=0.1))
-    )
-    with pytest.raises((RuntimeError, CollectiveError)) as failed:
-        lean(torch.ones(1, 4)).sum().backward()
-    told.append(str(failed.value))
-    lean.close()
-    return told
-
-
-def test_requests_of_others_are_answered_in_words() -> None:
-    for told in on_ranks(asked, 1):
-        given, many, unnamed, clipped, failed = told
-        assert "was given device_ids" in given and "leave the others out" in given
-        assert "static_graph, gradient_as_bucket_view" in many and "device_ids" in unnamed
-        assert "Lean(clip_norm=...)" in clipped
-        assert "step failed on this rank" in failed and "Another rank" not in failed
-
-
 def frozen_later(rank: int) -> list[int]:
     """How many gradients are alive when the last one comes, before and after a layer is frozen."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]
@@ -315,3 +244,56 @@ def test_a_slot_is_not_used_again_before_the_step_that_reads_it() -> None:
             assert not list(updates.after(iter(()), slot.as_subclass(OnGpu), optimizer, used))
         updates.settle()
     assert [float(-parameter.detach()[0]) for parameter in parameters] == [1.0, 2.0, 3.0]
+
+
+def huge(rank: int) -> None:
+    """A gradient that is finite, and too large for any sum: the step is left out, and training goes on."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    lean: Any = ab.DataParallel(
+        model,
+        plan=ab.Plan((ab.Bucket(("weight",), collective="oktopk:0.1"),)),
+        compress=ab.OkTopk(density=0.1, warmup_steps=0),
+        profile_steps=0,
+        memory=ab.Lean(sgd),
+    )
+    for step, factor in enumerate((1.0, 3e38, 1.0, 1.0)):
+        before = model.weight.detach().clone()
+        (lean(torch.ones(1, WIDTH)).sum() * factor).backward()
+        assert torch.equal(before, model.weight) == (factor > 1), step
+    assert lean.skipped == 1
+    lean.close()
+
+
+def test_a_huge_gradient_does_not_stay() -> None:
+    on_ranks(huge, 2)
+
+
+def only_empty(rank: int) -> None:
+    """A sparse bucket without elements."""
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 4)))
+    plan = ab.Plan((ab.Bucket(("nothing",), collective="oktopk:0.1"), ab.Bucket(("weight",), collective="oktopk:0.1")))
+    options = ab.OkTopk(density=0.1, warmup_steps=0)
+    lean: Any = ab.DataParallel(model, plan=plan, compress=options, profile_steps=0, memory=ab.Lean(sgd))
+    (lean(torch.ones(1, WIDTH)).sum() + model.nothing.sum()).backward()  # type: ignore[operator]
+    assert lean.skipped == 0
+    lean.close()
+
+
+def test_a_sparse_bucket_without_elements() -> None:
+    on_ranks(only_empty, 2)
+
+
+def test_a_scale_that_cannot_grow_stays() -> None:
+    on_ranks(at_the_limit, 1)
+
+
+def at_the_limit(rank: int) -> None:
+    lean: Any = ab.DataParallel(nn.Linear(4, 4), profile_steps=0, memory=ab.Lean(sgd))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
+    lean.follow(scaler)
+    for _ in range(3):
+        scaler.scale(lean(torch.ones(1, 4)).sum() * 2.0**-100).backward()
+    assert scaler.get_scale() == 2.0**127
+    lean.close()

@@ -211,7 +211,7 @@ def converted(rank: int, change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("dtype", "trunk.weight is torch.float64 on cpu and was torch.float32 on cpu"),
+        ("dtype", "trunk.weight is torch.float64 on cpu with strides (16, 1) and was torch.float32 on cpu"),
         ("inner", "branches.1.weight is torch.bfloat16 on cpu"),
         ("device", "trunk.weight is torch.float32 on meta"),
         ("replaced", "trunk.weight was unfrozen, added or replaced"),

@@ -16,6 +16,8 @@ from anabranch.runtime.collectives import Collectives, Remembered
 from anabranch.runtime.dense import Group, Steps, all_finite, hold, issued
 from anabranch.sparse.leftovers import shaped
 
+# Of the largest number there is: what is larger would stay for ever, since no sum over ranks that it is in is finite.
+HUGE = 1 << 20
 CHUNK_NUMEL = 4 << 20  # added to what waits at a time: as much memory it takes
 
 
@@ -70,7 +72,7 @@ class LiveBucket:
         self.missing = [n for n, p in named if n not in self.come and p.grad is None and p.requires_grad]
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
-        """Add the parameter's gradient to what waits, and take it away; a gradient that is not finite is left out.
+        """Add the parameter's gradient to what waits, and take it away; one that is not finite, or huge, is left out.
 
         It is never written to: it may be a view of one that autograd has yet to hand to others.
         """
@@ -78,7 +80,7 @@ class LiveBucket:
             return
         gradient, parameter.grad = torch.atleast_1d(parameter.grad.detach()), None
         waiting = torch.atleast_1d(shaped(self.waiting[name], parameter))
-        finite = all_finite(gradient)
+        finite = all_finite(gradient, below=torch.finfo(gradient.dtype).max / HUGE)
         self.finite.append(finite)
         self.state.look(gradient)
         rows = max(1, CHUNK_NUMEL * len(gradient) // max(1, gradient.numel()))
@@ -148,7 +150,7 @@ class Updating:
         """Gradients have been added to what waits, so there are none in the slot; it tells whether they were finite."""
         buffer.zero_()
         state.spare = True
-        if finite is not None:
+        if finite is not None and len(buffer):
             hold(finite)
             buffer[0] = torch.where(finite, 0.0, float("inf"))
         yield from exchange

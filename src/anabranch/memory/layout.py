@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Collection
-from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -125,8 +124,6 @@ class LeanLayout(LiveLayout):
 class Glance:
     """What a module is made of: compared before every forward, in a quarter of the time of a walk through its names."""
 
-    _look = attrgetter("dtype", "device", "requires_grad")
-
     def __init__(self, module: nn.Module) -> None:
         self._tables = [table for part in module.modules() for table in (part._parameters, part._modules)]
         self._parameters = list(module.parameters())
@@ -136,15 +133,18 @@ class Glance:
         self._was = self._now()
 
     def unchanged(self) -> bool:
-        """Whether it has the same parts and parameters, of the same dtype, in the same place, and as frozen."""
+        """Whether it has the same parts and parameters, of the same dtype, device and strides, and as frozen."""
         return self._now() == self._was
 
     def _now(self) -> tuple[list[int], list[object]]:
-        return [id(held) for table in self._tables for held in table.values()], list(map(self._look, self._parameters))
+        return [id(held) for table in self._tables for held in table.values()], [
+            (parameter.dtype, parameter.device, parameter.requires_grad, parameter.stride())
+            for parameter in self._parameters
+        ]
 
 
 def _kind(parameter: nn.Parameter) -> str:
-    return f"{parameter.dtype} on {parameter.device}"
+    return f"{parameter.dtype} on {parameter.device} with strides {parameter.stride()}"
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:

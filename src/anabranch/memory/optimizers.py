@@ -8,6 +8,7 @@ same ``state``.
 
 import inspect
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from types import MethodType
 from typing import Any
 
@@ -23,11 +24,13 @@ class BucketOptimizers:
 
     def __init__(self, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> None:
         self._factory = factory
+        self._names = {parameter: name for name, parameter in parameters.items()}
         self._made: list[torch.optim.Optimizer] = []
         self.shown = self._make(list(parameters.values()))
         self.shown.step = MethodType(_already_done, self.shown)  # type: ignore[method-assign]
         self.shown._opt_called = True  # type: ignore[attr-defined] # else schedulers warn of a step() that nobody called
         self.shown._step_supports_amp_scaling = True  # type: ignore[attr-defined] # a scaler's step() comes to ours
+        self.shown.add_param_group = MethodType(_too_late, self.shown)  # type: ignore[method-assign]
         groups = enumerate(self.shown.param_groups)
         self._group_of = {parameter: index for index, group in groups for parameter in group["params"]}
 
@@ -38,10 +41,16 @@ class BucketOptimizers:
     def described(self) -> list[str]:
         """A line per group, such that ranks with equal lines update alike."""
         return [
-            f"{type(self.shown).__name__}, group {index} of {len(group['params'])} parameters: "
+            f"{type(self.shown).__name__}, group {index} of {self._named(group['params'])}: "
             + ", ".join(f"{name} {_comparable(value)}" for name, value in group.items() if name != "params")
             for index, group in enumerate(self.shown.param_groups)
         ]
+
+    def _named(self, members: Sequence[nn.Parameter]) -> str:
+        """Which these are, in few words."""
+        names = [self._names[parameter] for parameter in members]
+        mark = sha256("\n".join(names).encode()).hexdigest()[:8]
+        return f"{len(names)} parameters ({names[0] if names else 'none'} …, {mark})"
 
     def forget(self) -> None:
         """The buckets are no more; what their optimizers remember stays."""
@@ -84,6 +93,7 @@ class BucketOptimizer:
         self._optimizer, self._parameters, self._shown = optimizer, parameters, shown
         self._numels = [parameter.numel() for parameter in parameters]
         self._all = [True] * len(parameters)
+        self._checked = False
         # Not as the function has grouped these few: it may have done so by their places among those it was given.
         members: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
@@ -124,6 +134,9 @@ class BucketOptimizer:
             parameter.grad = None
         for group, index in self._groups:
             _check_settings(self._optimizer, group, self._shown.param_groups[index])
+        if not self._checked:
+            self._checked = True
+            _check_state(self._optimizer)
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any], shown: dict[str, Any]) -> None:
@@ -137,11 +150,29 @@ def _check_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any], sho
             )
 
 
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse one that remembers something of all parameters together: each bucket's step would change it."""
+    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps {others[0]!r} in its state, for no parameter, and every bucket has a "
+            "step of its own: use an optimizer that keeps what it remembers by parameter"
+        )
+
+
+def _too_late(self: torch.optim.Optimizer, param_group: Any) -> None:
+    """The user's ``optimizer.add_param_group()``."""
+    raise ValueError(
+        f"{type(self).__name__}.add_param_group() of {len(param_group['params'])} parameters under Lean: its buckets "
+        "are those of the module that was wrapped; close() this DataParallel and wrap a module that has them"
+    )
+
+
 def _comparable(value: object) -> object:
     """Such that equal settings look equal on every rank: not where an object lies in memory."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    return value if value is None or isinstance(value, int | float | str | tuple) else type(value).__name__
+    told = value is None or isinstance(value, int | float | str | tuple | list)
+    return value if told else type(value).__name__
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

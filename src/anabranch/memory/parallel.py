@@ -75,8 +75,8 @@ class LeanParallel(Steered, nn.Module):
             )
         wishes = Wishes(planner, plan, network, lanes, profile_steps)
         group = process_group or dist.group.WORLD
-        further = [f"compress {compress}", *memory.described(), f"find_unused_parameters {find_unused_parameters}"]
-        wishes.check_agreed(module, group, *further)
+        of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
+        wishes.check_agreed(module, group, f"compress {compress}", *memory.described(), of_ddp)
         assert group is not None
         self.module, self.memory, self.process_group = module, memory, group
         self._broadcast_buffers, self._buffers_differ = broadcast_buffers, False
@@ -92,13 +92,10 @@ class LeanParallel(Steered, nn.Module):
         self._undo.atexit = False  # there is no one left to use the module
         try:
             self._steer(wishes, self._collectives(compress, parameters), parameters, LeanLayout)
-        except BaseException:
-            self._undo()
-            raise
-        try:
             check_same("Lean's optimizer", self.layout.optimizers.described(), group)
         except BaseException:
             self.close()
+            self._undo()
             raise
 
     def _collectives(self, compress: str | OkTopk | None, parameters: dict[str, nn.Parameter]) -> Collectives:
@@ -150,10 +147,8 @@ class LeanParallel(Steered, nn.Module):
 
     def clip_grad_norm_(self, *_: Any, **__: Any) -> None:
         """Refuse: there are no gradients to clip between two steps."""
-        raise RuntimeError(
-            "clip_grad_norm_() under Lean: every bucket was updated in backward, before the norm over all gradients "
-            "was known. Use Lean(clip_norm=...), which clips each bucket's average"
-        )
+        why = "every bucket was updated in backward, before the norm over all gradients was known"
+        raise RuntimeError(f"clip_grad_norm_() under Lean: {why}. Use Lean(clip_norm=...), which clips each bucket")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -192,7 +187,9 @@ class LeanParallel(Steered, nn.Module):
                 scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
             elif self._good_steps == scaler.get_growth_interval():
                 self._good_steps = 0
-                scaler.update(scaler.get_scale() * scaler.get_growth_factor())
+                grown = scaler.get_scale() * scaler.get_growth_factor()
+                if grown < torch.finfo(torch.float32).max:  # as torch: it stays where it cannot grow
+                    scaler.update(grown)
         if scaler is not None and self.layout.updates.scale != (scale := float(scaler.get_scale())):
             self.layout.updates.scale = scale
             self.layout.residuals.settle()

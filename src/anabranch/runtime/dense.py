@@ -6,6 +6,7 @@ stream, before asking for the next step. So no collective ever waits inside anot
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -83,13 +84,13 @@ def issued(work: dist.Work | None, what: str = "a bucket") -> dist.Work:
     return work
 
 
-def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
+def all_finite(*tensors: torch.Tensor, below: float = inf) -> torch.Tensor:
     """Whether all elements of all of them are finite: a bool on their device, without a copy of any.
 
-    In two kernels for each, since Lean asks for every gradient: the largest magnitude, NaN if one is, is less than inf.
+    In two kernels for each, since Lean asks for every gradient: the largest magnitude, NaN if one is, is less than inf,
+    or than ``below``.
     """
-    inf = float("inf")
-    found = [torch.linalg.vector_norm(tensor, inf) < inf for tensor in tensors if tensor.numel()]
+    found = [torch.linalg.vector_norm(tensor, inf) < below for tensor in tensors if tensor.numel()]
     if not found:  # nothing has no largest element
         return torch.ones((), dtype=torch.bool, device=tensors[0].device if tensors else None)
     return found[0] if len(found) == 1 else torch.stack(found).all()

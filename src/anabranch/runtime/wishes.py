@@ -91,7 +91,10 @@ class Wishes:
 
 def model_described(module: nn.Module) -> list[str]:
     """A line per parameter and buffer, such that ranks with equal lines can train together."""
-    parameters = {n: f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad}" for n, p in module.named_parameters()}
+    parameters = {
+        n: f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad} strides {p.stride()}"
+        for n, p in module.named_parameters()
+    }
     buffers = {n: f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()}
     own_affair = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # DDP leaves these to each rank
     return [line for name, line in (parameters | buffers).items() if name not in own_affair]

@@ -156,13 +156,31 @@ class SparseCollectives:
     def state_dict(self) -> dict[str, Any]:
         """See ``Collectives``."""
         velocities = {name: piece.clone() for name, piece in self._momentum.state_dict().items()}
-        return {**self._state.state_dict(), "velocities": velocities}
+        orders = {name: order for name in self._parameters if (order := self._order(name))}
+        return {**self._state.state_dict(), "velocities": velocities, "orders": orders}
 
     def load_state_dict(self, *states: Any) -> None:
         """See ``Collectives``."""
+        for state in states:
+            if state and "orders" in state:
+                self._check_orders(state["orders"])
         self._state.load_state_dict(*states)
         self._momentum.load_state_dict(*(state.get("velocities", {}) for state in self._state.taken))
         self._leftovers.keep(self._leftovers.sparse)
+
+    def _order(self, name: str) -> list[int]:
+        """In which a parameter lies in memory, and what waits of it too; nothing where it is row-major."""
+        parameter = self._parameters[name]
+        return [] if parameter.is_contiguous() else list(parameter.stride())
+
+    def _check_orders(self, orders: Mapping[str, Sequence[int]]) -> None:
+        for name in self._parameters:
+            if (kept := list(orders.get(name, []))) != (own := self._order(name)):
+                there, here = (f"strides {order}" if order else "row-major" for order in (kept, own))
+                raise ValueError(
+                    f"what waits of {name} was kept in the order of its memory, {there}, and here it is {here}: "
+                    "load it into a model of the same memory format"
+                )
 
     def loaded(self) -> list[str]:
         """See ``Collectives``."""
