@@ -46,7 +46,7 @@ class Other(nn.Module):
 
 
 MODELS = {
-    "order": ["'a.weight (6, 6) torch.float32 grad=True' (item 0)", "'b.weight"],
+    "order": ["'a.weight (6, 6) torch.float32 grad=True strides (6, 1)' (item 0)", "'b.weight"],
     "shape": ["'b.weight (6, 6)", "'b.weight (7, 6)"],
     "dtype": ["b.weight (6, 6) torch.float32", "b.weight (6, 6) torch.float64"],
     "names": ["'b.weight", "'c.weight"],
