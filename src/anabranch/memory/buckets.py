@@ -137,9 +137,8 @@ class Updating:
             exchange = self._around(exchange, live.state, buffer, live.all_finite())
         used = None
         if self._find_unused and (live.missing or dist.get_world_size(group) > 1):  # one rank need not be told
-            used = torch.ones(
-                len(bucket.names), device=buffer.device
-            )  # a copy from the host would have to be waited for
+            # Made on the device: a copy from the host would have to be waited for.
+            used = torch.ones(len(bucket.names), device=buffer.device)
             for name in live.missing:
                 used[bucket.names.index(name)] = 0.0
             exchange = _most(exchange, used, group)
