@@ -110,7 +110,8 @@ def memory(
         if max(batches.values()) == MOST:
             found["assumptions"].append(f"no batch above {MOST} was looked at")
     if wire is not None:
-        found["samples_per_s"] = _speeds(trace or model, wire, batches, density, activations, found["assumptions"])
+        ways = {mode: account.way(mode) for mode in batches}
+        found["samples_per_s"] = _speeds(trace or model, wire, batches, density, ways, found["assumptions"])
     if as_json:
         print_json(found)
     else:
@@ -120,13 +121,7 @@ def memory(
 class Account:
     """Footprints of one model at any batch; each batch is run on tensors without data once."""
 
-    def __init__(
-        self,
-        model: str,
-        optimizer: Optimizer,
-        activations: Activations,
-        buckets: str = DDPS_BUCKETS,
-    ) -> None:
+    def __init__(self, model: str, optimizer: Optimizer, activations: Activations, buckets: str = DDPS_BUCKETS) -> None:
         from anabranch.memory.probe import CONVOLUTION_WORKSPACE, probe
 
         factory, build_of = _factory(optimizer), _builder(model)
@@ -153,7 +148,7 @@ class Account:
         """Every mode at one batch."""
         from anabranch.memory.account import MODES, predict
 
-        return {mode: predict(self._profile(batch, self._way(mode)), mode, setting) for mode in MODES}
+        return {mode: predict(self._profile(batch, self.way(mode)), mode, setting) for mode in MODES}
 
     def largest(self, mode: str, setting: "Setting", limit_nbytes: int) -> int:
         """The largest batch of a mode within the limit."""
@@ -161,11 +156,12 @@ class Account:
         from anabranch.memory.batch import largest_batch
 
         def nbytes(batch: int) -> int:
-            return predict(self._profile(batch, self._way(mode)), mode, setting).nbytes
+            return predict(self._profile(batch, self.way(mode)), mode, setting).nbytes
 
         return largest_batch(nbytes, int(limit_nbytes * (1 - FRAGMENTED)))
 
-    def _way(self, mode: str) -> Activations:
+    def way(self, mode: str) -> Activations:
+        """What a mode does with activations: only lean's do anything."""
         return self._activations if mode.startswith("lean") else Activations.keep
 
 
@@ -221,27 +217,26 @@ def _speeds(
     network: "Network",
     batches: Mapping[str, int],
     density: float,
-    activations: Activations,
+    ways: Mapping[str, Activations],
     assumptions: list[str],
 ) -> dict[str, float]:
-    """Samples per second of each mode at its batch; nothing for a model without a trace.
+    """Samples per second of each mode at its batch, with activations its way; nothing for a model without a trace.
 
-    Nor for lean with all activations offloaded: the link to the host is slower than computing, and not in a trace.
+    Nor for a mode with all activations offloaded: the link to the host is slower than computing, and not in a trace.
     """
     if name not in specs.bundled() and not Path(name).is_file():
         assumptions.append(f"no throughput: anabranch brings no trace of {name}; record one, and give it by --trace")
         return {}
     trace = specs.trace(name)
     assumptions += ASSUMPTIONS
-    again, away = activations is Activations.recompute, activations is Activations.offload
-    if again:
+    if Activations.recompute in ways.values():
         assumptions.append("lean's forward runs twice")
-    if away:
+    if Activations.offload in ways.values():
         assumptions.append("no throughput of lean: its activations wait for the link to the host, which no trace knows")
     return {
-        mode: samples_per_s(trace, network, mode, batch, density, again and mode.startswith("lean"))
+        mode: samples_per_s(trace, network, mode, batch, density, ways[mode] is Activations.recompute)
         for mode, batch in batches.items()
-        if batch and not (away and mode.startswith("lean"))
+        if batch and ways[mode] is not Activations.offload
     }
 
 

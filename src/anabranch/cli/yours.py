@@ -26,10 +26,10 @@ def function(what: str, expected: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def check_call(what: str, name: str, call: Callable[..., Any], *arguments: Any) -> None:
-    """Refuse a function that cannot be called so, before it is: a builtin that does not tell is believed."""
+def check_call(what: str, name: str, call: Callable[..., Any]) -> None:
+    """Refuse a function that needs arguments, before it is called: a builtin that does not tell is believed."""
     try:
-        inspect.signature(call).bind(*arguments)
+        inspect.signature(call).bind()
     except TypeError as error:
         raise ValueError(f"{what}: its {name} cannot be called as {name}(): {error}; expected one that can") from error
     except ValueError:

@@ -8,7 +8,6 @@ same ``state``.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from types import MethodType
 from typing import Any
 
@@ -24,7 +23,7 @@ class BucketOptimizers:
 
     def __init__(self, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> None:
         self._factory = factory
-        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._parameters = parameters
         self._made: list[torch.optim.Optimizer] = []
         self.shown = self._make(list(parameters.values()))
         self.shown.step = MethodType(_already_done, self.shown)  # type: ignore[method-assign]
@@ -39,18 +38,13 @@ class BucketOptimizers:
         return BucketOptimizer(self._make(parameters), parameters, self.shown, self._group_of)
 
     def described(self) -> list[str]:
-        """A line per group, such that ranks with equal lines update alike."""
-        return [
-            f"{type(self.shown).__name__}, group {index} of {self._named(group['params'])}: "
-            + ", ".join(f"{name} {_comparable(value)}" for name, value in group.items() if name != "params")
+        """A line per group and per parameter, such that ranks with equal lines update alike."""
+        groups = [
+            f"{type(self.shown).__name__}, group {index} of {len(group['params'])} parameters "
+            f"({', '.join(f'{name} {_comparable(value)}' for name, value in group.items() if name != 'params')})"
             for index, group in enumerate(self.shown.param_groups)
         ]
-
-    def _named(self, members: Sequence[nn.Parameter]) -> str:
-        """Which these are, in few words."""
-        names = [self._names[parameter] for parameter in members]
-        mark = sha256("\n".join(names).encode()).hexdigest()[:8]
-        return f"{len(names)} parameters ({names[0] if names else 'none'} …, {mark})"
+        return [*(f"{name} in group {self._group_of[p]}" for name, p in self._parameters.items()), *groups]
 
     def forget(self) -> None:
         """The buckets are no more; what their optimizers remember stays."""
