@@ -17,10 +17,10 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from anabranch.memory.blocks import blocks_of
-from anabranch.memory.mix import Activations, ManagedActivations
-from anabranch.memory.survey import measure_link
-from anabranch.runtime.zoo import build
+from anabranch.activations.blocks import blocks_of
+from anabranch.activations.policy import Activations, ManagedActivations
+from anabranch.activations.profiler import measure_link
+from anabranch.bench.zoo import build
 
 WARM, ROUNDS = 6, 10  # the mix is chosen after two steps
 GIB = 1 << 30

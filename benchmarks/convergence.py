@@ -75,7 +75,7 @@ class Contestant:
         return ab.Plan((*(ab.Bucket(part, collective=kind) for part in parts), ab.Bucket(tuple(vectors))))
 
 
-class Waiting:
+class ResidualMonitor:
     """What waits on this rank in a given plan: its norm, and how long its places have not travelled.
 
     Exact, place by place: what was sent and applied leaves a zero behind (values travel as float32 here).
@@ -87,8 +87,8 @@ class Waiting:
 
     def step(self, parallel: nn.Module) -> None:
         """To be called after every step."""
-        if isinstance(parallel, ab.DataParallel) and parallel._pilot is not None:
-            self._residuals = parallel._pilot.collectives._state.residuals()  # type: ignore[attr-defined]
+        if isinstance(parallel, ab.DataParallel) and parallel._tuner is not None:
+            self._residuals = parallel._tuner.collectives._state.residuals()  # type: ignore[attr-defined]
         for name, piece in self._residuals.items():
             age = self._ages.setdefault(name, torch.zeros_like(piece))
             age.add_(1.0).mul_(piece != 0)
@@ -109,7 +109,7 @@ class Run:
     def __init__(self, task: Task, contestant: Contestant, timed: bool) -> None:
         self.task, self.contestant, self._timed = task, contestant, timed
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._waiting, self.parallel = Waiting(), task.model
+        self._waiting, self.parallel = ResidualMonitor(), task.model
         self._device = next(task.model.parameters()).device
         self._loss = torch.zeros((), device=self._device)
         self._norm, self._held = 0.0, False

@@ -29,9 +29,9 @@ from benchmarks.convergence import Contestant
 from benchmarks.convergence_tasks import TASKS, Task, anneal
 
 import anabranch as ab
+from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.virtual import VirtualWorld
 
 RANKS = 4
 BETA1, BETA2, EPS, DECAY = 0.9, 0.999, 1e-8, 0.01  # AdamW's

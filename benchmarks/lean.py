@@ -25,11 +25,11 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import anabranch as ab
+from anabranch.activations.policy import Mode
 from anabranch.bench import trainings
 from anabranch.bench.memory import of_zoo, sparse_plan
 from anabranch.bench.trainings import Subject
-from anabranch.memory.mix import Mode
-from anabranch.memory.options import Residuals
+from anabranch.lean.options import Residuals
 
 GIB = 1 << 30
 DENSITY = 0.01

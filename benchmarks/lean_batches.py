@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.bench.memory import tidy
-from anabranch.memory.batch import MOST, largest_batch
-from anabranch.memory.probe import Loss
-from anabranch.runtime.zoo import SEQUENCES as SEQUENCE_MODELS
-from anabranch.runtime.zoo import built
+from anabranch.bench.zoo import SEQUENCES as SEQUENCE_MODELS
+from anabranch.bench.zoo import built
+from anabranch.estimate.largest_batch import MOST, largest_batch
+from anabranch.estimate.probe import Loss
 
 DEVICE = torch.device("cuda", 0)
 MARGIN = 0.92  # of the limit: what the line through two peaks does not say, and what the allocator cannot use

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.runtime.layout import layout_in_force, reduced_parameters
-from anabranch.runtime.record import Recorder
+from anabranch.ddp.reducer import layout_in_force, reduced_parameters
+from anabranch.observe.recorder import Recorder
 
 ROUNDS = 60
 DEPTH = 8

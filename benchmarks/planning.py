@@ -12,7 +12,8 @@ import numpy as np
 
 import anabranch as ab
 from anabranch.planners import PLANNERS
-from anabranch.sim import finish_s, sweep
+from anabranch.scaling.sweep import sweep
+from anabranch.sim import finish_s
 
 KIB = 1 << 10
 

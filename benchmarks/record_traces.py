@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from anabranch.bench.zoo import MODELS, build, facts
 from anabranch.files import save
-from anabranch.runtime.record import record
-from anabranch.runtime.zoo import MODELS, build, facts
+from anabranch.observe.recorder import record
 
 BF16 = ("resnet50-bf16", "bert-base-bf16", "gpt2-bf16", "bert-large-bf16")
 

@@ -8,12 +8,12 @@ from statistics import median
 import torch
 import triton
 
-from anabranch.sparse import fused
-from anabranch.sparse.fused import Fused
+from anabranch.bench.virtual import VirtualWorld
+from anabranch.sparse import triton_exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.virtual import VirtualWorld
+from anabranch.sparse.triton_exchange import Fused
 
 RANKS, DENSITY, DIVISOR = 4, 0.01, 4.0
 
@@ -29,7 +29,7 @@ def main() -> None:
     print("\n## Offer of 110 M, by block and warps\n\n| block | warps | µs | TB/s |\n|---|---|---|---|")
     gradient, state = bucket(110_000_000)
     for block, warps in product((2048, 4096, 8192, 16384), (4, 8, 16)):
-        fused.BLOCK, fused.WARPS = block, warps
+        triton_exchange.BLOCK, triton_exchange.WARPS = block, warps
         took = timed(Fused.offer, lambda: begun(gradient, state))
         print(f"| {block} | {warps} | {took:.0f} | {8 * 110 / took:.2f} |", flush=True)
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 import anabranch as ab
+from anabranch.bench.baselines import RIVALS, Exchange
+from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.rivals import RIVALS, Exchange
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.virtual import VirtualWorld
 
 PERIODS = OkTopk()  # its defaults: exact thresholds every 32 steps, new regions every 64
 OURS: dict[str, Exchange] = {

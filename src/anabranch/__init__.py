@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from anabranch import planners
+from anabranch.alpha_beta import AlphaBeta, TwoLevel
 from anabranch.curve import Curve, CurvePoint
 from anabranch.errors import (
     AnabranchError,
@@ -22,7 +23,6 @@ from anabranch.errors import (
     UpdateError,
 )
 from anabranch.files import load, save
-from anabranch.links import AlphaBeta, TwoLevel
 from anabranch.network import Contention, Network
 from anabranch.plan import Bucket, Plan
 from anabranch.planners import plan
@@ -32,12 +32,12 @@ from anabranch.trace import TensorSpec, Trace
 from anabranch.version import __version__
 
 if _TYPE_CHECKING:
-    from anabranch.memory.mix import Activations
-    from anabranch.memory.options import Lean
-    from anabranch.runtime.loggers import JsonLines, Progress, TensorBoard
-    from anabranch.runtime.metrics import Logger, Metrics
-    from anabranch.runtime.parallel import DataParallel
-    from anabranch.sparse.checkpoint import CommState
+    from anabranch.activations.policy import Activations
+    from anabranch.integrations.distributed_checkpoint import CommState
+    from anabranch.lean.options import Lean
+    from anabranch.observe.loggers import JsonLines, Progress, TensorBoard
+    from anabranch.observe.metrics import Logger, Metrics
+    from anabranch.parallel import DataParallel
     from anabranch.sparse.options import OkTopk
 
 __all__ = [
@@ -82,16 +82,16 @@ __all__ = [
 
 # Who trains needs torch; nobody else waits for it.
 _WITH_TORCH = {
-    "Activations": "anabranch.memory.mix",
-    "CommState": "anabranch.sparse.checkpoint",
-    "DataParallel": "anabranch.runtime.parallel",
-    "JsonLines": "anabranch.runtime.loggers",
-    "Lean": "anabranch.memory.options",
-    "Logger": "anabranch.runtime.metrics",
-    "Metrics": "anabranch.runtime.metrics",
+    "Activations": "anabranch.activations.policy",
+    "CommState": "anabranch.integrations.distributed_checkpoint",
+    "DataParallel": "anabranch.parallel",
+    "JsonLines": "anabranch.observe.loggers",
+    "Lean": "anabranch.lean.options",
+    "Logger": "anabranch.observe.metrics",
+    "Metrics": "anabranch.observe.metrics",
     "OkTopk": "anabranch.sparse.options",
-    "Progress": "anabranch.runtime.loggers",
-    "TensorBoard": "anabranch.runtime.loggers",
+    "Progress": "anabranch.observe.loggers",
+    "TensorBoard": "anabranch.observe.loggers",
 }
 
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
+from anabranch.alpha_beta import AlphaBeta, TwoLevel
 from anabranch.checks import NO_META, STRICT, Meta, ReadOnly, check_positive, check_seconds, frozen_meta
 from anabranch.curve import Curve, Points
 from anabranch.errors import NetworkError
-from anabranch.links import AlphaBeta, TwoLevel
 
 
 @dataclass(frozen=True, slots=True)

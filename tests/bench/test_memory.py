@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.bench import trainings
+from anabranch.bench import trainings, zoo
 from anabranch.bench.memory import FIRST, OPTIMIZERS, sparse_plan, world
 from anabranch.bench.trainings import Subject, Training, naive_exchange
-from anabranch.runtime import zoo
-from memory.models import images
+from estimate.models import images
 from ranks import on_ranks
 
 DENSITY = 0.1

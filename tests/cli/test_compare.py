@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from anabranch import plan, save, simulate
-from anabranch.cli import links
+from anabranch.cli import network_text
 from anabranch.cli.main import main
 from anabranch.planners.fixed import HOROVOD_CAP_NBYTES
 from anabranch.sim import lower_bound_s
@@ -15,7 +15,7 @@ ROWS = ["per_tensor", "single", "by_bytes", "horovod", "mgwfbp", "optimal", "asc
 
 
 def test_rows_are_what_the_library_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    network, trace = links.network(RING), small_trace()
+    network, trace = network_text.network(RING), small_trace()
     document = json_of(capsys, "compare", "--trace", trace_file(tmp_path), "--network", RING)
     rows = {row["name"]: row for row in document["rows"]}
     assert list(rows) == ROWS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anabranch import __version__, save
-from anabranch.cli import specs
+from anabranch.cli import arguments
 from anabranch.cli.main import main
 from cli.nouns import HOSTILE, RING, error_of, small_trace, trace_file
 
@@ -49,7 +49,7 @@ def test_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     def interrupted(text: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(specs, "trace", interrupted)
+    monkeypatch.setattr(arguments, "trace", interrupted)
     assert main(["compare", "--trace", "t", "--network", RING]) == 130
     assert "Traceback" not in capsys.readouterr().err
 

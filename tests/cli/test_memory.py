@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from anabranch.bench import memory as bench
-from anabranch.cli import links, specs
+from anabranch.bench import zoo
+from anabranch.cli import arguments, network_text
 from anabranch.cli.main import main
 from anabranch.cli.memory import _network
-from anabranch.cli.throughput import naive_s, recorded_batch, samples_per_s
+from anabranch.estimate.account import KINDS, MODES, Setting, predict
+from anabranch.estimate.probe import Loss, probe
 from anabranch.files import save
-from anabranch.memory.account import KINDS, MODES, Setting, predict
-from anabranch.memory.probe import Loss, probe
 from anabranch.network import Network
 from anabranch.plan import Bucket, Plan
 from anabranch.report.memory import memory_report, unit
-from anabranch.runtime import zoo
+from anabranch.scaling.throughput import naive_s, recorded_batch, samples_per_s
 from cli.nouns import error_of, json_of, small_trace
-from memory.models import images
+from estimate.models import images
 
 ASKED = ["memory", "--model", "resnet50", "--batch-size", "4"]
 
@@ -97,7 +97,7 @@ def test_offloaded_activations_let_lean_take_more(capsys: pytest.CaptureFixture[
 
 def test_throughput_is_at_the_batch_of_each_mode(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--within", "100MiB", "--network", "ring:ranks=8,alpha=30us,rate=1gbit")
-    trace, network = specs.trace("resnet50"), Network.ring(8, 30e-6, 8e-9)
+    trace, network = arguments.trace("resnet50"), Network.ring(8, 30e-6, 8e-9)
     assert document["ranks"] == 8
     for mode, speed in document["samples_per_s"].items():
         expected = samples_per_s(trace, network, mode, document["largest_batch"][mode], 0.01)
@@ -116,7 +116,7 @@ def test_a_model_without_a_trace_has_no_throughput(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing: dict[str, Any] = {}
-    monkeypatch.setattr(specs, "bundled", lambda: nothing)
+    monkeypatch.setattr(arguments, "bundled", lambda: nothing)
     document = json_of(capsys, *ASKED, "--rate", "10gbit")
     assert document["samples_per_s"] == {}
     told = "no throughput: anabranch brings no trace of resnet50; record one, and give it by --trace"
@@ -218,7 +218,7 @@ def test_recomputing_costs_a_forward(capsys: pytest.CaptureFixture[str]) -> None
     asked = [*ASKED, "--rate", "100gbit"]
     kept, again = (json_of(capsys, *asked, "--activations", way) for way in ("keep", "recompute"))
     assert again["samples_per_s"]["ddp"] == kept["samples_per_s"]["ddp"]
-    trace = specs.trace("resnet50")
+    trace = arguments.trace("resnet50")
     share = (trace.forward_s + trace.backward_s) / (2 * trace.forward_s + trace.backward_s)
     assert again["samples_per_s"]["lean"] == pytest.approx(kept["samples_per_s"]["lean"] * share, rel=0.1)
     assert "lean's forward runs twice" in again["assumptions"]
@@ -228,5 +228,5 @@ def test_a_trace_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     recorded = replace(small_trace(), meta={"batch": 2})
     save(recorded, tmp_path / "trace.json")
     document = json_of(capsys, *ASKED, "--rate", "10gbit", "--trace", str(tmp_path / "trace.json"))
-    network = links.network("ring:ranks=4,alpha=30us,rate=10gbit")
+    network = network_text.network("ring:ranks=4,alpha=30us,rate=10gbit")
     assert document["samples_per_s"]["ddp"] == pytest.approx(samples_per_s(recorded, network, "ddp", 4, 0.01))

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from anabranch import load, plan, simulate
-from anabranch.cli import links
+from anabranch.cli import network_text
 from anabranch.cli.main import main
 from anabranch.sim import lower_bound_s
 from cli.nouns import HOSTILE, RING, error_of, json_of, small_trace, trace_file
 
-NETWORK = links.network(RING)
+NETWORK = network_text.network(RING)
 
 
 def test_json_is_what_the_library_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,12 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from anabranch import Network, Plan, Trace, planners, save
-from anabranch.cli import links
+from anabranch.bench import zoo
+from anabranch.cli import network_text
 from anabranch.cli.main import main
-from anabranch.runtime import zoo
-from anabranch.scaling import Scaling
-from anabranch.sim import Compute, finish_s, sweep
+from anabranch.scaling.result import Scaling
+from anabranch.scaling.sweep import Compute, sweep
+from anabranch.sim import finish_s
 from cli.nouns import HOSTILE, RING, error_of, json_of, measured, small_trace, trace_file
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -40,7 +41,7 @@ def test_points_are_what_the_library_says(
         argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *QUICK, *options, "--scaling", basis]
         document = json_of(capsys, *argv)
         here: dict[str, Any] = {"network_name": RING, "scaling": basis, "compute": Compute(**given)}
-        expected = sweep(small_trace(), links.network(RING), [4, 16, 64], chosen, **here)
+        expected = sweep(small_trace(), network_text.network(RING), [4, 16, 64], chosen, **here)
         assert document["points"] == [asdict(point) for point in expected]
         assert {key: document[key] for key in given} == given
         (tmp_path / "trace.json").unlink()
@@ -110,7 +111,7 @@ def test_lean_sends_what_oktopk_does(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_fits_decides_the_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memory.models import images
+    from estimate.models import images
 
     monkeypatch.setattr(zoo, "built", lambda _name, device, batch: images(batch)(device))
     save(replace(small_trace(), meta={"model": "resnet50", "batch": 8}), tmp_path / "fit.json")
@@ -239,9 +240,9 @@ def test_sparse_buckets_are_priced_at_every_size(tmp_path: Path, capsys: pytest.
 
 
 def test_sparse_points_are_those_of_the_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from anabranch.sparse.pricing import H200, priced
+    from anabranch.sparse.cost_model import H200, priced
 
-    here = priced(links.network(RING).at(64), 0.05, H200)
+    here = priced(network_text.network(RING).at(64), 0.05, H200)
     plan = planners.optimal(small_trace(), here, collective="oktopk:0.05")
     point = sparse(tmp_path, capsys, "oktopk:0.05")["points"][-1]
     assert point["buckets"] == len(plan) and point["world_size"] == 64

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from anabranch import load, plan, save, simulate
-from anabranch.cli import links
+from anabranch.cli import network_text
 from anabranch.cli.main import main
 from cli.nouns import RING, error_of, json_of, small_trace, trace_file
 
-NETWORK = links.network(RING)
+NETWORK = network_text.network(RING)
 
 
 def test_json_is_what_the_library_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,10 +5,10 @@ import os
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from anabranch.comm.lanes import same_ranks
 from anabranch.lab.emulation import Settings
 from anabranch.lab.emulation.install import install
 from anabranch.lab.emulation.settings import VARIABLE
-from anabranch.runtime.lanes import same_ranks
 
 Group = dist.ProcessGroup
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.errors import LabError
-from anabranch.lab import needs
+from anabranch.lab import preflight
 from anabranch.lab.cluster import Cluster
 
 PATIENCE_S = 20.0
@@ -20,7 +20,7 @@ PATIENCE_S = 20.0
 
 def _why_not() -> str:
     try:
-        needs.check(Cluster([1e9]), [])
+        preflight.check(Cluster([1e9]), [])
     except LabError as error:
         return str(error)
     return ""

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from anabranch.comm.lanes import same_ranks, timeout_of
 from anabranch.lab.emulation import Settings
-from anabranch.runtime.lanes import same_ranks, timeout_of
 from lab.beside import Group, emulated, real
 from ranks import GROUP_TIMEOUT, on_ranks
 

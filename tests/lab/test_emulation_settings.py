@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from anabranch import Network
+from anabranch.alpha_beta import AlphaBeta
 from anabranch.lab.emulation import Settings, describe, environment
 from anabranch.lab.emulation.cost import Cost, all_reduce, exchange, point_to_point, star, tree
 from anabranch.lab.emulation.install import install
 from anabranch.lab.emulation.settings import STARTUP, VARIABLE, current
-from anabranch.links import AlphaBeta
 
 TOLD = "emulated: 4 hosts, 10 Gbit/s, 50 µs (delays, not a real network)"
 

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
 from anabranch.lab.emulation import Settings, environment
-from anabranch.runtime.measure import measure
+from anabranch.observe.measure import measure
 from lab.beside import emulated, real
+from parallel.twins import different, plain_train, scattered, sgd, stage, steps
 from ranks import on_ranks
-from runtime.twins import different, plain_train, scattered, sgd, stage, steps
 
 FAST = Settings(3, 1e12, 0.0)
 

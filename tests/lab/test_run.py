@@ -11,7 +11,7 @@ import pytest
 
 from anabranch.errors import LabError
 from anabranch.lab.cluster import Cluster
-from anabranch.lab.member import Member, start
+from anabranch.lab.rank_process import RankProcess, start
 from anabranch.lab.run import run
 from lab.laboratory import alive, descriptors, lab, needs_namespaces, outcome, pids, until
 
@@ -63,7 +63,7 @@ def test_a_rank_killed_by_a_signal(
     cluster: Cluster, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for it, as they would in a collective, and are not waited for."""
-    monkeypatch.setattr("anabranch.lab.watch.GRACE_S", 0.2)
+    monkeypatch.setattr("anabranch.lab.supervisor.GRACE_S", 0.2)
     began = time.monotonic()
     assert shell(cluster, "if [ $RANK = 1 ]; then kill -SEGV $$; fi; sleep 60") == 128 + signal.SIGSEGV
     assert time.monotonic() - began < 20
@@ -100,9 +100,9 @@ def test_a_lab_inside_a_lab_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_start_that_fails_ends_those_already_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[Member] = []
+    started: list[RankProcess] = []
 
-    def fails_at_the_second(*arguments: Any, **options: Any) -> Member:
+    def fails_at_the_second(*arguments: Any, **options: Any) -> RankProcess:
         if started:
             raise OSError("no more processes")
         started.append(start(*arguments, **options))

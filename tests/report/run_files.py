@@ -6,7 +6,7 @@ from typing import Any
 
 from anabranch import Network, Span, Timeline, Trace, planners, save, simulate
 from anabranch.cli.main import main
-from anabranch.scaling import NetworkUsed, ScalePoint, Scaling, Strategy
+from anabranch.scaling.result import NetworkUsed, ScalePoint, Scaling, Strategy
 from cli.nouns import measured, small_trace
 
 GIB = 1 << 30

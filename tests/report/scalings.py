@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from anabranch.scaling import NetworkUsed, ScalePoint, Scaling, Strategy
+from anabranch.scaling.result import NetworkUsed, ScalePoint, Scaling, Strategy
 
 COMPUTE_S = 0.05  # what every step of such a scaling computes
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from anabranch.bench import memory as ways
-from anabranch.memory.account import LEAN_HOST, NAIVE, predict
-from anabranch.memory.probe import Loss, probe
+from anabranch.bench import zoo
+from anabranch.estimate.account import LEAN_HOST, NAIVE, predict
+from anabranch.estimate.probe import Loss, probe
 from anabranch.reproduce import laysa, reports
-from anabranch.runtime import zoo
-from memory.models import images
+from estimate.models import images
 
 
 def test_headlines_are_read_from_the_committed_report() -> None:

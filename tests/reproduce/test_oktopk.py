@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from anabranch.alpha_beta import AlphaBeta
 from anabranch.errors import FileError
-from anabranch.links import AlphaBeta
 from anabranch.reproduce import oktopk, reports
 from anabranch.reproduce.oktopk_counts import DENSITY
 from anabranch.reproduce.table import AGREES, Section
-from anabranch.sparse.pricing import phases
+from anabranch.sparse.cost_model import phases
 
 
 @pytest.fixture(scope="module")

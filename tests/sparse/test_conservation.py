@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.sparse.virtual import VirtualWorld
+from anabranch.bench.virtual import VirtualWorld
 from sparse.worlds import EXCHANGES, OK_TOPK, WHOLE, Gradients, check_step, check_steps, gradients, states, step
 
 ALL = sorted(EXCHANGES)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse import regions
 from anabranch.sparse.select import passing
 from anabranch.sparse.thresholds import kth_magnitude
-from anabranch.sparse.virtual import VirtualWorld
 from sparse.worlds import EXCHANGES, OK_TOPK, WHOLE, check_step, gradients, states, step
 
 

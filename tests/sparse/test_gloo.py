@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anabranch.runtime.lanes import Lanes, Message
-from anabranch.sparse.comm import GroupComm
+from anabranch.bench.virtual import VirtualWorld
+from anabranch.comm.communicator import GroupComm
+from anabranch.comm.lanes import Lanes, Message
 from anabranch.sparse.oktopk import OkTopk, exchange
-from anabranch.sparse.virtual import VirtualWorld
 from ranks import on_ranks
 from sparse.worlds import EXCHANGES, gradients, states, step
 

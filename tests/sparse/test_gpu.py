@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 
+from anabranch.bench.virtual import VirtualWorld
+from anabranch.sparse.encoding import unframed
 from anabranch.sparse.fixed import fixed_exchange, fusible
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import unpack
 from anabranch.sparse.sizes import FP32, Sizes
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.virtual import VirtualWorld
-from anabranch.sparse.wire import unframed
 from gpu import ON_GPU, no_waiting
 from sparse.worlds import check_step, gradients, states, step
 
@@ -91,7 +91,7 @@ def test_kernels_lose_nothing(wire: str, density: float) -> None:
 def test_kernels_reach_beyond_two_to_the_31() -> None:
     """One rank of eight, alone: what it offers it also receives, and all of that is applied."""
     pytest.importorskip("triton")
-    from anabranch.sparse.fused import Fused
+    from anabranch.sparse.triton_exchange import Fused
 
     numel, ranks = 2**31 + 5000, 8
     gradient, residual = torch.zeros(numel, device="cuda"), torch.zeros(numel, device="cuda")

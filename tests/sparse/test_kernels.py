@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from anabranch.comm.communicator import ZeroBuffer
 from anabranch.sparse import select, thresholds
-from anabranch.sparse.comm import Zeros
+from anabranch.sparse.encoding import framed, unframed
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes, wire_for
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.wire import framed, unframed
-from sparse.triton_device import DEVICE, fused, use_small_blocks
+from sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
 from sparse.worlds import gradients
 
 
@@ -23,7 +23,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_blocks(monkeypatch)
 
 
-class Ranks(Zeros):
+class Ranks(ZeroBuffer):
     """A group that nobody asks to send."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -33,11 +33,11 @@ class Ranks(Zeros):
 
 def fused_for(
     gradient: torch.Tensor, state: BucketState, sizes: Sizes, threshold: float, bounds: list[int], rank: int = 0
-) -> "fused.Fused":
+) -> "triton_exchange.Fused":
     state.local_threshold.fill_(threshold)
     state.boundaries.copy_(torch.tensor(bounds))
     comm: Any = Ranks(rank, len(bounds) - 1)
-    return fused.Fused(gradient, state, comm, sizes)
+    return triton_exchange.Fused(gradient, state, comm, sizes)
 
 
 def pairs_of(message: torch.Tensor) -> set[tuple[int, int]]:
@@ -181,7 +181,7 @@ def test_the_sampled_threshold_is_the_twins_bit_by_bit(numel: int, k: int, monke
     work.local_threshold()
     wanted = thresholds.sampled_magnitude((gradient.cpu(), held.cpu()), k, 11)
     assert state.local_threshold.item() == wanted.item() > 0
-    monkeypatch.setattr(fused, "MOST_SAMPLE", 0)
+    monkeypatch.setattr(triton_exchange, "MOST_SAMPLE", 0)
     state.local_threshold.zero_()
     work.local_threshold()
     assert state.local_threshold.item() == wanted.item()

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import anabranch as ab
+from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.momentum import Momentum
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.virtual import VirtualWorld
 from ranks import on_ranks
 from sparse.worlds import gradients, states
 

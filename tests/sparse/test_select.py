@@ -10,13 +10,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.bench.virtual import VirtualWork
+from anabranch.comm.communicator import ZeroBuffer
 from anabranch.sparse import select
-from anabranch.sparse.comm import Zeros
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import FP32, wire_for
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.virtual import VirtualWork
 
 
 def bits(value: float) -> int:
@@ -125,7 +125,7 @@ def test_an_average_too_small_for_float32_still_clears() -> None:
     assert residual.item() == 0
 
 
-class Nowhere(Zeros):
+class Nowhere(ZeroBuffer):
     """A group of four that sends nothing: for tensors without values."""
 
     rank, size = 1, 4

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.thresholds import (
     gaussian_magnitude,
@@ -14,7 +15,6 @@ from anabranch.sparse.thresholds import (
     sampled_magnitude,
     tilted,
 )
-from anabranch.sparse.virtual import VirtualWorld
 from sparse.worlds import EXCHANGES, gradients, states, step
 
 NUMEL, DENSITY, RANKS = 100_000, 0.01, 2

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import SparseState
-from anabranch.sparse.virtual import VirtualWorld
 from sparse.worlds import EXCHANGES, gradients, step
 
 SIZES = {"a": 5, "b": 1, "c": 40, "d": 7, "e": 12}

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes
-from anabranch.sparse.virtual import VirtualWorld
 from sparse.worlds import EXCHANGES, OK_TOPK, gradients, states, step
 
 NUMEL, DENSITY = 40_000, 0.01

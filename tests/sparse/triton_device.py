@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-__all__ = ["DEVICE", "fused", "use_small_blocks"]
+__all__ = ["DEVICE", "triton_exchange", "use_small_blocks"]
 
 if find_spec("triton") is None:
     pytest.skip("needs Triton: pip install triton", allow_module_level=True)
@@ -22,11 +22,11 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     assert "triton" not in sys.modules, "Triton was imported before it could be told to interpret"
     os.environ["TRITON_INTERPRET"] = "1"
 
-from anabranch.sparse import fused  # noqa: E402 (after the environment is set)
+from anabranch.sparse import triton_exchange  # noqa: E402 (after the environment is set)
 
 
 def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few elements make many programs."""
-    monkeypatch.setattr(fused, "BLOCK", 1024)
-    monkeypatch.setattr(fused, "PAIRS", 128)
-    monkeypatch.setattr(fused, "CHUNK", 2048)
+    monkeypatch.setattr(triton_exchange, "BLOCK", 1024)
+    monkeypatch.setattr(triton_exchange, "PAIRS", 128)
+    monkeypatch.setattr(triton_exchange, "CHUNK", 2048)

@@ -5,12 +5,12 @@ from functools import partial
 
 import torch
 
+from anabranch.bench.baselines import RIVALS, Exchange
+from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.rivals import RIVALS, Exchange
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.virtual import VirtualWorld
 
 SOON = OkTopk(threshold_period=3, region_period=2)  # so that few steps see refreshes and steps without
 EXCHANGES: dict[str, Exchange] = {

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from anabranch.runtime.dense import COLLECTIVES
-from anabranch.sparse.kinds import KIND, given_density
+from anabranch.bench.baselines import RIVALS
+from anabranch.comm.dense import COLLECTIVES
+from anabranch.sparse.naming import KIND, given_density
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.rivals import RIVALS
 
 WIRES = [kind for kind in COLLECTIVES if kind != "dense"]
 OTHERS = [name for name in RIVALS if name != "dense"]

@@ -13,15 +13,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import planners
+from anabranch.bench.zoo import Step
+from anabranch.ddp.reducer import unwrap
 from anabranch.network import Network
+from anabranch.parallel import DataParallel
 from anabranch.plan import Plan
 from anabranch.report.benchmark import BASELINE, COMPUTE
-from anabranch.runtime.candidates import predicted_s
-from anabranch.runtime.layout import unwrap
-from anabranch.runtime.parallel import DataParallel
-from anabranch.runtime.pilot import SETTLE_STEPS
-from anabranch.runtime.zoo import Step
 from anabranch.trace import Trace
+from anabranch.tuning.candidates import predicted_s
+from anabranch.tuning.tuner import SETTLE_STEPS
 
 MIB = 1 << 20
 ALL_REDUCE = "one all-reduce"

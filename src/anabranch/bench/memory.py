@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from anabranch.activations.policy import Activations
+from anabranch.bench import zoo
 from anabranch.bench.contestants import PLANNED_AFTER
 from anabranch.bench.trainings import Subject, training_of
-from anabranch.memory.account import BUCKET_NBYTES, LEAN, MODES
-from anabranch.memory.mix import Activations
-from anabranch.memory.options import KEPT
-from anabranch.memory.probe import Factory, Loss, probe
-from anabranch.memory.profile import by_bytes
+from anabranch.estimate.account import BUCKET_NBYTES, LEAN, MODES
+from anabranch.estimate.probe import Factory, Loss, probe
+from anabranch.estimate.profile import by_bytes
+from anabranch.lean.options import KEPT
 from anabranch.plan import Bucket, Plan
-from anabranch.runtime import zoo
-from anabranch.sparse.kinds import kind_of
+from anabranch.sparse.naming import kind_of
 
 FIRST, STEPS = 2 * PLANNED_AFTER, 3  # a plan is in force, and nothing is left of what was before
 # foreach is a GPU's default, and must be said where tensors have no device.

@@ -13,18 +13,18 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
+from anabranch.alpha_beta import AlphaBeta
 from anabranch.bench.compress import Rival, compression
 from anabranch.bench.contestants import OPTIONS, Contestant, baselines, living, ours, rivals
 from anabranch.bench.race import Turn, race
 from anabranch.bench.sparse import sparse_rivals
 from anabranch.bench.subject import Subject
+from anabranch.bench.zoo import Step
+from anabranch.comm.dense import COLLECTIVES
 from anabranch.errors import AnabranchError
 from anabranch.lab.environment import LAB, LAB_BIT_S
-from anabranch.links import AlphaBeta
+from anabranch.parallel import DataParallel
 from anabranch.report.benchmark import BASELINE, COMPUTE, OURS, Benchmark, Row
-from anabranch.runtime.dense import COLLECTIVES
-from anabranch.runtime.parallel import DataParallel
-from anabranch.runtime.zoo import Step
 from anabranch.sparse.options import OkTopk
 from anabranch.version import __version__
 

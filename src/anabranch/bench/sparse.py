@@ -11,22 +11,22 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import planners
+from anabranch.bench.baselines import RIVALS
 from anabranch.bench.compress import Rival
 from anabranch.bench.contestants import OPTIONS, PLANNED_AFTER, Contestant
+from anabranch.bench.zoo import Step
+from anabranch.comm.collectives import Collectives, DenseCollectives
+from anabranch.comm.communicator import GroupComm
+from anabranch.comm.dense import COLLECTIVES, Group, Steps, dense
 from anabranch.network import Network
+from anabranch.parallel import DataParallel
 from anabranch.plan import Bucket, Plan
-from anabranch.runtime.collectives import Collectives, Plain
-from anabranch.runtime.dense import COLLECTIVES, Group, Steps, dense
-from anabranch.runtime.parallel import DataParallel
-from anabranch.runtime.zoo import Step
-from anabranch.sparse.comm import GroupComm
-from anabranch.sparse.kinds import density_of
-from anabranch.sparse.rivals import RIVALS
+from anabranch.sparse.naming import density_of
 from anabranch.sparse.state import SparseState
 from anabranch.trace import Trace
 
 
-class RivalCollectives(Plain):
+class RivalCollectives(DenseCollectives):
     """A rival's exchange for every bucket that names it, with what was not sent kept for the next step.
 
     Buckets of other dtypes than float32, which no exchange knows, travel dense.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from anabranch.runtime import zoo
-from anabranch.runtime.paced import PacedModel
+from anabranch.bench import zoo
+from anabranch.bench.replay import ReplayedModel
 from anabranch.trace import Trace
 
 
@@ -41,7 +41,7 @@ def from_trace(name: str, trace: Trace, slower: float = 1.0) -> Subject:
     batch = noted if isinstance(noted, int) else 1
 
     def build() -> tuple[nn.Module, zoo.Step]:
-        model = PacedModel(replayed)
+        model = ReplayedModel(replayed)
 
         def step(wrapped: nn.Module | None = None) -> None:
             model.zero_grad(set_to_none=True)

@@ -14,15 +14,15 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch.memory.account import DDP, LEAN, LEAN_HOST, NAIVE, OKTOPK
-from anabranch.memory.mix import Activations
-from anabranch.memory.options import KEPT, Lean, Residuals
-from anabranch.memory.probe import Factory, Loss
+from anabranch.activations.policy import Activations
+from anabranch.bench.allgather import top_pairs, wanted
+from anabranch.comm.communicator import Comm, ZeroBuffer
+from anabranch.ddp.reducer import unwrap
+from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, OKTOPK
+from anabranch.estimate.probe import Factory, Loss
+from anabranch.lean.options import KEPT, Lean, Residuals
+from anabranch.parallel import DataParallel
 from anabranch.plan import Plan
-from anabranch.runtime.layout import unwrap
-from anabranch.runtime.parallel import DataParallel
-from anabranch.sparse.allgather import top_pairs, wanted
-from anabranch.sparse.comm import Comm, Zeros
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import add
@@ -49,7 +49,7 @@ class _Done:
         return True
 
 
-class Mirror(Zeros):
+class Mirror(ZeroBuffer):
     """A ``Comm`` of ``size`` ranks that all offer what this one does: every message has its size, none travels."""
 
     rank = 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from anabranch.cli import specs
+from anabranch.cli import arguments
 from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, show_tables
 from anabranch.cli.ranks import join
 from anabranch.errors import AnabranchError
@@ -89,7 +89,7 @@ def bench(
     _check_folders([report, plot])
     form = plot_format(plot)
     sizes, counts, wires = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes), list(dict.fromkeys(compress or ()))
-    traces = [(text, specs.trace(text)) for text in trace or ()]
+    traces = [(text, arguments.trace(text)) for text in trace or ()]
 
     from anabranch.bench.compress import compression
     from anabranch.bench.run import Settings

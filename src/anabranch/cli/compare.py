@@ -3,9 +3,10 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from anabranch.cli import lineup, specs
+from anabranch.cli import arguments
 from anabranch.cli.output import JsonOption, print_json, progress, show_tables
 from anabranch.network import Network
+from anabranch.scaling import line_up
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.sim import simulate as predict
 from anabranch.trace import Trace
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
     from anabranch.report.comparison import Row
 
 
-def compare(trace: specs.TraceOption, network: specs.NetworkOption, as_json: JsonOption = False) -> None:
+def compare(trace: arguments.TraceOption, network: arguments.NetworkOption, as_json: JsonOption = False) -> None:
     """Compare every planner on one trace and network, and with the bound that none can beat."""
     from anabranch.report import comparison
 
-    gradients, links = specs.trace(trace), specs.network(network)
+    gradients, links = arguments.trace(trace), arguments.network(network)
     rows = _rows(gradients, links)
     best = comparison.best(rows)
     if as_json:
@@ -40,10 +41,10 @@ def compare(trace: specs.TraceOption, network: specs.NetworkOption, as_json: Jso
 def _rows(trace: Trace, network: Network) -> "list[Row]":
     from anabranch.report.figures import has_spread
 
-    ddp = lineup.LINEUP[lineup.DDP_DEFAULT].function(trace, network)
+    ddp = line_up.LINEUP[line_up.DDP_DEFAULT].function(trace, network)
     ddp_s = trace.forward_s + finish_s(trace, ddp, network)
     around = (network.shifted(-1), network.shifted(+1)) if has_spread(network) else None
-    names = progress(list(lineup.LINEUP), len(lineup.LINEUP), "planning")
+    names = progress(list(line_up.LINEUP), len(line_up.LINEUP), "planning")
     return [_row(name, trace, network, ddp_s, around) for name in names]
 
 
@@ -51,7 +52,7 @@ def _row(name: str, trace: Trace, network: Network, ddp_s: float, around: tuple[
     from anabranch.report.comparison import Row
     from anabranch.report.figures import ratio
 
-    entry = lineup.LINEUP[name]
+    entry = line_up.LINEUP[name]
     made = entry.function(trace, network)
     timeline = predict(trace, made, network)
     bound_s = lower_bound_s(trace, network, made.lanes)

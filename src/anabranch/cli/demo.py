@@ -110,7 +110,7 @@ def _ratio(ours_s: Sequence[float], theirs_s: Sequence[float]) -> dict[str, floa
 def _print(document: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from anabranch.report.cells import plain, time_scale
+    from anabranch.report.formatting import plain, time_scale
     from anabranch.report.tables import columns
 
     runs = document["runs"]

@@ -35,11 +35,11 @@ def import_trace(
     check_other(output, [file])
     from rich.text import Text
 
-    from anabranch.chrome import load_chrome
+    from anabranch.profiler_trace import load_profiler_trace
     from anabranch.report import figures, tables
-    from anabranch.report.cells import plain
+    from anabranch.report.formatting import plain
 
-    trace = load_chrome(file, model, batch)
+    trace = load_profiler_trace(file, model, batch)
     save(trace, output, force)
     if as_json:
         meta = {"meta": dict(trace.meta), "written": str(output)}

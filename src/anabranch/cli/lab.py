@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.links import RATE_BIT, TIME_S, quantity
+from anabranch.cli.network_text import RATE_BIT, TIME_S, quantity
 from anabranch.lab.cluster import MAX_HOSTS, Cluster
 
 UNSHAPED = "unshaped"

@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    from anabranch.report.cells import plain  # rich, which --help without colours need not load
+    from anabranch.report.formatting import plain  # rich, which --help without colours need not load
 
     # A message may quote a file: all of it goes on one line, and none of it to the terminal's controls.
     print(f"anabranch: error: {plain(' '.join(message.split()))}", file=sys.stderr)

@@ -72,9 +72,9 @@ def _measured(backend: str | None, lanes: int, largest_nbytes: int, budget_s: fl
     """The network among all ranks, with process groups that exist for as long as this takes."""
     import torch.distributed as dist
 
-    from anabranch.runtime.dense import COLLECTIVES
-    from anabranch.runtime.lanes import GRACE_S, same_ranks
-    from anabranch.runtime.measure import measure as measured
+    from anabranch.comm.dense import COLLECTIVES
+    from anabranch.comm.lanes import GRACE_S, same_ranks
+    from anabranch.observe.measure import measure as measured
 
     if unknown := [kind for kind in kinds if kind not in COLLECTIVES]:
         raise ValueError(f"--collective is {unknown[0]!r}: expected one of {', '.join(COLLECTIVES)}")

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anabranch.cli import links, specs, yours
+from anabranch.cli import arguments, network_text, user_function
 from anabranch.cli.output import JsonOption, print_json, show_tables
-from anabranch.cli.throughput import ASSUMPTIONS, samples_per_s
-from anabranch.networks import PRESETS
+from anabranch.network_presets import PRESETS
+from anabranch.scaling.throughput import ASSUMPTIONS, samples_per_s
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from anabranch.memory.account import Footprint, Setting
-    from anabranch.memory.probe import Build, Loss
+    from anabranch.estimate.account import Footprint, Setting
+    from anabranch.estimate.probe import Build, Loss
     from anabranch.network import Network
 
 MAX_NBYTES = 2.0**60  # no machine has as much
@@ -81,11 +81,11 @@ def memory(
     limit_nbytes = within_nbytes(within)
     wire = _network(network, rate, ranks)
     ranks = ranks or (wire.world_size if wire else 4)
-    from anabranch.memory.account import Setting
+    from anabranch.estimate.account import Setting
 
     if plan is not None and measure:
         raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
-    buckets = None if plan is None else [bucket.names for bucket in specs.plan(plan).buckets]
+    buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
     setting = Setting(ranks=ranks, density=density, buckets=buckets)
     account = Account(model, optimizer, activations, DDPS_BUCKETS if plan is None else f"those of {plan}")
     footprints = account.at(batch_size, setting)
@@ -102,7 +102,7 @@ def memory(
             found["modes"][mode]["measured_nbytes"] = nbytes
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
-        from anabranch.memory.batch import MOST
+        from anabranch.estimate.largest_batch import MOST
 
         batches = {mode: account.largest(mode, setting, limit_nbytes) for mode in footprints}
         found["within_nbytes"], found["largest_batch"] = limit_nbytes, batches
@@ -122,7 +122,7 @@ class Account:
     """Footprints of one model at any batch; each batch is run on tensors without data once."""
 
     def __init__(self, model: str, optimizer: Optimizer, activations: Activations, buckets: str = DDPS_BUCKETS) -> None:
-        from anabranch.memory.probe import CONVOLUTION_WORKSPACE, probe
+        from anabranch.estimate.probe import CONVOLUTION_WORKSPACE, probe
 
         factory, build_of = _factory(optimizer), _builder(model)
         self._activations = activations
@@ -146,14 +146,14 @@ class Account:
 
     def at(self, batch: int, setting: "Setting") -> "dict[str, Footprint]":
         """Every mode at one batch."""
-        from anabranch.memory.account import MODES, predict
+        from anabranch.estimate.account import MODES, predict
 
         return {mode: predict(self._profile(batch, self.way(mode)), mode, setting) for mode in MODES}
 
     def largest(self, mode: str, setting: "Setting", limit_nbytes: int) -> int:
         """The largest batch of a mode within the limit."""
-        from anabranch.memory.account import predict
-        from anabranch.memory.batch import largest_batch
+        from anabranch.estimate.account import predict
+        from anabranch.estimate.largest_batch import largest_batch
 
         def nbytes(batch: int) -> int:
             return predict(self._profile(batch, self.way(mode)), mode, setting).nbytes
@@ -168,9 +168,9 @@ class Account:
 def _builder(model: str) -> "Callable[[int], Build]":
     """By batch, what makes the model; a function of the user's own is looked up once."""
     if ":" in model:
-        function = yours.function(model, EXAMPLE)
+        function = user_function.function(model, EXAMPLE)
         second = "loss): a torch module and a function of it"
-        return lambda batch: lambda device: yours.checked(model, function(batch, device), second)
+        return lambda batch: lambda device: user_function.checked(model, function(batch, device), second)
     from anabranch.bench.memory import of_zoo
 
     return partial(of_zoo, model)
@@ -178,7 +178,7 @@ def _builder(model: str) -> "Callable[[int], Build]":
 
 def _recomputed(build: "Build") -> "Build":
     """The same model, whose blocks are computed again in backward."""
-    from anabranch.memory.recompute import recompute
+    from anabranch.activations.recompute import recompute
 
     def rebuilt(device: "torch.device") -> "tuple[nn.Module, Loss]":
         model, loss = build(device)
@@ -202,13 +202,13 @@ def _measured(
 
     if not torch.cuda.is_available():
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
+    from anabranch.activations import policy
     from anabranch.bench.memory import peak, runnable, world
-    from anabranch.memory import mix
 
     with world() as ranks:
         if ranks not in (1, setting.ranks):
             raise ValueError(f"--measure runs on {ranks} ranks and --ranks is {setting.ranks}: leave out --ranks")
-        build, factory, treated = _builder(model)(batch), _factory(optimizer), mix.Activations(activations.value)
+        build, factory, treated = _builder(model)(batch), _factory(optimizer), policy.Activations(activations.value)
         return {mode: peak(build, mode, factory, setting.ranks, setting.density, treated).steady for mode in runnable()}
 
 
@@ -224,10 +224,10 @@ def _speeds(
 
     Nor for a mode with all activations offloaded: the link to the host is slower than computing, and not in a trace.
     """
-    if name not in specs.bundled() and not Path(name).is_file():
+    if name not in arguments.bundled() and not Path(name).is_file():
         assumptions.append(f"no throughput: anabranch brings no trace of {name}; record one, and give it by --trace")
         return {}
-    trace = specs.trace(name)
+    trace = arguments.trace(name)
     assumptions += ASSUMPTIONS
     if Activations.recompute in ways.values():
         assumptions.append("lean's forward runs twice")
@@ -244,7 +244,7 @@ def within_nbytes(text: str | None) -> int | None:
     """What --within says, in bytes."""
     if text is None:
         return None
-    nbytes = links.quantity(text, SIZE_NBYTES)
+    nbytes = network_text.quantity(text, SIZE_NBYTES)
     if not 1 <= nbytes <= MAX_NBYTES:
         raise ValueError(f"--within is {text!r}: expected a size in GiB, MiB, GB or MB, such as 16GiB")
     return int(nbytes)
@@ -254,17 +254,17 @@ def _network(text: str | None, rate: str | None, ranks: int | None) -> "Network 
     if text is not None and rate is not None:
         raise ValueError(f"--network is {text} and --rate is {rate}: expected one of them")
     if rate is not None:
-        return links.network(f"ring:ranks={ranks or 4},alpha={RATE_ALPHA},rate={rate}")
+        return network_text.network(f"ring:ranks={ranks or 4},alpha={RATE_ALPHA},rate={rate}")
     if text is None:
         return None
-    network = specs.network(f"{text}:ranks={ranks or 4}" if text in PRESETS else text)
+    network = arguments.network(f"{text}:ranks={ranks or 4}" if text in PRESETS else text)
     return network if ranks is None else network.at(ranks)
 
 
 def _print(found: dict[str, Any]) -> None:
     from rich.text import Text
 
-    from anabranch.report.cells import plain, size
+    from anabranch.report.formatting import plain, size
     from anabranch.report.memory import batch_report, memory_report
 
     modes: dict[str, Any] = found["modes"]

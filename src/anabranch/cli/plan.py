@@ -5,20 +5,21 @@ from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli import lineup, specs
+from anabranch.cli import arguments
 from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
 from anabranch.files import save
 from anabranch.network import Network
 from anabranch.plan import Plan
+from anabranch.scaling import line_up
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.sim import simulate as predict
 from anabranch.trace import Trace
 
 
 def plan(
-    trace: specs.TraceOption,
-    network: specs.NetworkOption,
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(lineup.LINEUP)}.")] = "optimal",
+    trace: arguments.TraceOption,
+    network: arguments.NetworkOption,
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(line_up.LINEUP)}.")] = "optimal",
     lanes: Annotated[int | None, typer.Option(help="How many lanes (lanes: at most); for asc and lanes.")] = None,
     cap_mb: Annotated[float | None, typer.Option(help="Bucket cap in MiB, as DDP's; for by_bytes and optimal.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
@@ -27,8 +28,8 @@ def plan(
 ) -> None:
     """Make a plan: which gradients travel together, on which lane, in which order, and what that should cost."""
     check_free([output], force)
-    entry = lineup.entry(planner, lanes, cap_mb)
-    gradients, links = specs.trace(trace), specs.network(network)
+    entry = line_up.entry(planner, lanes, cap_mb)
+    gradients, links = arguments.trace(trace), arguments.network(network)
     made = entry.function(gradients, links)
     document = {
         "command": "plan",
@@ -51,8 +52,8 @@ def _prediction(trace: Trace, made: Plan, network: Network) -> dict[str, Any]:
 
     timeline = predict(trace, made, network)
     over = {
-        name: trace.forward_s + finish_s(trace, lineup.LINEUP[name].function(trace, network), network)
-        for name in (lineup.DDP_DEFAULT, lineup.NO_MERGING)
+        name: trace.forward_s + finish_s(trace, line_up.LINEUP[name].function(trace, network), network)
+        for name in (line_up.DDP_DEFAULT, line_up.NO_MERGING)
     }
     return {
         "world_size": network.world_size,
@@ -60,14 +61,14 @@ def _prediction(trace: Trace, made: Plan, network: Network) -> dict[str, Any]:
         "lanes": made.lanes,
         **timeline_figures(timeline),
         "lower_bound_s": lower_bound_s(trace, network, made.lanes),
-        "speedup_over_ddp_default": ratio(over[lineup.DDP_DEFAULT], timeline.iteration_s),
-        "speedup_over_per_tensor": ratio(over[lineup.NO_MERGING], timeline.iteration_s),
+        "speedup_over_ddp_default": ratio(over[line_up.DDP_DEFAULT], timeline.iteration_s),
+        "speedup_over_per_tensor": ratio(over[line_up.NO_MERGING], timeline.iteration_s),
         "buckets": bucket_figures(trace, made, timeline),
     }
 
 
 def _print(planner: str, document: dict[str, Any]) -> None:
-    from anabranch.report.cells import count, factor, plain, seconds
+    from anabranch.report.formatting import count, factor, plain, seconds
     from anabranch.report.tables import bucket_table, duration_pairs, facts
 
     buckets, lanes = count(len(document["buckets"]), "bucket"), count(document["lanes"], "lane")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anabranch.checks import Scalar
-from anabranch.cli import yours
+from anabranch.cli import user_function
 from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, progress, show_tables
 from anabranch.files import save
 
@@ -61,14 +61,16 @@ def record(
         given = {"--device": device, "--precision": precision}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{wrong[0]} is for named models: your own function decides that for {what}")
-        model, step = yours.checked(what, yours.function(what, EXAMPLE)(), "step): a torch module and a function")
-        yours.check_call(what, "step", step)
+        model, step = user_function.checked(
+            what, user_function.function(what, EXAMPLE)(), "step): a torch module and a function"
+        )
+        user_function.check_call(what, "step", step)
         noted: Mapping[str, Scalar] = {} if batch is None else {"batch": batch}
         meta: Mapping[str, Scalar] = {"model": type(model).__name__, "recorded_from": what, **noted}
     else:
         model, step, meta = _named(what, device, precision or Precision.fp32, batch)
+    from anabranch.observe.recorder import record as recorded
     from anabranch.report import figures, tables
-    from anabranch.runtime.record import record as recorded
 
     calls = progress(range(warmup + steps), warmup + steps, "recording")
 
@@ -90,7 +92,7 @@ def _named(
 ) -> "tuple[nn.Module, Callable[[], object], Mapping[str, Scalar]]":
     import torch
 
-    from anabranch.runtime import zoo
+    from anabranch.bench import zoo
 
     if name not in zoo.MODELS:
         raise ValueError(f"{name}: expected {EXAMPLE}, or one of {', '.join(zoo.MODELS)}")

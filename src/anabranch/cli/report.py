@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anabranch.cli import lineup
 from anabranch.cli.output import ForceOption, check_free, check_other
 from anabranch.files import write_text
+from anabranch.scaling import line_up
 from anabranch.sim import simulate
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def report(
     """Draw a run: its plan, predicted and measured steps, curves, tables, memory, in one HTML file."""
     check_free([output], force)
     check_other(output, runs)
-    from anabranch.report.cells import count, plain
+    from anabranch.report.formatting import count, plain
     from anabranch.report.html.page import report_page
     from anabranch.report.runs.reading import read_runs
 
@@ -60,7 +60,7 @@ def _predicted(runs: "Runs") -> "list[Predicted]":
         wanted += [(name, plan, trace) for _, trace in runs.traces if fits(plan, trace)][:1]
     if not runs.plans and not runs.steps:
         trace, network = runs.traces[0][1], runs.networks[0][1]
-        plan = lineup.LINEUP[lineup.DDP_DEFAULT].function(trace, network)
+        plan = line_up.LINEUP[line_up.DDP_DEFAULT].function(trace, network)
         wanted = [("DDP's default buckets, as no plan was given,", plan, trace)]
     for name, plan, trace in wanted:
         for network_name, network in runs.networks:

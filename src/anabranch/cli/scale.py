@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anabranch.cli import lineup, specs
-from anabranch.cli.links import MAX_RANKS
+from anabranch.cli import arguments
+from anabranch.cli.network_text import MAX_RANKS
 from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, show_tables
-from anabranch.cli.sparse import LEAN
-from anabranch.cli.sweeping import Sweep
 from anabranch.files import write_bytes
-from anabranch.networks import PRESETS
-from anabranch.scaling import Scaling
-from anabranch.sim import Compute
+from anabranch.network_presets import PRESETS
+from anabranch.scaling import line_up
+from anabranch.scaling.compression import LEAN
+from anabranch.scaling.result import Scaling
+from anabranch.scaling.study import Sweep
+from anabranch.scaling.sweep import Compute
 from anabranch.sim.ranks import MAX_JITTER
 
 if TYPE_CHECKING:
@@ -43,14 +44,14 @@ NetworksOption = Annotated[
         "--network",
         metavar="N",
         help=f"A name ({', '.join(PRESETS)}), a file of anabranch measure, or a description: "
-        f"{specs.links.EXAMPLES['ring']}; may be repeated. Unless told: {', '.join(NETWORKS)}.",
+        f"{arguments.network_text.EXAMPLES['ring']}; may be repeated. Unless told: {', '.join(NETWORKS)}.",
     ),
 ]
 SpreadOption = Annotated[
     float | None, typer.Option(help="For networks that bring no spread: all costs this share lower and higher, 0.2.")
 ]
 SizesOption = Annotated[str, typer.Option(help="Numbers of ranks, rising.")]
-PlannersOption = Annotated[str, typer.Option(help=f"Some of {', '.join(lineup.LINEUP)}.")]
+PlannersOption = Annotated[str, typer.Option(help=f"Some of {', '.join(line_up.LINEUP)}.")]
 CompressOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -79,7 +80,7 @@ PlotOption = Annotated[Path | None, typer.Option(help="Write a plot to this .png
 
 
 def scale(
-    trace: specs.TraceOption,
+    trace: arguments.TraceOption,
     network: NetworksOption = None,
     spread: SpreadOption = None,
     world_sizes: SizesOption = "4,8,16,32,64,128,256,512,1024,2048",
@@ -114,8 +115,8 @@ def scale(
             f"--world-sizes has {sizes[-1]}: expected {MAX_DRAWN} at most with --jitter or --stragglers, "
             "for which every rank is drawn by itself"
         )
-    gradients = specs.trace(trace)
-    ranges = specs.network_ranges(network or NETWORKS, spread)
+    gradients = arguments.trace(trace)
+    ranges = arguments.network_ranges(network or NETWORKS, spread)
     ways = list(dict.fromkeys(compress or (COMPRESS if within is None else (*COMPRESS, f"{LEAN}:0.01"))))
     ways = [] if ways == [NO_COMPRESSION] else ways
     swept = Sweep(gradients, sizes, _names(planners), ways, scaling.value, compute)
@@ -156,7 +157,7 @@ def _drawn(found: Scaling, form: "Format") -> bytes:
 def _print(found: Scaling) -> None:
     from rich.text import Text
 
-    from anabranch.report.cells import plain
+    from anabranch.report.formatting import plain
     from anabranch.report.scaling import scaling_report
 
     notes = [Text(plain(f"Plot written to {found.written}"))] if found.written else []

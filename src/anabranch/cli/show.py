@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli import specs
+from anabranch.cli import arguments
 from anabranch.cli.output import JsonOption, print_json, show_tables
 from anabranch.files import dumps
 from anabranch.network import Network
@@ -22,7 +22,7 @@ def show(file: FileArgument, as_json: JsonOption = False) -> None:
     """Show a trace, network, plan or timeline; with --json its summary and its content."""
     from anabranch.report import figures, tables
 
-    noun = specs.anything(file)
+    noun = arguments.anything(file)
     if isinstance(noun, Trace):
         summary, report = figures.trace_figures(noun), tables.trace_report(noun)
     elif isinstance(noun, Network):

@@ -6,16 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli import lineup, specs
+from anabranch.cli import arguments
 from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
 from anabranch.files import save, write_text
+from anabranch.scaling import line_up
 from anabranch.sim import simulate as predict
 from anabranch.timeline import Timeline
 
 
 def simulate(
-    trace: specs.TraceOption,
-    network: specs.NetworkOption,
+    trace: arguments.TraceOption,
+    network: arguments.NetworkOption,
     plan: Annotated[Path | None, typer.Option(help="A plan file.")] = None,
     planner: Annotated[str | None, typer.Option(help="Plan first, with one of the planners; default: optimal.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the timeline to this file.")] = None,
@@ -27,8 +28,8 @@ def simulate(
     if plan is not None and planner is not None:
         raise ValueError(f"--plan {plan} and --planner {planner} are both given: expected one of them")
     check_free([output, chrome], force)
-    gradients, links = specs.trace(trace), specs.network(network)
-    made = specs.plan(plan) if plan else lineup.entry(planner or "optimal").function(gradients, links)
+    gradients, links = arguments.trace(trace), arguments.network(network)
+    made = arguments.plan(plan) if plan else line_up.entry(planner or "optimal").function(gradients, links)
     timeline = predict(gradients, made, links)
     written = _write(timeline, output, chrome, force)
     from anabranch.report.figures import bucket_figures, timeline_figures
@@ -59,7 +60,7 @@ def _write(timeline: Timeline, output: Path | None, chrome: Path | None, force: 
 
 
 def _print(document: dict[str, Any], timeline: Timeline) -> None:
-    from anabranch.report.cells import count, plain
+    from anabranch.report.formatting import count, plain
     from anabranch.report.gantt import Gantt
     from anabranch.report.tables import bucket_table, duration_pairs, facts
 

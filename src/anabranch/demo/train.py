@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.demo.text import CharTransformer, StandardLibrary
 from anabranch.files import dumps, save
-from anabranch.runtime.loggers import JsonLines
-from anabranch.runtime.parallel import DataParallel
+from anabranch.observe.loggers import JsonLines
+from anabranch.parallel import DataParallel
 
 TRIAL_STEPS = 6  # a short training has no time for longer trials
 ROUNDS, ROUND_STEPS = 20, 2  # side by side, in turn: what slows the machine for a while slows both

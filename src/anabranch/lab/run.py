@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from anabranch.errors import LabError
-from anabranch.lab import mps, needs
+from anabranch.lab import mps, preflight
 from anabranch.lab.cluster import Cluster
 from anabranch.lab.environment import LAB_ID, MASTER_PORT, free_port, gpus_of, variables
+from anabranch.lab.failure_report import tell
 from anabranch.lab.gpus import gpus
 from anabranch.lab.hosts import Host, linked, local
 from anabranch.lab.janitor import Janitor, Remains
-from anabranch.lab.member import start
+from anabranch.lab.rank_process import start
 from anabranch.lab.signals import Signals
-from anabranch.lab.tell import tell
-from anabranch.lab.watch import Ending, Watch
+from anabranch.lab.supervisor import Ending, Supervisor
 
 
 def run(cluster: Cluster, command: Sequence[str], timeout_s: float | None = None) -> int:
@@ -29,13 +29,13 @@ def run(cluster: Cluster, command: Sequence[str], timeout_s: float | None = None
     """
     found = gpus() if cluster.backend == "nccl" else []
     _check(command)
-    needs.check(cluster, found)
-    if remark := needs.note(cluster):
+    preflight.check(cluster, found)
+    if remark := preflight.note(cluster):
         print(f"anabranch lab: note: {remark}", file=sys.stderr)
     lab_id = secrets.token_hex(8)
     with ExitStack() as stack:
         hosts = local(cluster.hosts) if cluster.emulated else stack.enter_context(linked(cluster.rates_bit_s))
-        mps_folder = mps.folder() if needs.shares(cluster, found) and not mps.running() else None
+        mps_folder = mps.folder() if preflight.shares(cluster, found) and not mps.running() else None
         places = [host.namespace.descriptor for host in hosts if host.namespace is not None]
         janitor = stack.enter_context(Janitor(Remains(f"{LAB_ID}={lab_id}", mps_folder, places)))
         leads = mps.start(mps_folder) if mps_folder is not None else {}
@@ -60,7 +60,7 @@ def _supervised(
     timeout_s: float | None,
 ) -> int:
     """Start all members, wait for their end, see to it, and tell of it."""
-    with Signals() as signals, closing(Watch(signals)) as watch:
+    with Signals() as signals, closing(Supervisor(signals)) as watch:
         ending = Ending()
         try:
             for host, environment in zip(hosts, environments, strict=True):

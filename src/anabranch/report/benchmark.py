@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from anabranch.report.cells import plain, seconds, time_scale
+from anabranch.report.formatting import plain, seconds, time_scale
 from anabranch.report.tables import columns, facts
 
 COMPUTE, BASELINE, OURS = "compute only", "DDP", "DataParallel"  # what all others are compared with

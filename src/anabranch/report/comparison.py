@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.report.cells import factor, percent, time_scale
+from anabranch.report.formatting import factor, percent, time_scale
 from anabranch.report.tables import columns
 
 

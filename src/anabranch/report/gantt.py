@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from anabranch.report.cells import plain, seconds
+from anabranch.report.formatting import plain, seconds
 from anabranch.timeline import COMPUTE, Timeline
 
 MAX_WIDTH = 110

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.report.cells import plain
+from anabranch.report.formatting import plain
 from anabranch.report.tables import columns
 
 GIB, MIB = 2**30, 2**20

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from anabranch.report.cells import plain, time_scale
-from anabranch.scaling import Curves, Scaling
+from anabranch.report.formatting import plain, time_scale
+from anabranch.scaling.result import Curves, Scaling
 
 if TYPE_CHECKING:  # matplotlib takes a second to import, which only a plot is worth
     from matplotlib.axes import Axes

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from anabranch.report.benchmark import BASELINE, COMPUTE, OURS, Benchmark, Row
-from anabranch.report.cells import plain
+from anabranch.report.formatting import plain
 from anabranch.report.plot import COLOURS, Format, saved
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.report.cells import Scale, factor, label, percent, plain, time_scale
+from anabranch.report.formatting import Scale, factor, label, percent, plain, time_scale
 from anabranch.report.scaling_answer import DDP, Gain, Row, has_dense, rows
 from anabranch.report.tables import columns
-from anabranch.scaling import Curves, NetworkUsed, ScalePoint, Scaling
+from anabranch.scaling.result import Curves, NetworkUsed, ScalePoint, Scaling
 
 ABREAST = 5  # strategies that 80 columns hold
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from anabranch.report.cells import count, factor, percent, plain
-from anabranch.scaling import Curves, NetworkUsed, ScalePoint, Scaling
+from anabranch.report.formatting import count, factor, percent, plain
+from anabranch.scaling.result import Curves, NetworkUsed, ScalePoint, Scaling
 
 DDP = "by_bytes"  # whose defaults are those of torch's DistributedDataParallel
 WORTH_IT = 1.02  # a gain below this is within the noise of any live step

@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.links import AlphaBeta, TwoLevel
+from anabranch.alpha_beta import AlphaBeta, TwoLevel
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.report.cells import bandwidth, count, label, percent, plain, seconds, size, time_scale
 from anabranch.report.figures import Figures, samples, small_tensors, timeline_figures
+from anabranch.report.formatting import bandwidth, count, label, percent, plain, seconds, size, time_scale
 from anabranch.report.gantt import Gantt
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace

@@ -2,8 +2,8 @@
 
 from importlib.util import find_spec
 
-from anabranch.memory.account import DDP, LEAN, LEAN_HOST, NAIVE, Setting, predict
-from anabranch.memory.profile import Arrival, Moment, OptimizerCost, Profile
+from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, Setting, predict
+from anabranch.estimate.profile import Arrival, Moment, OptimizerCost, Profile
 from anabranch.reproduce.reports import LEAN_REPORT, cell
 from anabranch.reproduce.stand_in import bundled
 from anabranch.reproduce.table import OURS_ALONE, Figure, Reproduction, Section, Words
@@ -86,7 +86,7 @@ def without_activations() -> Section:
     return Section(
         "Memory beside activations: weights, gradients, residual, optimizer state, messages, workspace",
         "nothing to compare: LaySA's 80.5 % include activations",
-        "predicted by anabranch.memory.account from the sizes in our traces: 4 ranks, 1 %, SGD with momentum; naive "
+        "predicted by anabranch.estimate.account from the sizes in our traces: 4 ranks, 1 %, SGD with momentum; naive "
         "sparse: top-k with error feedback of the whole model after backward; not measured",
         tuple(figures),
         (f"gradients of more than {MATRIX_NUMEL:,} elements are taken for matrices, which may travel sparsely",),
@@ -132,7 +132,7 @@ def with_activations() -> Section:
 def saved_percent(model: str, batch: int) -> float:
     """Of naive sparse's predicted peak."""
     from anabranch.bench import memory as ways
-    from anabranch.memory.probe import probe
+    from anabranch.estimate.probe import probe
 
     def step(offload: bool) -> Profile:
         return probe(ways.of_zoo(model, batch), ways.OPTIMIZERS["momentum"], offload=offload)

@@ -5,7 +5,7 @@ from math import log2
 from typing import NamedTuple
 
 from anabranch import planners
-from anabranch.links import AlphaBeta
+from anabranch.alpha_beta import AlphaBeta
 from anabranch.network import Network
 from anabranch.planners.sparse import where_it_gains
 from anabranch.reproduce.oktopk_counts import DENSITY, FIXED, NUMEL, RANKS, k_of, words_sent
@@ -13,8 +13,8 @@ from anabranch.reproduce.reports import OKTOPK_REPORT, cell
 from anabranch.reproduce.stand_in import StandIn, bundled
 from anabranch.reproduce.table import OURS_ALONE, Figure, Reproduction, Section, Words
 from anabranch.sim import finish_s
-from anabranch.sparse.kinds import kind_of
-from anabranch.sparse.pricing import H200, phases, priced, travel_s
+from anabranch.sparse.cost_model import H200, phases, priced, travel_s
+from anabranch.sparse.naming import kind_of
 from anabranch.trace import Trace
 
 PAPER = "Ok-Topk (Li, Hoefler: PPoPP 2022)"

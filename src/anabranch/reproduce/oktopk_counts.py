@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import torch
 
+from anabranch.bench.baselines import RIVALS, Exchange
+from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
-from anabranch.sparse.rivals import RIVALS, Exchange
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.virtual import VirtualWorld
 
 RANKS, NUMEL, DENSITY = 16, 50_000, 0.01
 LAYERS = 50

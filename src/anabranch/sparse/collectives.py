@@ -10,18 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from anabranch.comm.communicator import GroupComm
+from anabranch.comm.dense import COLLECTIVES, Collective, Group, Steps, Traffic, all_finite, traffic
 from anabranch.plan import Bucket, Plan
-from anabranch.runtime.dense import COLLECTIVES, Collective, Group, Steps, Traffic, all_finite, traffic
-from anabranch.sparse.comm import GroupComm
 from anabranch.sparse.exact import MOST
-from anabranch.sparse.kinds import LADDER, density_of, kind_of
-from anabranch.sparse.leftovers import Applied, Leftovers
 from anabranch.sparse.momentum import Momentum
+from anabranch.sparse.naming import LADDER, density_of, kind_of
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.residual_flush import Applied, ResidualFlush
+from anabranch.sparse.residual_monitor import grows
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState, SparseState
-from anabranch.sparse.waiting import grows
 
 
 class SparseCollectives:
@@ -29,7 +29,7 @@ class SparseCollectives:
 
     ``parameters`` are those of the model that are averaged, by name. Vectors (biases, norms) always travel dense: they
     are few, and waiting hurts them most. So do gradients that are not float32: what waits is, and would not fit theirs.
-    ``averaged`` and ``applied`` as in ``Leftovers``.
+    ``averaged`` and ``applied`` as in ``ResidualFlush``.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SparseCollectives:
         self._world_size = dist.get_world_size(group)
         self._state = SparseState(dist.get_rank(group), self._world_size, self._device, options.region_period)
         self._momentum = Momentum(options.momentum, options.wire != "fp32")
-        self._leftovers = Leftovers(self._state, parameters, averaged, applied)
+        self._residual_flush = ResidualFlush(self._state, parameters, averaged, applied)
         self._parameters = parameters
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: what remembers, and the averages
         self._comms: dict[Group, GroupComm] = {}
@@ -81,7 +81,7 @@ class SparseCollectives:
             self._sizes[bucket.names] = tuple(self._numels[name] for name in bucket.names)
         return self._state.bucket(bucket.names, self._sizes[bucket.names])
 
-    def step_over(self) -> None:
+    def on_step_end(self) -> None:
         """Under a loss scaler, which leaves a step out where any gradient is not finite: put back what was sent in it.
 
         Every rank gets the average, so that the sum over the ranks of what waits is what it was. A bucket that was not
@@ -112,10 +112,10 @@ class SparseCollectives:
         nbytes = (offered + applied) * sizes.wire.pair_nbytes * (ranks - 1) // ranks
         return Traffic(nbytes, nbytes, applied / numel)
 
-    def turn_to(self, plan: Plan | None) -> None:
+    def use_plan(self, plan: Plan | None) -> None:
         """See ``Collectives``."""
         sparse = [bucket for bucket in (plan.buckets if plan is not None else ()) if self.aside(bucket.collective)]
-        self._leftovers.keep({name for bucket in sparse for name in bucket.names})
+        self._residual_flush.keep({name for bucket in sparse for name in bucket.names})
         self._sizes.clear()
 
     def probe(self, kind: str) -> Collective:
@@ -166,7 +166,7 @@ class SparseCollectives:
                 self._check_orders(state["orders"])
         self._state.load_state_dict(*states)
         self._momentum.load_state_dict(*(state.get("velocities", {}) for state in self._state.taken))
-        self._leftovers.keep(self._leftovers.sparse)
+        self._residual_flush.keep(self._residual_flush.sparse)
 
     def _order(self, name: str) -> list[int]:
         """In which a parameter lies in memory, and what waits of it too; nothing where it is row-major."""
@@ -194,7 +194,7 @@ class SparseCollectives:
 
     def close(self) -> None:
         """See ``Collectives``."""
-        self._leftovers.close()
+        self._residual_flush.close()
 
     def _comm(self, group: Group) -> GroupComm:
         if group not in self._comms:

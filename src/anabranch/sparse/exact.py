@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from anabranch.runtime.dense import Steps, hold
+from anabranch.comm.communicator import Comm
+from anabranch.comm.dense import Steps, hold
 from anabranch.sparse import regions, select
-from anabranch.sparse.comm import Comm
+from anabranch.sparse.encoding import decode, encode, head, rounded
 from anabranch.sparse.fixed import note, owner_threshold
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes, Wire, widest_numel
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import kth_magnitude, sampled_magnitude
-from anabranch.sparse.wire import decode, encode, head, rounded
 
 MOST = 2  # times k: what may be offered, and applied, when a threshold has failed
 CHUNK = 1 << 17  # elements: what fits a core's cache several times

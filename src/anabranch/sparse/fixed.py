@@ -10,14 +10,14 @@ from importlib.util import find_spec
 
 import torch
 
-from anabranch.runtime.dense import Steps, hold
+from anabranch.comm.communicator import Comm
+from anabranch.comm.dense import Steps, hold
 from anabranch.sparse import regions, select
-from anabranch.sparse.comm import Comm
+from anabranch.sparse.encoding import framed, head, unframed
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes, widest_numel
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import sampled_magnitude, tilted
-from anabranch.sparse.wire import framed, head, unframed
 
 
 def fixed_exchange(
@@ -34,7 +34,7 @@ def fixed_exchange(
         return
     sizes = Sizes.of(len(gradient), comm.size, density, options)
     if fusible(gradient, options):
-        from anabranch.sparse.fused import fused_exchange
+        from anabranch.sparse.triton_exchange import fused_exchange
 
         yield from fused_exchange(gradient, state, comm, divisor, sizes, options)
         return

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from anabranch.runtime.dense import Steps
+from anabranch.comm.dense import Steps
 from anabranch.sparse.state import BucketState
 
 

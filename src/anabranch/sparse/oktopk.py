@@ -12,12 +12,12 @@ What a rank offered and everyone applied leaves its residual; all else waits the
 
 import torch
 
-from anabranch.runtime.dense import Steps
-from anabranch.sparse.comm import Comm
+from anabranch.bench.baselines import dense_exchange
+from anabranch.comm.communicator import Comm
+from anabranch.comm.dense import Steps
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.rivals import dense_exchange
 from anabranch.sparse.state import BucketState
 
 __all__ = ["OkTopk", "exchange"]

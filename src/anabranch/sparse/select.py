@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from anabranch.sparse import regions
+from anabranch.sparse.encoding import rounded
 from anabranch.sparse.sizes import FP32, Wire
-from anabranch.sparse.wire import rounded
 
 CHUNK = 2**20  # elements of a pass that needs temporaries: 17 bytes each, every few dozen steps
 

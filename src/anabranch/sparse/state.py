@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anabranch.sparse import regions
-from anabranch.sparse.waiting import LOOK_PERIOD, Waiting
+from anabranch.sparse.residual_monitor import LOOK_PERIOD, ResidualMonitor
 
 VERSION = 1
 log = logging.getLogger("anabranch")
@@ -38,7 +38,7 @@ class BucketState:
     tilt: torch.Tensor
     step: int = 0
     fresh: bool = True
-    waiting: Waiting | None = None
+    waiting: ResidualMonitor | None = None
     spare: bool = False
     local_threshold: torch.Tensor = field(init=False)
     global_threshold: torch.Tensor = field(init=False)
@@ -71,7 +71,7 @@ class BucketState:
         return dict(zip(self.names, self.residual.split(list(self.numels)), strict=True))
 
     def look(self, gradient: torch.Tensor) -> None:
-        """See ``Waiting``: in one go before an exchange, or piece by piece where gradients are added as they come."""
+        """Show the residual monitor this step's gradient, whole or piece by piece."""
         if self.waiting is not None:
             self.waiting.look(self.step, gradient, self.residual)
 
@@ -249,7 +249,7 @@ class SparseState:
                     raise ValueError(f"parameter {name} has {high - low} elements, and its residual has {len(piece)}")
                 residual[low:high].copy_(piece)
         state = BucketState.of(residual, self.world_size, names, numels)
-        state.step, state.waiting = self._step, Waiting(self.device, self._look_period)
+        state.step, state.waiting = self._step, ResidualMonitor(self.device, self._look_period)
         if (settings := self._settings.pop(names, None)) is not None:
             state.tilt.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))

@@ -2,7 +2,7 @@
 
 With N ranks, links of latency α and transfer time β, and M bytes:
 
-    all-reduce                                  2(N−1)·α  +  2(N−1)/N·β·M    the ring of ``anabranch.links``
+    all-reduce                                  2(N−1)·α  +  2(N−1)/N·β·M    the ring of ``anabranch.alpha_beta``
     all-gather, reduce-scatter, all-to-all       (N−1)·α  +   (N−1)/N·β·M    M of the whole; a ring, or pairwise
     broadcast, reduce                        ⌈log₂ N⌉·α  +           β·M    a tree, long messages in a pipeline
     gather, scatter                                    α  +   (N−1)/N·β·M    M of the whole; the root's link fills
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from math import ceil, log2
 from typing import NamedTuple
 
-from anabranch.links import AlphaBeta
+from anabranch.alpha_beta import AlphaBeta
 
 
 class Cost(NamedTuple):

@@ -17,10 +17,10 @@ from weakref import finalize
 import torch
 from torch.distributed import ProcessGroup, Work
 
+from anabranch.alpha_beta import AlphaBeta
 from anabranch.lab.emulation.cost import Law, all_reduce, exchange, point_to_point, star, tree
 from anabranch.lab.emulation.wire import Wire
 from anabranch.lab.emulation.work import Delay, EmulatedWork, Ender, uncompiled
-from anabranch.links import AlphaBeta
 
 GLOO = ProcessGroup.BackendType.GLOO
 # torch 2.13 gave several a second name; a version's C++ may ask for either.

@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Self
 
-from anabranch.links import AlphaBeta
+from anabranch.alpha_beta import AlphaBeta
 
 VARIABLE = "ANABRANCH_EMULATED"
 STARTUP = Path(__file__).parent / "startup"  # a folder with a sitecustomize.py, which Python runs as it starts

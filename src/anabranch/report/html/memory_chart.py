@@ -1,6 +1,6 @@
 """What each way to train holds in memory, by kind of object."""
 
-from anabranch.report.cells import size
+from anabranch.report.formatting import size
 from anabranch.report.html.chart import Chart, Trace, pattern
 from anabranch.report.html.words import drawn, hover
 from anabranch.report.memory import unit

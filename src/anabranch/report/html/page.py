@@ -9,7 +9,7 @@ from importlib import resources
 from itertools import groupby
 from string import Template
 
-from anabranch.report.cells import count
+from anabranch.report.formatting import count
 from anabranch.report.html.chart import Chart
 from anabranch.report.html.elements import Answer, Table, Text, answer_html, table_html, text_html, tile_html
 from anabranch.report.html.sections import Part, Predicted, Section, sections

@@ -5,11 +5,11 @@ from math import floor, inf, log10
 from typing import Any
 
 from anabranch.network import Network
-from anabranch.report.cells import count, percent, seconds, size, time_scale
 from anabranch.report.figures import samples
+from anabranch.report.formatting import count, percent, seconds, size, time_scale
 from anabranch.report.html.chart import Chart, Trace, band, line, marker
 from anabranch.report.html.words import drawn, hover
-from anabranch.scaling import NetworkUsed, ScalePoint, Scaling
+from anabranch.scaling.result import NetworkUsed, ScalePoint, Scaling
 
 HEIGHT_PX = 430
 MOST = 1e30

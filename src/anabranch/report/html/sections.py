@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from anabranch.plan import Plan
-from anabranch.report.cells import count, percent, seconds
+from anabranch.report.formatting import count, percent, seconds
 from anabranch.report.html.chart import Chart
 from anabranch.report.html.elements import Answer, Cell, Table, Text, Tile
 from anabranch.report.html.memory_chart import memory_chart

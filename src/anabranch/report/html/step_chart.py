@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from anabranch.report.cells import Scale, count, seconds, size, time_scale
+from anabranch.report.formatting import Scale, count, seconds, size, time_scale
 from anabranch.report.html.chart import Chart, Trace, hatching, time_axis
 from anabranch.report.html.views import View
 from anabranch.report.html.words import drawn, hover, name_lines

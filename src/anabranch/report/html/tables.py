@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from statistics import median
 
-from anabranch.report.cells import count, factor, percent, seconds, size, time_scale
+from anabranch.report.formatting import count, factor, percent, seconds, size, time_scale
 from anabranch.report.html.elements import Cell, Table
 from anabranch.report.html.views import View
 from anabranch.report.html.words import shortened

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anabranch.report.cells import time_scale
+from anabranch.report.formatting import time_scale
 from anabranch.report.html.chart import Chart, Trace, band, line
 from anabranch.report.html.curves import MOST_POINTS, Thinned, thinned
 from anabranch.report.html.words import drawn

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from anabranch.report.cells import plain
+from anabranch.report.formatting import plain
 
 MAX_LETTERS = 64  # of a name in a chart, where there is no room to wrap
 HOVER_NAMES = 14  # that fit on a phone

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from anabranch.checks import MAX_NBYTES, MAX_SECONDS
 from anabranch.plan import MAX_LANES
-from anabranch.scaling import Scaling
+from anabranch.scaling.result import Scaling
 
 # Numbers that can be drawn: products of them with any unit stay finite.
 Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]

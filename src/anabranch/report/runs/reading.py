@@ -24,7 +24,7 @@ from anabranch.report.runs.documents import (
 )  # fmt: skip
 from anabranch.report.runs.training import Training, trainings
 from anabranch.report.runs.window import RankStep, rank_steps
-from anabranch.scaling import Scaling
+from anabranch.scaling.result import Scaling
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
 

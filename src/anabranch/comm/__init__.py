@@ -1,0 +1,1 @@
+"""Messages between ranks: process groups as lanes, the exchanges a bucket can name, and agreement between ranks."""

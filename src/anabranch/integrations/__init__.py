@@ -1,0 +1,1 @@
+"""Other libraries' interfaces to a DataParallel: one file each, the library imported where it is needed."""

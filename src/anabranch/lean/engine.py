@@ -1,0 +1,189 @@
+"""The life of gradients under Lean: from their backward to their exchange, and to the update of their parameters.
+
+Autograd hands over a gradient, and the hook on its parameter takes it. Where its bucket travels sparsely, it is added
+to what waits, at once, and is gone. Else it stays until its bucket is complete, which then moves to a slot. The lane
+runs the exchange and right behind it the step of the bucket's optimizer; then the slot goes to the next bucket.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.futures import Future
+
+from anabranch.comm.collectives import Collectives
+from anabranch.ddp.hook import PlanHook
+from anabranch.ddp.reducer import tensors_in
+from anabranch.lean.buckets import LiveBucket, SlotBucket, Updating
+from anabranch.lean.optimizers import BucketOptimizers
+from anabranch.lean.residuals import Residuals
+from anabranch.lean.slots import Slots
+from anabranch.lean.update import Updates
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way, and a forward now is one that it has called, to compute it again."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+class Engine:
+    """Runs one plan on one model: hooks on its parameters, two slots, and an optimizer per bucket.
+
+    ``hook`` launches a bucket on its lane; ``averaging`` says whether this backward pass is to be averaged: under
+    no_sync() gradients stay where autograd puts them. ``find_unused``: parameters without a gradient on this rank count
+    as zeros, and those without one on any rank are left alone; else a missing gradient is an error. ``_expected``: a
+    forward has made what will be averaged; a backward pass through anything else is the caller's own affair.
+    ``awaited``: such a backward pass has begun.
+    """
+
+    def __init__(
+        self,
+        hook: Callable[[Collectives], PlanHook],
+        collectives: Collectives,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: BucketOptimizers,
+        updates: Updates,
+        residuals: Residuals,
+        averaging: Callable[[], bool],
+        find_unused: bool = False,
+    ) -> None:
+        self.steps_done = 0
+        self._collectives, self._updates, self._averaging = collectives, updates, averaging
+        self._residuals, self._find_unused = residuals, find_unused
+        updating = Updating(collectives, updates, residuals, find_unused)
+        self.hook = hook(cast(Collectives, updating))
+        optimizers.forget()
+        self._buckets = [
+            LiveBucket(bucket, own, optimizers.over(own), collectives.aside(bucket.collective))
+            for bucket in self.hook.plan.buckets
+            if (own := [parameters[name] for name in bucket.names])
+        ]
+        updating.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
+        self._slots = Slots([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
+        residuals.lay_out([bucket.nbytes for bucket in self._buckets if bucket.sparse])
+        self._launched, self._begun, self.awaited, self._expected = 0, False, False, False
+        self._handles: list[Any] = [
+            parameters[name].register_post_accumulate_grad_hook(partial(self._take, bucket, name))
+            for bucket in self._buckets
+            for name in bucket.planned.names
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def before_forward(self) -> None:
+        """Refuse to go on where a backward pass was broken off: other ranks may stand at another bucket."""
+        if in_backward():
+            return
+        if self._begun:
+            raise RuntimeError(
+                f"a backward pass was broken off by an exception after {self._launched} of {len(self._buckets)} "
+                "buckets, whose parameters are updated: close() this DataParallel, wrap again, and load a checkpoint"
+            )
+        self.awaited = False
+
+    def after_forward(self, output: object) -> None:
+        """Have the backward pass of this output end with ``_finish``.
+
+        The first gradient may come inside a part that reentrant checkpointing differentiates by itself, and a callback
+        that is queued there runs when that part is over.
+        """
+        self._expected = True
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._await, self.steps_done))
+
+    def applied(self, names: Collection[str]) -> list[str]:
+        """Those of these parameters that the last backward pass has updated."""
+        updated = [bucket for bucket in self._buckets if self._updates.applied(bucket.optimizer)]
+        return [name for bucket in updated for name in bucket.planned.names if name in names]
+
+    def _await(self, steps_done: int, gradient: torch.Tensor) -> None:  # noqa: ARG002
+        if self._averaging():
+            if steps_done != self.steps_done:
+                raise RuntimeError(
+                    f"backward through a forward that is {self.steps_done - steps_done} steps old: under Lean backward "
+                    "updates the parameters, which that forward had used as they were; add losses up and call "
+                    "backward() once, or use no_sync() for all forwards but the last"
+                )
+            self.awaited = True
+            Variable._execution_engine.queue_callback(self._finish)
+
+    @torch.no_grad()
+    def _take(self, bucket: LiveBucket, name: str, parameter: torch.Tensor) -> None:
+        """A gradient has come."""
+        if not (self._expected and self._averaging()):
+            return
+        if not self._begun:
+            self._begin()
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of {name} is {parameter.grad.layout}, and Lean adds gradients up in place: expected a "
+                "dense one, such as of an embedding with sparse=False"
+            )
+        if name in bucket.come:
+            raise RuntimeError(
+                f"the gradient of {name} came twice in one backward pass: reentrant checkpointing inside a shared part "
+                "of the model cannot be run under Lean; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        bucket.come.add(name)
+        bucket.add(name, cast(nn.Parameter, parameter))
+        while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
+            self._launch()
+
+    def _begin(self) -> None:
+        """The first gradient of a backward pass."""
+        self._begun = True
+        if not self.awaited:
+            Variable._execution_engine.queue_callback(self._finish)
+        for bucket in self._buckets:
+            bucket.expect()
+            bucket.state = self._collectives.remembered(bucket.planned)
+            bucket.waiting = None if bucket.state is None else self._residuals.at_hand(bucket.state)
+
+    def _launch(self) -> None:
+        """Hand the next bucket to its lane."""
+        bucket = self._buckets[self._launched]
+        bucket.look_for_missing()
+        if bucket.missing and not self._find_unused:
+            raise RuntimeError(
+                f"{bucket.missing[0]} got no gradient in this backward pass: expected one for every parameter that is "
+                "not frozen, since each backward pass is a step. Add up losses, freeze it before wrapping, or pass "
+                "find_unused_parameters=True to DataParallel: then what no rank has used is left alone"
+            )
+        self._launched += 1
+        self._updates.settle(keep=1)  # the slot that comes next is the one before the last
+        slot = self._slots.take(bucket.numel, bucket.dtype)
+        if bucket.state is None:
+            bucket.move_to(slot.tensor)
+        else:
+            bucket.waiting = self._residuals.fetch(bucket.state)
+            for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
+                bucket.add(name, parameter)
+        future: Future[torch.Tensor] = self.hook.run(None, SlotBucket(slot.tensor))  # type: ignore[arg-type]
+        self._slots.lend(slot, future)
+        if bucket.state is not None:
+            self._residuals.lend(bucket.state, future)
+        following = self._buckets[self._launched].state if self._launched < len(self._buckets) else None
+        if following is not None:
+            self._residuals.prefetch(following)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Backward is over: launch what is left, gradients that did not come being zeros, and wait for all."""
+        self.awaited = False
+        if not self._begun:  # autograd.grad(), which updates nothing; or another output of the same step
+            return
+        while self._launched < len(self._buckets):
+            self._launch()
+        self._slots.settle()
+        self._updates.settle()
+        for bucket in self._buckets:
+            bucket.come.clear()
+        self._launched, self._begun, self._expected = 0, False, False
+        self.steps_done += 1

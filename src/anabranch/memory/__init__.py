@@ -1,1 +1,0 @@
-"""Training whose buffers exist only while they are needed, and the account of what memory holds."""

@@ -1,0 +1,1 @@
+"""Measurement: clocks, the step timer, recorded traces, the network, metrics and traces of several ranks."""

@@ -1,1 +1,0 @@
-"""What touches a live model and a process group."""

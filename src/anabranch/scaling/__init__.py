@@ -1,0 +1,1 @@
+"""Predictions over world sizes and networks: the library behind `anabranch scale`."""

@@ -1,0 +1,98 @@
+"""A whole cluster: the same step at many world sizes, on networks that may be dearer or cheaper."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.scaling.result import Basis, ScalePoint
+from anabranch.sim.iteration import finish_s
+from anabranch.sim.ranks import slowest_ranks
+from anabranch.trace import Trace
+
+Planner = Callable[[Trace, Network], Plan]
+Pricing = Callable[[Network], Network]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What computing does as the batch and the ranks change.
+
+    fixed_share     of the recorded time, what does not depend on the batch: computing b times the recorded batch takes
+                    fixed_share + (1 − fixed_share)·b times as long
+    jitter, stragglers, straggler_factor, seed      as in ``sim.ranks``
+    """
+
+    fixed_share: float = 0.0
+    jitter: float = 0.0
+    stragglers: int = 0
+    straggler_factor: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fixed_share <= 1:
+            raise ValueError(f"fixed_share is {self.fixed_share}: expected 0 to 1, a share of the recorded time")
+
+    def factor(self, batch: float) -> float:
+        """How many times as long ``batch`` times the recorded batch computes."""
+        if not (isfinite(batch) and batch > 0):
+            raise ValueError(f"batch is {batch} times the recorded one: expected a finite number above zero")
+        return self.fixed_share + (1 - self.fixed_share) * batch
+
+
+STEADY = Compute()
+
+
+def sweep(
+    trace: Trace,
+    network: Network,
+    world_sizes: Sequence[int],
+    planners: Mapping[str, Planner],
+    *,
+    network_name: str = "",
+    scaling: Basis = "weak",
+    compute: Compute = STEADY,
+    around: Sequence[Network] = (),
+    batches: Mapping[str, float] | None = None,
+    recorded_batch: int | None = None,
+    pricing: Pricing | None = None,
+) -> Iterator[ScalePoint]:
+    """Every planner at every world size, on ``network`` carried to that size.
+
+    Weak scaling keeps the batch per rank; strong scaling keeps the global batch, of which each of N ranks computes 1/N.
+    ``batches`` says, by planner, how many times the recorded batch that is; once, unless told. Plans are made from the
+    quiet trace and for ``network``, as a planner would see them, and run with jitter and stragglers, and on the
+    networks ``around`` it, whose least and greatest step are the band. ``pricing`` adds what a carried network cannot
+    know: the costs of further collectives at its size.
+    """
+    if scaling not in ("weak", "strong"):
+        raise ValueError(f"scaling is {scaling!r}: expected 'weak' or 'strong'")
+    alone_s = trace.forward_s + trace.backward_s
+    slowest = {}
+    if compute.jitter or compute.stragglers:
+        slowest = slowest_ranks(
+            trace, world_sizes, compute.jitter, compute.stragglers, compute.straggler_factor, compute.seed
+        )
+    for world_size in world_sizes:
+        here, *others = (_priced(other.at(world_size), pricing) for other in (network, *around))
+        scaled: dict[float, tuple[Trace, Trace]] = {}
+        for name, planner in planners.items():
+            total = (batches or {}).get(name, 1.0)  # of all ranks (strong) or of each (weak), in recorded batches
+            factor = compute.factor(total / world_size if scaling == "strong" else total)
+            if factor not in scaled:
+                scaled[factor] = (trace.scaled(factor), slowest.get(world_size, trace).scaled(factor))
+            quiet, real = scaled[factor]
+            plan = planner(quiet, here)
+            steps = [real.forward_s + finish_s(real, plan, at) for at in (here, *others)]
+            done = total if scaling == "strong" else total * world_size  # recorded batches per step, by all ranks
+            speedup = done * alone_s / steps[0] if steps[0] else float(world_size)
+            samples = done * recorded_batch / steps[0] if recorded_batch and steps[0] else None
+            yield ScalePoint(
+                network_name, name, world_size, len(plan), plan.lanes, steps[0], min(steps), max(steps),
+                steps[0] - real.forward_s - real.backward_s, speedup, speedup / world_size, samples,
+            )  # fmt: skip
+
+
+def _priced(network: Network, pricing: Pricing | None) -> Network:
+    return network if pricing is None else pricing(network)

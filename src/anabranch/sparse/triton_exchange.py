@@ -1,0 +1,169 @@
+"""The exchange of fixed-size messages with Triton kernels: what ``fixed.py`` does, in a dozen launches.
+
+    begin     messages blank; threshold; offer                    then the all-to-all
+    reduce    add, collect; threshold; take                       then the all-gather
+    end       settle, apply, clear; note
+
+Messages and results are those of the torch operations, but for the order of pairs, of float32 additions, and of which
+pairs find a slot where there are too few. Until the end neither gradient nor residual changes, so a step that is
+poisoned, or breaks off, has nothing to undo.
+"""
+
+import torch
+import triton
+
+from anabranch.comm.communicator import Comm
+from anabranch.comm.dense import Steps, hold
+from anabranch.sparse import thresholds
+from anabranch.sparse.fixed import balance, owned_zeros
+from anabranch.sparse.kernels import message, step, threshold
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Sizes
+from anabranch.sparse.state import BucketState
+
+BLOCK, WARPS = 4096, 4  # of passes over all elements: 32 per thread, so that many loads are under way
+PAIRS = 512  # of passes over pairs
+CHUNK, CHUNK_WARPS = 16384, 32  # of the one program that finds a sample's threshold
+MOST_SAMPLE = 2**18  # above, torch.topk is faster than one program
+
+
+def fused_exchange(
+    gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, sizes: Sizes, options: OkTopk
+) -> Steps:
+    """See ``fixed_exchange``; not for deterministic runs."""
+    fused = Fused(gradient, state, comm, sizes)
+    fused.local_threshold()
+    yield from balance(gradient, state, comm, sizes, options)
+    fused.offer()
+    received = torch.empty_like(fused.sent)
+    yield comm.all_to_all(received, fused.sent, "split")
+    hold(fused.words, fused.leftover, received)
+    fused.reduce(received)
+    everyone = torch.empty(comm.size, fused.part.shape[1], dtype=torch.uint8, device=gradient.device)
+    yield comm.all_gather(everyone, fused.part, "gather")
+    hold(fused.words, fused.leftover, everyone)
+    fused.end(everyone, divisor)
+    state.step += 1
+    state.fresh = False
+
+
+class Fused:
+    """One step of one bucket on one rank: its messages, and the launches between them.
+
+    ``words`` is the memory of all messages: a row to each owner (``sent``), one to everyone (``part``), a counter.
+    ``zeros`` is where this owner adds.
+    """
+
+    def __init__(self, gradient: torch.Tensor, state: BucketState, comm: Comm, sizes: Sizes) -> None:
+        self.gradient, self.state, self.sizes = gradient, state, sizes
+        self.rank, self.ranks = comm.rank, comm.size
+        self.zeros = gradient if state.spare else owned_zeros(gradient, comm)
+        self.row_words = sizes.message_nbytes // 4
+        rows = self.ranks + 1
+        self.words = torch.empty(rows * self.row_words + 1, dtype=torch.int32, device=gradient.device)
+        messages = self.words[:-1].view(torch.uint8).view(rows, -1)
+        self.sent, self.part = messages[:-1], messages[-1:]
+        self.counter = self.words[-1:]
+        self.leftover = torch.empty(
+            sizes.capacity if sizes.wire.rounds else 0, dtype=torch.float32, device=gradient.device
+        )
+        self.wire = {"first": sizes.wire.first, "last": sizes.wire.last}
+        self.rows = triton.next_power_of_2(self.ranks)
+        message.blank[triton.cdiv(self.row_words, 1024), rows](self.words, self.counter, self.row_words, block=1024)
+
+    def local_threshold(self) -> None:
+        """``state.local_threshold`` ← about the k-th largest magnitude of residual + gradient, from a sample."""
+        if self.sizes.everything:
+            self.state.local_threshold.zero_()
+            return
+        numel, k = len(self.gradient), self.sizes.k
+        wanted = thresholds.sample_numel(numel, k)
+        seen = self._room(wanted)
+        shift = thresholds.sample_shift(self.state.step)
+        threshold.sample[(len(seen) // PAIRS,)](
+            self.gradient, self.state.residual, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS
+        )
+        kth(seen, thresholds.sample_rank(numel, k), self.state.local_threshold)
+
+    def offer(self) -> None:
+        """Pack what passes the local threshold into ``sent``."""
+        step.offer[(triton.cdiv(len(self.gradient), BLOCK),)](
+            self.gradient, self.state.residual, self.state.local_threshold, self.state.boundaries,
+            *self._views(self.sent), len(self.gradient), self.ranks, self.sizes.capacity, self.row_words,
+            **self.wire, rows=self.rows, block=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+
+    def reduce(self, received: torch.Tensor) -> None:
+        """Add what arrived, and pack the sums that pass this owner's threshold into ``part``."""
+        capacity, most = self.sizes.capacity, self.ranks * self.sizes.capacity
+        sums, places = torch.empty(2, most, dtype=torch.int32, device=received.device)
+        heads, pairs = self._views(received)
+        buffer = self.zeros
+        step.add[self._grid](pairs, buffer, capacity, **self.wire, block=PAIRS)
+        step.collect[self._grid](
+            pairs, buffer.view(torch.int32), self.counter, sums, places, capacity, **self.wire, block=PAIRS
+        )
+        self._owner_threshold(sums)
+        head, pairs = self._views(self.part)
+        step.take[(triton.cdiv(most, PAIRS),)](
+            sums, places, self.counter, heads, self.state.tilt, head, pairs, self.leftover, self.ranks, capacity,
+            self.row_words, **self.wire, rows=self.rows, block=PAIRS,
+        )  # fmt: skip
+
+    def _owner_threshold(self, sums: torch.Tensor) -> None:
+        """The second word of ``part`` ← what parts this owner's share of k from the rest of its sums."""
+        if self.sizes.everything:
+            return  # the blank message has 0 there
+        numel, share = len(sums), -(-self.sizes.k // self.ranks)
+        if share >= numel:
+            return
+        wanted = thresholds.sample_numel(numel, share)
+        seen = self._room(wanted)
+        shift = thresholds.sample_shift(self.state.step)
+        threshold.sample_sums[(len(seen) // PAIRS,)](
+            sums, self.counter, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS
+        )
+        kth(seen, thresholds.sample_rank(numel, share), self._views(self.part)[0][1].view(torch.float32))
+
+    def end(self, everyone: torch.Tensor, divisor: float) -> None:
+        """Gradient and residual after the step, and what the state notes of it."""
+        state, numel, capacity = self.state, len(self.gradient), self.sizes.capacity
+        heads, pairs = self._views(everyone)
+        common = {"ranks": self.ranks, "row_words": self.row_words, "rows": self.rows}
+        on_pairs = {"capacity": capacity, "block": PAIRS, **common, **self.wire}
+        step.settle[(triton.cdiv(numel, BLOCK),)](
+            heads, self.gradient, state.residual, numel, **common, block=BLOCK, num_warps=WARPS
+        )
+        applied = self.gradient.view(torch.int32)
+        step.apply[self._grid](heads, pairs, state.boundaries, applied, divisor, **on_pairs)
+        sent_heads, sent_pairs = self._views(self.sent)
+        step.clear[self._grid](heads, sent_pairs, state.boundaries, applied, state.residual, **on_pairs)
+        if self.sizes.wire.rounds:
+            _, own = self._views(self.part)
+            start = state.boundaries[self.rank :]
+            step.keep[self._grid[:1]](heads, own, self.leftover, start, state.residual, **on_pairs)
+        step.note[(1,)](
+            heads, sent_heads, state.tilt, state.global_threshold, state.offered, state.applied,
+            self.rank, thresholds.TILT_MEMORY, **common, num_warps=1,
+        )  # fmt: skip
+
+    def _room(self, wanted: int) -> torch.Tensor:
+        """For a sample, in whole chunks."""
+        return torch.empty(triton.cdiv(wanted, CHUNK) * CHUNK, dtype=torch.int32, device=self.gradient.device)
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        return triton.cdiv(self.sizes.capacity, PAIRS), self.ranks
+
+    def _views(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same memory as the kernels want it: as int32, for heads, and as int64 or int16, for pairs."""
+        flat = messages.view(-1)
+        return flat.view(torch.int32), flat.view(torch.int16 if self.sizes.wire.rounds else torch.int64)
+
+
+def kth(seen: torch.Tensor, rank: int, found: torch.Tensor) -> None:
+    """``found`` (a float32 scalar) ← the ``rank``-th largest of magnitudes given as bits, rounded down."""
+    if len(seen) > MOST_SAMPLE:
+        found.copy_(thresholds.coarse(torch.topk(seen, rank, sorted=False).values.amin().view(torch.float32)))
+    else:
+        threshold.kth[(1,)](seen, found, len(seen), rank, chunk=CHUNK, num_warps=CHUNK_WARPS)

@@ -1,0 +1,123 @@
+"""What a DataParallel does and why, in words and numbers a person can check."""
+
+from typing import TYPE_CHECKING
+
+from anabranch.lab.emulation.settings import describe
+from anabranch.network import Network
+from anabranch.plan import Plan
+from anabranch.trace import Trace
+from anabranch.tuning.candidates import least_s, predicted_s, unmerged_s
+
+if TYPE_CHECKING:
+    from anabranch.tuning.tuner import Tuner
+
+MIB = 1 << 20
+
+
+def explanation(tuner: "Tuner") -> str:
+    """Stage, trace, network, every layout that was tried with prediction and measurement, and the plan in force."""
+    lines = [f"anabranch: {tuner.stage}."]
+    trace, network = tuner.trace, tuner.network
+    if trace is not None:
+        lines.append(
+            f"Model: {len(trace)} gradients, {trace.nbytes / MIB:.1f} MiB; forward {trace.forward_s * 1e3:.2f} ms, "
+            f"backward {trace.backward_s * 1e3:.2f} ms (slowest rank)."
+        )
+        if name := trace.meta.get("order_changed_at"):
+            lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
+    emulated = describe() if tuner.live.device.type == "cpu" else None  # only Gloo can be
+    place = f"Network ({emulated})" if emulated else "Network"
+    if network is not None:
+        whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0
+        lines.append(
+            f"{place}: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
+            f"{whole_s * 1e3:.2f} ms for all gradients at once; {_lanes(tuner)}."
+        )
+        if notes := [str(note) for name, note in network.meta.items() if name.startswith("refined")]:
+            lines.append(f"Corrected by live steps: {'; '.join(notes)}.")
+        if trace is not None:
+            lines.append(_why(trace, network))
+    elif emulated:
+        lines.append(f"{place}: not measured.")
+    if tuner.trials:
+        lines += ["", *_trials(tuner)]
+    if tuner.live.plan is not None:
+        lines += ["", *_buckets(tuner.live.plan, trace, network), *tuner.collectives.words()]
+    return "\n".join(lines)
+
+
+def _why(trace: Trace, network: Network) -> str:
+    """What sticks out of backward, whatever the plan."""
+    first, last = trace.tensors[0], trace.tensors[-1]
+    least_ms = (least_s(trace, network) - trace.forward_s - trace.backward_s) * 1e3
+    reason = (
+        f"the last gradient, {last.name}, has still to travel when backward ends"
+        if network.allreduce_s(trace.nbytes) < trace.backward_s - first.ready_s
+        else "the wire needs longer than backward lasts"
+    )
+    return f"At least {least_ms:.2f} ms stay exposed under any plan on one lane, since {reason}."
+
+
+def _lanes(tuner: "Tuner") -> str:
+    network = tuner.network
+    assert network is not None
+    slowdown = network.contention.slowdown(2)
+    if slowdown >= 2 * 0.98:
+        return "two messages at once take no less time than one after the other"
+    gain = 2 / slowdown
+    return f"two messages at once take {slowdown:.2f} times as long as one, so a second lane gains up to {gain:.2f}×"
+
+
+def _trials(tuner: "Tuner") -> list[str]:
+    stock = tuner.trials[0]
+    table = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up")]
+    for trial in tuner.trials:
+        predicted, error = "-", "-"
+        if tuner.network is not None and tuner.trace is not None:
+            seconds = predicted_s(tuner.trace, trial.plan, tuner.network)
+            predicted, error = f"{seconds * 1e3:.2f} ms", f"{seconds / trial.step_s - 1:+.0%}"
+        shape = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
+        table.append((
+            "*" if trial is tuner.kept else "", trial.label, *shape, predicted, f"{trial.step_s * 1e3:.2f} ms", error,
+            f"{trial.exposed_s * 1e3:.2f} ms", f"{stock.step_s / trial.step_s:.2f}×",
+        ))  # fmt: skip
+    if tuner.network is not None and tuner.trace is not None:
+        apart_s = unmerged_s(tuner.trace, tuner.network)
+        table.append(("", "no merging", str(len(tuner.trace)), "1", f"{apart_s * 1e3:.2f} ms", "-", "-", "-", "-"))
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append(" ".join(cells).rstrip())
+    star = "* in force. " if tuner.kept in tuner.trials else ""
+    return [*lines, f"{star}From the start of forward to averaged gradients; medians on rank 0."]
+
+
+def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[str]:
+    """A line per bucket: how it travels, what that is predicted to take alone on the wire, and what dense would."""
+    tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
+    lines = [
+        f"Plan {plan.fingerprint[:12]}:",
+        "  # lane by               MiB gradients ready, ms takes, ms dense, ms last gradient",
+    ]
+    taken_s = dense_s = 0.0
+    for index, bucket in enumerate(plan.buckets):
+        members = [tensors[name] for name in bucket.names if name in tensors]
+        nbytes = sum(tensor.nbytes for tensor in members)
+        mib = f"{nbytes / MIB:8.3f}" if members else f"{'-':>8}"
+        ready = f"{max(tensor.ready_s for tensor in members) * 1e3:9.2f}" if members else f"{'-':>9}"
+        costs = f"{'-':>9} {'-':>9}"
+        if members and network is not None and bucket.collective in network.curves:
+            seconds, plain_s = network.seconds(bucket.collective, nbytes), network.seconds("dense", nbytes)
+            costs = f"{seconds * 1e3:9.2f} {plain_s * 1e3:9.2f}"
+            if bucket.collective != "dense":
+                taken_s, dense_s = taken_s + seconds, dense_s + plain_s
+        route = f"{index:3d} {bucket.lane:4d} {bucket.collective:11s}"
+        lines.append(f"{route} {mib} {len(bucket.names):9d} {ready} {costs} {bucket.names[-1]}")
+    if dense_s > 0:
+        compressed = sum(bucket.collective != "dense" for bucket in plan.buckets)
+        lines.append(
+            f"{compressed} of {len(plan)} buckets are compressed, which saves {(dense_s - taken_s) * 1e3:.2f} ms of "
+            f"the {dense_s * 1e3:.2f} ms that the wire would need for them (predicted)."
+        )
+    return lines

@@ -1,0 +1,91 @@
+"""The dense collectives: each leaves the average in the buffer, the same bits on every rank."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anabranch.comm.dense import COLLECTIVES
+from parallel.twins import bits
+from ranks import on_ranks
+
+ROUNDING = 2.0**-8
+SIZES = (0, 1, 2, 5, 64, 1001)
+
+
+def average(rank: int, collective: str, dtype: str) -> dict[str, Any]:
+    """Every size, against float64 sums of everyone's values; values of very different magnitude."""
+    world_size = dist.get_world_size()
+    assert dist.group.WORLD is not None
+    kind = getattr(torch, dtype)
+    found, exact, size = [], [], []
+    for numel in SIZES:
+        values = []
+        for other in range(world_size):
+            chance = torch.Generator().manual_seed(100 * numel + other)
+            scale = torch.randint(-10, 10, (numel,), generator=chance).double().exp2()
+            values.append((torch.randn(numel, generator=chance).double() * scale).to(kind))
+        buffer = values[rank].clone()
+        for work in COLLECTIVES[collective](buffer, dist.group.WORLD, world_size):
+            work.wait()
+        found.append(buffer)
+        exact.append(sum(v.double() for v in values) / world_size if numel else torch.zeros(0).double())
+        size.append(sum(v.double().abs() for v in values) / world_size if numel else torch.zeros(0).double())
+    return {"found": found, "exact": exact, "size": size}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("collective", "dtype", "rounding"),
+    [
+        ("dense", "float32", 2.0**-23),
+        ("dense", "float64", 2.0**-52),
+        ("dense", "bfloat16", 2.0**-8),
+        ("bf16", "float32", None),
+        ("bf16", "float64", 2.0**-52),
+        ("bf16", "float16", 2.0**-11),
+    ],
+)
+def test_is_the_average(collective: str, dtype: str, rounding: float | None, world_size: int) -> None:
+    answers = on_ranks(average, world_size, collective, dtype)
+    for answer in answers:
+        for i, (found, exact, size) in enumerate(zip(answer["found"], answer["exact"], answer["size"], strict=True)):
+            assert found.dtype == getattr(torch, dtype)
+            assert bits(found) == bits(answers[0]["found"][i]), "ranks must end with the same bits"
+            error = (found.double() - exact).abs()
+            if rounding is None:  # one rounding of each contribution, one of the average, float32 sums in between
+                allowed = ROUNDING * size + ROUNDING * (exact.abs() + ROUNDING * size) + 2.0**-22 * size
+            else:
+                tiny = torch.finfo(found.dtype).smallest_normal
+                allowed = rounding * (world_size + 1) * size + world_size * tiny
+            assert bool((error <= allowed).all())
+
+
+def divided(rank: int, collective: str) -> list[float]:
+    """A divisor that is not the world size, as under join()."""
+    assert dist.group.WORLD is not None
+    buffer = torch.full((5,), float(rank + 1))
+    for work in COLLECTIVES[collective](buffer, dist.group.WORLD, 1.5):
+        work.wait()
+    return buffer.tolist()
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_divides_by_what_it_is_told(collective: str) -> None:
+    for values in on_ranks(divided, 2, collective):
+        assert values == [2.0] * 5
+
+
+def large(rank: int) -> list[float]:
+    """Sums that float32 could not hold are averages that it can."""
+    assert dist.group.WORLD is not None
+    buffer = torch.full((3,), 3e38)
+    for work in COLLECTIVES["dense"](buffer, dist.group.WORLD, dist.get_world_size()):
+        work.wait()
+    return buffer.tolist()
+
+
+def test_dense_scales_before_it_adds() -> None:
+    for values in on_ranks(large, 3):
+        assert values == pytest.approx([3e38] * 3)

@@ -1,0 +1,187 @@
+"""Lanes: one message after another, errors that say what was waited for, threads that end."""
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anabranch.comm.dense import dense
+from anabranch.comm.lanes import HostLane, Lanes, Message, same_ranks, timeout_of
+from anabranch.errors import CollectiveError
+from ranks import GROUP_TIMEOUT, on_ranks
+
+CPU = torch.device("cpu")
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def alive() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("anabranch-lane"))
+
+
+def _note(ended: list[int], number: int, works: list[dist.Work]) -> None:
+    assert works
+    ended.append(number)
+
+
+def many_messages(rank: int, lanes: int) -> dict[str, Any]:
+    """Messages of all sizes on several lanes, beside the program's own collectives; ranks submit at their own pace."""
+    made = Lanes(world(), CPU)
+    made.grow(lanes)
+    ended: list[list[int]] = [[] for _ in range(lanes)]
+    futures, own = [], []
+    for number in range(60):
+        lane = number % lanes
+        buffer = torch.full((1 + 997 * (number % 7),), float(number + rank))
+        on_end = partial(_note, ended[lane], number)
+        message = Message(dense(buffer, made[lane].group, 2), buffer, f"message {number}", on_end)
+        futures.append(made[lane].submit(message))
+        if number % 10 == rank:
+            time.sleep(0.01)
+        if number % 5 == 0:
+            value = torch.tensor([float(number)])
+            dist.all_reduce(value)
+            own.append(value.item())
+    values = [future.wait()[0].item() for future in futures]
+    names = alive()
+    made.check()
+    made.close()
+    return {"values": values, "ended": ended, "own": own, "names": names, "left": alive(), "lanes": len(made)}
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_messages_arrive_in_order_and_apart_from_the_programs_own(lanes: int) -> None:
+    for answer in on_ranks(many_messages, 2, lanes):
+        assert answer["values"] == [number + 0.5 for number in range(60)]
+        assert answer["own"] == [2.0 * number for number in range(0, 60, 5)]
+        assert answer["ended"] == [list(range(lane, 60, lanes)) for lane in range(lanes)]
+        assert answer["names"] == [f"anabranch-lane-{lane}" for lane in range(lanes)]
+        assert answer["left"] == [] and answer["lanes"] == 0
+
+
+def breaking(buffer: torch.Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+    yield next(dense(buffer, group, 1))
+    raise ZeroDivisionError("in the second step")
+
+
+def failure(rank: int) -> dict[str, Any]:
+    made = Lanes(world(), CPU)
+    made.grow(1)
+    lane, buffer = made[0], torch.ones(3)
+    first = lane.submit(Message(breaking(buffer, lane.group), buffer, "the first message"))
+    said = []
+    with pytest.raises(RuntimeError) as caught:
+        first.wait()
+    said.append(str(caught.value))
+    for attempt in (lambda: lane.submit(Message(dense(buffer, lane.group, 1), buffer, "another")), made.check):
+        with pytest.raises(CollectiveError) as refused:
+            attempt()
+        said.append(str(refused.value))
+    made.close()
+    return {"said": said, "left": alive()}
+
+
+def test_after_a_failure_nothing_more_is_sent() -> None:
+    for answer in on_ranks(failure, 2):
+        assert answer["left"] == []
+        for said in answer["said"]:
+            assert "the first message did not get through after 0.0 s: in the second step" in said
+            assert "look for the first error among all ranks" in said
+
+
+def stalled(rank: int) -> dict[str, Any]:
+    """Rank 1 never sends: rank 0 hears of it by the deadline of the group that the lanes were made from."""
+    parent = dist.new_group(timeout=timedelta(seconds=2))
+    assert isinstance(parent, dist.ProcessGroup)
+    made = Lanes(parent, CPU)
+    made.grow(2)
+    assert all(timeout_of(group) == timedelta(seconds=2) for group in made.groups)
+    if rank == 1:
+        dist.barrier()
+        made.close()
+        return {}
+    buffer = torch.ones(3)
+    begun = time.monotonic()
+    future = made[1].submit(Message(dense(buffer, made[1].group, 1), buffer, "bucket 7"))
+    with pytest.raises(RuntimeError, match="bucket 7 did not get through"):
+        future.wait()
+    waited_s = time.monotonic() - begun
+    made.close()
+    dist.barrier()
+    return {"waited_s": waited_s, "left": alive()}
+
+
+def test_a_stalled_rank_is_an_error_in_time() -> None:
+    answer, _ = on_ranks(stalled, 2)
+    assert 1 <= answer["waited_s"] < 10
+    assert answer["left"] == []
+
+
+def copies(rank: int) -> dict[str, Any]:
+    made = same_ranks(world(), "gloo", "a copy")
+    some = dist.new_group([0, 2], timeout=timedelta(seconds=9))
+    answer: dict[str, Any] = {"whole": dist.get_process_group_ranks(made), "timeout": timeout_of(made) == GROUP_TIMEOUT}
+    if rank != 1:
+        assert isinstance(some, dist.ProcessGroup)
+        part = same_ranks(some, "gloo", "a copy of a part")
+        value = torch.ones(1)
+        dist.all_reduce(value, group=part)
+        answer |= {
+            "part": dist.get_process_group_ranks(part),
+            "sum": value.item(),
+            "nine": timeout_of(part) == timedelta(seconds=9),
+        }
+    return answer
+
+
+def test_copies_of_groups_have_their_ranks_and_deadline() -> None:
+    for rank, answer in enumerate(on_ranks(copies, 3)):
+        assert answer["whole"] == [0, 1, 2] and answer["timeout"]
+        if rank != 1:
+            assert answer["part"] == [0, 2] and answer["sum"] == 2 and answer["nine"]
+
+
+def memory(rank: int) -> bool:
+    """While a lane waits for its next message, it does not keep the last one's tensor alive."""
+    import weakref
+
+    made = Lanes(world(), CPU)
+    made.grow(1)
+    buffer = torch.ones(1000)
+    gone = weakref.ref(buffer)
+    made[0].submit(Message(dense(buffer, made[0].group, 2), buffer, "one")).wait()
+    for _ in range(70):  # works are held for a while, and a work holds its tensor
+        small = torch.ones(1)
+        made[0].submit(Message(dense(small, made[0].group, 2), small, "small")).wait()
+    del buffer, small
+    gc.collect()
+    made.close()
+    return gone() is None
+
+
+def test_a_lane_lets_go_of_what_it_sent() -> None:
+    assert on_ranks(memory, 2) == [True, True]
+
+
+def test_closing_from_its_own_thread_does_not_wait_for_itself() -> None:
+    def closing() -> Iterator[dist.Work]:
+        answers.append(lane.close(5.0))
+        return
+        yield
+
+    answers: list[bool] = []
+    lane = HostLane(None, "anabranch-lane-test", [])  # type: ignore[arg-type]
+    begun = time.monotonic()
+    lane.submit(Message(closing(), torch.ones(1), "closes its lane")).wait()
+    assert answers == [False]
+    assert lane.close(5.0) and time.monotonic() - begun < 4

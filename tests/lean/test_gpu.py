@@ -1,0 +1,108 @@
+"""On a GPU: Lean trains the same weights as without it, also over host memory, and nothing waits for the host.
+
+One rank here, where plain DataParallel sends nothing; on the ranks of a lab everything is compared:
+anabranch lab --hosts 4 --rate unshaped --backend nccl -- python tests/memory/test_lean_gpu.py
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where it is run as a program
+
+import anabranch as ab
+from gpu import ON_GPU, no_waiting
+from lean.test_lean import OPTIMIZERS, made, planned, side_by_side, tokens
+from lean.test_steps import poisoned, skipping
+
+pytestmark = ON_GPU
+WAYS = list(product(["momentum", "adamw", "fused"], ["in place", "host"], ["oktopk:0.1", "dense"], [1, 2]))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """An NCCL world of one rank."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "fused"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_dense_buckets_train_the_same(alone: None, optimizer: str, accumulate: int) -> None:
+    side_by_side(0, optimizer, "in place", "dense", accumulate, "cuda")
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "fused"])
+def test_host_memory_changes_nothing(alone: None, optimizer: str) -> None:
+    weights = []
+    ways: tuple[Any, ...] = ("in place", "host")
+    for residuals in ways:
+        model = made("cuda")
+        lean: Any = ab.DataParallel(
+            model,
+            plan=planned(model, "oktopk:0.1"),
+            compress=ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True),
+            profile_steps=0,
+            memory=ab.Lean(OPTIMIZERS[optimizer], residuals=residuals),
+        )
+        for step in range(12):
+            lean(tokens(step, 0).cuda()).backward()
+        lean.close()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("residuals", ["in place", "host"])
+def test_the_host_waits_for_nothing(alone: None, residuals: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
+    given = torch.randn(64, 512, device="cuda")
+    lean: Any = ab.DataParallel(
+        model,
+        plan=planned(model, "oktopk:0.1"),
+        compress=ab.OkTopk(density=0.1, warmup_steps=0, region_period=1000),
+        profile_steps=0,
+        memory=ab.Lean(OPTIMIZERS["fused"], residuals=residuals),  # others must be told whether all was finite
+    )
+    for _ in range(3):
+        lean(given).square().mean().backward()
+    unasked = mock.patch.object(torch.cuda.Event, "synchronize", side_effect=AssertionError("the host waits"))
+    with no_waiting(), unasked:
+        for _ in range(3):
+            lean(given).square().mean().backward()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    lean.close()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("training", [skipping, poisoned])
+def test_steps_that_are_told_on_the_device_or_by_the_host(alone: None, training: Any, fused: bool) -> None:
+    training(0, "cuda", fused)
+
+
+def main() -> None:
+    """Everything on the ranks of a lab: all must end with the same weights."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    for way in WAYS:
+        for weight in side_by_side(dist.get_rank(), *way, "cuda"):
+            mine = weight.clone()
+            dist.broadcast(mine, 0)
+            assert torch.equal(mine, weight), way
+        if dist.get_rank() == 0:
+            print("the same weights:", *way, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Where things live under Lean: no two live objects share memory, and no copy is read before it is there."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import anabranch as ab
+from anabranch.lean import engine, residuals
+from anabranch.lean.slots import Slot, Slots
+from anabranch.lean.update import Updates
+from lean.lazy_transfers import LazyTransfers
+from ranks import on_ranks
+
+WIDTH = 16
+STEPS = 6
+
+
+class Chain(nn.Module):
+    """Square layers one after another."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def planned(model: nn.Module, kind: str, each: int = 1) -> ab.Plan:
+    """Matrices by ``kind``, ``each`` in a bucket, and all vectors behind the first."""
+    named = list(reversed(list(model.named_parameters())))
+    matrices = [name for name, p in named if p.dim() > 1]
+    buckets = [ab.Bucket(tuple(matrices[i : i + each]), collective=kind) for i in range(0, len(matrices), each)]
+    vectors = ab.Bucket(tuple(name for name, p in named if p.dim() < 2))
+    return ab.Plan((buckets[0], vectors, *buckets[1:]))
+
+
+def options() -> ab.OkTopk:
+    return ab.OkTopk(density=0.2, warmup_steps=0, deterministic=True)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@dataclass
+class Live:
+    """Bytes that belong to someone: from when to when, counted in events."""
+
+    whose: str
+    begin: int
+    end: int
+    born: int
+    died: int | None = None
+
+    def meets(self, other: "Live") -> bool:
+        together = (other.died is None or self.born < other.died) and (self.died is None or other.born < self.died)
+        return together and self.begin < other.end and other.begin < self.end
+
+
+class Log:
+    """All memory that Lean hands out, as it happens."""
+
+    def __init__(self) -> None:
+        self.entries: list[Live] = []
+        self._events = 0
+
+    def born(self, whose: str, tensor: torch.Tensor) -> Live:
+        self._events += 1
+        begin = tensor.data_ptr()
+        self.entries.append(Live(whose, begin, begin + tensor.numel() * tensor.element_size(), self._events))
+        return self.entries[-1]
+
+    def died(self, entry: Live) -> None:
+        self._events += 1
+        entry.died = self._events
+
+    def clashes(self) -> list[str]:
+        pairs = ((a, b) for i, a in enumerate(self.entries) for b in self.entries[:i])
+        return [f"{a.whose} and {b.whose}" for a, b in pairs if a.meets(b)]
+
+
+def recorded(log: Log) -> None:
+    """Have every slot, and every step with what is in one, tell the log; exchanges take their time."""
+    in_slots: dict[int, Live] = {}
+    take, after, lend = Slots.take, Updates.after, Slots.lend
+
+    def telling_take(self: Slots, numel: int, dtype: torch.dtype) -> Slot:
+        slot = take(self, numel, dtype)
+        in_slots[slot.tensor.data_ptr()] = log.born(f"slot {slot.number} of {id(self)}", slot.tensor)
+        return slot
+
+    def telling_after(self: Updates, exchange: Any, average: torch.Tensor, *rest: Any) -> Iterator[Any]:
+        entry = in_slots[average.data_ptr()]
+        time.sleep(0.003)
+        yield from after(self, exchange, average, *rest)
+        log.died(entry)
+
+    def telling_lend(self: Slots, slot: Slot, until: Any) -> None:
+        entry = in_slots[slot.tensor.data_ptr()]
+
+        def over(future: Any) -> None:
+            if entry.died is None:
+                log.died(entry)
+
+        lend(self, slot, until.then(over))
+
+    ways = ((Slots, "take", telling_take), (Slots, "lend", telling_lend), (Updates, "after", telling_after))
+    for owner, name, telling in ways:
+        setattr(owner, name, telling)
+
+
+def aliasing(rank: int, residuals: Any, kind: str) -> int:
+    log = Log()
+    recorded(log)
+    model = Chain()
+    memory = ab.Lean(sgd, residuals=residuals)
+    compress = options() if kind != "dense" else None
+    plan = planned(model, kind)
+    lean: Any = ab.DataParallel(model, plan=plan, compress=compress, profile_steps=0, memory=memory)
+    for step in range(STEPS):
+        lean(batch(step, rank)).pow(2).sum().backward()
+    lean.comm_state_dict()  # waits for what is on its way to host memory
+    for name, parameter in model.named_parameters():
+        log.born(name, parameter.detach())
+        log.born(f"momentum of {name}", lean.optimizer.state[parameter]["momentum_buffer"])
+    for state in lean._memory._state.buckets() if kind != "dense" else []:
+        log.born(f"what waits for {state.names}", state.residual)
+    assert log.clashes() == []
+    assert all(entry.died is not None for entry in log.entries if entry.whose.startswith("slot"))
+    handed_out = len([entry for entry in log.entries if entry.whose.startswith("slot")])
+    lean.close()
+    return handed_out
+
+
+@pytest.mark.parametrize(
+    ("residuals", "kind", "a_step"),
+    [("in place", "dense", 6), ("in place", "oktopk:0.2", 6), ("host", "oktopk:0.2", 11)],
+)
+def test_two_live_objects_never_share_memory(residuals: str, kind: str, a_step: int) -> None:
+    """A slot is in use from when it is taken until its bucket is updated, or what waited is back in host memory."""
+    assert on_ranks(aliasing, 2, residuals, kind) == [STEPS * a_step] * 2
+
+
+def test_the_log_sees_what_overlaps() -> None:
+    log, memory = Log(), torch.zeros(8)
+    first, second = log.born("first", memory[:4]), log.born("second", memory[4:])
+    log.died(first)
+    log.born("third", memory[:4])
+    assert log.clashes() == []
+    log.born("fourth", memory[3:5])
+    assert log.clashes() == ["fourth and second", "fourth and third"]
+    log.died(second)
+
+
+def on_a_slow_link(rank: int, matrices: int) -> int:
+    """Copies that happen when they are waited for, and no earlier: the same bits as without Lean."""
+    transfers = LazyTransfers()
+    vars(residuals)["transfers_for"] = lambda device: transfers
+    models = [Chain(), Chain()]
+    plan = planned(models[0], "oktopk:0.2", matrices)
+    plain = ab.DataParallel(models[0], plan=plan, compress=options(), profile_steps=0)
+    own = sgd(models[0].parameters())
+    memory = ab.Lean(sgd, residuals="host")
+    lean: Any = ab.DataParallel(models[1], plan=plan, compress=options(), profile_steps=0, memory=memory)
+    for step in range(STEPS):
+        for each in (plain, lean):
+            each(batch(step, rank)).pow(2).sum().backward()
+        own.step()
+        own.zero_grad()
+        for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(a, b), (step, name)
+        if step == 3:
+            assert "nan" not in lean.explain()
+    ours, theirs = lean.comm_state_dict()["residuals"], plain.comm_state_dict()["residuals"]
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    plain.close()
+    lean.close()
+    return transfers.waited
+
+
+@pytest.mark.parametrize(("each", "buckets"), [(1, 5), (5, 1)])
+def test_no_copy_is_read_before_it_is_there(each: int, buckets: int) -> None:
+    """With more buckets than slots, a slot's last content may be on its way; with one, a bucket's own."""
+    assert on_ranks(on_a_slow_link, 2, each) == [STEPS * buckets] * 2
+
+
+def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    total.add_(gradient)
+
+
+def conserved(rank: int, residuals: Any) -> None:
+    """Plain SGD with lr = 1: what has left the weights is what was applied; the rest waits, in each bucket."""
+    model = Chain()
+    plan = planned(model, "oktopk:0.2")
+    memory = ab.Lean(lambda params: torch.optim.SGD(params, lr=1.0), residuals=residuals)
+    lean: Any = ab.DataParallel(model, plan=plan, compress=options(), profile_steps=0, memory=memory)
+    before = {name: p.detach().double() for name, p in model.named_parameters()}
+    computed = {name: torch.zeros_like(p).double() for name, p in before.items()}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(partial(add_to, computed[name]))
+    for step in range(STEPS):
+        (0.01 * lean(batch(step, rank)).pow(2).sum()).backward()
+    waits = lean.comm_state_dict()["residuals"]
+    assert any(piece.any() for piece in waits.values())
+    for bucket in plan.buckets:
+        for name in bucket.names:
+            here = computed[name].flatten() - waits.get(name, torch.zeros(1)).double()
+            dist.all_reduce(here)
+            applied = 2 * (before[name] - model.get_parameter(name).detach().double()).flatten()
+            torch.testing.assert_close(here, applied, rtol=1e-5, atol=1e-6)
+    lean.close()
+
+
+@pytest.mark.parametrize("residuals", ["in place", "host"])
+def test_nothing_is_lost_in_any_bucket(residuals: str) -> None:
+    on_ranks(conserved, 2, residuals)
+
+
+def test_the_engine_hands_out_what_the_log_watches() -> None:
+    assert vars(engine)["Slots"] is Slots is vars(residuals)["Slots"]

@@ -1,0 +1,190 @@
+"""Networks from live ranks, and the arithmetic of slowdowns under a clock that is told what to say."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anabranch import Network
+from anabranch.comm.agree import Group
+from anabranch.comm.dense import COLLECTIVES
+from anabranch.comm.lanes import same_ranks
+from anabranch.files import dumps
+from anabranch.observe import measure as module
+from anabranch.observe.clock import HostClock
+from anabranch.observe.measure import measure
+from ranks import on_ranks
+
+CPU = torch.device("cpu")
+
+
+def groups(count: int) -> list[Group]:
+    group = dist.group.WORLD
+    assert group is not None
+    return [group, *(same_ranks(group, "gloo", f"test lane {lane}") for lane in range(1, count))]
+
+
+def quietly(*args: Any, **options: Any) -> Network:
+    """Measure on a machine that may well be busy with other tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return measure(*args, **options)
+
+
+def facts_of(network: Network) -> dict[str, Any]:
+    return {
+        "text": dumps(network),
+        "world_size": network.world_size,
+        "curves": {
+            kind: [(point.nbytes, point.seconds, point.spread_s) for point in curve.points]
+            for kind, curve in network.curves.items()
+        },
+        "slowdowns": list(network.contention.slowdowns),
+        "meta": {key: str(value) for key, value in network.meta.items()},
+    }
+
+
+def two_kinds_on_four_lanes(rank: int) -> dict[str, Any]:
+    lanes = groups(4)
+    return facts_of(quietly(lanes, CPU, largest_nbytes=100_001, budget_s=0.3, collectives=COLLECTIVES))
+
+
+def test_what_is_measured_and_that_all_ranks_hold_the_same() -> None:
+    first, second, third = on_ranks(two_kinds_on_four_lanes, 3)
+    assert first["text"] == second["text"] == third["text"]
+    assert first["world_size"] == 3
+    for kind in ("dense", "bf16"):
+        points = first["curves"][kind]
+        assert [nbytes for nbytes, _, _ in points] == [1 << k for k in range(10, 17)] + [100_000]
+        assert all(seconds > 0 and spread_s >= 0 for _, seconds, spread_s in points)
+        assert [s for _, s, _ in points] == sorted(s for _, s, _ in points)
+    slowdowns = first["slowdowns"]
+    assert len(slowdowns) == 4 and slowdowns[0] == 1.0 and slowdowns == sorted(slowdowns)
+    assert first["meta"]["backend"] == "gloo" and first["meta"]["source"] == "measured"
+    assert float(first["meta"]["median_relative_spread"]) >= 0
+
+
+def one_lane(rank: int) -> dict[str, Any]:
+    return facts_of(quietly(groups(1), CPU, largest_nbytes=1, budget_s=0.05))
+
+
+def test_one_lane_and_a_largest_message_that_is_too_small_to_matter() -> None:
+    first, second = on_ranks(one_lane, 2)
+    assert first["text"] == second["text"]
+    assert [nbytes for nbytes, _, _ in first["curves"]["dense"]] == [1024, 2048]
+    assert first["slowdowns"] == [1.0, 2.0]  # not tried: taken for a link that one message fills
+
+
+class SlowClock(HostClock):
+    """Every action takes a second, by this clock."""
+
+    def between(self, start: object, end: object) -> float:
+        return 1.0
+
+
+class FastClock(HostClock):
+    """Every action takes a microsecond, by this clock."""
+
+    def between(self, start: object, end: object) -> float:
+        return 1e-6
+
+
+def repetitions(rank: int) -> list[int]:
+    """How often an action that takes a second (by rank 0's clock; others' clocks are far off) is repeated."""
+    counts = []
+    for budget_s in (0.001, 12.0, 1e9):
+        stopwatch = module._Stopwatch(groups(1)[0], SlowClock() if rank == 0 else FastClock())
+        counts.append(len(stopwatch.repeat(lambda: None, budget_s)))
+    return counts
+
+
+def test_the_budget_bounds_the_repetitions_alike_on_every_rank() -> None:
+    fewest, most = module.REPEATS
+    assert on_ranks(repetitions, 2) == [[fewest, 12, most]] * 2
+
+
+def warned(rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        noisy = [(1024, 1.0, 0.9), (2048, 2.0, 1.5)]
+        module._facts(groups(1)[0], CPU, noisy, 1.0)
+        steady = [(1024, 1.0, 0.1), (2048, 2.0, 0.1)]
+        module._facts(groups(1)[0], CPU, steady, 1.0)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_poor_measurement_is_warned_of_once_by_rank_0() -> None:
+    first, second = on_ranks(warned, 2)
+    assert len(first) == 1 and "vary by 8" in first[0] and "--budget-s" in first[0]
+    assert second == []
+
+
+class Told:
+    """A stopwatch that does nothing and says what k messages at once took."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self._seconds, self.asked = seconds, 0
+
+    def repeat(self, action: Any, budget_s: float) -> list[float]:
+        (count,) = action.args
+        self.asked += 1
+        return [self._seconds[count]] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        # One message: 0.1 s to start and 1 s to transfer. Two share the link fully, four twice over.
+        ({1: 1.1, 2: 2.1, 4: 4.1}, [1.0, 2.0, 3.0, 4.0]),
+        # A link that one message cannot fill: two at once cost nothing more; three lie between two and four.
+        ({1: 1.1, 2: 1.1, 4: 1.6}, [1.0, 1.0, 1.25, 1.5]),
+        # Noise that makes two faster than one, or four faster than two, is no gain.
+        ({1: 1.1, 2: 0.6, 4: 0.5}, [1.0, 1.0, 1.0, 1.0]),
+        ({1: 1.1, 2: 2.1, 4: 1.1}, [1.0, 2.0, 2.0, 2.0]),
+    ],
+)
+def test_slowdowns_of_transfers_without_their_start(seconds: dict[int, float], expected: Sequence[float]) -> None:
+    lanes: list[Any] = [None] * 4
+    found = module._slowdowns(Told(seconds), lanes, CPU, 1 << 10, 0.1, 1.0)  # type: ignore[arg-type]
+    assert found == pytest.approx(expected)
+
+
+def test_two_lanes_need_two_probes_and_a_start_that_outweighs_all_is_survived() -> None:
+    told = Told({1: 0.1, 2: 0.1})
+    assert module._slowdowns(told, [None, None], CPU, 1 << 10, 0.2, 1.0) == [1.0, 1.0]  # type: ignore[list-item, arg-type]
+    assert told.asked == 2
+    assert [module._probes(lanes) for lanes in (1, 2, 3, 4, 5, 8)] == [[1], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 8]]
+
+
+def test_sizes_rise_to_the_largest() -> None:
+    for largest in (2048, 2049, 100_001, 64 << 20, (64 << 20) + 3):
+        sizes = module._sizes(largest)
+        assert sizes == sorted(set(sizes)) and sizes[0] == 1024 and sizes[-1] == largest // 4 * 4
+        assert all(nbytes % 4 == 0 for nbytes in sizes)
+
+
+def test_the_probe_is_the_first_size_whose_transfer_outweighs_its_start() -> None:
+    points = [(1024, 1.0, 0.0), (2048, 5.0, 0.0), (4096, 11.0, 0.0), (8192, 20.0, 0.0)]
+    assert module._probe_nbytes(points) == 4096
+    assert module._probe_nbytes(points[:2]) == 2048
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"budget_s is 0\.0: expected more than zero seconds"):
+        measure([], CPU, budget_s=0.0)
+    with pytest.raises(ValueError, match="budget_s is nan"):
+        measure([], CPU, budget_s=float("nan"))
+
+
+def ranks_whose_clocks_disagree(rank: int) -> dict[str, Any]:
+    """Each rank finds another size whose transfer outweighs its start-up."""
+    module._probe_nbytes = lambda points: points[-1 - rank][0]
+    return facts_of(quietly(groups(2), CPU, largest_nbytes=1 << 16, budget_s=0.1))
+
+
+def test_ranks_that_measure_differently_still_send_the_same_sizes() -> None:
+    first, second = on_ranks(ranks_whose_clocks_disagree, 2)
+    assert first["text"] == second["text"]

@@ -1,0 +1,346 @@
+"""Metrics of live steps: what is in them, who gets them when, and that a failing logger harms nobody."""
+
+import gc
+import io
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from anabranch import DataParallel, JsonLines, Lean, Metrics, OkTopk, Progress, TensorBoard
+from anabranch.comm.dense import traffic
+from anabranch.observe import loggers
+from anabranch.observe.clock import HostClock
+from anabranch.observe.metrics import MetricsFeed
+from anabranch.observe.step_timer import StepMarks
+from parallel.told import fresh, one_step, two_buckets
+from parallel.twins import batch, mlp, plain_train, ring, scattered, sgd, stage, steps
+from ranks import on_ranks
+
+MLP_NBYTES = 4 * 3 * (6 * 6 + 6)
+STEP = Metrics(7, 0, 0.05, 0.04, 0.03, 0.02, 0.5, 3 << 20, 3 << 20, 0.25, "0123456789ab", 2, 1, "running [red]x\x1b[2J")
+
+
+class Kept:
+    """A logger that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Metrics] = []
+        self.closed = 0
+
+    def log(self, metrics: Metrics) -> None:
+        self.told.append(metrics)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Broken(Kept):
+    """One whose disk is full."""
+
+    def log(self, metrics: Metrics) -> None:
+        super().log(metrics)
+        raise OSError("no space left on device")
+
+
+# ------------------------------------------------------------------------------------------------- on live models
+
+
+def whole_life(rank: int, folder: str) -> dict[str, Any]:
+    """All stages to a plan that is kept, logged to a file, to a list, and to a logger that fails."""
+    torch.manual_seed(7)
+    kept, broken, others = Kept(), Broken(), Kept()
+    with stage("keeps the plan"):
+        model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2)
+        model.log_to(JsonLines(Path(folder, "run.jsonl")), broken, kept)
+        model.log_to(others, every_rank=True)
+        optimizer, made = sgd(model), 0
+        for step in steps(model):
+            plain_train(model, optimizer, step)
+            made += 1
+    plan = model.plan
+    assert plan is not None
+    model.close()
+    return {
+        "steps": made,
+        "told": [asdict(one) for one in kept.told],
+        "own": [asdict(one) for one in others.told],
+        "broken": len(broken.told),
+        "closed": [kept.closed, broken.closed, others.closed],
+        "plan": [plan.fingerprint[:12], len(plan), plan.lanes],
+    }
+
+
+def check_sane(one: dict[str, Any]) -> None:
+    """Whatever the layout."""
+    assert one["measured_s"] > 0 and one["compute_s"] > 0 and one["exposed_s"] >= 0
+    assert one["measured_s"] == pytest.approx(one["compute_s"] + one["exposed_s"])
+    assert one["overlap"] is None or 0 <= one["overlap"] <= 1
+    assert one["predicted_s"] is None or one["predicted_s"] > 0
+
+
+def test_every_step_of_a_whole_life(tmp_path: Path) -> None:
+    first, second = on_ranks(whole_life, 2, str(tmp_path))
+    told = first["told"]
+    assert [one["step"] for one in told] == list(range(1, first["steps"] + 1))
+    for one in [*told, *first["own"], *second["own"]]:
+        check_sane(one)
+        assert one["sent_nbytes"] == one["received_nbytes"] == MLP_NBYTES, "2(P−1)/P of all gradients, P = 2"
+        assert one["density"] == 1.0
+    assert told[0]["plan"] is None and told[0]["overlap"] is None and told[0]["predicted_s"] is None
+    assert told[0]["stage"] == "settling"
+    last = told[-1]
+    assert [last["plan"], last["buckets"], last["lanes"]] == first["plan"]
+    assert last["overlap"] is not None and last["predicted_s"] is not None and "running" in last["stage"]
+    assert second["told"] == [] and [one["rank"] for one in second["own"]] == [1] * second["steps"]
+    assert first["broken"] == 1, "a logger that fails is asked no more"
+    assert first["closed"] == [1, 0, 1]
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == told
+
+
+def sparse_steps(rank: int) -> list[dict[str, Any]]:
+    """A plan with one sparse bucket and one dense."""
+    kept = Kept()
+    model, parallel = fresh(two_buckets(0.1))
+    parallel.log_to(kept, every_rank=True)
+    for step in range(6):
+        one_step(model, parallel, step, rank)
+    parallel.close()
+    return [asdict(one) for one in kept.told]
+
+
+def test_sparse_steps_tell_what_passed() -> None:
+    for told in on_ranks(sparse_steps, 2):
+        assert len(told) == 6
+        for one in told:
+            check_sane(one)
+            # 2000 elements at 10 %, of which at most twice as many may pass, and 25 dense ones.
+            assert 25 / 2025 < one["density"] <= (400 + 25) / 2025
+            assert 100 < one["sent_nbytes"] <= 100 + (400 + 400) * 8 // 2
+            assert one["overlap"] is not None
+        exact = told[0]  # the first step's thresholds are exact: k = 200 values are applied
+        assert exact["density"] == pytest.approx((200 + 25) / 2025, rel=0.02)
+
+
+def lean_steps(rank: int) -> list[int | None]:
+    """The other wrapper has it, too; and one that was closed says so."""
+    kept = Kept()
+    model: Any = DataParallel(
+        mlp(), memory=Lean(optimizer=lambda params: torch.optim.SGD(params, lr=0.1)), profile_steps=0
+    )
+    model.log_to(kept)
+    for step in range(3):
+        model(batch(step)).square().mean().backward()
+    model.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        model.log_to(kept)
+    return [one.sent_nbytes for one in kept.told]
+
+
+def test_lean_models_log_too() -> None:
+    assert on_ranks(lean_steps, 2) == [[MLP_NBYTES] * 3, []]
+
+
+def dropped(rank: int) -> list[int]:
+    """A model that nobody closes."""
+    kept = Kept()
+    model = DataParallel(mlp(), network=ring(), profile_steps=2)
+    model.log_to(kept)
+    plain_train(model, sgd(model), 0)
+    model.trace_steps(2, 3, "never.json")
+    module = model.module
+    del model
+    gc.collect()
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+    return [len(kept.told), kept.closed]
+
+
+def test_a_model_that_is_dropped_closes_its_loggers() -> None:
+    assert on_ranks(dropped, 2) == [[1, 1], [0, 0]]
+
+
+def alone(rank: int) -> int:
+    """One rank has nothing to show, and that is no error."""
+    kept = Kept()
+    model = DataParallel(mlp(), compress=OkTopk())
+    model.log_to(kept)
+    model.trace_steps(1, 2, "nowhere/trace.json")
+    plain_train(model, sgd(model), 0)
+    model.close()
+    return len(kept.told)
+
+
+def test_one_rank_has_nothing_to_show() -> None:
+    assert on_ranks(alone, 1) == [0]
+
+
+# ------------------------------------------------------------------------------------------------- settling late
+
+
+class LateClock(HostClock):
+    """Like a GPU's: a mark has a time some steps later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def settled(self, mark: object) -> bool:
+        return isinstance(mark, float) and mark <= self.now
+
+
+def test_a_step_is_told_when_its_marks_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 4)
+    clock, kept = LateClock(), Kept()
+    live = SimpleNamespace(watch=SimpleNamespace(clock=clock, lookers=0), hook=None, parameters={"a": torch.zeros(8)})
+    tuner: Any = SimpleNamespace(
+        live=live, control=None, steps_done=0, stage="settling", kept=None, trace=None, network=None
+    )
+    feed = MetricsFeed(tuner, [kept])
+    feed.on_step_end(StepMarks(1.0, 2.0, 3.0, 4.0))
+    tuner.steps_done, tuner.stage = 1, "profiling"
+    feed.on_step_end(StepMarks(5.0, 6.0, 7.0, 9.0))
+    assert kept.told == []
+    clock.now = 8.0
+    tuner.steps_done = 2
+    feed.on_step_end(StepMarks(10.0, 11.0, 12.0, 13.0))
+    assert [(one.step, one.stage) for one in kept.told] == [(1, "settling")], "as it was in that step"
+    clock.now = 9.5
+    feed.close()
+    assert [(one.step, one.measured_s, one.compute_s, one.exposed_s) for one in kept.told] == [
+        (1, 3.0, 2.0, 1.0),
+        (2, 4.0, 2.0, 2.0),
+    ]
+    assert kept.told[0].sent_nbytes == 2 * 3 * 32 // 4
+    assert kept.closed == 1
+
+
+def test_traffic_of_dense_collectives() -> None:
+    assert traffic("dense", 1000, torch.float32, 4) == (6000, 6000, 1.0)
+    assert traffic("bf16", 1001, torch.float32, 4) == (2 * 3 * 251 * 2, 2 * 3 * 251 * 2, 1.0)
+    assert traffic("bf16", 1000, torch.float64, 4) == traffic("dense", 1000, torch.float64, 4)
+    assert traffic("dense", 1000, torch.float32, 1) == (0, 0, 1.0)
+    assert traffic("topk:0.1", 1000, torch.float32, 4) is None
+
+
+# ------------------------------------------------------------------------------------------------------- loggers
+
+
+def test_json_lines_append_and_hold_any_text(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    hostile = replace(STEP, stage='</script>\n"\u2028\x00', predicted_s=None)
+    for metrics in (STEP, hostile):
+        logger = JsonLines(path)
+        logger.log(metrics)
+        logger.close()
+        logger.close()
+    assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == [asdict(STEP), asdict(hostile)]
+
+
+@pytest.mark.parametrize("logger", [None, "run.jsonl", JsonLines])
+def test_what_is_no_logger_is_refused_at_once(logger: Any) -> None:
+    with pytest.raises(ValueError, match="expected loggers with log"):
+        DataParallel.log_to(SimpleNamespace(), logger)  # type: ignore[arg-type]  # before it looks at itself
+
+
+def test_a_line_that_a_crash_has_torn_swallows_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 7, "ra')
+    logger = JsonLines(path)
+    for _ in range(2):
+        logger.log(STEP)
+    logger.close()
+    torn, *whole = path.read_text().split("\n")[:-1]
+    assert torn == '{"step": 7, "ra' and [json.loads(line) for line in whole] == [asdict(STEP)] * 2
+
+
+def test_making_a_logger_opens_nothing(tmp_path: Path) -> None:
+    JsonLines(tmp_path / "nowhere" / "run.jsonl").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+class FakeWriter:
+    """torch's SummaryWriter, as far as it is used."""
+
+    made: list["FakeWriter"] = []  # noqa: RUF012
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.scalars, self.texts, self.closed = folder, {}, [], False  # type: ignore[var-annotated]
+        FakeWriter.made.append(self)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars[tag, step] = value
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self.texts.append((tag, text, step))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_tensorboard_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FakeWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(loggers, "find_spec", lambda name: name)
+    monkeypatch.setattr(FakeWriter, "made", [])
+    logger = TensorBoard(tmp_path)
+    assert FakeWriter.made == []
+    logger.log(STEP)
+    logger.log(replace(STEP, step=8, predicted_s=None))
+    logger.close()
+    (writer,) = FakeWriter.made
+    assert writer.folder == str(tmp_path) and writer.closed
+    assert writer.scalars["anabranch/exposed_s", 7] == 0.02 and writer.scalars["anabranch/predicted_s", 7] == 0.04
+    assert ("anabranch/predicted_s", 8) not in writer.scalars and ("anabranch/overlap", 8) in writer.scalars
+    assert writer.texts == [("anabranch/stage", STEP.stage, 7)]
+
+
+def test_tensorboard_for_real(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = TensorBoard(tmp_path)
+    logger.log(STEP)
+    logger.close()
+    seen = reader.EventAccumulator(str(tmp_path))
+    seen.Reload()
+    (point,) = seen.Scalars("anabranch/exposed_s")
+    assert (point.step, point.value) == (STEP.step, pytest.approx(0.02))
+
+
+def test_without_tensorboard_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
+        TensorBoard(tmp_path)
+
+
+def test_progress_on_a_terminal_and_elsewhere() -> None:
+    for terminal in (True, False):
+        shown = io.StringIO()
+        progress = Progress(100, Console(file=shown, force_terminal=terminal, width=200))
+        for step in range(1, 4):
+            progress.log(replace(STEP, step=step))
+        progress.close()
+        progress.close()
+        text = shown.getvalue()
+        assert "of 100 · 50.0 ms (predicted 40.0) · exposed 20.0 ms · 50% hidden · sent 3.00 MiB" in text
+        assert "density 25.00% · running [red]x" in text, "markup is text"
+        assert ("step 3" in text) == terminal, "elsewhere, a line every hundred steps"
+        assert "\x1b[2J" not in text, "control codes do not reach the terminal"
+
+
+def test_progress_refuses_an_impossible_total() -> None:
+    with pytest.raises(ValueError, match="total_steps is 0"):
+        Progress(0)
+
+
+def test_progress_stays_on_one_line() -> None:
+    shown = io.StringIO()
+    progress = Progress(console=Console(file=shown, width=60))
+    progress.log(replace(STEP, stage="running a\nb"))
+    assert shown.getvalue().count("\n") == 1

@@ -1,0 +1,123 @@
+"""What only a GPU can show: stream lanes, event clocks and the plan's hook on NCCL, one rank on one device.
+
+Run where there is one: pytest -m gpu tests/runtime/test_gpu.py
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import anabranch as ab
+from anabranch.comm.dense import COLLECTIVES
+from anabranch.comm.lanes import Lanes, Message
+from anabranch.ddp.hook import PlanHook
+from anabranch.ddp.reducer import layout_in_force, layout_of, reduced_parameters, relayout
+from anabranch.observe.clock import CudaClock
+from anabranch.observe.measure import measure
+from anabranch.observe.recorder import record
+from anabranch.observe.step_timer import StepTimer
+from anabranch.tuning.trial import Trial
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[torch.device]:
+    """The GPU, with an NCCL world of one rank."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1, device_id=device)
+    yield device
+    dist.destroy_process_group()
+
+
+def network(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.BatchNorm1d(256)).to(device)
+
+
+@pytest.mark.parametrize("kind", ["dense", "bf16"])
+def test_collectives_on_a_stream_lane(device: torch.device, kind: str) -> None:
+    assert dist.group.WORLD is not None
+    lanes = Lanes(dist.group.WORLD, device)
+    lanes.grow(2)
+    for lane in (0, 1):
+        buffer = torch.randn(10_001, device=device)
+        expected = buffer.clone() if kind == "dense" else buffer.to(torch.bfloat16).float()
+        steps = COLLECTIVES[kind](buffer, lanes[lane].group, 1)
+        result = lanes[lane].submit(Message(steps, buffer, "a test")).wait()
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    lanes.close()
+
+
+def test_events_time_work_without_waiting_for_it(device: torch.device) -> None:
+    clock = CudaClock(device)
+    a = torch.randn(4096, 4096, device=device)
+    start = clock.mark()
+    for _ in range(50):
+        a = (a @ a).clamp(-1, 1)
+    end = clock.mark()
+    assert not clock.settled(end)  # 50 products of 137 GFLOP each take longer than issuing them
+    clock.settle()
+    assert clock.settled(end)
+    assert 1e-3 < clock.between(start, end) < 10
+
+
+def test_a_plan_runs_on_nccl_as_ddp_does(device: torch.device) -> None:
+    model, twin = network(device), network(device)
+    ddp, stock = DistributedDataParallel(model), DistributedDataParallel(twin)
+    names = list(reduced_parameters(ddp))
+    plan = ab.Plan(
+        tuple(ab.Bucket(tuple(names[i : i + 3]), lane=i // 3 % 2) for i in reversed(range(0, len(names), 3)))
+    )
+    assert dist.group.WORLD is not None
+    lanes = Lanes(dist.group.WORLD, device)
+    lanes.grow(2)
+    watch = StepTimer(CudaClock(device), lambda: None)
+    hook = PlanHook(plan, lanes, watch, lambda lane: None)
+    hook.look = True
+    relayout(ddp, layout_of(plan, names), hook.run)
+    for _ in range(4):
+        inputs = torch.randn(32, 256, device=device)
+        watch.forward_begins()
+        output = ddp(inputs)
+        watch.forward_ended(output)
+        for result in (output, stock(inputs)):
+            result.square().mean().backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert ours.grad is not None and theirs.grad is not None
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+        ddp.zero_grad()
+        stock.zero_grad()
+    assert layout_in_force(ddp) == layout_of(plan, names)
+    watch.clock.settle()
+    trial = Trial.of("a test", plan, watch.take(3), watch.clock)
+    assert len(trial.timeline.communication) == len(plan)
+    # A message among one rank is over within the lookout's period or two, but nothing ends before it began.
+    assert all(0 <= span.seconds < 1 for span in trial.timeline.communication)
+    assert trial.timeline.finish_s < trial.step_s + 0.1
+    lanes.close()
+
+
+def test_record_and_measure_on_the_gpu(device: torch.device) -> None:
+    model = network(device)
+    inputs = torch.randn(64, 256, device=device)
+
+    def step() -> None:
+        model.zero_grad()
+        model(inputs).square().mean().backward()
+
+    trace = record(model, step, steps=5)
+    assert [t.name for t in trace.tensors][:2] == ["6.weight", "6.bias"]
+    assert trace.tensors[-1].name.startswith("0.") and trace.meta["device"] == torch.cuda.get_device_name(device)
+    assert dist.group.WORLD is not None
+    measured = measure([dist.group.WORLD], device, 1 << 20, budget_s=0.5)
+    assert measured.world_size == 1 and measured.meta["backend"] == "nccl"

@@ -1,0 +1,119 @@
+"""join() with uneven inputs, against DDP: ranks that have run out of data take part in planned collectives."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anabranch import DataParallel
+from parallel.twins import WIDTH, Feature, Model, batch, bits, different, mlp, plain_train, scatter, stage, twins
+from ranks import on_ranks
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def epoch(model: Model, optimizer: torch.optim.Optimizer, first: int, divide: bool) -> None:
+    """Rank r has 2 + 2r batches; the others are done before the last."""
+    with join(model, divide):
+        for step in range(first, first + 2 + 2 * dist.get_rank()):
+            plain_train(model, optimizer, step)
+
+
+def join(model: Model, divide: bool) -> AbstractContextManager[Any]:
+    context: AbstractContextManager[Any] = model.join(divide_by_initial_world_size=divide)
+    return context
+
+
+def joined_epochs(rank: int, build: str, options: dict[str, Any], told: bool) -> dict[str, Any]:
+    """Epochs under join() with either divisor, and plain steps in between, while plans come and go."""
+    feature = Feature({"mlp": mlp, "normed": normed}[build], options=options)
+    apart = []
+    with stage("plans again and again"):
+        theirs, ours = twins(feature, "is told the plan" if told else "plans again and again")
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
+        plans = set()
+        tolerance = 0.0 if dist.get_world_size() == 2 else 1e-5
+        for number in range(8):
+            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+                for step in range(5):
+                    plain_train(model, optimizer, 100 * number + step)
+                epoch(model, optimizer, 100 * number + 50, divide=number % 2 == 0)
+            plans.add(ours.plan is not None)
+            apart += [f"epoch {number}: {what}" for what in different(theirs, ours, tolerance)]
+        return {"apart": apart[:5], "plans": sorted(plans), "digest": digest(ours)}
+
+
+def digest(model: Model) -> str:
+    return b"".join(bits(p) for p in model.parameters()).hex()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["planning", "told"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("build", "options"), [("mlp", {}), ("mlp", {"find_unused_parameters": True}), ("normed", {})])
+def test_uneven_inputs(build: str, options: dict[str, Any], world_size: int, told: bool) -> None:
+    answers = on_ranks(joined_epochs, world_size, build, options, told)
+    for answer in answers:
+        assert answer["apart"] == []
+        assert answer["digest"] == answers[0]["digest"]
+        assert True in answer["plans"]
+
+
+def halved_by_those_who_remain(rank: int, collective: str, divide: bool) -> list[float]:
+    """The gradient of ones that rank 1 and 2 see while rank 0 has joined."""
+    torch.manual_seed(0)
+    module = nn.Linear(5, 1, bias=False)
+    plan = scatter({"weight": ""}, lanes=1)
+    model = DataParallel(module, plan=plan if collective == "dense" else _bf16(plan))
+    with stage("is told the plan"):
+        for _ in range(4):
+            model(torch.ones(1, 5)).sum().backward()
+            module.zero_grad()
+    assert model.plan is not None
+    seen: list[float] = []
+    with join(model, divide):
+        for _ in range(0 if rank == 0 else 3):
+            module.zero_grad()
+            model(torch.ones(1, 5)).sum().backward()
+            assert module.weight.grad is not None
+            seen = module.weight.grad.flatten().tolist()
+    return seen
+
+
+def _bf16(plan: Any) -> Any:
+    from anabranch import planners
+
+    return planners.using(plan, "bf16")
+
+
+@pytest.mark.parametrize("collective", ["dense", "bf16"])
+@pytest.mark.parametrize("divide", [True, False])
+def test_divides_by_the_ranks_that_remain_if_asked_to(divide: bool, collective: str) -> None:
+    _, *answers = on_ranks(halved_by_those_who_remain, 3, collective, divide)
+    for seen in answers:
+        assert seen == pytest.approx([2 / 3 if divide else 1.0] * 5, rel=1e-2 if collective == "bf16" else 1e-6)
+
+
+def evaluate_then_train(rank: int) -> list[str]:
+    """join() in the middle of profiling does not disturb what is recorded around it."""
+    with stage("keeps the plan"):
+        theirs, ours = twins(Feature())
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            for number in range(12):
+                plain_train(model, optimizer, number)
+                plain_train(model, optimizer, 50 + number)
+                with join(model, True):
+                    for step in range(1 + rank):
+                        model(batch(step)).sum().backward()
+        assert ours.plan is not None and ours.timeline is not None
+        assert len(ours.timeline.communication) == len(ours.plan)
+        return different(theirs, ours, 0.0)
+
+
+def test_join_between_profiled_steps() -> None:
+    assert on_ranks(evaluate_then_train, 2) == [[], []]

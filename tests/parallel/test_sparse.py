@@ -1,0 +1,216 @@
+"""DataParallel with Ok-Topk: nothing is lost, ranks agree, states survive, and it is kept only where it is faster."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import anabranch as ab
+from anabranch.sparse.naming import LADDER, kind_of
+from anabranch.tuning import explain, tuner
+from parallel.told import COLUMNS, ROWS, Told, gradients, two_buckets
+from parallel.twins import stage
+from ranks import on_ranks
+
+
+def sparse_steps(rank: int, wire: str, steps: int) -> dict[str, Any]:
+    """Sums over all steps of what was computed here and of what was applied, and what waits at the end."""
+    model = Told()
+    options = ab.OkTopk(density=0.1, wire=wire)  # type: ignore[arg-type]
+    parallel = ab.DataParallel(model, plan=two_buckets(0.1), compress=options, profile_steps=0)
+    computed, applied = torch.zeros(2, ROWS, COLUMNS), torch.zeros(2, ROWS, COLUMNS)
+    shares = []
+    for step in range(steps):
+        model.zero_grad()
+        inputs = gradients(step, rank)
+        parallel(*inputs).backward()
+        grads = [model.first.grad, model.second.grad]
+        assert grads[0] is not None and grads[1] is not None and model.bias.grad is not None
+        computed += torch.stack(inputs)
+        applied += torch.stack([g for g in grads if g is not None]).detach()
+        shares.append(float((torch.stack([g for g in grads if g is not None]) != 0).float().mean()))
+        torch.testing.assert_close(model.bias.grad, torch.ones(COLUMNS))
+    waiting = parallel.comm_state_dict()["residuals"]
+    found = {
+        "computed": computed,
+        "applied": applied,
+        "waiting": torch.stack([waiting["first"].view(ROWS, COLUMNS), waiting["second"].view(ROWS, COLUMNS)]),
+        "shares": shares,
+        "explained": parallel.explain(),
+    }
+    parallel.close()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "wire"), [(2, "fp32"), (3, "bf16")])
+def test_what_was_computed_is_what_was_applied_and_what_waits(ranks: int, wire: str) -> None:
+    told = on_ranks(sparse_steps, ranks, wire, 12)
+    assert all(torch.equal(one["applied"], told[0]["applied"]) for one in told)
+    computed = sum(one["computed"].double() for one in told)
+    accounted = ranks * told[0]["applied"].double() + sum(one["waiting"].double() for one in told)
+    torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
+    assert all(share < 0.2 for share in told[0]["shares"][5:])  # while the first steps ran DDP's own buckets
+    assert "oktopk:0.1" in told[0]["explained"] and "sparse bucket to first" in told[0]["explained"]
+
+
+def course(rank: int, density: float | str, margin_stage: str) -> dict[str, Any]:
+    """From profiling to the choice, with nothing lost on the way."""
+    model = Told()
+    computed, applied = torch.zeros(2, ROWS, COLUMNS), torch.zeros(2, ROWS, COLUMNS)
+    options = ab.OkTopk(density=density, warmup_steps=6)  # type: ignore[arg-type]
+    kinds, decided = set(), 0
+    # Where bytes cost so much, sparse is worth trying even on buckets of some kilobytes.
+    sparse = [density] if isinstance(density, float) else LADDER
+    curves = {kind_of(d): ab.Curve.linear(1e-3, 1e-6 * d) for d in sparse}
+    network = ab.Network(2, {"dense": ab.Curve.linear(1e-3, 1e-6), **curves})
+    with stage(margin_stage):
+        parallel = ab.DataParallel(model, compress=options, network=network, profile_steps=2)
+        for step in range(200):
+            model.zero_grad()
+            inputs = gradients(step, rank)
+            parallel(*inputs).backward()
+            assert model.first.grad is not None and model.second.grad is not None
+            computed += torch.stack(inputs)
+            applied += torch.stack([model.first.grad, model.second.grad])
+            if parallel.plan is not None:
+                kinds |= {bucket.collective for bucket in parallel.plan.buckets}
+            if parallel.timeline is not None and (decided := decided + 1) == 2:
+                break  # after one step of what was chosen, with which goes what waited
+        residuals = parallel.comm_state_dict()["residuals"]
+        waiting = torch.zeros(2, ROWS, COLUMNS)
+        for index, name in enumerate(("first", "second")):
+            if name in residuals:
+                waiting[index] = residuals[name].view(ROWS, COLUMNS)
+        explained, steps = parallel.explain(), step
+        parallel.close()
+    return {"computed": computed, "applied": applied, "waiting": waiting, "explained": explained,
+            "kinds": sorted(kinds), "steps": steps}  # fmt: skip
+
+
+@pytest.mark.parametrize(("density", "end"), [(0.05, "goes back"), ("auto", "goes back"), (0.05, "keeps the plan")])
+def test_the_whole_course_loses_nothing(density: float | str, end: str) -> None:
+    told = on_ranks(course, 2, density, end, timeout_s=100.0)
+    computed = sum(one["computed"].double() for one in told)
+    accounted = 2 * told[0]["applied"].double() + sum(one["waiting"].double() for one in told)
+    torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
+    assert told[0]["kinds"] == told[1]["kinds"]
+    assert any(kind.startswith("oktopk") for kind in told[0]["kinds"])
+    if end == "goes back":  # and sends all that waits before it goes
+        assert "running DDP's own buckets" in told[0]["explained"]
+        assert all(not one["waiting"].any() for one in told)
+
+
+def test_explain_says_per_bucket_how_it_travels_and_what_that_saves() -> None:
+    tensors = (ab.TensorSpec("bias", 1000, 4, 0.1), ab.TensorSpec("weight", 1_000_000, 4, 0.2))
+    network = ab.Network(2, {"dense": ab.Curve.linear(1e-3, 1e-8), "oktopk:0.01": ab.Curve.linear(2e-3, 1e-9)})
+    plan = ab.Plan((ab.Bucket(("bias",)), ab.Bucket(("weight",), collective="oktopk:0.01")))
+    title, head, dense, sparse, saved = explain._buckets(plan, ab.Trace(tensors, 0.1), network)
+    assert plan.fingerprint[:12] in title and head.split()[-6:] == ["takes,", "ms", "dense,", "ms", "last", "gradient"]
+    assert dense.split() == ["0", "0", "dense", "0.004", "1", "100.00", "1.04", "1.04", "bias"]
+    assert sparse.split() == ["1", "0", "oktopk:0.01", "3.815", "1", "200.00", "6.00", "41.00", "weight"]
+    assert saved.startswith("1 of 2 buckets are compressed, which saves 35.00 ms of the 41.00 ms")
+    assert "-         - weight" in explain._buckets(plan, ab.Trace(tensors, 0.1), None)[-1]
+
+
+def lost_when_confirmed(rank: int) -> dict[str, Any]:
+    """The sparse plan wins its trial and loses the second one, in which it is the last to run."""
+    verdicts = iter([1, 0])
+    tuner.Tuner._winner = lambda self, trials: next(verdicts)  # type: ignore[method-assign]
+    return course(rank, 0.05, "goes back")
+
+
+def test_a_plan_that_loses_at_last_leaves_nothing_waiting() -> None:
+    told = on_ranks(lost_when_confirmed, 2, timeout_s=100.0)
+    computed = sum(one["computed"].double() for one in told)
+    torch.testing.assert_close(2 * told[0]["applied"].double(), computed, rtol=1e-4, atol=1e-4)
+    assert "was not clearly faster when tried again" in told[0]["explained"]
+
+
+def wrong_settings(rank: int) -> str:
+    try:
+        ab.DataParallel(Told(), compress=ab.OkTopk(density=0.1 if rank == 0 else 0.2))
+    except ab.DisagreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_wish_other_densities_are_told() -> None:
+    for message in on_ranks(wrong_settings, 2):
+        assert "density=0.1" in message and "density=0.2" in message
+
+
+def poisoned(rank: int) -> dict[str, Any]:
+    model = Told()
+    parallel = ab.DataParallel(model, plan=two_buckets(0.1), compress=ab.OkTopk(density=0.1), profile_steps=0)
+    before: dict[str, torch.Tensor] = {}
+    for step in range(10):
+        model.zero_grad()
+        one, other = gradients(step, rank)
+        if step == 9:
+            before = parallel.comm_state_dict()["residuals"]
+            if rank == 1:
+                one[3, 4] = float("inf")
+        parallel(one, other).backward()
+    after = parallel.comm_state_dict()["residuals"]
+    assert model.first.grad is not None
+    parallel.close()
+    return {"grad": model.first.grad, "same": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def test_a_gradient_that_is_not_finite_reaches_every_rank_and_no_residual() -> None:
+    for told in on_ranks(poisoned, 2):
+        assert not torch.isfinite(told["grad"]).any() and told["same"]
+
+
+def refusals(rank: int) -> list[str]:
+    """What DataParallel says to compressions that it cannot run."""
+
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+
+    said = []
+    wide = ab.Plan((ab.Bucket(("weight",), collective="oktopk:0.1"),))
+    refused: list[tuple[nn.Module, dict[str, Any]]] = [
+        (Told(), {"find_unused_parameters": True}),
+        (Double(), {"plan": wide}),
+    ]
+    for module, options in refused:
+        try:
+            ab.DataParallel(module, compress=ab.OkTopk(), **options)
+        except (ValueError, ab.PlanError) as error:
+            said.append(str(error))
+    closed = ab.DataParallel(Told(), compress=ab.OkTopk())
+    closed.load_comm_state_dict({})  # what a run of one rank keeps
+    closed.close()
+    for use in (closed.comm_state_dict, lambda: closed.load_comm_state_dict({"residuals": {"first": torch.ones(1)}})):
+        try:
+            use()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_would_lose_gradients_is_refused() -> None:
+    for said in on_ranks(refusals, 2):
+        assert len(said) == 4
+        for words, message in zip(
+            ("find_unused_parameters", "float32 alone", "was closed", "closed"), said, strict=True
+        ):
+            assert words in message
+
+
+@pytest.mark.parametrize("options", [{"density": 0.0}, {"density": "high"}, {"density": True}, {"warmup_steps": 3.0},
+                                     {"start_density": "auto"}, {"density": None}])  # fmt: skip
+def test_settings_that_mean_nothing_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ab.OkTopk(**options)
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(ValueError, match="compress is 'zip': expected one of bf16, OkTopk"):
+        ab.DataParallel(Told(), compress="zip")
+    assert not dist.is_initialized()

@@ -1,0 +1,66 @@
+"""A step that a loss scaler leaves out: what other buckets had sent in it waits again, in sum over the ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import anabranch as ab
+from anabranch.comm.dense import all_finite
+from parallel.told import COLUMNS, ROWS, Told, gradients
+from ranks import on_ranks
+
+SPARSE = [ab.Bucket((name,), collective="oktopk:0.1") for name in ("second", "first")]
+APART = ab.Plan((*SPARSE, ab.Bucket(("bias",))))
+
+
+class Fixed:
+    """A scaler whose scale never changes."""
+
+    def get_scale(self) -> float:
+        return 1.0
+
+
+def skipping(rank: int, follows: bool) -> dict[str, Any]:
+    """Four steps; in the third the first matrix's gradient is not finite on rank 1, so nobody applies the second's."""
+    model = Told()
+    options = ab.OkTopk(density=0.1, warmup_steps=0)
+    parallel = ab.DataParallel(model, plan=APART, compress=options, profile_steps=0)
+    if follows:
+        parallel.follow(Fixed())
+    computed, applied = torch.zeros(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS)
+    for step in range(4):
+        model.zero_grad()
+        first, second = gradients(step, rank)
+        if step == 2 and rank == 1:
+            first = first.clone()
+            first[0, 0] = float("inf")
+        parallel(first, second).backward()
+        assert model.first.grad is not None and model.second.grad is not None
+        skipped = not bool(all_finite(model.first.grad, model.second.grad))
+        assert skipped == (step == 2)
+        computed += second
+        if not skipped:
+            applied += model.second.grad
+    waiting = parallel.comm_state_dict()["residuals"]["second"].view(ROWS, COLUMNS)
+    parallel.close()
+    return {"computed": computed, "applied": applied, "waiting": waiting}
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_what_was_sent_in_a_step_that_is_left_out_waits_again(follows: bool) -> None:
+    told = on_ranks(skipping, 2, follows)
+    computed = sum(one["computed"].double() for one in told)
+    accounted = 2 * told[0]["applied"].double() + sum(one["waiting"].double() for one in told)
+    lost = float((computed - accounted).abs().max())
+    assert (lost < 1e-4) if follows else (lost > 1e-2)  # nobody else knows that a step was left out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_all_finite(dtype: torch.dtype, bad: float) -> None:
+    good = torch.full((3000,), 60000.0).to(dtype)
+    wrong = good.clone()
+    wrong[2345] = bad
+    assert all_finite() and all_finite(good, good[:0], torch.ones(2))
+    assert not all_finite(good, wrong)

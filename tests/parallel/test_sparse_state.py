@@ -1,0 +1,206 @@
+"""What DataParallel with Ok-Topk remembers: resumed bit by bit, never lost, never left waiting, never mixed up."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import anabranch as ab
+from parallel.told import COLUMNS, ROWS, Told, computed, fresh, gradients, one_step, stopped, two_buckets, waiting
+from ranks import on_ranks
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+def resumed(rank: int, cut: int | None, folder: str) -> torch.Tensor:
+    """What is applied in steps 8 … 13; with ``cut``, a fresh wrapper takes over there, from torch's checkpoint."""
+    model, parallel = fresh(two_buckets(0.1))
+    applied = []
+    for step in range(14):
+        if step == cut:
+            save({"comm": ab.CommState(parallel)}, checkpoint_id=folder)
+            parallel.close()
+            model, parallel = fresh(two_buckets(0.1))
+            load({"comm": ab.CommState(parallel, folder)}, checkpoint_id=folder)
+        applied.append(one_step(model, parallel, step, rank))
+    parallel.close()
+    return torch.stack(applied[8:])
+
+
+def test_resuming_from_torchs_checkpoint_is_bit_exact(tmp_path: Path) -> None:
+    whole, cut = on_ranks(resumed, 4, None, ""), on_ranks(resumed, 4, 8, str(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True)) and whole[0].any()
+
+
+def from_a_dict(rank: int, cut: int | None) -> torch.Tensor:
+    """The same by ``comm_state_dict``, through a file that cannot run code."""
+    model, parallel = fresh(two_buckets(0.1))
+    applied = []
+    for step in range(14):
+        if step == cut:
+            kept = parallel.comm_state_dict()
+            parallel.close()
+            model, parallel = fresh(two_buckets(0.1))
+            parallel.load_comm_state_dict(kept)
+        applied.append(one_step(model, parallel, step, rank))
+    parallel.close()
+    return torch.stack(applied[8:])
+
+
+def test_resuming_with_its_state_is_bit_exact() -> None:
+    whole, cut = on_ranks(from_a_dict, 2, None), on_ranks(from_a_dict, 2, 8)
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True)) and whole[0].any()
+
+
+def saved(rank: int, folder: str) -> torch.Tensor:
+    model, parallel = fresh(two_buckets(0.1))
+    for step in range(9):
+        one_step(model, parallel, step, rank)
+    save({"comm": ab.CommState(parallel)}, checkpoint_id=folder)
+    left = waiting(parallel)
+    parallel.close()
+    return left
+
+
+def taken_over(rank: int, folder: str) -> dict[str, Any]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("anabranch").addHandler(handler)
+    model, parallel = fresh(two_buckets(0.1))
+    load({"comm": ab.CommState(parallel, folder)}, checkpoint_id=folder)
+    before = waiting(parallel)
+    applied = one_step(model, parallel, 9, rank)
+    after = waiting(parallel)
+    parallel.close()
+    return {"before": before, "applied": applied, "after": after, "said": said}
+
+
+def test_another_number_of_ranks_takes_over_the_sum_and_says_so(tmp_path: Path) -> None:
+    old = on_ranks(saved, 4, str(tmp_path))
+    entries = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert {key.split("/")[1] for key in entries} == {"rank0", "rank1", "rank2", "rank3"}
+    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "nothing is pickled"
+    told = on_ranks(taken_over, 2, str(tmp_path))
+    total = sum(piece.double() for piece in old)
+    torch.testing.assert_close(sum(one["before"].double() for one in told), total, rtol=1e-5, atol=1e-5)
+    accounted = 2 * told[0]["applied"].double() + sum(one["after"].double() for one in told)
+    torch.testing.assert_close(accounted, total + computed(2, 9, 10), rtol=1e-5, atol=1e-5)
+    assert any("waited on 4 ranks now waits on 2: its sum is conserved" in line for line in told[0]["said"])
+
+
+def no_such_entry(rank: int, folder: str) -> str:
+    save({"other": torch.ones(3)}, checkpoint_id=folder)
+    _, parallel = fresh()
+    try:
+        ab.CommState(parallel, folder).state_dict()
+    except ValueError as error:
+        return str(error)
+    finally:
+        parallel.close()
+    return "no error"
+
+
+def test_a_checkpoint_without_the_state_is_named(tmp_path: Path) -> None:
+    for message in on_ranks(no_such_entry, 2, str(tmp_path)):
+        assert "has no entry anabranch/rank" in message and "saved without CommState" in message
+
+
+def alone(rank: int, states: list[dict[str, Any]]) -> dict[str, Any]:
+    """One rank goes on where two have stopped; its first step is not finite."""
+    model, parallel = fresh()
+    parallel.load_comm_state_dict(*states)
+    model.zero_grad()
+    one, other = gradients(0, 0)
+    parallel(one * float("inf"), other).backward()
+    still = waiting(parallel)
+    applied = one_step(model, parallel, 0, 0)
+    again = one_step(model, parallel, 1, 0)
+    left = waiting(parallel)
+    parallel.close()
+    return {"still": still, "applied": applied, "again": again, "left": left}
+
+
+def test_one_rank_goes_on_where_several_stopped() -> None:
+    states = on_ranks(stopped, 2)
+    told = on_ranks(alone, 1, states)[0]
+    sums = [sum(state["residuals"][name] for state in states).view(ROWS, COLUMNS) for name in ("first", "second")]
+    assert torch.equal(told["still"], torch.stack(sums)), "what was not finite sent nothing"
+    torch.testing.assert_close(told["applied"], torch.stack(sums) + computed(1, 0, 1).float())
+    torch.testing.assert_close(told["again"], computed(1, 1, 2).float())
+    assert not told["left"].any()
+
+
+# ------------------------------------------------------------------------------------------------------- disagreement
+
+
+def mixed_up(rank: int, states: list[Any], planned: bool) -> str:
+    """What a rank says that was given ``states[rank]``, or nothing."""
+    model, parallel = fresh(two_buckets(0.1) if planned else None)
+    try:
+        if states[rank] is not None:
+            parallel.load_comm_state_dict(states[rank])
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = ""
+    try:
+        one_step(model, parallel, 0, rank)
+    except ab.DisagreementError as error:
+        return said + str(error)
+    finally:
+        parallel.close()
+    return said + "no error"
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_ranks_that_load_different_things_are_told_and_do_not_hang(planned: bool) -> None:
+    states = on_ranks(stopped, 2)
+    for message in on_ranks(mixed_up, 2, [states[0], None], planned):
+        assert "load_comm_state_dict()" in message and "'step 6 of 2 ranks" in message and "'nothing'" in message
+    older = {**states[1], "step": 4, "steps_trained": 4}
+    for message in on_ranks(mixed_up, 2, [states[0], older], planned):
+        assert "step 6 of 2 ranks" in message and "step 4 of 2 ranks" in message
+    told = on_ranks(mixed_up, 2, [states[0], states[0]], planned)
+    assert "give its own" in told[1] and all("what it refused" in message for message in told)
+    assert on_ranks(mixed_up, 2, states, planned) == ["no error"] * 2
+
+
+def loaded_late(rank: int) -> str:
+    model, parallel = fresh()
+    one_step(model, parallel, 0, rank)
+    try:
+        parallel.load_comm_state_dict(parallel.comm_state_dict())
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        parallel.close()
+    return "no error"
+
+
+def test_loading_after_the_first_step_is_refused() -> None:
+    assert all("load before the first" in message for message in on_ranks(loaded_late, 2))
+
+
+def no_state_without_compression(rank: int) -> str:
+    parallel = ab.DataParallel(Told())
+    assert parallel.comm_state_dict() == {}
+    parallel.load_comm_state_dict({})
+    try:
+        parallel.load_comm_state_dict({"version": 1})
+    except ValueError as error:
+        return str(error)
+    finally:
+        parallel.close()
+    return "no error"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_state_of_a_compression_needs_the_compression(ranks: int) -> None:
+    assert all("compress=" in message for message in on_ranks(no_state_without_compression, ranks))

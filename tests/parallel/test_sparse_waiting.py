@@ -1,0 +1,232 @@
+"""What waits in a DataParallel with Ok-Topk is sent by whatever layout runs, and follows the scale of the loss."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anabranch as ab
+from anabranch.sparse.residual_monitor import Look
+from parallel.told import COLUMNS, ROWS, computed, fresh, gradients, one_step, stopped, two_buckets, waiting
+from ranks import on_ranks
+
+# ------------------------------------------------------------------------------------------------- nothing is stranded
+
+
+def sent_by_ddp(rank: int, states: list[dict[str, Any]], accumulate: bool) -> dict[str, Any]:
+    """DDP's own buckets run for ever, and something was loaded; the first step meets a NaN on rank 1."""
+    model, parallel = fresh()
+    parallel.load_comm_state_dict(states[rank])
+    assert torch.equal(waiting(parallel)[0].flatten(), states[rank]["residuals"]["first"])
+    if rank == 1:
+        model.zero_grad()
+        parallel(gradients(0, 0)[0] * float("nan"), gradients(0, 0)[1]).backward()
+    else:
+        one_step(model, parallel, 0, 0)
+    still = waiting(parallel)
+    if accumulate:
+        model.zero_grad()
+        with parallel.no_sync():
+            parallel(*gradients(6, rank)).backward()
+        half = waiting(parallel)
+        parallel(*gradients(7, rank)).backward()
+        assert torch.equal(half, still), "not sent before it is averaged"
+        assert model.first.grad is not None and model.second.grad is not None
+        applied = torch.stack([model.first.grad, model.second.grad])
+    else:
+        applied = one_step(model, parallel, 6, rank) + one_step(model, parallel, 7, rank)
+    answer = {"still": still, "applied": applied, "left": waiting(parallel), "explained": parallel.explain()}
+    parallel.close()
+    return answer
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_what_was_loaded_is_sent_although_no_plan_runs(accumulate: bool) -> None:
+    states = on_ranks(stopped, 2)
+    told = on_ranks(sent_by_ddp, 2, states, accumulate)
+    waited = [torch.stack([s["residuals"][n].view(ROWS, COLUMNS) for n in ("first", "second")]) for s in states]
+    assert all(torch.equal(one["still"], mine) for one, mine in zip(told, waited, strict=True)), "the NaN sent nothing"
+    torch.testing.assert_close(
+        2 * told[0]["applied"].double(), torch.stack(waited).double().sum(0) + computed(2, 6, 8), rtol=1e-4, atol=1e-4
+    )
+    assert not any(one["left"].any() for one in told)
+    assert "running DDP's own buckets: profile_steps is 0" in told[0]["explained"]
+
+
+def left_through_nan(rank: int) -> dict[str, Any]:
+    """Rank 1 meets a NaN in the very step in which the sparse plan has left."""
+    model, parallel = fresh(two_buckets(0.1))
+    for step in range(8):
+        one_step(model, parallel, step, rank)
+    assert parallel._tuner is not None
+    parallel._tuner.live.want(None)
+    before = waiting(parallel)
+    poisons = 0
+    for step in range(8, 12):
+        one, other = gradients(step, rank)
+        if step == 8 and rank == 1:
+            one[0, 0] = float("nan")
+        model.zero_grad()
+        parallel(one, other).backward()
+        assert model.first.grad is not None
+        poisons += int(not torch.isfinite(model.first.grad).all())
+        assert bool(waiting(parallel).any()) == (step == 8)
+    left = parallel.plan is None
+    parallel.close()
+    return {"poisons": poisons, "before": bool(before.any()), "left": left}
+
+
+def test_what_a_plan_leaves_behind_goes_with_the_next_finite_step() -> None:
+    for told in on_ranks(left_through_nan, 2):
+        assert told == {"poisons": 1, "before": True, "left": True}
+
+
+def fewer_sparse(rank: int) -> dict[str, Any]:
+    """The next plan sends one of the two matrices dense: the other's residual stays, its own goes."""
+    model, parallel = fresh(two_buckets(0.1))
+    sums = torch.zeros(2, ROWS, COLUMNS)
+    for step in range(6):
+        sums += one_step(model, parallel, step, rank)
+    assert parallel._tuner is not None
+    sparse = ab.Bucket(("second",), collective="oktopk:0.1")
+    parallel._tuner.live.want(ab.Plan((sparse, ab.Bucket(("first",)), ab.Bucket(("bias",)))))
+    for step in range(6, 8):
+        sums += one_step(model, parallel, step, rank)
+    answer = {"applied": sums, "waiting": waiting(parallel)}
+    parallel.close()
+    return answer
+
+
+def test_a_plan_with_fewer_sparse_buckets_strands_nothing() -> None:
+    told = on_ranks(fewer_sparse, 2)
+    accounted = 2 * told[0]["applied"].double() + sum(one["waiting"].double() for one in told)
+    torch.testing.assert_close(accounted, computed(2, 0, 8), rtol=1e-4, atol=1e-4)
+    assert not any(one["waiting"][0].any() for one in told) and told[0]["waiting"][1].any()
+
+
+class Images(nn.Module):
+    """A convolution's weight in the memory order of channels last, whose gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 5, 3, 3).to(memory_format=torch.channels_last))
+
+    def forward(self, told: torch.Tensor) -> torch.Tensor:
+        return (self.weight * told).sum()
+
+
+def channels_last(rank: int) -> dict[str, torch.Tensor]:
+    """Some steps of a sparse plan, then one of DDP's own buckets."""
+    model = Images()
+    plan = ab.Plan((ab.Bucket(("weight",), collective="oktopk:0.1"),))
+    parallel = ab.DataParallel(model, plan=plan, compress=ab.OkTopk(density=0.1), profile_steps=0)
+    computed, applied = torch.zeros(6, 5, 3, 3), torch.zeros(6, 5, 3, 3)
+    for step in range(5):
+        if step == 4:
+            assert parallel._tuner is not None
+            parallel._tuner.live.want(None)
+        told = torch.randn(6, 5, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.zero_grad()
+        parallel(told).backward()
+        assert model.weight.grad is not None
+        computed, applied = computed + told, applied + model.weight.grad
+    parallel.close()
+    return {"computed": computed, "applied": applied}
+
+
+def test_what_waits_keeps_its_place_whatever_the_order_in_memory() -> None:
+    told = on_ranks(channels_last, 2)
+    torch.testing.assert_close(2 * told[0]["applied"], told[0]["computed"] + told[1]["computed"])
+
+
+def warned(rank: int) -> list[str]:
+    """explain() of a sparse run, then of one in which what waits would have grown for long."""
+    model, parallel = fresh(two_buckets(0.1))
+    for step in range(6):
+        one_step(model, parallel, step, rank)
+    said = [parallel.explain()]
+    assert parallel._tuner is not None
+    (bucket,) = parallel._tuner.collectives._state.buckets()  # type: ignore[attr-defined]
+    bucket.waiting.looks = lambda: [Look(step, 2.0 * step, 0.5 * step) for step in range(0, 1280, 64)]
+    said.append(parallel.explain())
+    parallel.close()
+    return said
+
+
+def test_explain_tells_what_waits_and_warns_when_it_grows() -> None:
+    for calm, alarmed in on_ranks(warned, 2):
+        assert "applied in its last step, |waiting|" in calm and ", for about" in calm and "WARNING" not in calm
+        assert "WARNING: what waits in the bucket to first grows without bound: |waiting|" in alarmed
+        assert "at step 1216, 320.0 and 608.0 steps of gradients: give OkTopk a higher density" in alarmed
+
+
+# ------------------------------------------------------------------------------------------------------- loss scales
+
+
+class FakeScaler:
+    """Whose scale the test sets."""
+
+    scale = 1.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+def followed(rank: int, scales: list[float], cut: int | None) -> torch.Tensor:
+    """The sums of what was applied, unscaled, when every step's loss was scaled by another number."""
+    scaler = FakeScaler()
+    model, parallel = fresh(two_buckets(0.1))
+    parallel.follow(scaler)
+    applied = torch.zeros(2, ROWS, COLUMNS)
+    for step, scale in enumerate(scales):
+        if step == cut:
+            kept = parallel.comm_state_dict()
+            parallel.close()
+            model, parallel = fresh(two_buckets(0.1))
+            parallel.follow(scaler)
+            parallel.load_comm_state_dict(kept)
+        scaler.scale = scale
+        applied += one_step(model, parallel, step, rank, scale) / scale
+    parallel.close()
+    return applied
+
+
+@pytest.mark.parametrize("cut", [None, 6])
+def test_what_waits_follows_the_scale_of_the_loss(cut: int | None) -> None:
+    scales = [2.0**power for power in (16, 16, 17, 3, 3, 4, 20, 20, 1, 0)]
+    steady = on_ranks(followed, 2, [1.0] * len(scales), None)
+    changing = on_ranks(followed, 2, scales, cut)
+    assert torch.equal(steady[0], changing[0]) and steady[0].any(), "powers of two change no bit"
+
+
+def scaled_by_torch(rank: int) -> dict[str, Any]:
+    """torch's own scaler, whose scale doubles every two steps and halves when a gradient overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    model, parallel = fresh(two_buckets(0.1))
+    parallel.follow(scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scales = []
+    for step in range(8):
+        optimizer.zero_grad()
+        one, other = gradients(step, rank)
+        if step == 5 and rank == 1:
+            one[0, 0] = float("inf")
+        scaler.scale(parallel(one, other)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    state = parallel.comm_state_dict()
+    left = waiting(parallel) / state["scale"]
+    parallel.close()
+    with torch.no_grad():
+        moved = -torch.stack([model.first, model.second])
+    return {"moved": moved, "left": left, "scales": scales}
+
+
+def test_torchs_own_scaler_is_followed() -> None:
+    told = on_ranks(scaled_by_torch, 2)
+    assert len(set(told[0]["scales"])) > 2, "it changed"
+    accounted = 2 * told[0]["moved"].double() + sum(one["left"].double() for one in told)
+    expected = computed(2, 0, 5) + computed(2, 6, 8)
+    torch.testing.assert_close(accounted, expected, rtol=1e-4, atol=1e-4)

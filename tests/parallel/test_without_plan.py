@@ -1,0 +1,173 @@
+"""Where there is nothing to plan, a DataParallel is a DDP and says why."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch import DataParallel
+from parallel.twins import WIDTH, Feature, Model, Outcome, batch, bits, mlp, plain_train, run, twins
+from ranks import on_ranks
+
+
+def one_rank(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Against the bare module: at world size 1 there is nothing to average."""
+    torch.manual_seed(7)
+    bare = nn.Sequential(mlp(), nn.BatchNorm1d(WIDTH))
+    torch.manual_seed(7)
+    model = DataParallel(nn.Sequential(mlp(), nn.BatchNorm1d(WIDTH)), **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (bare, model)]
+    same = True
+    for step in range(12):
+        for candidate, optimizer in zip((bare, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            candidate(batch(step)).square().mean().backward()
+            optimizer.step()
+        with model.no_sync():
+            model(batch(step)).sum().backward()
+        bare(batch(step)).sum().backward()
+        for a, b in zip(bare.parameters(), model.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None
+            same &= bits(a) == bits(b) and bits(a.grad) == bits(b.grad)
+    return {
+        "same": same,
+        "explained": model.explain(),
+        "nothing": [model.plan, model.trace, model.network, model.timeline],
+        "threads": [thread.name for thread in threading.enumerate() if "anabranch" in thread.name],
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
+    ids=["plain", "static", "unused", "views"],
+)
+def test_one_rank(options: dict[str, Any]) -> None:
+    (answer,) = on_ranks(one_rank, 1, options)
+    assert answer["same"]
+    assert answer["nothing"] == [None] * 4
+    assert answer["threads"] == []
+    assert answer["explained"].startswith("No plan: there is one rank, so nothing to send.")
+
+
+class Words(nn.Module):
+    """An embedding with sparse (COO) gradients and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, WIDTH, sparse=True)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(self.embedding(x.abs().mul(5).long().clamp(max=19)).mean(1))
+        return result
+
+
+def plain_sgd(model: Model, optimizer: torch.optim.Optimizer, step: int) -> object:
+    """Momentum knows no sparse gradients."""
+    model.zero_grad()
+    loss = model(batch(step)).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            assert p.grad is not None
+            p.add_(p.grad, alpha=-0.05)
+    return loss.detach()
+
+
+def sparse(rank: int) -> dict[str, Any]:
+    return run(rank, Feature(Words, plain_sgd), "keeps the plan")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sparse_embedding_gradients(world_size: int) -> None:
+    outcomes = [Outcome.of(answer) for answer in on_ranks(sparse, world_size)]
+    for outcome in outcomes:
+        assert outcome.apart == []
+        assert outcome.digest == outcomes[0].digest
+        assert not outcome.planned
+        assert "No plan: an embedding has sparse gradients" in outcome.explained
+
+
+def never(rank: int) -> dict[str, Any]:
+    return run(rank, Feature(ours={"profile_steps": 0}), "keeps the plan")
+
+
+def test_profile_steps_0() -> None:
+    for answer in on_ranks(never, 2):
+        assert answer["apart"] == []
+        assert answer["explained"].startswith("No plan: profile_steps is 0.")
+
+
+def own_hook(rank: int, after: int) -> list[str]:
+    """A comm hook of the user's, registered at once or while steps are being profiled."""
+    theirs, ours = twins(Feature(ours={"profile_steps": 50}))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
+    for step in range(8):
+        if step == after:
+            for model in (theirs, ours):
+                model.register_comm_hook(dist.group.WORLD, allreduce_hook)
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            plain_train(model, optimizer, step)
+    apart = [n for n, p in ours.module.named_parameters() if bits(p) != bits(theirs.module.get_parameter(n))]
+    alive = [thread.name for thread in threading.enumerate() if "anabranch" in thread.name]
+    ours.close()
+    return [*apart, *alive] or [ours.explain()]
+
+
+def hook_says(rank: int) -> str:
+    model = DataParallel(mlp())
+    model.register_comm_hook(dist.group.WORLD, allreduce_hook)
+    return model.explain()
+
+
+@pytest.mark.parametrize("after", [0, 5])
+def test_a_comm_hook_of_the_users(after: int) -> None:
+    assert (
+        on_ranks(own_hook, 2, after)
+        == [["No plan: it was closed. Gradients travel as under DistributedDataParallel."]] * 2
+    )
+
+
+def test_a_comm_hook_is_named() -> None:
+    assert all("the comm hook allreduce_hook was registered" in said for said in on_ranks(hook_says, 2))
+
+
+def ignored_parameters(rank: int) -> bool:
+    """What DDP is told to leave to each rank may differ between them."""
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        module = nn.ModuleDict({"shared": nn.Linear(WIDTH, WIDTH), "own": nn.Linear(WIDTH, 1 + rank)})
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "own.bias"])
+        module.forward = lambda x, m=module: m["own"](m["shared"](x).tanh())
+        modules.append(module)
+    models = [DistributedDataParallel(modules[0]), DataParallel(modules[1])]
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            model(batch(step)).square().mean().backward()
+    theirs, ours = (dict(model.module.named_parameters()) for model in models)
+    return all(bits(p.grad) == bits(theirs[n].grad) for n, p in ours.items() if p.grad is not None)
+
+
+def test_parameters_that_ddp_ignores() -> None:
+    assert on_ranks(ignored_parameters, 2) == [True, True]
+
+
+def is_one(rank: int) -> list[bool]:
+    model = DataParallel(mlp())
+    return [
+        isinstance(model, DistributedDataParallel),
+        hasattr(model, "no_sync"),
+        "module.0.weight" in model.state_dict(),
+    ]
+
+
+def test_is_a_ddp() -> None:
+    assert on_ranks(is_one, 2) == [[True] * 3] * 2

@@ -1,0 +1,191 @@
+"""Whole exchanges with the Triton kernels: nothing is lost, and they end where their twins do."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anabranch.bench.baselines import Exchange
+from anabranch.bench.virtual import VirtualWorld
+from anabranch.comm.communicator import Comm
+from anabranch.comm.dense import Steps
+from anabranch.sparse.fixed import fixed_exchange, fusible
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Sizes
+from anabranch.sparse.state import BucketState
+from sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
+from sparse.worlds import check_step, gradients, step
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_blocks(monkeypatch)
+
+
+def with_kernels(options: OkTopk) -> Exchange:
+    def exchange(gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, density: float) -> Steps:
+        sizes = Sizes.of(len(gradient), comm.size, density, options)
+        return triton_exchange.fused_exchange(gradient, state, comm, divisor, sizes, options)
+
+    return exchange
+
+
+def without(options: OkTopk) -> Exchange:
+    def exchange(gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, density: float) -> Steps:
+        return fixed_exchange(gradient, state, comm, divisor, density, options)
+
+    return exchange
+
+
+def worlds(ranks: int, numel: int) -> Iterator[tuple[VirtualWorld, list[BucketState]]]:
+    for device in (DEVICE, torch.device("cpu")):
+        yield VirtualWorld(ranks), [BucketState.of(torch.zeros(numel, device=device), ranks) for _ in range(ranks)]
+
+
+def on_a_grid(ranks: int, numel: int, number: int) -> list[torch.Tensor]:
+    """Gradients whose sums are the same in any order."""
+    return [(gradient * 64).round() / 64 for gradient in gradients(ranks, numel, number)]
+
+
+WAYS = [
+    (1, 900, 0.05, "fp32"),
+    (3, 2003, 0.02, "fp32"),
+    (3, 2003, 0.02, "bf16"),
+    (2, 1501, 1.0, "fp32"),
+    (4, 3, 0.4, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "numel", "density", "precision"), WAYS)
+def test_exchanges_lose_nothing_and_are_the_twins(ranks: int, numel: int, density: float, precision: Any) -> None:
+    """Roomy messages and values on a grid, whose sums are the same in any order: then all bits are."""
+    options = OkTopk(region_period=2, wire=precision, capacity_factor=4.0)
+    (world, held), (twins, twin_held) = worlds(ranks, numel)
+    for number in range(2):
+        made = on_a_grid(ranks, numel, number)
+        copies = [gradient.clone() for gradient in made]
+        given = [gradient.to(DEVICE) for gradient in made]
+        check_step(with_kernels(options), given, held, world, density)
+        step(without(options), copies, twin_held, twins, density)
+        assert torch.equal(given[0].cpu(), copies[0])
+        for mine, theirs in zip(held, twin_held, strict=True):
+            compare(mine, theirs)
+
+
+def compare(mine: BucketState, theirs: BucketState) -> None:
+    assert torch.equal(mine.residual.cpu(), theirs.residual)
+    assert torch.equal(mine.boundaries.cpu(), theirs.boundaries)
+    assert (int(mine.offered), int(mine.applied), mine.step) == (int(theirs.offered), int(theirs.applied), theirs.step)
+    for name in ("tilt", "local_threshold", "global_threshold"):
+        assert getattr(mine, name).item() == pytest.approx(getattr(theirs, name).item(), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_full_messages_lose_nothing(precision: Any) -> None:
+    """All large values in one region, which therefore has too few slots."""
+    options = OkTopk(region_period=64, wire=precision, capacity_factor=1.0)
+    world, held = next(worlds(3, 1200))
+    for state in held:
+        state.fresh, state.step = False, 1  # regions stay uniform
+    for number in range(2):
+        made = [gradient.to(DEVICE) for gradient in gradients(3, 1200, number)]
+        for gradient in made:
+            gradient[:300] *= 100
+        check_step(with_kernels(options), made, held, world, 0.05)
+    assert all(int(state.offered) > 50 for state in held)
+    assert all(state.boundaries.tolist() == [0, 400, 800, 1200] for state in held)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter, at inf − inf
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_poisoned_step_changes_no_residual(bad: float) -> None:
+    world, held = next(worlds(2, 1100))
+    way = with_kernels(OkTopk(wire="bf16"))
+    step(way, [gradient.to(DEVICE) for gradient in gradients(2, 1100, 0)], held, world, 0.02)
+    old = [state.residual.clone() for state in held]
+    tilts = [state.tilt.item() for state in held]
+    made = [gradient.to(DEVICE) for gradient in gradients(2, 1100, 1)]
+    made[1][1099] = bad
+    step(way, made, held, world, 0.02)
+    assert all(bool(gradient.isnan().all()) for gradient in made)
+    assert all(torch.equal(state.residual, before) for state, before in zip(held, old, strict=True))
+    assert [state.tilt.item() for state in held] == tilts
+    check_step(way, [gradient.to(DEVICE) for gradient in gradients(2, 1100, 2)], held, world, 0.02)
+
+
+class Counted(TorchDispatchMode):
+    """Torch operations that take a launch; the others only make tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := func.overloadpacket.__name__) not in (
+            "view",
+            "slice",
+            "select",
+            "empty",
+            "empty_like",
+            "unbind",
+            "detach",
+        ):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("precision", "most"), [("fp32", 13), ("bf16", 14)])
+def test_an_exchange_takes_a_dozen_launches(precision: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch operations take more than two hundred."""
+    launched = []
+    options, bucket = OkTopk(wire=precision), torch.ones(800, device=DEVICE)
+    world, (state,) = next(worlds(1, 800))
+    state.fresh, state.step = False, 1
+    world.comms[0].zeros(800, DEVICE)
+    kind = type(import_module("anabranch.sparse.kernels.message").blank)
+    monkeypatch.setattr(kind, "run", lambda self, *args, **kwargs: launched.append(self))
+    with Counted() as counted:
+        world.run([with_kernels(options)(bucket, state, world.comms[0], 1.0, 0.05)])
+    assert len(launched) == most
+    assert set(counted.names) <= {"stack", "cat", "copy_", "record_stream"}  # the virtual world's, and no launch
+
+
+def test_kernels_are_for_gpus_and_sums_in_any_order() -> None:
+    assert not fusible(torch.zeros(3), OkTopk())
+    if DEVICE.type == "cuda":
+        assert fusible(torch.zeros(3, device=DEVICE), OkTopk())
+        assert not fusible(torch.zeros(3, device=DEVICE), OkTopk(deterministic=True))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter, at inf − inf
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize(("ranks", "numel", "density", "precision"), WAYS[1:4])
+def test_sums_may_be_added_up_in_the_gradients_place(
+    ranks: int, numel: int, density: float, precision: Any, poisoned: bool
+) -> None:
+    """Gradients that were added to what waits as they came, in a memory of zeros: the same bits, nothing borrowed."""
+    options = OkTopk(region_period=2, wire=precision, capacity_factor=4.0)
+    (world, held), (twins, twin_held) = (next(worlds(ranks, numel)) for _ in range(2))
+    for number in range(3):
+        given = [gradient.to(DEVICE) for gradient in on_a_grid(ranks, numel, number)]
+        zeros = [torch.zeros_like(gradient) for gradient in given]
+        for state, gradient in zip(held, given, strict=True):
+            state.residual.add_(gradient)
+            state.spare = True
+        if poisoned and number == 1:
+            zeros[-1][0] = given[-1][0] = torch.inf
+        runs = [(world, held, zeros), (twins, twin_held, given)]
+        for where, states, tensors in runs:
+            calls = zip(tensors, states, where.comms, strict=True)
+            where.run([with_kernels(options)(g, s, c, float(ranks), density) for g, s, c in calls])
+        if poisoned and number == 1:
+            assert all(tensor.isnan().all() for _, _, tensors in runs for tensor in tensors)
+            for state, gradient in zip(held, on_a_grid(ranks, numel, number), strict=True):
+                state.residual.sub_(gradient.to(DEVICE))  # which is exact on a grid
+        else:
+            assert all(torch.equal(one, other) for one, other in zip(zeros, given, strict=True))
+        assert all(torch.equal(one.residual, other.residual) for one, other in zip(held, twin_held, strict=True))
+        assert len(world.comms[0]._zeros) == 0

@@ -1,0 +1,99 @@
+"""A network corrected by live steps: what was put in comes out, and nothing implausible does."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch import Bucket, Network, Plan, Span, TensorSpec, Timeline, Trace
+from anabranch.sim import finish_s
+from anabranch.tuning.calibration import FACTORS, MOST_ETA, bucket_seconds, contended, refined
+
+KIB = 1 << 10
+
+
+def case(sizes: list[int]) -> tuple[Trace, Plan]:
+    tensors = tuple(TensorSpec(f"t{i}", size, 1, float(i)) for i, size in enumerate(sizes))
+    return Trace(tensors, 0.0), Plan(tuple(Bucket((tensor.name,)) for tensor in tensors))
+
+
+def test_seconds_count_from_when_the_lane_was_free() -> None:
+    spans = [
+        Span("compute", "backward", 0.0, 9.0),
+        Span("lane 0", "a", 1.0, 4.0),
+        Span("lane 0", "b", 2.0, 6.0),  # launched while a was still on its way
+        Span("lane 0", "c", 8.0, 8.5),
+    ]
+    assert bucket_seconds([Timeline(tuple(spans))]) == [3.0, 2.0, 0.5]
+
+
+@given(st.floats(0.9, 1.9), st.floats(0, 0.01))
+def test_a_factor_and_an_extra_are_found_again(factor: float, extra_s: float) -> None:
+    network = Network.linear(4, 1e-3, 1e-8)
+    trace, plan = case([KIB << k for k in range(0, 14, 2)])
+    took_s = [factor * network.allreduce_s(tensor.nbytes) + extra_s for tensor in trace.tensors]
+    better = refined(network, trace, plan, took_s)
+    for tensor, seconds in zip(trace.tensors, took_s, strict=True):
+        assert better.allreduce_s(tensor.nbytes) == pytest.approx(seconds, rel=1e-6)
+    assert "refined" in better.meta and better.contention == network.contention
+
+
+@pytest.mark.parametrize(("wild", "bound"), [(50.0, FACTORS[1]), (0.01, FACTORS[0])])
+def test_what_is_not_plausible_is_not_believed(wild: float, bound: float) -> None:
+    network = Network.linear(4, 1e-3, 1e-8)
+    trace, plan = case([KIB << k for k in range(0, 14, 2)])
+    took_s = [wild * network.allreduce_s(tensor.nbytes) for tensor in trace.tensors]
+    better = refined(network, trace, plan, took_s)
+    assert better.curve("dense").tail_s_per_byte == pytest.approx(bound * 1e-8)
+
+
+def test_equal_buckets_tell_only_what_a_message_costs_more() -> None:
+    network = Network.linear(4, 1e-3, 1e-8)
+    trace, plan = case([KIB] * 5)
+    better = refined(network, trace, plan, [network.allreduce_s(KIB) + 2e-3] * 5)
+    assert better.curve("dense").tail_s_per_byte == pytest.approx(1e-8)
+    assert better.allreduce_s(0) == pytest.approx(3e-3)
+
+
+def test_several_steps_give_the_median_of_each_message() -> None:
+    looks = [
+        Timeline(
+            (Span("compute", "backward", 0.0, 9.0), Span("lane 0", "a", 0.0, a), Span("lane 0", "b", 5.0, 5.0 + b))
+        )
+        for a, b in ((1.0, 3.0), (2.0, 1.0), (4.0, 2.0))
+    ]
+    assert bucket_seconds(looks) == [2.0, 2.0]
+    assert bucket_seconds([*looks, Timeline((Span("compute", "backward", 0.0, 9.0),))]) == []
+
+
+def test_where_messages_cost_less_than_measured_the_bytes_do() -> None:
+    network = Network.linear(4, 1e-3, 1e-8)
+    trace, plan = case([KIB << k for k in range(0, 14, 2)])
+    better = refined(network, trace, plan, [0.9 * network.allreduce_s(t.nbytes) for t in trace.tensors])
+    assert sum(better.allreduce_s(t.nbytes) for t in trace.tensors) == pytest.approx(
+        0.9 * sum(network.allreduce_s(t.nbytes) for t in trace.tensors)
+    )
+
+
+@given(st.floats(0.0, MOST_ETA))
+def test_the_contention_of_a_step_is_found_again(eta: float) -> None:
+    trace, plan = case([1 << 20] * 6)
+    plan = Plan(tuple(Bucket(bucket.names, lane=i % 2) for i, bucket in enumerate(plan.buckets)))
+    real = Network.linear(4, 1e-3, 1e-6, eta=eta)  # a second a message, as often as one is ready: lanes meet
+    found = contended(Network.linear(4, 1e-3, 1e-6, eta=0.3), trace, plan, finish_s(trace, plan, real))
+    assert finish_s(trace, plan, found) == pytest.approx(finish_s(trace, plan, real))
+    if found.contention.slowdown(2) > 1:
+        assert "refined_contention" in found.meta
+
+
+def test_messages_that_never_meet_say_nothing_of_contention() -> None:
+    trace, plan = case([KIB] * 4)
+    plan = Plan(tuple(Bucket(bucket.names, lane=i % 2) for i, bucket in enumerate(plan.buckets)))
+    network = Network.linear(4, 1e-3, 1e-8, eta=0.3)
+    assert contended(network, trace, plan, 100.0) is network
+
+
+def test_contention_beyond_what_is_plausible_is_not_believed() -> None:
+    trace, plan = case([1 << 20] * 6)
+    plan = Plan(tuple(Bucket(bucket.names, lane=i % 2) for i, bucket in enumerate(plan.buckets)))
+    network = Network.linear(4, 1e-3, 1e-6, eta=0.3)
+    assert contended(network, trace, plan, 1e6).contention.slowdown(2) == pytest.approx(1 + MOST_ETA)

@@ -1,0 +1,244 @@
+"""The course of a DataParallel: what it does when, what it says meanwhile, and what it leaves to look at."""
+
+import re
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch import DataParallel, Network, simulate
+from anabranch.ddp.reducer import layout_in_force, layout_of, reduced_parameters
+from anabranch.tuning import tuner
+from parallel.twins import WIDTH, Feature, mlp, plain_train, ring, scattered, stage, stage_of, steps, twins
+from ranks import on_ranks
+
+
+def course(rank: int, stage_name: str) -> dict[str, Any]:
+    """What it says after every step, until it has decided, and whether its nouns fit each other all the time."""
+    said: list[str] = []
+    with stage(stage_name):
+        _, model = twins(Feature(), stage_name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in steps(model, 1):
+            plain_train(model, optimizer, step)
+            said.append(stage_of(model))
+            _check_nouns(model)
+    stock = layout_in_force(model)
+    return {
+        "said": list(dict.fromkeys(said)),
+        "explained": model.explain(),
+        "plan": model.plan.fingerprint if model.plan is not None else None,
+        "layout": stock,
+        "planned": layout_of(model.plan, list(reduced_parameters(model))) if model.plan is not None else None,
+        "trace": [t.name for t in model.trace.tensors] if model.trace is not None else [],
+        "network": model.network.world_size if model.network is not None else 0,
+        "lanes": Counter(span.track for span in model.timeline.spans) if model.timeline is not None else {},
+    }
+
+
+def _check_nouns(model: DataParallel) -> None:
+    if model.trace is not None:
+        names = {name for name, p in model.module.named_parameters() if p.requires_grad}
+        assert {tensor.name for tensor in model.trace.tensors} == names
+        assert all(tensor.numel == model.module.get_parameter(tensor.name).numel() for tensor in model.trace.tensors)
+        assert model.trace.meta["model"] == "Sequential"
+        if model.plan is not None:
+            model.plan.check(model.trace)
+            assert model.network is not None
+            assert simulate(model.trace, model.plan, model.network).exposed_s >= 0
+    if model.timeline is not None:
+        assert model.timeline.meta["source"] == "measured"
+        assert model.timeline.exposed_s >= 0
+        assert {span.name for span in model.timeline.compute} == {"forward", "backward"}
+        assert all(span.track in ("lane 0", "lane 1") for span in model.timeline.communication)
+
+
+def test_keeps_the_plan() -> None:
+    answers = on_ranks(course, 2, "keeps the plan")
+    for answer in answers:
+        said = " ".join(answer["said"])
+        assert re.search("settling.*profiling.*planning.*trying scattered.*running", said)
+        assert answer["plan"] is not None and answer["plan"] == answers[0]["plan"]
+        assert answer["layout"] == answer["planned"]
+        assert answer["network"] == 2
+        assert answer["trace"] == answers[0]["trace"]
+        assert set(answer["lanes"]) > {"compute"}
+
+
+def test_goes_back() -> None:
+    for answer in on_ranks(course, 2, "goes back"):
+        assert "no plan was clearly faster" in answer["explained"].splitlines()[0]
+        assert answer["plan"] is None
+        assert answer["layout"] == [[5, 4, 3, 2, 1, 0]], "DDP's own bucket, in the order of backward"
+        assert set(answer["lanes"]) == {"compute", "lane 0"}
+
+
+@pytest.mark.parametrize("stage_name", ["keeps the plan", "goes back"])
+def test_explains_prediction_and_measurement_of_every_layout(stage_name: str) -> None:
+    said = on_ranks(course, 2, stage_name)[0]["explained"]
+    head = next(line for line in said.splitlines() if "predicted" in line)
+    assert "measured" in head and "exposed" in head
+    rows = said.splitlines()[said.splitlines().index(head) + 1 :]
+    tried = [row for row in rows if re.search(r"\d+\.\d\d ms +\d+\.\d\d ms", row)]
+    assert any("DDP's own buckets" in row for row in tried)
+    assert any("scattered" in row for row in tried)
+    assert sum(row.startswith("*") for row in tried) == 1
+    assert "Network: 2 ranks" in said and "Model: 6 gradients" in said
+
+
+def told(rank: int) -> dict[str, Any]:
+    answer = course(rank, "is told the plan")
+    return {"said": answer["said"], "same": answer["layout"] == answer["planned"], "explained": answer["explained"]}
+
+
+def test_runs_the_plan_it_is_told() -> None:
+    for answer in on_ranks(told, 2):
+        assert answer["said"][-1].startswith("anabranch: running the plan it was given")
+        assert answer["same"]
+
+
+def measured(rank: int) -> dict[str, Any]:
+    """Without a network it measures one, lanes included, and everyone holds the same."""
+    with stage("keeps the plan"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the network's costs vary")
+        model = DataParallel(mlp(), profile_steps=2, lanes=2, compress="bf16")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in steps(model):
+            plain_train(model, optimizer, step)
+    network = model.network
+    assert network is not None
+    assert model.trace is not None
+    return {
+        "curves": sorted(network.curves),
+        "seconds": [network.seconds("dense", 1 << k) for k in range(8, 20)],
+        "slowdown": network.contention.slowdown(2),
+        "stage": stage_of(model),
+        "ready": [tensor.ready_s for tensor in model.trace.tensors],
+        "plan": model.plan.fingerprint if model.plan is not None else None,
+    }
+
+
+def test_measures_the_network_if_none_is_given() -> None:
+    answers = on_ranks(measured, 2)
+    for answer in answers:
+        assert answer == answers[0], "trace, network and plan are the same on every rank, to the last bit"
+        assert answer["curves"] == ["bf16", "dense"]
+        assert answer["plan"] is not None
+        assert all(seconds > 0 for seconds in answer["seconds"])
+
+
+def lanes_tried(rank: int, start_s: float, s_per_byte: float, eta: float) -> list[int]:
+    """How many lanes the plans have that are tried on such a network; 0 for DDP's own buckets."""
+    with stage("keeps the plan"):
+        given = Network.ring(2, start_s, s_per_byte, eta=eta)
+        model = DataParallel(nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))), profile_steps=2, network=given)
+        tried = set()
+        for step in steps(model):
+            model.zero_grad()
+            model(torch.ones(2, 50) * step).sum().backward()
+            tried.add(model.plan.lanes if model.plan is not None else 0)
+    return sorted(tried)
+
+
+def test_lanes_are_tried_where_they_are_predicted_to_pay() -> None:
+    assert on_ranks(lanes_tried, 2, 1e-3, 1e-7, 0.0) == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_lanes_are_not_tried_on_a_link_that_one_message_fills() -> None:
+    assert on_ranks(lanes_tried, 2, 1e-7, 1e-6, 1.0) == [[0, 1], [0, 1]]
+
+
+def drift(rank: int) -> list[str]:
+    """Steps become much slower on rank 0 only, by its own clock: everyone plans again."""
+    said: list[str] = []
+    with stage("keeps the plan"):
+        tuner.DRIFT, tuner.WATCH_STEPS = 0.9, 5
+        _, model = twins(Feature(Sleepy))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        slow_from = None
+        for step in range(120):
+            plain_train(model, optimizer, step)
+            if stage_of(model) not in said[-1:]:
+                said.append(stage_of(model))
+            if slow_from is None and "running" in said[-1]:
+                slow_from = step + 12
+            if slow_from is not None and step == slow_from and rank == 0:
+                model.module.pause_s = 0.3
+            if slow_from is not None and step > slow_from and "profiling" in said[-1]:
+                break
+    return said
+
+
+class Sleepy(nn.Module):
+    """Takes as long as it is told to."""
+
+    pause_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import time
+
+        time.sleep(self.pause_s)
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+def test_drift_on_rank_0_makes_everyone_plan_again() -> None:
+    for said in on_ranks(drift, 2):
+        assert sum("profiling" in line for line in said) >= 2
+        assert "profiling" in said[-1]
+
+
+def frozen(rank: int) -> str:
+    """A layer frozen before there is a plan: DDP's buckets stay, and it says why."""
+    with stage("keeps the plan"):
+        model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(12):
+            if step == 1:
+                model.module[0].requires_grad_(False)
+            plain_train(model, optimizer, step)
+        assert model.plan is None
+        return stage_of(model)
+
+
+def test_frozen_before_there_is_a_plan() -> None:
+    assert all(
+        "no longer planning: parameters were frozen, unfrozen or replaced" in said for said in on_ranks(frozen, 2)
+    )
+
+
+class Opaque:
+    """An output that hides its tensor."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Hiding(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Opaque(super().forward(x))
+
+
+def opaque(rank: int) -> str:
+    """An output that DDP cannot look into either: it trains, and nothing is planned."""
+    with stage("keeps the plan"):
+        model = DataParallel(Hiding(), planner=scattered, network=ring(), profile_steps=2)
+        for step in range(12):
+            model.zero_grad()
+            model(torch.ones(2, WIDTH) * step).value.sum().backward()
+        assert model.plan is None
+        return stage_of(model)
+
+
+def test_an_output_without_visible_tensors() -> None:
+    assert on_ranks(opaque, 2) == ["anabranch: settling."] * 2
