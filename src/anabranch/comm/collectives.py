@@ -20,19 +20,19 @@ class Scaler(Protocol):
 class ResidualState(Protocol):
     """What the exchange of one bucket remembers: what waits, one parameter after another.
 
-    ``spare``: gradients are added to it as they come, and the memory of the gradient may be used for something else.
+    ``accumulates_in_place``: gradients are added to the residual as they come, so the memory of the gradient is free.
     """
 
     names: tuple[str, ...]
     residual: torch.Tensor
-    spare: bool
+    accumulates_in_place: bool
 
     def pieces(self) -> Mapping[str, torch.Tensor]:
         """What waits of each parameter; views."""
         ...
 
-    def look(self, gradient: torch.Tensor) -> None:
-        """Part of this step's gradient is about to be added to what waits: note both, if it is time to."""
+    def record_norms(self, gradient: torch.Tensor) -> None:
+        """Record the norms of a part of this step's gradient, before it is added to the residual, if a sample is due."""
         ...
 
 
