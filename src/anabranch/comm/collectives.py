@@ -32,8 +32,8 @@ class ResidualState(Protocol):
         """The residual of each parameter; views."""
         ...
 
-    def look(self, gradient: torch.Tensor) -> None:
-        """Sample the sizes of residual and gradient before the gradient is added, in steps that are monitored."""
+    def record_norms(self, gradient: torch.Tensor) -> None:
+        """Record the norms of a part of this step's gradient, before it is added to the residual, if a sample is due."""
         ...
 
 
