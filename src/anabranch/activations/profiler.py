@@ -18,8 +18,8 @@ from anabranch.activations.offloader import Offloader
 from anabranch.activations.recompute import Last, PatchedModel, Stretch
 from anabranch.activations.side_effects import Aside, containers_copied
 from anabranch.activations.solver import Action
-from anabranch.ddp.reducer import tensors_in
 from anabranch.observe.clock import Clock, clock_for
+from anabranch.observe.step_timer import tensors_in
 
 KEEPS = (
     "if it keeps something for later, such as a cache of keys and values, it cannot be recomputed. Switch that off (in "

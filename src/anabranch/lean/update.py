@@ -12,7 +12,8 @@ from threading import Lock
 
 import torch
 
-from anabranch.comm.dense import Steps, all_finite, hold
+from anabranch.comm.dense import all_finite
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.errors import UpdateError
 from anabranch.lean.optimizers import BucketOptimizer
 
@@ -64,7 +65,7 @@ class Updates:
             optimizer.step(average, found_inf=self._found_inf[-1])
             self._due.append(None)
         else:
-            hold(finite)
+            record_stream(finite)
             whether, which = _to_host(finite), None if used is None else _to_host(used)
             known = torch.cuda.Event()
             known.record()
@@ -84,7 +85,7 @@ class Updates:
                 self._step(due.optimizer, due.average, bool(due.finite), due.used)
             torch.cuda.current_stream(due.average.device).wait_stream(self._stream)  # before the slot is used again
         if keep == 0 and len(self._found_inf) > 1:  # lanes have been waited for; nobody may ever ask for the count
-            hold(*self._found_inf)
+            record_stream(*self._found_inf)
             self._found_inf = [torch.stack(self._found_inf).sum()]
 
     def applied(self, optimizer: BucketOptimizer) -> bool:
