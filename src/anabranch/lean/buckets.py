@@ -12,8 +12,8 @@ from anabranch.comm.collectives import Collectives, ResidualState
 from anabranch.comm.dense import Group, Steps, all_finite, hold, issued
 from anabranch.comm.flat import shaped
 from anabranch.lean.optimizers import BucketOptimizer
-from anabranch.lean.residuals import Residuals
-from anabranch.lean.update import Updates
+from anabranch.lean.residuals import ResidualStore
+from anabranch.lean.update import BucketUpdater
 from anabranch.plan import Bucket
 
 # Of the largest number there is: what is larger would stay for ever, since no sum over ranks that it is in is finite.
@@ -119,7 +119,7 @@ class Updating:
     """
 
     def __init__(
-        self, collectives: Collectives, updates: Updates, residuals: Residuals, find_unused: bool = False
+        self, collectives: Collectives, updates: BucketUpdater, residuals: ResidualStore, find_unused: bool = False
     ) -> None:
         self._collectives, self._updates, self._residuals = collectives, updates, residuals
         self._find_unused = find_unused
@@ -143,7 +143,7 @@ class Updating:
                 used[bucket.names.index(name)] = 0.0
             exchange = _most(exchange, used, group)
         # Where none is missing, this rank knows that every one was used, and need not read what the others say.
-        return self._updates.after(exchange, buffer, live.optimizer, used if live.missing else None)
+        return self._updates.exchange_and_step(exchange, buffer, live.optimizer, used if live.missing else None)
 
     def _around(
         self, exchange: Steps, state: ResidualState, buffer: torch.Tensor, finite: torch.Tensor | None
@@ -155,7 +155,7 @@ class Updating:
             hold(finite)
             buffer[0] = torch.where(finite, 0.0, float("inf"))
         yield from exchange
-        self._residuals.put_back(state)
+        self._residuals.store(state)
 
 
 def _most(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:

@@ -19,9 +19,9 @@ from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import tensors_in
 from anabranch.lean.buckets import LiveBucket, SlotBucket, Updating
 from anabranch.lean.optimizers import BucketOptimizers
-from anabranch.lean.residuals import Residuals
-from anabranch.lean.slots import Slots
-from anabranch.lean.update import Updates
+from anabranch.lean.residuals import ResidualStore
+from anabranch.lean.slots import SlotRing
+from anabranch.lean.update import BucketUpdater
 
 
 def in_backward() -> bool:
@@ -45,8 +45,8 @@ class Engine:
         collectives: Collectives,
         parameters: Mapping[str, nn.Parameter],
         optimizers: BucketOptimizers,
-        updates: Updates,
-        residuals: Residuals,
+        updates: BucketUpdater,
+        residuals: ResidualStore,
         averaging: Callable[[], bool],
         find_unused: bool = False,
     ) -> None:
@@ -55,15 +55,15 @@ class Engine:
         self._residuals, self._find_unused = residuals, find_unused
         updating = Updating(collectives, updates, residuals, find_unused)
         self.hook = hook(cast(Collectives, updating))
-        optimizers.forget()
+        optimizers.forget_buckets()
         self._buckets = [
-            LiveBucket(bucket, own, optimizers.over(own), collectives.aside(bucket.collective))
+            LiveBucket(bucket, own, optimizers.for_bucket(own), collectives.aside(bucket.collective))
             for bucket in self.hook.plan.buckets
             if (own := [parameters[name] for name in bucket.names])
         ]
         updating.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
-        self._slots = Slots([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
-        residuals.lay_out([bucket.nbytes for bucket in self._buckets if bucket.sparse])
+        self._slots = SlotRing([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
+        residuals.allocate([bucket.nbytes for bucket in self._buckets if bucket.sparse])
         self._launched, self._begun, self.awaited, self._expected = 0, False, False, False
         self._handles: list[Any] = [
             parameters[name].register_post_accumulate_grad_hook(partial(self._take, bucket, name))
@@ -100,7 +100,7 @@ class Engine:
 
     def applied(self, names: Collection[str]) -> list[str]:
         """Those of these parameters that the last backward pass has updated."""
-        updated = [bucket for bucket in self._buckets if self._updates.applied(bucket.optimizer)]
+        updated = [bucket for bucket in self._buckets if self._updates.was_applied(bucket.optimizer)]
         return [name for bucket in updated for name in bucket.planned.names if name in names]
 
     def _await(self, steps_done: int, gradient: torch.Tensor) -> None:  # noqa: ARG002
@@ -144,7 +144,7 @@ class Engine:
         for bucket in self._buckets:
             bucket.expect()
             bucket.state = self._collectives.remembered(bucket.planned)
-            bucket.waiting = None if bucket.state is None else self._residuals.at_hand(bucket.state)
+            bucket.waiting = None if bucket.state is None else self._residuals.resident(bucket.state)
 
     def _launch(self) -> None:
         """Hand the next bucket to its lane."""
@@ -157,8 +157,8 @@ class Engine:
                 "find_unused_parameters=True to DataParallel: then what no rank has used is left alone"
             )
         self._launched += 1
-        self._updates.settle(keep=1)  # the slot that comes next is the one before the last
-        slot = self._slots.take(bucket.numel, bucket.dtype)
+        self._updates.launch_pending(keep=1)  # the slot that comes next is the one before the last
+        slot = self._slots.acquire(bucket.numel, bucket.dtype)
         if bucket.state is None:
             bucket.move_to(slot.tensor)
         else:
@@ -166,9 +166,9 @@ class Engine:
             for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
                 bucket.add(name, parameter)
         future: Future[torch.Tensor] = self.hook.run(None, SlotBucket(slot.tensor))  # type: ignore[arg-type]
-        self._slots.lend(slot, future)
+        self._slots.release_after(slot, future)
         if bucket.state is not None:
-            self._residuals.lend(bucket.state, future)
+            self._residuals.release_after(bucket.state, future)
         following = self._buckets[self._launched].state if self._launched < len(self._buckets) else None
         if following is not None:
             self._residuals.prefetch(following)
@@ -181,8 +181,8 @@ class Engine:
             return
         while self._launched < len(self._buckets):
             self._launch()
-        self._slots.settle()
-        self._updates.settle()
+        self._slots.wait()
+        self._updates.launch_pending()
         for bucket in self._buckets:
             bucket.come.clear()
         self._launched, self._begun, self._expected = 0, False, False

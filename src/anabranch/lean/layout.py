@@ -13,8 +13,8 @@ from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.layout import DdpLayout
 from anabranch.lean.engine import Engine
 from anabranch.lean.optimizers import BucketOptimizers
-from anabranch.lean.residuals import InHostMemory, InPlace, Residuals
-from anabranch.lean.update import Updates
+from anabranch.lean.residuals import DeviceResiduals, HostResiduals, ResidualStore
+from anabranch.lean.update import BucketUpdater
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.trace import TensorSpec, Trace
@@ -33,8 +33,9 @@ class LeanLayout(DdpLayout):
         super().__init__(parallel, control, after_step, collectives)
         memory = parallel.memory
         self.optimizers = BucketOptimizers(memory.optimizer, self.parameters)
-        self.updates = Updates(memory.clip_norm)
-        self.residuals: Residuals = InHostMemory(self.device) if memory.residuals == "host" else InPlace()
+        self.updates = BucketUpdater(memory.clip_norm)
+        in_host_memory = memory.residuals == "host"
+        self.residuals: ResidualStore = HostResiduals(self.device) if in_host_memory else DeviceResiduals()
         averaging = weakref.WeakMethod(parallel.averaging)  # a dropped model must be able to go
         self._averaging = lambda: (now := averaging()) is not None and bool(now())
         self._find_unused = bool(parallel.find_unused_parameters)
@@ -86,7 +87,7 @@ class LeanLayout(DdpLayout):
 
     def want(self, plan: Plan | None) -> None:
         """See ``DdpLayout``."""
-        self.residuals.settle()  # what the new plan does not send is taken out of the old buckets
+        self.residuals.synchronize()  # what the new plan does not send is taken out of the old buckets
         super().want(plan)
 
     def applied(self, names: Collection[str]) -> Collection[str]:
@@ -112,7 +113,7 @@ class LeanLayout(DdpLayout):
         def hook(collectives: Collectives) -> PlanHook:
             return PlanHook(wanted, self.lanes, self.watch, lambda _lane: None, collectives, self.agree)
 
-        self.updates.forget()
+        self.updates.forget_buckets()
         self._engine = None  # the old slots go before the new ones come
         self._engine = Engine(
             hook, self._collectives, self.parameters, self.optimizers, self.updates, self.residuals, self._averaging,
