@@ -228,3 +228,27 @@ class SelfChoosing(ManagedActivations):
     def undo(self) -> None:
         super().undo()
         self._hook.remove()
+
+
+def step_of(model: nn.Module) -> Callable[[], None]:
+    batch = inputs_of(model)
+
+    def step() -> None:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+
+    return step
+
+
+class Guess(nn.Module):
+    """Blocks, and outputs that are larger than anything before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            given = layer(given)
+        return torch.exp(self.head(given))
