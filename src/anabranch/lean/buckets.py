@@ -82,7 +82,7 @@ class LiveBucket:
         waiting = torch.atleast_1d(shaped(self.waiting[name], parameter))
         finite = all_finite(gradient, below=torch.finfo(gradient.dtype).max / HUGE)
         self.finite.append(finite)
-        self.state.look(gradient)
+        self.state.record_norms(gradient)
         rows = max(1, CHUNK_NUMEL * len(gradient) // max(1, gradient.numel()))
         for part, onto in zip(gradient.split(rows), waiting.split(rows), strict=True):
             torch.where(finite, part + onto, onto, out=onto)
@@ -150,7 +150,7 @@ class Updating:
     ) -> Steps:
         """Gradients have been added to what waits, so there are none in the slot; it tells whether they were finite."""
         buffer.zero_()
-        state.spare = True
+        state.accumulates_in_place = True
         if finite is not None and len(buffer):
             hold(finite)
             buffer[0] = torch.where(finite, 0.0, float("inf"))
