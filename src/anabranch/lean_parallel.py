@@ -15,7 +15,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from anabranch import planners
-from anabranch.activations.policy import SURVEY_STEPS, ManagedActivations, Told
+from anabranch.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations
 from anabranch.comm.agree import check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.model import ignored_names
@@ -97,7 +97,7 @@ class LeanDataParallel(Tuned, nn.Module):
             self._from_rank_0([*_shared(module.named_parameters(), module), *_shared(module.named_buffers(), module)])
         if alone and plan is None:
             tuning = replace(tuning, profile_steps=0)
-        self._activations = ManagedActivations(module, memory.activations, waits=True)
+        self._activations = ManagedActivations(module, memory.activations)
         self._undo = weakref.finalize(self, self._activations.undo)
         self._undo.atexit = False  # there is no one left to use the module
         try:
@@ -139,25 +139,25 @@ class LeanDataParallel(Tuned, nn.Module):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """All buckets' optimizers as one, for schedulers and checkpoints."""
-        return self._layout_in_use.optimizers.shown
+        return self._layout_in_use.optimizers.user_optimizer
 
     @property
     def skipped(self) -> int:
         """Updates of buckets that were skipped because a gradient was not finite on some rank."""
-        return self._layout_in_use.updates.count()
+        return self._layout_in_use.updates.skipped()
 
     def explain(self) -> str:
         """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
         if self._tuner is None:
             return f"No plan: {self._idle}. It trains nothing: wrap the module again."
         with suppress(RuntimeError):  # a lane has failed, and has said so where it was waited for
-            self._layout_in_use.residuals.settle()
+            self._layout_in_use.residuals.synchronize()
         return super().explain()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """What this rank must keep in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
         if self._tuner is not None:
-            self._layout_in_use.residuals.settle()  # it may be on its way to host memory
+            self._layout_in_use.residuals.synchronize()  # it may be on its way to host memory
         return super().comm_state_dict()
 
     def clip_grad_norm_(self, *_: Any, **__: Any) -> None:
@@ -205,9 +205,9 @@ class LeanDataParallel(Tuned, nn.Module):
                 grown = scaler.get_scale() * scaler.get_growth_factor()
                 if grown < torch.finfo(torch.float32).max:  # as torch: it stays where it cannot grow
                     scaler.update(grown)
-        if scaler is not None and self._layout_in_use.updates.scale != (scale := float(scaler.get_scale())):
-            self._layout_in_use.updates.scale = scale
-            self._layout_in_use.residuals.settle()
+        if scaler is not None and self._layout_in_use.updates.loss_scale != (scale := float(scaler.get_scale())):
+            self._layout_in_use.updates.loss_scale = scale
+            self._layout_in_use.residuals.synchronize()
         super()._follow_scale()
 
     def _so_far(self) -> tuple[int, int]:
@@ -224,7 +224,7 @@ class LeanDataParallel(Tuned, nn.Module):
                 self._averages = self._synchronised
                 self._follow_scale()  # in the first forward after a step: all that adds up until the next has one scale
             tuner.before_forward(averaged=self._synchronised)
-        if will_average and tuner.steps_done >= SURVEY_STEPS:  # which all ranks have made, whatever else they did
+        if will_average and tuner.steps_done >= PROFILED_STEPS:  # which all ranks have made, whatever else they did
             self._activations.choose(partial(_as_rank_0, self.process_group))
         if self._broadcast_buffers and (will_average or self._buffers_differ):
             with torch.no_grad():
@@ -301,9 +301,9 @@ class _AveragingFollower(StepObserver):
         return backward_begins
 
 
-def _as_rank_0(group: dist.ProcessGroup, told: Told) -> Told:
+def _as_rank_0(group: dist.ProcessGroup, message: ChoiceMessage) -> ChoiceMessage:
     """Rank 0's choice for activations: ranks must recompute alike where a block communicates."""
-    agreed: Told = json.loads(from_rank_0(json.dumps(told).encode(), group))
+    agreed: ChoiceMessage = json.loads(from_rank_0(json.dumps(message).encode(), group))
     return agreed
 
 

@@ -147,7 +147,7 @@ def warned(rank: int) -> list[str]:
         one_step(model, parallel, step, rank)
     said = [parallel.explain()]
     assert parallel._tuner is not None
-    (bucket,) = parallel._tuner.collectives._memory._state.buckets()  # type: ignore[attr-defined]
+    (bucket,) = parallel._tuner.collectives._memory._state.buckets()  # type: ignore[union-attr]
     bucket.residual_monitor.samples = lambda: [
         ResidualSample(step, 2.0 * step, 0.5 * step) for step in range(0, 1280, 64)
     ]

@@ -12,8 +12,8 @@ from anabranch.comm.dense import all_finite
 from anabranch.comm.exchange import BucketExchange, Group, Steps, issued, record_stream
 from anabranch.comm.flat import shaped
 from anabranch.lean.optimizers import BucketOptimizer
-from anabranch.lean.residuals import Residuals
-from anabranch.lean.update import Updates
+from anabranch.lean.residuals import ResidualStore
+from anabranch.lean.update import BucketUpdater
 from anabranch.plan import Bucket
 
 # Of the largest number there is: what is larger would stay for ever, since no sum over ranks that it is in is finite.
@@ -110,7 +110,7 @@ class UpdatingExchange:
     """
 
     def __init__(
-        self, exchange: BucketExchange, updates: Updates, residuals: Residuals, find_unused: bool = False
+        self, exchange: BucketExchange, updates: BucketUpdater, residuals: ResidualStore, find_unused: bool = False
     ) -> None:
         self._exchange = exchange
         self._updates = updates
@@ -134,7 +134,7 @@ class UpdatingExchange:
                 used[bucket.names.index(name)] = 0.0
             exchange = _most(exchange, used, group)
         # Where none is missing, this rank knows that every one was used, and need not read what the others say.
-        return self._updates.after(exchange, buffer, live.optimizer, used if live.missing else None)
+        return self._updates.exchange_and_step(exchange, buffer, live.optimizer, used if live.missing else None)
 
     def _around(
         self, exchange: Steps, state: ResidualState, buffer: torch.Tensor, finite: torch.Tensor | None
@@ -146,7 +146,7 @@ class UpdatingExchange:
             record_stream(finite)
             buffer[0] = torch.where(finite, 0.0, float("inf"))
         yield from exchange
-        self._residuals.put_back(state)
+        self._residuals.store(state)
 
 
 def _most(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:

@@ -17,9 +17,9 @@ from anabranch.comm.collectives import Collectives
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.lean.buckets import LiveBucket, UpdatingExchange
 from anabranch.lean.optimizers import BucketOptimizers
-from anabranch.lean.residuals import Residuals
-from anabranch.lean.slots import Slots
-from anabranch.lean.update import Updates
+from anabranch.lean.residuals import ResidualStore
+from anabranch.lean.slots import SlotRing
+from anabranch.lean.update import BucketUpdater
 
 
 def in_backward() -> bool:
@@ -46,8 +46,8 @@ class Engine:
         collectives: Collectives,
         parameters: Mapping[str, nn.Parameter],
         optimizers: BucketOptimizers,
-        updates: Updates,
-        residuals: Residuals,
+        updates: BucketUpdater,
+        residuals: ResidualStore,
         averaging: Callable[[], bool],
         find_unused: bool = False,
     ) -> None:
@@ -59,15 +59,15 @@ class Engine:
         self._residuals = residuals
         self._averaging = averaging
         self._find_unused = find_unused
-        optimizers.forget()
+        optimizers.forget_buckets()
         self._buckets = [
-            LiveBucket(bucket, own, optimizers.over(own), collectives.on_side_stream(bucket.collective))
+            LiveBucket(bucket, own, optimizers.for_bucket(own), collectives.on_side_stream(bucket.collective))
             for bucket in launcher.plan.buckets
             if (own := [parameters[name] for name in bucket.names])
         ]
         exchange.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
-        self._slots = Slots([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
-        residuals.lay_out([bucket.nbytes for bucket in self._buckets if bucket.sparse])
+        self._slots = SlotRing([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
+        residuals.allocate([bucket.nbytes for bucket in self._buckets if bucket.sparse])
         self._launched = 0  # buckets, in this backward pass
         self._begun = False  # a gradient of this backward pass has come
         self._expected = False  # a forward has made what will be averaged; other backward passes are the caller's own
@@ -100,7 +100,7 @@ class Engine:
 
     def applied(self, names: Collection[str]) -> list[str]:
         """Those of these parameters that the last backward pass has updated."""
-        updated = [bucket for bucket in self._buckets if self._updates.applied(bucket.optimizer)]
+        updated = [bucket for bucket in self._buckets if self._updates.was_applied(bucket.optimizer)]
         return [name for bucket in updated for name in bucket.planned.names if name in names]
 
     def _backward_begins(self, steps_done: int) -> None:
@@ -149,7 +149,7 @@ class Engine:
         for bucket in self._buckets:
             bucket.expect()
             bucket.state = self._collectives.residual_state(bucket.planned)
-            bucket.waiting = None if bucket.state is None else self._residuals.at_hand(bucket.state)
+            bucket.waiting = None if bucket.state is None else self._residuals.resident(bucket.state)
 
     def _launch(self) -> None:
         """Launch the next bucket on its lane."""
@@ -162,8 +162,8 @@ class Engine:
                 "find_unused_parameters=True to DataParallel: then what no rank has used is left alone"
             )
         self._launched += 1
-        self._updates.settle(keep=1)  # the slot that comes next is the one before the last
-        slot = self._slots.take(bucket.numel, bucket.dtype)
+        self._updates.launch_pending(keep=1)  # the slot that comes next is the one before the last
+        slot = self._slots.acquire(bucket.numel, bucket.dtype)
         if bucket.state is None:
             bucket.move_to(slot.tensor)
         else:
@@ -171,9 +171,9 @@ class Engine:
             for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
                 bucket.add(name, parameter)
         future = self._launcher.launch(self._launched - 1, slot.tensor)
-        self._slots.lend(slot, future)
+        self._slots.release_after(slot, future)
         if bucket.state is not None:
-            self._residuals.lend(bucket.state, future)
+            self._residuals.release_after(bucket.state, future)
         following = self._buckets[self._launched].state if self._launched < len(self._buckets) else None
         if following is not None:
             self._residuals.prefetch(following)
@@ -186,8 +186,8 @@ class Engine:
             return
         while self._launched < len(self._buckets):
             self._launch()
-        self._slots.settle()
-        self._updates.settle()
+        self._slots.wait()
+        self._updates.launch_pending()
         for bucket in self._buckets:
             bucket.come.clear()
         self._launched, self._begun, self._expected = 0, False, False

@@ -11,8 +11,8 @@ from anabranch.lean.buckets import UpdatingExchange
 from anabranch.lean.engine import Engine
 from anabranch.lean.optimizers import BucketOptimizers
 from anabranch.lean.options import Lean
-from anabranch.lean.residuals import InHostMemory, InPlace, Residuals
-from anabranch.lean.update import Updates
+from anabranch.lean.residuals import DeviceResiduals, HostResiduals, ResidualStore
+from anabranch.lean.update import BucketUpdater
 from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
 
@@ -40,8 +40,8 @@ class LeanLayout(StepObserver):
         self._parameters = trained_parameters(module)
         device = next(iter(self._parameters.values())).device
         self.optimizers = BucketOptimizers(lean.optimizer, self._parameters)
-        self.updates = Updates(lean.clip_norm)
-        self.residuals: Residuals = InHostMemory(device) if lean.residuals == "host" else InPlace()
+        self.updates = BucketUpdater(lean.clip_norm)
+        self.residuals: ResidualStore = HostResiduals(device) if lean.residuals == "host" else DeviceResiduals()
         self.exchange = UpdatingExchange(collectives, self.updates, self.residuals, find_unused)
         self._collectives = collectives
         self._averaging = averaging
@@ -68,13 +68,13 @@ class LeanLayout(StepObserver):
             self._fingerprint = ModuleFingerprint(self._module)
 
     def before_change(self) -> None:
-        self.residuals.settle()  # residuals that the new plan does not send are taken out of the old buckets
+        self.residuals.synchronize()  # residuals that the new plan does not send are taken out of the old buckets
 
     def use(self, launcher: BucketLauncher | None) -> None:
         if self._engine is not None:
             self._steps_of_old_engines += self._engine.steps_done
             self._engine.close()
-        self.updates.forget()
+        self.updates.forget_buckets()
         self._engine = None  # the old slots go before the new ones come
         assert launcher is not None  # there is a default plan
         self._engine = Engine(
