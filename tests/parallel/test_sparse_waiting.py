@@ -148,7 +148,9 @@ def warned(rank: int) -> list[str]:
     said = [parallel.explain()]
     assert parallel._tuner is not None
     (bucket,) = parallel._tuner.collectives._state.buckets()  # type: ignore[attr-defined]
-    bucket.residual_monitor.samples = lambda: [ResidualSample(step, 2.0 * step, 0.5 * step) for step in range(0, 1280, 64)]
+    bucket.residual_monitor.samples = lambda: [
+        ResidualSample(step, 2.0 * step, 0.5 * step) for step in range(0, 1280, 64)
+    ]
     said.append(parallel.explain())
     parallel.close()
     return said

@@ -32,7 +32,7 @@ class ResidualState(Protocol):
         ...
 
     def record_norms(self, gradient: torch.Tensor) -> None:
-        """Record the norms of a part of this step's gradient, before it is added to the residual, if a sample is due."""
+        """Record the norms of a part of this step's gradient before it is added to the residual, if a sample is due."""
         ...
 
 

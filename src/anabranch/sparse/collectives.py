@@ -13,7 +13,6 @@ import torch.distributed as dist
 from anabranch.comm.communicator import GroupCommunicator
 from anabranch.comm.dense import COLLECTIVES, Collective, Group, Steps, Traffic, all_finite, traffic
 from anabranch.plan import Bucket, Plan
-from anabranch.sparse.exact import MOST
 from anabranch.sparse.momentum import Momentum
 from anabranch.sparse.naming import LADDER, density_of, kind_of
 from anabranch.sparse.oktopk import exchange
@@ -44,7 +43,7 @@ class SparseCollectives:
         self.kinds: Sequence[str] = [kind_of(density) for density in fixed or LADDER]
         self.dense_names = frozenset(name for name, p in parameters.items() if p.dim() < 2 or p.dtype != torch.float32)
         self.warmup_steps = options.warmup_steps
-        self._options = replace(options, warmup_steps=0)  # whoever trains has seen to it by then
+        self._options = options
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # of the buckets seen so far
         self._device = next(iter(parameters.values())).device
@@ -71,7 +70,7 @@ class SparseCollectives:
             return COLLECTIVES[bucket.collective](buffer, group, divisor)
         self._exchanged.append((state, buffer))
         steps = exchange(buffer, state, self._comm(group), divisor, density, self._options)
-        return self._momentum.around(steps, buffer, state)
+        return self._momentum.wrap(steps, buffer, state)
 
     def remembered(self, bucket: Bucket) -> BucketState | None:
         """See ``Collectives``."""
@@ -108,14 +107,14 @@ class SparseCollectives:
         if self._device.type != "cpu":
             nbytes = 2 * (ranks - 1) * sizes.message_nbytes
             return Traffic(nbytes, nbytes, sizes.k / numel)
-        offered, applied = min(int(state.offered), MOST * sizes.k), int(state.applied)
+        offered, applied = min(int(state.offered), sizes.max_selected), int(state.applied)
         nbytes = (offered + applied) * sizes.encoding.pair_nbytes * (ranks - 1) // ranks
         return Traffic(nbytes, nbytes, applied / numel)
 
     def use_plan(self, plan: Plan | None) -> None:
         """See ``Collectives``."""
         sparse = [bucket for bucket in (plan.buckets if plan is not None else ()) if self.aside(bucket.collective)]
-        self._residual_flush.keep({name for bucket in sparse for name in bucket.names})
+        self._residual_flush.set_sparse_names({name for bucket in sparse for name in bucket.names})
         self._sizes.clear()
 
     def probe(self, kind: str) -> Collective:
@@ -165,8 +164,8 @@ class SparseCollectives:
             if state and "orders" in state:
                 self._check_orders(state["orders"])
         self._state.load_state_dict(*states)
-        self._momentum.load_state_dict(*(state.get("velocities", {}) for state in self._state.taken))
-        self._residual_flush.keep(self._residual_flush.sparse)
+        self._momentum.load_state_dict(*(state.get("velocities", {}) for state in self._state.loaded_states))
+        self._residual_flush.set_sparse_names(self._residual_flush.sparse_names)
 
     def _order(self, name: str) -> list[int]:
         """In which a parameter lies in memory, and what waits of it too; nothing where it is row-major."""
