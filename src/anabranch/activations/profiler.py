@@ -16,8 +16,8 @@ from anabranch.activations.host_copies import copies_for
 from anabranch.activations.offloader import Offloader
 from anabranch.activations.recompute import BlockRange, LastBlock, PatchedModel
 from anabranch.activations.side_effects import NoSideEffects, copy_containers
-from anabranch.ddp.reducer import tensors_in
 from anabranch.observe.clock import Clock, clock_for
+from anabranch.observe.step_timer import tensors_in
 
 KEEPS_STATE = (
     "if it keeps something for later, such as a cache of keys and values, it cannot be recomputed. Switch that off (in "

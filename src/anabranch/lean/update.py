@@ -12,7 +12,8 @@ from threading import Lock
 
 import torch
 
-from anabranch.comm.dense import Steps, all_finite, hold
+from anabranch.comm.dense import all_finite
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.errors import UpdateError
 from anabranch.lean.optimizers import BucketOptimizer
 
@@ -64,7 +65,7 @@ class BucketUpdater:
             optimizer.step(average, found_inf=self._found_inf[-1])
             self._pending.append(None)
         else:
-            hold(finite)
+            record_stream(finite)
             finite_on_host = _to_host(finite)
             used_on_host = None if used is None else _to_host(used)
             copied = torch.cuda.Event()
@@ -83,7 +84,7 @@ class BucketUpdater:
                 self._step(pending.optimizer, pending.average, bool(pending.finite), pending.used)
             torch.cuda.current_stream(device).wait_stream(self._stream)  # before the slot is used again
         if keep == 0 and len(self._found_inf) > 1:  # lanes have been waited for; skipped() may never be called
-            hold(*self._found_inf)
+            record_stream(*self._found_inf)
             self._found_inf = [torch.stack(self._found_inf).sum()]
 
     def was_applied(self, optimizer: BucketOptimizer) -> bool:
