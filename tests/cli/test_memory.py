@@ -43,7 +43,7 @@ def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -
     for mode, row in document["modes"].items():
         expected = predict(profile, mode, Setting(ranks=8, density=0.02))
         assert row["kinds"] == expected.kinds and row["predicted_nbytes"] == expected.nbytes
-        assert row["at"] == expected.at and row["host_nbytes"] == expected.host
+        assert row["at"] == expected.at and row["host_nbytes"] == expected.host_nbytes
 
 
 def test_the_table_has_every_kind_and_mode(capsys: pytest.CaptureFixture[str]) -> None:
