@@ -234,11 +234,8 @@ def test_a_slot_is_not_used_again_before_the_step_that_reads_it() -> None:
     each = [made.for_bucket([parameter]) for parameter in parameters]
     cuda = {name: mock.MagicMock() for name in ("Event", "Stream", "stream", "current_stream")}
     as_copied = mock.patch.object(update, "_to_host", lambda answer: answer.as_subclass(torch.Tensor).clone())
-    with (
-        mock.patch.multiple(torch.cuda, **cuda),
-        mock.patch.object(update, "record_stream", lambda *_: None),
-        as_copied,
-    ):
+    unrecorded = mock.patch.object(update, "record_stream", lambda *_: None)
+    with mock.patch.multiple(torch.cuda, **cuda), unrecorded, as_copied:
         updates = BucketUpdater(None)
         slots = [torch.zeros(4), torch.zeros(4)]
         for index, optimizer in enumerate(each):
