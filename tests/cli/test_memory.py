@@ -184,7 +184,7 @@ def test_a_model_of_ones_own(
 
 
 def test_a_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [arrival.name for arrival in probe(images(4)).arrivals]
+    names = [gradient.name for gradient in probe(images(4)).gradients]
     kinds = {}
     for title, parts in (("one", [names]), ("each", [[name] for name in names])):
         save(Plan(tuple(Bucket(tuple(part)) for part in parts)), tmp_path / f"{title}.json")
