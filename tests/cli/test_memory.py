@@ -43,7 +43,7 @@ def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -
     for mode, row in document["modes"].items():
         expected = predict(profile, mode, Setting(ranks=8, density=0.02))
         assert row["kinds"] == expected.kinds and row["predicted_nbytes"] == expected.nbytes
-        assert row["at"] == expected.at and row["host_nbytes"] == expected.host
+        assert row["at"] == expected.at and row["host_nbytes"] == expected.host_nbytes
 
 
 def test_the_table_has_every_kind_and_mode(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_a_model_of_ones_own(
 
 
 def test_a_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [arrival.name for arrival in probe(images(4)).arrivals]
+    names = [gradient.name for gradient in probe(images(4)).gradients]
     kinds = {}
     for title, parts in (("one", [names]), ("each", [[name] for name in names])):
         save(Plan(tuple(Bucket(tuple(part)) for part in parts)), tmp_path / f"{title}.json")

@@ -102,7 +102,7 @@ def memory(
         "command": "memory", "model": model, "batch_size": batch_size, "ranks": ranks, "density": density,
         "optimizer": optimizer.value, "activations": activations.value, "assumptions": list(estimator.assumptions),
         "modes": {
-            mode: {"kinds": dict(f.kinds), "predicted_nbytes": f.nbytes, "at": f.at, "host_nbytes": f.host}
+            mode: {"kinds": dict(f.kinds), "predicted_nbytes": f.nbytes, "at": f.at, "host_nbytes": f.host_nbytes}
             for mode, f in footprints.items()
         },
     }  # fmt: skip
@@ -152,10 +152,10 @@ def _build_at(model: str) -> "BuildAt":
 def _limits(batches: Mapping[str, int]) -> list[str]:
     """What the search for the largest batches assumes."""
     from anabranch.estimate.estimator import FRAGMENTATION
-    from anabranch.estimate.largest_batch import MOST
+    from anabranch.estimate.largest_batch import MAX_BATCH
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
-    return [*limits, f"no batch above {MOST} was looked at"] if max(batches.values()) == MOST else limits
+    return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits
 
 
 def _measured(

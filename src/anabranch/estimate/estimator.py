@@ -10,8 +10,9 @@ from torch import nn
 from anabranch.activations.recompute import recompute
 from anabranch.estimate.account import MODES, Footprint, Setting, predict
 from anabranch.estimate.largest_batch import largest_batch
-from anabranch.estimate.probe import CONVOLUTION_WORKSPACE, Build, Factory, Loss, probe
-from anabranch.estimate.profile import Profile
+from anabranch.estimate.probe import CONVOLUTION_WORKSPACE, Build, Loss, probe
+from anabranch.estimate.step_profile import StepProfile
+from anabranch.lean.options import OptimizerFactory
 
 ActivationMode = Literal["keep", "offload", "recompute"]
 BuildAt = Callable[[int], Build]  # by batch: what makes the model and its loss
@@ -41,7 +42,7 @@ class MemoryEstimator:
     def __init__(
         self,
         build_at: BuildAt,
-        optimizer: Factory,
+        optimizer: OptimizerFactory,
         activations: ActivationMode = "keep",
         *,
         buckets: str = DDP_BUCKETS,
@@ -51,7 +52,7 @@ class MemoryEstimator:
         self._activations = activations
 
         @cache
-        def profile(batch: int, activations: ActivationMode) -> Profile:
+        def profile(batch: int, activations: ActivationMode) -> StepProfile:
             build = build_at(batch)
             if activations == "recompute":
                 build = _with_recomputation(build)
