@@ -79,7 +79,6 @@ TORCH_AT_MODULE_LEVEL = {
     "bench",
     "demo",
     "lab.emulation.group",
-    "lab.emulation.work",
     "reproduce.oktopk_counts",
 }
 TORCH_NEVER = {*NOUNS, "network_presets", "profiler_trace", "files", "sim", "planners", "scaling", "report", "lab"}
@@ -164,7 +163,7 @@ def parsed(path: Path) -> ast.Module:
         ("cli.plan", "import torch"),
         ("runtime.explain", "from anabranch.lab.emulation.group import EmulatedGroup"),
         ("lab.emulation.settings", "def f():\n    import torch"),
-        ("lab.emulation.wire", "from anabranch.comm.lanes import Lanes"),
+        ("lab.emulation.link", "from anabranch.comm.lanes import Lanes"),
         ("lab.hosts", "from anabranch.alpha_beta import AlphaBeta"),
         ("files", "from .trace import Trace"),
         ("helpers", "import json"),

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.lab.janitor import Janitor, Remains
+from anabranch.lab.janitor import Janitor, LabResources
 from anabranch.lab.namespaces import create, inside
-from lab.laboratory import alive, lab, needs_namespaces, pids, until
+from lab.lab_process import alive, lab, needs_namespaces, pids, until
 
 MARK = "ANABRANCH_LAB_ID=test-of-the-janitor"
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
@@ -35,13 +35,13 @@ def marked() -> "subprocess.Popen[bytes]":
 
 def test_marked_processes_end_and_others_do_not() -> None:
     ours, another = marked(), subprocess.Popen(SLEEP)
-    with Janitor(Remains(MARK)) as janitor:
+    with Janitor(LabResources(MARK)) as janitor:
         assert ours.poll() is None
         janitor.finish()
-        assert ours.wait(10) == -signal.SIGKILL
+        assert ours.wait(60) == -signal.SIGKILL
     assert another.poll() is None
     another.kill()
-    another.wait(10)
+    another.wait(60)
 
 
 @needs_namespaces
@@ -51,25 +51,25 @@ def test_processes_in_its_namespaces_end_and_others_do_not() -> None:
         inner = subprocess.Popen(SLEEP)
     with inside(theirs):
         another = subprocess.Popen(SLEEP)
-    with Janitor(Remains(MARK, namespaces=[ours.descriptor])):
+    with Janitor(LabResources(MARK, namespaces=[ours.descriptor])):
         pass
-    assert inner.wait(10) == -signal.SIGKILL
+    assert inner.wait(60) == -signal.SIGKILL
     assert another.poll() is None
     another.kill()
-    another.wait(10)
+    another.wait(60)
     ours.close()
     theirs.close()
 
 
 def test_a_janitor_that_was_killed_is_replaced() -> None:
     ours = marked()
-    with Janitor(Remains(MARK)) as janitor:
+    with Janitor(LabResources(MARK)) as janitor:
         janitor._process.kill()
-    assert ours.wait(10) == -signal.SIGKILL
+    assert ours.wait(60) == -signal.SIGKILL
 
 
-def test_it_stands_signals_that_are_meant_for_the_lab() -> None:
-    with Janitor(Remains(MARK)) as janitor:
+def test_it_survives_signals_that_are_meant_for_the_lab() -> None:
+    with Janitor(LabResources(MARK)) as janitor:
         until(lambda: "janitor" in Path(f"/proc/{janitor._process.pid}/cmdline").read_text())
         until(lambda: _ignores(janitor._process.pid, signal.SIGTERM))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -83,9 +83,9 @@ def _ignores(pid: int, number: int) -> bool:
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
-def test_it_never_sweeps_its_own_namespace() -> None:
+def test_it_never_cleans_its_own_namespace() -> None:
     with Path("/proc/thread-self/ns/net").open() as home, pytest.raises(AssertionError, match="outside"):
-        Remains(MARK, namespaces=[home.fileno()]).tidy()
+        LabResources(MARK, namespaces=[home.fileno()]).clean_up()
 
 
 @pytest.mark.parametrize("links", ["real", "emulated"])

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from anabranch.lab.emulation.settings import describe
 from anabranch.network import Network
+from anabranch.observe.environment import network_note
 from anabranch.plan import Plan
 from anabranch.trace import Trace
 from anabranch.tuning.candidates import least_s, predicted_s, unmerged_s
@@ -25,7 +25,7 @@ def explanation(tuner: "Tuner") -> str:
         )
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
-    emulated = describe() if tuner.live.device.type == "cpu" else None  # only Gloo can be
+    emulated = network_note() if tuner.live.device.type == "cpu" else None  # only Gloo can be
     place = f"Network ({emulated})" if emulated else "Network"
     if network is not None:
         whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0
