@@ -64,18 +64,18 @@ def test_processes_in_its_namespaces_end_and_others_do_not() -> None:
 def test_a_janitor_that_was_killed_is_replaced() -> None:
     ours = marked()
     with Janitor(LabResources(MARK)) as janitor:
-        janitor._process.kill()
+        janitor.process.kill()
     assert ours.wait(60) == -signal.SIGKILL
 
 
 def test_it_survives_signals_that_are_meant_for_the_lab() -> None:
     with Janitor(LabResources(MARK)) as janitor:
-        until(lambda: "janitor" in Path(f"/proc/{janitor._process.pid}/cmdline").read_text())
-        until(lambda: _ignores(janitor._process.pid, signal.SIGTERM))
+        until(lambda: "janitor" in Path(f"/proc/{janitor.process.pid}/cmdline").read_text())
+        until(lambda: _ignores(janitor.process.pid, signal.SIGTERM))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            janitor._process.send_signal(number)
-        assert os.getsid(janitor._process.pid) != os.getsid(0)
-    assert janitor._process.returncode == 0
+            janitor.process.send_signal(number)
+        assert os.getsid(janitor.process.pid) != os.getsid(0)
+    assert janitor.process.returncode == 0
 
 
 def _ignores(pid: int, number: int) -> bool:

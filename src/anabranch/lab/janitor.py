@@ -55,7 +55,7 @@ class Janitor:
         read_end, self._write_end = os.pipe()
         arguments = [resources.mark, resources.mps_folder or "", *map(str, resources.namespaces)]
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, *arguments],
                 stdin=read_end,
                 stdout=subprocess.DEVNULL,
@@ -77,7 +77,7 @@ class Janitor:
         if self._write_end >= 0:
             os.close(self._write_end)
             self._write_end = -1
-            if self._process.wait() != 0:  # the janitor itself was killed
+            if self.process.wait() != 0:  # the janitor itself was killed
                 self.resources.clean_up()
 
 
