@@ -57,6 +57,7 @@ __all__ = [
     "JsonLines",
     "LabError",
     "Lean",
+    "LeanDataParallel",
     "Logger",
     "Metrics",
     "MissingExtraError",
@@ -71,6 +72,7 @@ __all__ = [
     "TensorSpec",
     "Timeline",
     "Trace",
+    "TuningPolicy",
     "TwoLevel",
     "UpdateError",
     "__version__",
@@ -89,11 +91,13 @@ _WITH_TORCH = {
     "DataParallel": "anabranch.parallel",
     "JsonLines": "anabranch.observe.loggers",
     "Lean": "anabranch.lean.options",
+    "LeanDataParallel": "anabranch.lean_parallel",
     "Logger": "anabranch.observe.metrics",
     "Metrics": "anabranch.observe.metrics",
     "OkTopk": "anabranch.sparse.options",
     "Progress": "anabranch.observe.loggers",
     "TensorBoard": "anabranch.observe.loggers",
+    "TuningPolicy": "anabranch.tuning.policy",
 }
 
 
