@@ -70,9 +70,9 @@ def test_sigkill_of_the_lab_ends_the_daemon(fake: Path, stubborn: bool) -> None:
     program = f"echo $$ >{fake}/$RANK.pid; sleep 60"
     arguments = ("--hosts", "2", "--rate", "1gbit", "--backend", "nccl", "--", "sh", "-c", program)
     with lab(*arguments, environment=environment) as process:
-        inmates = pids(fake, 3)
+        started = pids(fake, 3)
         process.send_signal(signal.SIGKILL)
-        until(lambda: not any(map(alive, inmates)) and not left(fake))
+        until(lambda: not any(map(alive, started)) and not left(fake))
 
 
 @needs_namespaces

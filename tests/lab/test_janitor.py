@@ -98,13 +98,13 @@ def test_sigkill_of_the_lab_leaves_nothing(links: str, tmp_path: Path) -> None:
     program = f"echo $$ >rank$RANK.pid; {sys.executable} -S stubborn.py . & sleep 60"
     options = ["--emulate"] if links == "emulated" else []
     with lab("--hosts", "2", "--rate", "100mbit", *options, "--", "sh", "-c", program, folder=tmp_path) as process:
-        inmates = pids(tmp_path, 4)
-        assert all(map(alive, inmates))
+        started = pids(tmp_path, 4)
+        assert all(map(alive, started))
         assert socket.if_nameindex() == interfaces
         if links == "real":
             home = Path("/proc/self/ns/net").stat().st_ino
-            places = {Path(f"/proc/{pid}/ns/net").stat().st_ino for pid in inmates}
+            places = {Path(f"/proc/{pid}/ns/net").stat().st_ino for pid in started}
             assert len(places) == 2 and home not in places
         process.kill()
-        until(lambda: not any(map(alive, inmates)))
+        until(lambda: not any(map(alive, started)))
     assert socket.if_nameindex() == interfaces

@@ -167,10 +167,12 @@ def test_a_signal_reaches_every_rank_once(number: signal.Signals, name: str, cod
 @needs_namespaces
 @pytest.mark.parametrize(("signals", "grace_s"), [(1, 1.0), (2, 100.0)])
 def test_ranks_that_ignore_it_are_killed(signals: int, grace_s: float, tmp_path: Path) -> None:
-    """After the grace period, or at once after a second signal."""
+    """After the grace period, or at once after a second signal. Ctrl-C in a terminal reaches them through the lab only:
+    each rank has a session of its own."""
     arguments = ("--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", STUBBORN)
     with lab(*arguments, folder=tmp_path, grace_s=grace_s) as process:
-        inmates = pids(tmp_path, 2)
+        started = pids(tmp_path, 2)
+        assert len({os.getsid(pid) for pid in (process.pid, *started)}) == 3
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
         until(lambda: len(list(tmp_path.glob("*.asked"))) == 2)
@@ -178,16 +180,8 @@ def test_ranks_that_ignore_it_are_killed(signals: int, grace_s: float, tmp_path:
             process.send_signal(signal.SIGINT)
         code, _, err = outcome(process)
     assert code == 130 and "rank 0, rank 1: still running, so ended by the lab" in err
-    assert not any(map(alive, inmates))
+    assert not any(map(alive, started))
     assert (time.monotonic() - began < grace_s) == (signals == 2)
-
-
-@needs_namespaces
-def test_ctrl_c_in_a_terminal_does_not_reach_the_ranks_by_itself(tmp_path: Path) -> None:
-    with lab("--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", STUBBORN, folder=tmp_path) as process:
-        sessions = {os.getsid(pid) for pid in pids(tmp_path, 2)}
-        assert os.getsid(process.pid) not in sessions and len(sessions) == 2
-        process.kill()
 
 
 @needs_namespaces
