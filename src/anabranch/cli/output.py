@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from anabranch.errors import FileError
+from anabranch.extras import require
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,9 +101,10 @@ def progress_bar() -> "Iterator[Callable[[str, int, int], None] | None]":
 
 
 def plot_format(plot: Path | None) -> "Format | None":
-    """What kind of picture a file of this name holds."""
+    """What kind of picture a file of this name holds; an error now, not after the work, if nothing can draw it."""
     if plot is None:
         return None
+    require("matplotlib", "report", "--plot")
     if plot.suffix.lower() == ".png":
         return "png"
     if plot.suffix.lower() == ".svg":

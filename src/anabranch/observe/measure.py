@@ -18,9 +18,9 @@ from anabranch.checks import Scalar
 from anabranch.comm.agree import Group, agree_on, wire_device
 from anabranch.comm.dense import dense
 from anabranch.comm.exchange import Collective, Steps
-from anabranch.lab.emulation.settings import describe
 from anabranch.network import Contention, Network
 from anabranch.observe.clock import Clock, clock_for
+from anabranch.observe.environment import network_note
 
 SMALLEST_NBYTES = 1 << 10
 LARGEST_NBYTES = 64 << 20
@@ -163,7 +163,7 @@ def _facts(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}",
         "budget_s": budget_s,
     }
-    if (emulated := describe()) and "gloo" in dist.get_backend(group):
+    if (emulated := network_note()) and "gloo" in dist.get_backend(group):
         facts["emulated"] = emulated
     relative = float(np.median([spread / seconds for _, seconds, spread in points if seconds]))
     facts["median_relative_spread"] = relative
