@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-PIPED_WIDTH = 240  # a file or another program has no edge at which to fold
+PIPED_WIDTH = 240  # of tables in a file or a pipe, which have no edge
+PROSE_WIDTH = 100  # of sentences there
 
 JsonOption = Annotated[
     bool,
@@ -29,15 +30,36 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite output fil
 
 
 def show_tables(*parts: "RenderableType") -> None:
-    """Print to stdout, an empty line between the parts. No text is read as markup, wherever it came from."""
+    """Print to stdout, an empty line between the parts. No text is read as markup, wherever it came from.
+
+    In a pipe or a file tables may be ``PIPED_WIDTH`` wide, but sentences are wrapped at ``PROSE_WIDTH``.
+    """
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else PIPED_WIDTH
-    console = Console(width=width, markup=False, emoji=False, highlight=False)
+    piped = not sys.stdout.isatty()
+    console = Console(width=PIPED_WIDTH if piped else None, markup=False, emoji=False, highlight=False)
     for index, part in enumerate(parts):
         if index:
             console.print()
-        console.print(part)
+        for piece in _flat(part):
+            console.print(piece, width=PROSE_WIDTH if piped and _is_prose(piece) else None)
+
+
+def _flat(part: "RenderableType") -> "Iterator[RenderableType]":
+    """The members of a rich Group, of groups in it too; anything else as it is."""
+    from rich.console import Group
+
+    if isinstance(part, Group):
+        for member in part.renderables:
+            yield from _flat(member)
+    else:
+        yield part
+
+
+def _is_prose(part: "RenderableType") -> bool:
+    from rich.text import Text
+
+    return isinstance(part, str | Text)
 
 
 def print_json(document: dict[str, Any]) -> None:
