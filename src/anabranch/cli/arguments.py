@@ -20,14 +20,15 @@ from anabranch.trace import Trace
 LEAST_RANKS = 2  # that have a link between them
 
 TraceOption = Annotated[
-    str, typer.Option("--trace", metavar="T", help="A trace file, or the name of a trace that comes with anabranch.")
+    str, typer.Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")
 ]
 NetworkOption = Annotated[
     str,
     typer.Option(
         "--network",
         metavar="N",
-        help=f"A network file, a description: {network_text.EXAMPLES['ring']}, or a name: 10gbe:ranks=16.",
+        help=f"A network file, a description: {network_text.EXAMPLES['ring']}, or a name that anabranch list shows: "
+        "10gbe:ranks=16.",
     ),
 ]
 

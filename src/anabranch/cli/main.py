@@ -12,6 +12,7 @@ from anabranch.cli.compare import compare
 from anabranch.cli.demo import demo
 from anabranch.cli.import_trace import import_trace
 from anabranch.cli.lab import lab
+from anabranch.cli.list import list_
 from anabranch.cli.measure import measure
 from anabranch.cli.memory import memory
 from anabranch.cli.plan import plan
@@ -53,6 +54,7 @@ for verb in (
     demo,
 ):
     app.command()(verb)
+app.command("list")(list_)
 # Options after the first word of its program are the program's, also where "--" is left out.
 app.command(context_settings={"allow_interspersed_args": False})(lab)
 
