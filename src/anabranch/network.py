@@ -183,5 +183,5 @@ class Network:
         return replace(carried, meta={**self.meta, "assumption": note})
 
     def shifted(self, spreads: float) -> Self:
-        """Every curve moved by ``spreads`` times its measured spread: the pessimist's network, or the optimist's."""
+        """Every curve moved by ``spreads`` times its measured spread: higher costs, or lower ones if negative."""
         return replace(self, curves={kind: curve.shifted(spreads) for kind, curve in self.curves.items()}, model=None)

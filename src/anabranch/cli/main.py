@@ -72,7 +72,7 @@ def _help(context: typer.Context, wanted: bool) -> None:
 
 
 VERSION = typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
-# Our own instead of typer's, which imports pydantic to learn that nobody asked for it.
+# Our own instead of typer's, which would import pydantic at every start.
 HELP = typer.Option("--help", "-h", help="Show this message and exit.", callback=_help, is_eager=True)
 
 
@@ -87,7 +87,7 @@ def _start(
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 after an error, 130 after Ctrl-C, 1 if the reader went away."""
-    if sys.stdout is None:  # closed by whoever started us
+    if sys.stdout is None:  # closed by the parent process
         return PIPE_CLOSED
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

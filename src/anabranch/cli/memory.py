@@ -141,9 +141,9 @@ def estimator_of(
 def _build_at(model: str) -> "BuildAt":
     """By batch, what makes the model. A function of the user's own is looked up once."""
     if ":" in model:
-        function = user_function.function(model, EXAMPLE)
+        function = user_function.load_function(model, EXAMPLE)
         second = "loss): a torch module and a function of it"
-        return lambda batch: lambda device: user_function.checked(model, function(batch, device), second)
+        return lambda batch: lambda device: user_function.check_returned(model, function(batch, device), second)
     from anabranch.bench.memory import of_zoo
 
     return partial(of_zoo, model)

@@ -1,4 +1,4 @@
-"""Where results go: tables or one JSON document on stdout, progress on stderr, files only where none is."""
+"""Output of all commands: tables or one JSON document on stdout, progress on stderr, files that are not overwritten."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def check_free(paths: Iterable[str | os.PathLike[str] | None], force: bool) -> None:
-    """Refuse, before any work is done, an output file that is already there."""
+    """Refuse an output file that exists, before any work is done."""
     for path in paths:
         # Not Path.exists, which fails on a name that is too long; writing will say so.
         if path is not None and not force and os.path.exists(path):  # noqa: PTH110
@@ -76,7 +76,7 @@ def check_free(paths: Iterable[str | os.PathLike[str] | None], force: bool) -> N
 
 
 def check_other(output: Path, inputs: Iterable[Path]) -> None:
-    """Refuse, even with --force, to write over what is read."""
+    """Refuse to overwrite an input file, even with --force."""
     for path in inputs:
         try:
             same = path.samefile(output)
@@ -87,7 +87,7 @@ def check_other(output: Path, inputs: Iterable[Path]) -> None:
 
 
 def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """The items, with a bar on stderr while they come, if that is a terminal."""
+    """The items, with a progress bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield from items
         return
@@ -122,7 +122,7 @@ def progress_bar() -> "Iterator[Callable[[str, int, int], None] | None]":
 
 
 def plot_format(plot: Path | None) -> "Format | None":
-    """What kind of picture a file of this name holds."""
+    """The format of a plot by its file name; ValueError for other names than .png and .svg."""
     if plot is None:
         return None
     if plot.suffix.lower() == ".png":
