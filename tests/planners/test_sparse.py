@@ -83,8 +83,8 @@ def test_sparse_where_it_gains_and_dense_where_it_does_not() -> None:
 def test_many_start_ups_can_cost_more_than_sparse_buckets_save() -> None:
     """Each bucket gains by itself, but what must stay dense then travels apart, with a start-up of its own."""
     told = trace(1 << 20, 1 << 20, apart_s=1e-5)
-    dear = network(dense=(1e-2, 1e-9), s_01=(9.9e-3, 1e-10))
-    assert finish_s(told, sparse(told, dear, "s:0.01", ["t1"]), dear) > finish_s(
-        told, planners.optimal(told, dear), dear
+    expensive = network(dense=(1e-2, 1e-9), s_01=(9.9e-3, 1e-10))
+    assert finish_s(told, sparse(told, expensive, "s:0.01", ["t1"]), expensive) > finish_s(
+        told, planners.optimal(told, expensive), expensive
     )
-    assert sparse_if_faster(told, dear, ["s:0.01"], ["t1"]) == planners.optimal(told, dear)
+    assert sparse_if_faster(told, expensive, ["s:0.01"], ["t1"]) == planners.optimal(told, expensive)

@@ -10,7 +10,6 @@ import pytest
 from anabranch import Network, save, scaling
 from anabranch.network_presets import NetworkRange
 from anabranch.scaling import Compute, scale, strategy_kinds
-from anabranch.scaling.compression import highest_density
 from cli.nouns import RING, json_of, measured, small_trace, trace_file
 
 QUICK = ["--planners", "by_bytes,optimal", "--compress", "none"]
@@ -61,12 +60,6 @@ def test_a_batch_that_cannot_be_shared_is_on_paper(tmp_path: Path, capsys: pytes
     assert "only on paper" not in assumptions(capsys, *argv, "4,64", "--batch", "64")
     weak = [*argv[:4], "--world-sizes", "4,64"]
     assert "only on paper" not in assumptions(capsys, *weak)
-
-
-def test_messages_need_room_for_the_greatest_density_that_may_be_chosen() -> None:
-    assert highest_density("oktopk:0.01") == highest_density("lean:0.01") == 0.01
-    assert highest_density("oktopk") == highest_density("lean") == 0.2  # the top of the ladder
-    assert highest_density("optimal") == 1.0
 
 
 def test_the_example_of_the_documentation_is_true() -> None:

@@ -88,7 +88,7 @@ def memory(
 ) -> None:
     """Predict peak memory by kind of object: for DDP, naive sparse, Ok-Topk and Lean; the largest batch that fits."""
     limit_nbytes = None if within is None else network_text.size_nbytes("--within", within)
-    links = _network(network, rate, ranks)
+    links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
     from anabranch.estimate.account import Setting
 
@@ -193,7 +193,8 @@ def _throughputs(
     return throughputs(arguments.trace(name), network, batches, density, activations), assumptions
 
 
-def _network(text: str | None, rate: str | None, ranks: int | None) -> "Network | None":
+def throughput_network(text: str | None, rate: str | None, ranks: int | None) -> "Network | None":
+    """The network for throughput: --network, or a ring of links of --rate; None if neither was given."""
     if text is not None and rate is not None:
         raise ValueError(f"--network is {text} and --rate is {rate}: expected one of them")
     world_size = ranks or DEFAULT_RANKS
