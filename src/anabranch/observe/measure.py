@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from anabranch.checks import Scalar
 from anabranch.comm.agree import Group, agree_on, wire_device
-from anabranch.comm.dense import Collective, Steps, dense, gather, issued
+from anabranch.comm.dense import dense
+from anabranch.comm.exchange import Collective, Steps, issued
+from anabranch.comm.exchange import all_gather as issue_all_gather
 from anabranch.network import ALL_GATHER, REDUCE_SCATTER, Contention, Network
 from anabranch.observe.clock import Clock, clock_for
 from anabranch.observe.environment import network_note
@@ -32,7 +34,7 @@ FLOAT_NBYTES = 4
 
 def all_gather(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001 (nothing is averaged)
     """Every rank's share of the buffer to all ranks, in place; the whole buffer is the message, as in nccl-tests."""
-    yield issued(gather(buffer, _own_share(buffer, group), group))
+    yield issued(issue_all_gather(buffer, _own_share(buffer, group), group))
 
 
 def reduce_scatter(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001
