@@ -39,7 +39,7 @@ class CollectiveError(AnabranchError):
 
 
 class UpdateError(AnabranchError):
-    """The step of a bucket's optimizer failed on this rank; what waits for it elsewhere will fail, too."""
+    """The optimizer step of a bucket failed on this rank; other ranks that wait for the bucket fail, too."""
 
 
 class MissingExtraError(AnabranchError, ModuleNotFoundError):

@@ -35,8 +35,8 @@ class MemoryEstimator:
     ...     return build
     >>> estimator = MemoryEstimator(build_at, lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True))
     >>> peaks = estimator.footprints(batch=8, setting=Setting(ranks=4))
-    >>> peaks["ddp"].kinds["weights"], peaks["ddp"].kinds["gradients"]
-    (4198400, 4198400)
+    >>> peaks["ddp"].kinds["weights"], peaks["oktopk"].kinds["residual"]
+    (4198400, 4194304)
     """
 
     def __init__(
