@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.comm.communicator import MAX, Communicator
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import regions, select
 from anabranch.sparse.state import BucketState
 
@@ -41,7 +41,7 @@ def dense_exchange(
     select.accumulate(gradient, state.residual)
     total = state.residual * (1.0 / divisor)
     yield comm.all_reduce(total, "dense")
-    hold(total)
+    record_stream(total)
     fine = torch.isfinite(total).all()
     state.residual.copy_(torch.where(fine, 0.0, gradient))
     gradient.copy_(torch.where(fine, total, torch.nan))
@@ -183,7 +183,7 @@ def _begin(gradient: torch.Tensor, state: BucketState, comm: Communicator) -> Ge
         )
     flag = select.accumulate(gradient, state.residual).to(torch.int32).reshape(1)
     yield comm.all_reduce(flag, "poison", MAX)
-    hold(flag)
+    record_stream(flag)
     state.step += 1
     poisoned = bool(flag.item())
     if poisoned:

@@ -15,9 +15,10 @@ from anabranch.bench.baselines import BASELINES
 from anabranch.bench.compress import Rival
 from anabranch.bench.contestants import OPTIONS, PLANNED_AFTER, Contestant
 from anabranch.bench.zoo import Step
-from anabranch.comm.collectives import Collectives, DenseCollectives
+from anabranch.comm.collectives import Collectives
 from anabranch.comm.communicator import GroupCommunicator
-from anabranch.comm.dense import COLLECTIVES, Group, Steps, dense
+from anabranch.comm.dense import DenseExchanges, dense
+from anabranch.comm.exchange import Collective, Group, Steps, Traffic
 from anabranch.network import Network
 from anabranch.parallel import DataParallel
 from anabranch.plan import Bucket, Plan
@@ -26,31 +27,41 @@ from anabranch.sparse.state import SparseState
 from anabranch.trace import Trace
 
 
-class BaselineCollectives(DenseCollectives):
-    """A baseline exchange, with error feedback, for every bucket that names it.
+class BaselineExchanges:
+    """The family of one baseline exchange, with error feedback.
 
     Buckets that are not float32 are sent dense, because the exchanges need float32.
     """
 
+    kinds: tuple[str, ...] = ()  # it runs the plans it is given, and is not planned with
+
     def __init__(self, kind: str, rival: Rival, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
         self._kind = kind
         self._rival = rival
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         device = next(iter(parameters.values())).device
         self._state = SparseState(dist.get_rank(), dist.get_world_size(), device)
 
-    def runs(self, kind: str, dtype: torch.dtype) -> bool:
-        return kind == self._kind or super().runs(kind, dtype)
+    def handles(self, kind: str) -> bool:
+        return kind == self._kind
 
-    def aside(self, kind: str) -> bool:
+    def supports(self, kind: str, dtype: torch.dtype) -> bool:  # noqa: ARG002 - what is not float32 goes dense
+        return kind == self._kind
+
+    def on_side_stream(self, kind: str) -> bool:
         return kind == self._kind
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        if bucket.collective != self._kind or buffer.dtype != torch.float32:
-            return COLLECTIVES.get(bucket.collective, dense)(buffer, group, divisor)
+        if buffer.dtype != torch.float32:
+            return dense(buffer, group, divisor)
         state = self._state.bucket(bucket.names, [self._numels[name] for name in bucket.names])
         return BASELINES[self._rival.name](buffer, state, GroupCommunicator(group), divisor, self._rival.density)
+
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:  # noqa: ARG002
+        return None  # it is counted on the wire
+
+    def probe(self, kind: str) -> Collective:
+        raise NotImplementedError(f"{kind} is not planned with, so it is not timed by itself")
 
 
 class BaselineParallel(DataParallel):
@@ -60,7 +71,7 @@ class BaselineParallel(DataParallel):
         self._given_collectives = collectives  # DataParallel.__init__ asks for it, so it comes first
         super().__init__(module, plan=plan, profile_steps=0, **OPTIONS)
 
-    def _collectives(self, compress: Any) -> Collectives:  # noqa: ARG002
+    def _make_collectives(self, compress: Any) -> Collectives:  # noqa: ARG002
         return self._given_collectives
 
 
@@ -83,7 +94,7 @@ def sparse_rivals(
         plan = _sent_by(kind, sparse[0]) if sparse else planners.using(planners.by_bytes(trace, network), kind)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # One for all turns of the contestant, so that residuals are kept between them, as in one DataParallel.
-        collectives = BaselineCollectives(kind, rival, parameters)
+        collectives = Collectives(BaselineExchanges(kind, rival, parameters), DenseExchanges())
         found.append(Contestant(kind, partial(_raced, model, step, plan, collectives), plan, warmup=PLANNED_AFTER))
     return found
 

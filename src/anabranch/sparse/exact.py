@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import regions, select
 from anabranch.sparse.encoding import decode, encode, message_head, round_values
 from anabranch.sparse.options import OkTopk
@@ -77,7 +77,7 @@ def exact_exchange(
     offered = Pairs(passed, residual[passed]).largest(sizes.max_selected)
     offered = offered._replace(values=round_values(offered.values, sizes.encoding))
     received = yield from _split(offered, state.boundaries, comm, sizes.encoding, poison)
-    hold(*offered, passed, poison, local)
+    record_stream(*offered, passed, poison, local)
     sums, threshold, found = yield from _sums(received, state, comm, sizes, exact, options.deterministic)
     applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes)
 
@@ -131,7 +131,7 @@ def _split(
     counts = (edges[1:] - edges[:-1]).to(torch.int32)
     expected = torch.empty_like(counts)
     yield comm.all_to_all(expected, torch.where(poison, -1, counts), "counts")
-    hold(counts, expected)
+    record_stream(counts, expected)
     coming = expected.tolist()
     # A poisoned rank tells all others, so all ranks return here in the same step.
     if min(coming) < 0 or bool(poison):

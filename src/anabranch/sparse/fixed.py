@@ -8,7 +8,7 @@ another message; and, from owners, the threshold that they found. ``triton_excha
 import torch
 
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import select
 from anabranch.sparse.encoding import frame_messages, message_head, unframe_messages
 from anabranch.sparse.options import OkTopk
@@ -38,7 +38,7 @@ def fixed_exchange(
     sent = frame_messages(heads, offered.packed, encoding)
     received = torch.empty_like(sent)
     yield comm.all_to_all(received, sent, "split")
-    hold(sent, received, *offered)
+    record_stream(sent, received, *offered)
 
     heads, pairs = unframe_messages(received, encoding)
     buffer = region_buffer(len(gradient), comm, gradient.device)
@@ -49,7 +49,7 @@ def fixed_exchange(
     part = frame_messages(message_head(selected.passed, poison, found)[None], selected.packed[None], encoding)
     everyone = torch.empty(comm.size, part.shape[1], dtype=torch.uint8, device=part.device)
     yield comm.all_gather(everyone, part, "gather")
-    hold(part, everyone)
+    record_stream(part, everyone)
 
     heads, pairs = unframe_messages(everyone, encoding)
     poisoned = (heads[:, 0] < 0).any()

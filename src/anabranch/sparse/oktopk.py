@@ -22,7 +22,7 @@ from importlib.util import find_spec
 import torch
 
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps
+from anabranch.comm.exchange import Steps
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk

@@ -3,7 +3,7 @@
 import torch
 
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import regions, select
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes, widest_numel
@@ -20,7 +20,7 @@ def rebalance_regions(
     elif regions_due(state, options):
         proposed = select.propose_boundaries(gradient, state.residual, state.local_threshold, comm.size)
         yield comm.all_reduce(proposed, "regions")
-        hold(proposed)
+        record_stream(proposed)
         state.boundaries.copy_(regions.mean_boundaries(proposed, len(gradient), comm.size))
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import thresholds
 from anabranch.sparse.kernels import message, step, threshold
 from anabranch.sparse.options import OkTopk
@@ -42,11 +42,11 @@ def triton_exchange(
     work.offer()
     received = torch.empty_like(work.sent)
     yield comm.all_to_all(received, work.sent, "split")
-    hold(work.message_words, work.rounding_error, received)
+    record_stream(work.message_words, work.rounding_error, received)
     work.reduce(received)
     everyone = torch.empty(comm.size, work.part.shape[1], dtype=torch.uint8, device=gradient.device)
     yield comm.all_gather(everyone, work.part, "gather")
-    hold(work.message_words, work.rounding_error, everyone)
+    record_stream(work.message_words, work.rounding_error, everyone)
     work.finish(everyone, divisor)
     state.step += 1
     state.fresh = False
