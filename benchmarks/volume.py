@@ -177,7 +177,7 @@ def verdict(counts: Counts) -> Iterator[str]:
     if over:
         yield f"\n**Over the bound: {', '.join(over)}**, in what the busiest owner receives in the split. Regions are "
         yield "the mean of what ranks propose; a rank with few values per owner proposes roughly, and where layers of "
-        yield "very different size meet, the mean of rough proposals divides the values unevenly. Nobody sends too much."
+        yield "very different size meet, the mean of rough proposals divides them unevenly. No rank sends too much."
 
 
 def refresh_table(counts: Counts) -> Iterator[str]:
