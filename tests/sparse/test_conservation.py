@@ -1,4 +1,4 @@
-"""Nothing is lost: the sum over the ranks of what accumulated is what was applied plus what waits, at every element."""
+"""Nothing is lost: summed over the ranks, accumulated = applied + residual, at every element."""
 
 import pytest
 import torch

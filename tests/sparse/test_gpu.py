@@ -45,7 +45,7 @@ def test_fixed_exchange_never_waits_and_gives_the_same_bits(wire: str) -> None:
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: str) -> None:
-    """In the first step residuals, samples and regions are the same; what owners take is sampled in no fixed order."""
+    """In the first step residuals, samples and regions are equal; what owners select is sampled in no fixed order."""
     pytest.importorskip("triton")
     from anabranch.sparse.triton_exchange import triton_exchange
 

@@ -1,4 +1,4 @@
-"""Momentum before sending: what is sent is conserved, what was sent begins anew, and it belongs to parameters."""
+"""Momentum before sending: what is sent is conserved, velocities of sent values restart, and belong to parameters."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ RANKS, NUMEL, SHARE = 3, 600, 0.9
 
 
 def test_naive_twin() -> None:
-    """Velocities, one rank after another, by hand; then what was sent is what was applied and what waits."""
+    """Velocities, one rank after another, by hand; then their sum is what was applied plus the residuals."""
     world, held = VirtualWorld(RANKS), states(RANKS, NUMEL)
     momenta = [Momentum(SHARE) for _ in range(RANKS)]
     velocities = [torch.zeros(NUMEL) for _ in range(RANKS)]
@@ -38,8 +38,8 @@ def test_naive_twin() -> None:
         for momentum, velocity in zip(momenta, velocities, strict=True):
             torch.testing.assert_close(momentum.state_dict()[""], velocity)
         assert any(bool((state.residual == 0).any()) for state in held)
-    waiting = sum(state.residual.double() for state in held)
-    torch.testing.assert_close(applied + waiting, sent, rtol=1e-4, atol=1e-5)
+    residual = sum(state.residual.double() for state in held)
+    torch.testing.assert_close(applied + residual, sent, rtol=1e-4, atol=1e-5)
 
 
 def test_none_changes_nothing() -> None:

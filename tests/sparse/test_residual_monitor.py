@@ -1,4 +1,4 @@
-"""How much waits, and for how long: noted on the way, and a warning only when it residual_grows without bound."""
+"""The residual monitor: size and age of residuals are sampled, and only growth without bound is reported."""
 
 import math
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def test_growth_without_bound_is_seen(steps: int) -> None:
     [
         (lambda t: 5.0, lambda t: 7.0),
         (lambda t: 1 - math.exp(-t / 200), lambda t: 7 - 7 * math.exp(-t / 200)),  # filling
-        (lambda t: math.sqrt(t), lambda t: math.sqrt(t)),  # noise that cancels while it waits, until it is sent
+        (lambda t: math.sqrt(t), lambda t: math.sqrt(t)),  # noise that cancels in the residual, until it is sent
         (lambda t: math.exp(-t / 500), lambda t: 10 + t / 100),  # gradients that shrink
         (lambda t: math.exp(t / 500), lambda t: 10.0),  # gradients that grow
     ],
@@ -50,17 +50,17 @@ def test_early_steps_are_no_growth() -> None:
     assert not residual_grows(history(lambda t: 1.0 * t, lambda t: 1.0 * t, 700), 0.01)
 
 
-def test_looks_thin_out_and_reach_back_to_the_first() -> None:
+def test_samples_thin_out_and_reach_back_to_the_first() -> None:
     monitor = ResidualMonitor(period=4)
     for step in range(3, 3000):
         monitor.record(step, torch.full((4,), 2.0), torch.full((4,), float(step)))
     samples = monitor.samples()
     assert samples[0].step == 4 and samples[-1].step > 2500 and MAX_SAMPLES // 2 <= len(samples) <= MAX_SAMPLES
-    assert all(look.norm == 2 * look.step and look.age_steps == look.step / 2 for look in samples)
+    assert all(sample.norm == 2 * sample.step and sample.age_steps == sample.step / 2 for sample in samples)
 
 
-def test_a_gradient_that_comes_in_pieces_is_looked_at_as_one() -> None:
-    """Each piece is added to what waits before the next one comes."""
+def test_a_gradient_that_comes_in_parts_is_sampled_as_one() -> None:
+    """Each part is added to the residual before the next one comes."""
     whole, pieces = ResidualMonitor(period=2), ResidualMonitor(period=2)
     residual = torch.zeros(6)
     for step in range(7):
@@ -77,7 +77,7 @@ def test_steps_that_are_not_finite_are_left_out() -> None:
     monitor = ResidualMonitor(period=1)
     for step, gradient in enumerate((1.0, float("inf"), float("nan"), 0.0)):
         monitor.record(step, torch.full((2,), gradient), torch.ones(2))
-    assert [look.step for look in monitor.samples()] == [0, 3] and monitor.samples()[-1].age_steps == 0.0
+    assert [sample.step for sample in monitor.samples()] == [0, 3] and monitor.samples()[-1].age_steps == 0.0
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.99])

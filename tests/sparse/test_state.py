@@ -47,7 +47,7 @@ def test_the_same_bucket_is_the_same_state() -> None:
     assert state.bucket(["e", "d"], [12, 7]).fresh
 
 
-def test_what_is_sent_dense_for_a_while_waits() -> None:
+def test_what_is_sent_dense_for_a_while_keeps_its_residual() -> None:
     state = filled()
     before = state.residuals()["a"].clone()
     state.bucket(["b", "c"], [1, 40])
@@ -119,16 +119,16 @@ def test_states_of_different_checkpoints_are_refused() -> None:
         SparseState(0, 1).load_state_dict(*(state.state_dict() for state in states))
 
 
-def test_what_was_lent_is_gone_or_waits_again() -> None:
+def test_a_flushed_residual_is_gone_or_a_residual_again() -> None:
     state = filled()
     before = {name: piece.clone() for name, piece in state.residuals().items()}
     state.keep_buckets_of(["d", "e"])
     assert sorted(state.unbucketed) == ["a", "b", "c"] and state.begin_flush("d") is None
     for name in ("a", "c"):
-        lent = state.begin_flush(name)
-        assert lent is not None and torch.equal(lent, before[name]) and state.begin_flush(name) is None
+        flushed = state.begin_flush(name)
+        assert flushed is not None and torch.equal(flushed, before[name]) and state.begin_flush(name) is None
     kept = state.state_dict()["residuals"]
-    assert all(torch.equal(kept[name], piece) for name, piece in before.items()), "what is lent is still to be kept"
+    assert all(torch.equal(kept[name], piece) for name, piece in before.items()), "what is being flushed is still saved"
     bucket = state.bucket(["c"], [40])
     assert not bucket.residual.any()
     bucket.residual.fill_(1.0)
@@ -141,7 +141,7 @@ def test_what_was_lent_is_gone_or_waits_again() -> None:
     assert "a" not in state.residuals()
 
 
-def test_everything_that_waits_follows_the_scale() -> None:
+def test_all_residuals_follow_the_loss_scale() -> None:
     state = filled()
     before = {name: piece.clone() for name, piece in state.residuals().items()}
     state.rescale(8.0)

@@ -99,13 +99,13 @@ def test_a_poisoned_step_changes_no_residual(bad: float) -> None:
     way = with_kernels(OkTopk(wire="bf16"))
     step(way, [gradient.to(DEVICE) for gradient in gradients(2, 1100, 0)], held, world, 0.02)
     old = [state.residual.clone() for state in held]
-    tilts = [state.threshold_bias.item() for state in held]
+    biases = [state.threshold_bias.item() for state in held]
     made = [gradient.to(DEVICE) for gradient in gradients(2, 1100, 1)]
     made[1][1099] = bad
     step(way, made, held, world, 0.02)
     assert all(bool(gradient.isnan().all()) for gradient in made)
     assert all(torch.equal(state.residual, before) for state, before in zip(held, old, strict=True))
-    assert [state.threshold_bias.item() for state in held] == tilts
+    assert [state.threshold_bias.item() for state in held] == biases
     check_step(way, [gradient.to(DEVICE) for gradient in gradients(2, 1100, 2)], held, world, 0.02)
 
 

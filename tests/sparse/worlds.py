@@ -68,10 +68,10 @@ def check_step(
     total = sum((a.double() for a in accumulated), torch.zeros_like(given[0], dtype=torch.float64))
     size = sum((a.double().abs() for a in accumulated), torch.zeros_like(total))
     applied = given[0].double() * world.size
-    waiting = sum((state.residual.double() for state in held), torch.zeros_like(total))
+    residual = sum((state.residual.double() for state in held), torch.zeros_like(total))
     # float32 sums of at most P values, one division, one product: each rounds once
     allowed = 2.0**-24 * (world.size + 3) * size + 1e-44 * world.size
-    lost = (total - applied - waiting).abs()
+    lost = (total - applied - residual).abs()
     assert bool((lost <= allowed).all()), f"lost up to {float((lost / size.clamp(min=1e-30)).max()):.2e} of an element"
 
 
