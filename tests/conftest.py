@@ -4,6 +4,9 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+# Before torch is imported. The tensors of tests are small: a second thread only makes the first one wait for it.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 settings.register_profile(
     "repeatable",
     derandomize=True,

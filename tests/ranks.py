@@ -23,7 +23,9 @@ GRACE_S = 5.0  # for the other ranks, once one has failed
 
 # Ranks are forked from a server that has imported torch already: half a second for a few of them instead of several.
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "torch._dynamo", "pytest", "anabranch.parallel"])
+CONTEXT.set_forkserver_preload(
+    ["torch.distributed", "torch._dynamo", "pytest", "anabranch.parallel", "pydantic.type_adapter", "numpy.ma"]
+)
 
 
 class RankError(AssertionError):
