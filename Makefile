@@ -1,14 +1,15 @@
-# Two commands for a newcomer: `make demo` and `make test`. Each makes its own virtual environment first.
+# For a newcomer: `make demo`, `make quick` and `make test`. Each makes its own virtual environment first.
 # Another torch: make test TORCH=torch==2.11.0
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 BIN := $(VENV)/bin
+JOBS ?= auto
 READY := $(VENV)/.ready-$(subst =,,$(TORCH))
 CLUSTER := ring:ranks=16,alpha=30us,rate=10gbit
 
-.PHONY: demo test static check format clean
+.PHONY: demo test quick static check format clean
 
 demo: $(READY)
 	mkdir -p demo
@@ -27,7 +28,10 @@ demo: $(READY)
 	@echo "Open it in a browser: file://$(CURDIR)/demo/report.html"
 
 test: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup
+
+quick: $(READY)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup --quick
 
 static: $(READY)
 	$(BIN)/ruff format --check
