@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from anabranch.bench.virtual import VirtualWorld
-from anabranch.comm.communicator import MAX, Comm
+from anabranch.comm.communicator import MAX, Communicator
 from anabranch.comm.dense import Steps
 from anabranch.errors import DisagreementError
 from sparse.worlds import EXCHANGES, gradients, states, step
 
 
-def everything(comm: Comm, found: dict[str, Any]) -> Steps:
+def everything(comm: Communicator, found: dict[str, Any]) -> Steps:
     """Each operation once, with numbers that tell who sent them."""
     ranks, me = comm.size, comm.rank
     even = torch.empty(ranks, 2)
@@ -47,7 +47,7 @@ def test_operations(ranks: int) -> None:
 def test_words_and_messages() -> None:
     world = VirtualWorld(4)
     world.run([everything(comm, {}) for comm in world.comms])
-    traffic = world.traffic
+    traffic = world.word_counts
     assert traffic.sent(["even"]).tolist() == [6] * 4
     assert traffic.messages(["even"]).tolist() == [3] * 4
     table = [[2 * ((i + j) % 3) * (i != j) for j in range(4)] for i in range(4)]  # int64: two words
@@ -61,7 +61,7 @@ def test_words_and_messages() -> None:
     assert traffic.phases == []
 
 
-def disagreeing(comm: Comm, way: str) -> Steps:
+def disagreeing(comm: Communicator, way: str) -> Steps:
     """Rank 1 does something else."""
     odd = comm.rank == 1
     one, many = torch.zeros(1), torch.zeros(comm.size)

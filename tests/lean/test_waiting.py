@@ -1,4 +1,4 @@
-"""How much waits and for how long, under Lean: the same looks as without, and the same warning."""
+"""How much waits and for how long, under Lean: the same samples as without, and the same warning."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,12 +51,12 @@ def looked_at(rank: int, residuals: Any, cancelling: bool) -> list[str]:
             each(drawn(step, rank, cancelling)).backward()
         plain.zero_grad()
     (theirs,), (ours,) = (each._memory._state.buckets() for each in (plain, lean))  # type: ignore[union-attr]
-    looks, expected = ours.waiting.looks(), theirs.waiting.looks()
-    assert [look.step for look in looks] == [look.step for look in expected] and len(looks) > 9
-    for look, other in zip(looks, expected, strict=True):
+    samples, expected = ours.residual_monitor.samples(), theirs.residual_monitor.samples()
+    assert [look.step for look in samples] == [look.step for look in expected] and len(samples) > 9
+    for look, other in zip(samples, expected, strict=True):
         assert look.norm == pytest.approx(other.norm, rel=1e-5)
         assert look.age_steps == pytest.approx(other.age_steps, rel=1e-5)
-    assert looks[-1].norm > 0 and looks[-1].age_steps > 0
+    assert samples[-1].norm > 0 and samples[-1].age_steps > 0
     told = [str(lean.explain()), str(plain.explain())]
     lean.close()
     plain.close()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.sparse.residual_monitor import Look
+from anabranch.sparse.residual_monitor import ResidualSample
 from parallel.told import COLUMNS, ROWS, computed, fresh, gradients, one_step, stopped, two_buckets, waiting
 from ranks import on_ranks
 
@@ -148,7 +148,7 @@ def warned(rank: int) -> list[str]:
     said = [parallel.explain()]
     assert parallel._tuner is not None
     (bucket,) = parallel._tuner.collectives._state.buckets()  # type: ignore[attr-defined]
-    bucket.waiting.looks = lambda: [Look(step, 2.0 * step, 0.5 * step) for step in range(0, 1280, 64)]
+    bucket.residual_monitor.samples = lambda: [ResidualSample(step, 2.0 * step, 0.5 * step) for step in range(0, 1280, 64)]
     said.append(parallel.explain())
     parallel.close()
     return said

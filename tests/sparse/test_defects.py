@@ -12,7 +12,7 @@ from sparse.worlds import EXCHANGES, OK_TOPK, WHOLE, check_step, gradients, stat
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_common_place_is_cleared_when_thresholds_are_new(name: str) -> None:
-    """There: indices by magnitude where sorted ones were expected; of 7007 common places one was found."""
+    """There: indices by magnitude where sorted ones were expected; of 7007 common positions one was found."""
     held, world = states(4, 4000), VirtualWorld(4)
     made = gradients(4, 4000, 0)
     before = [gradient.clone() for gradient in made]
@@ -30,13 +30,13 @@ def test_every_common_place_is_cleared_when_thresholds_are_new(name: str) -> Non
 def test_places_beyond_float32(name: str) -> None:
     """There: indices in float32 buffers; 2²⁴ + 1 arrived as 2²⁴."""
     numel = 2**24 + 64
-    places = torch.tensor([5, 2**24 - 1, 2**24 + 1, 2**24 + 3, numel - 1])
+    positions = torch.tensor([5, 2**24 - 1, 2**24 + 1, 2**24 + 3, numel - 1])
     made = [torch.zeros(numel)]
-    made[0][places] = torch.tensor([1.0, 2.0, -3.0, 4.0, 5.0])
+    made[0][positions] = torch.tensor([1.0, 2.0, -3.0, 4.0, 5.0])
     held, world = states(1, numel), VirtualWorld(1)
     step(EXCHANGES[name], made, held, world, 8 / numel)
-    assert made[0].nonzero().flatten().tolist() == places.tolist()
-    assert made[0][places].tolist() == [1.0, 2.0, -3.0, 4.0, 5.0]
+    assert made[0].nonzero().flatten().tolist() == positions.tolist()
+    assert made[0][positions].tolist() == [1.0, 2.0, -3.0, 4.0, 5.0]
     assert not held[0].residual.any()
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.bench.virtual import VirtualWorld
-from anabranch.comm.communicator import GroupComm
+from anabranch.comm.communicator import GroupCommunicator
 from anabranch.comm.lanes import Lanes, Message
 from anabranch.sparse.oktopk import OkTopk, exchange
 from ranks import on_ranks
@@ -23,7 +23,7 @@ def one_after_another(rank: int) -> dict[str, Any]:
     assert dist.group.WORLD is not None
     lanes = Lanes(dist.group.WORLD, torch.device("cpu"))
     lanes.grow(1)
-    comm = GroupComm(lanes[0].group)
+    comm = GroupCommunicator(lanes[0].group)
     found = {}
     for name, way in EXCHANGES.items():
         state = states(world_size, NUMEL)[rank]
@@ -57,7 +57,7 @@ def test_real_ranks_do_what_virtual_ones_do(world_size: int) -> None:
 def schedule(rank: int) -> dict[str, Any]:
     """Warm-up, falling density, NaN on one rank, half precision."""
     assert dist.group.WORLD is not None
-    comm, size = GroupComm(dist.group.WORLD), dist.get_world_size()
+    comm, size = GroupCommunicator(dist.group.WORLD), dist.get_world_size()
     state, shares, conserved = states(size, NUMEL)[rank], [], []
     for number in range(6):
         gradient = gradients(size, NUMEL, number)[rank]

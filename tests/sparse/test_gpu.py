@@ -95,8 +95,8 @@ def test_kernels_reach_beyond_two_to_the_31() -> None:
 
     numel, ranks = 2**31 + 5000, 8
     gradient, residual = torch.zeros(numel, device="cuda"), torch.zeros(numel, device="cuda")
-    places = torch.tensor([0, 2**28 - 1, 2**31 - 1, 2**31, numel - 1], device="cuda")
-    gradient[places] = torch.arange(1.0, 6.0, device="cuda")
+    positions = torch.tensor([0, 2**28 - 1, 2**31 - 1, 2**31, numel - 1], device="cuda")
+    gradient[positions] = torch.arange(1.0, 6.0, device="cuda")
     state = BucketState.of(residual, ranks)
     state.local_threshold.fill_(0.5)
     work = Fused(gradient, state, VirtualWorld(ranks).comms[0], Sizes(8, 4, FP32, False))
@@ -104,9 +104,9 @@ def test_kernels_reach_beyond_two_to_the_31() -> None:
     heads, packed = unframed(work.sent, FP32)
     assert int(heads[:, 0].sum()) == 5
     found, values = unpack(packed, state.boundaries)
-    assert sorted(found[values != 0].tolist()) == places.tolist()
-    assert float(residual[places].sum()) == 0
+    assert sorted(found[values != 0].tolist()) == positions.tolist()
+    assert float(residual[positions].sum()) == 0
     work.end(work.sent, 2.0)
-    assert gradient[places].tolist() == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert gradient[positions].tolist() == [0.5, 1.0, 1.5, 2.0, 2.5]
     assert not residual.any()
     assert int(gradient.count_nonzero()) == 5

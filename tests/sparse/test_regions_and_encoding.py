@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from anabranch.sparse import regions, select
 from anabranch.sparse.encoding import decode, encode, framed, head, unframed
 from anabranch.sparse.exact import balanced, overlaps
-from anabranch.sparse.sizes import FP32, widest_numel, wire_for
+from anabranch.sparse.sizes import FP32, widest_numel, encoding_for
 
 
 def proposal(mask: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ def test_slots_handed_out_anew(lengths: list[int]) -> None:
     ("precision", "widest", "nbytes"), [("fp32", 10, 8), ("bf16", 2**31 - 1, 6), ("bf16", 65_535, 4)]
 )
 def test_pairs_arrive_as_they_were_sent(precision: str, widest: int, nbytes: int) -> None:
-    wire = wire_for("bf16" if precision == "bf16" else "fp32", widest)
+    wire = encoding_for("bf16" if precision == "bf16" else "fp32", widest)
     assert wire.pair_nbytes == nbytes
     values = (1e3 * torch.randn(3, 50)).to(torch.bfloat16).float()
     positions = torch.randint(0, widest, (3, 50), dtype=torch.int32)

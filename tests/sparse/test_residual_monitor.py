@@ -1,4 +1,4 @@
-"""How much waits, and for how long: noted on the way, and a warning only when it grows without bound."""
+"""How much waits, and for how long: noted on the way, and a warning only when it residual_grows without bound."""
 
 import math
 from collections.abc import Callable
@@ -9,22 +9,22 @@ import torch
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.residual_monitor import KEPT, Look, ResidualMonitor, grows
+from anabranch.sparse.residual_monitor import KEPT, ResidualSample, ResidualMonitor, residual_grows
 from anabranch.sparse.state import SparseState
 from sparse.worlds import gradients
 
 DENSITY = 0.05
 
 
-def history(norm: Callable[[int], float], age: Callable[[int], float], steps: int, every: int = 64) -> list[Look]:
-    return [Look(step, norm(step), age(step)) for step in range(0, steps, every)]
+def history(norm: Callable[[int], float], age: Callable[[int], float], steps: int, every: int = 64) -> list[ResidualSample]:
+    return [ResidualSample(step, norm(step), age(step)) for step in range(0, steps, every)]
 
 
 @pytest.mark.parametrize("steps", [1500, 100_000])
 def test_growth_without_bound_is_seen(steps: int) -> None:
     every = max(64, steps // 30)
-    assert grows(history(lambda t: 1.0 * t, lambda t: 0.5 * t, steps, every), 0.01), "nothing is ever sent"
-    assert grows(history(lambda t: math.exp(t / 300), lambda t: math.exp(t / 300), 1500), 0.01)
+    assert residual_grows(history(lambda t: 1.0 * t, lambda t: 0.5 * t, steps, every), 0.01), "nothing is ever sent"
+    assert residual_grows(history(lambda t: math.exp(t / 300), lambda t: math.exp(t / 300), 1500), 0.01)
 
 
 @pytest.mark.parametrize(
@@ -39,22 +39,22 @@ def test_growth_without_bound_is_seen(steps: int) -> None:
 )
 def test_what_has_a_bound_is_left_alone(norm: Callable[[int], float], age: Callable[[int], float]) -> None:
     for steps in (1, 300, 700, 1500, 3000):
-        assert not grows(history(norm, age, steps), 0.01)
-    assert not grows([], 0.01)
+        assert not residual_grows(history(norm, age, steps), 0.01)
+    assert not residual_grows([], 0.01)
 
 
 def test_early_steps_are_no_growth() -> None:
-    assert not grows(history(lambda t: 1.0 * t, lambda t: 1.0 * t, 1500), 0.001), "a sweep takes 1000 steps"
-    assert not grows(history(lambda t: 1.0 * t, lambda t: 1.0 * t, 700), 0.01)
+    assert not residual_grows(history(lambda t: 1.0 * t, lambda t: 1.0 * t, 1500), 0.001), "a sweep takes 1000 steps"
+    assert not residual_grows(history(lambda t: 1.0 * t, lambda t: 1.0 * t, 700), 0.01)
 
 
 def test_looks_thin_out_and_reach_back_to_the_first() -> None:
     waiting = ResidualMonitor(period=4)
     for step in range(3, 3000):
         waiting.look(step, torch.full((4,), 2.0), torch.full((4,), float(step)))
-    looks = waiting.looks()
-    assert looks[0].step == 4 and looks[-1].step > 2500 and KEPT // 2 <= len(looks) <= KEPT
-    assert all(look.norm == 2 * look.step and look.age_steps == look.step / 2 for look in looks)
+    samples = waiting.samples()
+    assert samples[0].step == 4 and samples[-1].step > 2500 and KEPT // 2 <= len(samples) <= KEPT
+    assert all(look.norm == 2 * look.step and look.age_steps == look.step / 2 for look in samples)
 
 
 def test_a_gradient_that_comes_in_pieces_is_looked_at_as_one() -> None:
@@ -68,20 +68,20 @@ def test_a_gradient_that_comes_in_pieces_is_looked_at_as_one() -> None:
             pieces.look(step, gradient[part], residual)
             residual[part] += gradient[part]
         pieces.look(step, torch.zeros(6), residual)  # as before the exchange, of zeros
-    assert pieces.looks() == whole.looks() and len(whole.looks()) == 4 and whole.looks()[-1].age_steps > 1
+    assert pieces.samples() == whole.samples() and len(whole.samples()) == 4 and whole.samples()[-1].age_steps > 1
 
 
 def test_steps_that_are_not_finite_are_left_out() -> None:
     waiting = ResidualMonitor(period=1)
     for step, gradient in enumerate((1.0, float("inf"), float("nan"), 0.0)):
         waiting.look(step, torch.full((2,), gradient), torch.ones(2))
-    assert [look.step for look in waiting.looks()] == [0, 3] and waiting.looks()[-1].age_steps == 0.0
+    assert [look.step for look in waiting.samples()] == [0, 3] and waiting.samples()[-1].age_steps == 0.0
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.99])
 def test_training_as_it_should_be_gives_no_warning(decay: float) -> None:
     """Real exchanges on heavy-tailed gradients, steady and shrinking: the age is a few steps, and has a bound."""
-    world, held = VirtualWorld(2), [SparseState(rank, 2, look_period=8) for rank in range(2)]
+    world, held = VirtualWorld(2), [SparseState(rank, 2, sample_period=8) for rank in range(2)]
     options = OkTopk(density=DENSITY, warmup_steps=0)
     for step in range(240):
         buckets = [state.bucket(("w",), (2000,)) for state in held]
@@ -90,6 +90,6 @@ def test_training_as_it_should_be_gives_no_warning(decay: float) -> None:
             [exchange(g, b, c, 2.0, DENSITY, options) for g, b, c in zip(made, buckets, world.comms, strict=True)]
         )
         if step % 60 == 59:
-            waiting = buckets[0].waiting
-            assert waiting is not None and not grows(waiting.looks(), DENSITY)
-    assert waiting is not None and 0.5 < waiting.looks()[-1].age_steps < 20
+            waiting = buckets[0].residual_monitor
+            assert waiting is not None and not residual_grows(waiting.samples(), DENSITY)
+    assert waiting is not None and 0.5 < waiting.samples()[-1].age_steps < 20

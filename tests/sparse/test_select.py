@@ -15,7 +15,7 @@ from anabranch.comm.communicator import ZeroBuffer
 from anabranch.sparse import select
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import FP32, wire_for
+from anabranch.sparse.sizes import FP32, encoding_for
 from anabranch.sparse.state import BucketState
 
 
@@ -65,16 +65,16 @@ def test_owner_adds_and_takes_like_the_loop(data: st.DataObject, ranks: int, slo
     width = 8
     received, sums = [], [0.0] * width
     for _ in range(ranks):
-        places = data.draw(st.lists(st.integers(0, width - 1), unique=True, max_size=slots))
-        values = data.draw(st.lists(st.integers(-8, 8), min_size=len(places), max_size=len(places)))
-        for place, number in zip(places, values, strict=True):
-            sums[place] += number
-        pairs = [[bits(float(v)), p] for v, p in zip(values, places, strict=True)]
+        positions = data.draw(st.lists(st.integers(0, width - 1), unique=True, max_size=slots))
+        values = data.draw(st.lists(st.integers(-8, 8), min_size=len(positions), max_size=len(positions)))
+        for position, number in zip(positions, values, strict=True):
+            sums[position] += number
+        pairs = [[bits(float(v)), p] for v, p in zip(values, positions, strict=True)]
         received.append((pairs + [[0, -1]] * slots)[:slots])
     threshold = data.draw(st.integers(0, 8))
     buffer = torch.zeros(width)
     packed = select.sums_at_owner(torch.tensor(received, dtype=torch.int32), buffer)
-    there = [[bits(s), place] for place, s in enumerate(sums) if s != 0]
+    there = [[bits(s), position] for position, s in enumerate(sums) if s != 0]
     assert packed.tolist() == there + [[0, -1]] * (ranks * slots - len(there))
     assert not buffer.any()
     taken = select.take(packed, torch.tensor(float(threshold)), capacity)
@@ -85,7 +85,7 @@ def test_owner_adds_and_takes_like_the_loop(data: st.DataObject, ranks: int, slo
 
 
 def test_a_rounded_sum_leaves_what_it_lost() -> None:
-    wire = wire_for("bf16", 2**20)
+    wire = encoding_for("bf16", 2**20)
     sums = torch.tensor([[bits(1.001), 3], [bits(-2.5), 9], [0, -1]], dtype=torch.int32)
     taken = select.take(sums, torch.tensor(0.5), 2, wire)
     arrived = taken.packed[:, 0].contiguous().view(torch.float32)
@@ -94,7 +94,7 @@ def test_a_rounded_sum_leaves_what_it_lost() -> None:
 
 
 def finished(poisoned: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two regions of three; this rank offered places 0 and 4, and 4 and 5 are applied."""
+    """Two regions of three; this rank offered positions 0 and 4, and 4 and 5 are applied."""
     gradient, residual = torch.tensor([0.5, 0, 0, 0, 0, 0]), torch.tensor([0.5, 1, 1, 0, 6, 1])
     old = residual.clone()
     bounds = torch.tensor([0, 3, 6])
@@ -117,7 +117,7 @@ def test_finish_of_a_poisoned_step_undoes_it() -> None:
 
 
 def test_an_average_too_small_for_float32_still_clears() -> None:
-    """Clearing looks at what was applied, not at what is left of it after the division."""
+    """Clearing samples at what was applied, not at what is left of it after the division."""
     gradient, residual, bounds = torch.tensor([1e-45]), torch.zeros(1), torch.tensor([0, 1])
     offered = select.offer(gradient, residual, torch.tensor(0.0), bounds, 1)
     select.finish(offered.packed, offered.packed, gradient, residual, bounds, 8.0, torch.tensor(False))

@@ -11,9 +11,9 @@ from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.thresholds import (
     gaussian_magnitude,
     kth_magnitude,
-    sample_places,
+    sample_positions,
     sampled_magnitude,
-    tilted,
+    next_threshold_bias,
 )
 from sparse.worlds import EXCHANGES, gradients, states, step
 
@@ -63,13 +63,13 @@ def test_kth_magnitude() -> None:
 
 
 def test_a_sample_is_spread_and_in_range() -> None:
-    assert sample_places(1000, 900, 0, torch.device("cpu")) is not None
-    assert sample_places(1000, 10, 0, torch.device("cpu")) is None
-    places = sample_places(10**9 + 7, 10**7, 5, torch.device("cpu"))
-    assert places is not None
-    assert 0 <= int(places.min()) <= int(places.max()) < 10**9 + 7
-    assert len(places.unique()) == len(places)
-    spread = torch.histc(places.double(), bins=100, min=0, max=1e9)
+    assert sample_positions(1000, 900, 0, torch.device("cpu")) is not None
+    assert sample_positions(1000, 10, 0, torch.device("cpu")) is None
+    positions = sample_positions(10**9 + 7, 10**7, 5, torch.device("cpu"))
+    assert positions is not None
+    assert 0 <= int(positions.min()) <= int(positions.max()) < 10**9 + 7
+    assert len(positions.unique()) == len(positions)
+    spread = torch.histc(positions.double(), bins=100, min=0, max=1e9)
     assert float(spread.max() / spread.mean()) < 1.05
 
 
@@ -92,8 +92,8 @@ def test_a_gaussian_threshold_is_right_for_gaussians_only() -> None:
 def test_tilt_moves_owners_towards_one_threshold() -> None:
     found, no = torch.tensor([1.0, math.e**2]), torch.tensor(False)
     zero = torch.zeros(())
-    assert float(tilted(zero, found, 0, no)) == pytest.approx(0.1)
-    assert float(tilted(zero, found, 1, no)) == pytest.approx(-0.1)
-    assert float(tilted(zero, found, 1, torch.tensor(True))) == 0.0
+    assert float(next_threshold_bias(zero, found, 0, no)) == pytest.approx(0.1)
+    assert float(next_threshold_bias(zero, found, 1, no)) == pytest.approx(-0.1)
+    assert float(next_threshold_bias(zero, found, 1, torch.tensor(True))) == 0.0
     poor = torch.tensor([0.0, 5.0])
-    assert float(tilted(zero, poor, 0, no)) == float(tilted(zero, poor, 1, no)) == 0.0
+    assert float(next_threshold_bias(zero, poor, 0, no)) == float(next_threshold_bias(zero, poor, 1, no)) == 0.0

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.bench.baselines import Exchange
 from anabranch.bench.virtual import VirtualWorld
-from anabranch.comm.communicator import Comm
+from anabranch.comm.communicator import Communicator
 from anabranch.comm.dense import Steps
 from anabranch.sparse.fixed import fixed_exchange, fusible
 from anabranch.sparse.options import OkTopk
@@ -26,7 +26,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_kernels(options: OkTopk) -> Exchange:
-    def exchange(gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, density: float) -> Steps:
+    def exchange(gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float) -> Steps:
         sizes = Sizes.of(len(gradient), comm.size, density, options)
         return triton_exchange.fused_exchange(gradient, state, comm, divisor, sizes, options)
 
@@ -34,7 +34,7 @@ def with_kernels(options: OkTopk) -> Exchange:
 
 
 def without(options: OkTopk) -> Exchange:
-    def exchange(gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, density: float) -> Steps:
+    def exchange(gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float) -> Steps:
         return fixed_exchange(gradient, state, comm, divisor, density, options)
 
     return exchange
@@ -79,7 +79,7 @@ def compare(mine: BucketState, theirs: BucketState) -> None:
     assert torch.equal(mine.residual.cpu(), theirs.residual)
     assert torch.equal(mine.boundaries.cpu(), theirs.boundaries)
     assert (int(mine.offered), int(mine.applied), mine.step) == (int(theirs.offered), int(theirs.applied), theirs.step)
-    for name in ("tilt", "local_threshold", "global_threshold"):
+    for name in ("threshold_bias", "local_threshold", "global_threshold"):
         assert getattr(mine, name).item() == pytest.approx(getattr(theirs, name).item(), rel=1e-4, abs=1e-6)
 
 
@@ -106,13 +106,13 @@ def test_a_poisoned_step_changes_no_residual(bad: float) -> None:
     way = with_kernels(OkTopk(wire="bf16"))
     step(way, [gradient.to(DEVICE) for gradient in gradients(2, 1100, 0)], held, world, 0.02)
     old = [state.residual.clone() for state in held]
-    tilts = [state.tilt.item() for state in held]
+    tilts = [state.threshold_bias.item() for state in held]
     made = [gradient.to(DEVICE) for gradient in gradients(2, 1100, 1)]
     made[1][1099] = bad
     step(way, made, held, world, 0.02)
     assert all(bool(gradient.isnan().all()) for gradient in made)
     assert all(torch.equal(state.residual, before) for state, before in zip(held, old, strict=True))
-    assert [state.tilt.item() for state in held] == tilts
+    assert [state.threshold_bias.item() for state in held] == tilts
     check_step(way, [gradient.to(DEVICE) for gradient in gradients(2, 1100, 2)], held, world, 0.02)
 
 
@@ -174,7 +174,7 @@ def test_sums_may_be_added_up_in_the_gradients_place(
         zeros = [torch.zeros_like(gradient) for gradient in given]
         for state, gradient in zip(held, given, strict=True):
             state.residual.add_(gradient)
-            state.spare = True
+            state.accumulates_in_place = True
         if poisoned and number == 1:
             zeros[-1][0] = given[-1][0] = torch.inf
         runs = [(world, held, zeros), (twins, twin_held, given)]

@@ -18,7 +18,7 @@ def settled(name: str, ranks: int, numel: int = NUMEL, density: float = DENSITY,
     """A world after one counted step without refreshes, behind a few that are not counted."""
     held, world = states(ranks, numel), VirtualWorld(ranks)
     for number in range(before + 1):
-        world.traffic.clear()
+        world.word_counts.clear()
         for state in held:
             state.step += state.step == 2  # 2 is a step of new regions, 1 and 4 … are none
         step(EXCHANGES[name], gradients(ranks, numel, number), held, world, density)
@@ -29,9 +29,9 @@ def settled(name: str, ranks: int, numel: int = NUMEL, density: float = DENSITY,
 @pytest.mark.parametrize("name", [name for name in OK_TOPK if "roomy" not in name])
 def test_under_six_k(name: str, ranks: int) -> None:
     world = settled(name, ranks, before=1)
-    assert "regions" not in world.traffic.phases
+    assert "regions" not in world.word_counts.phases
     bound = 6 * K * (ranks - 1) / ranks
-    assert 0.15 * bound < world.traffic.volume() <= bound
+    assert 0.15 * bound < world.word_counts.volume() <= bound
 
 
 @pytest.mark.parametrize("ranks", [32, 64, 128, 256])
@@ -39,8 +39,8 @@ def test_under_six_k(name: str, ranks: int) -> None:
 def test_under_six_k_on_many_ranks(name: str, ranks: int) -> None:
     numel = max(50_000, 800 * ranks)  # 8 values per rank and message: with fewer, heads are what is counted
     world = settled(name, ranks, numel=numel, before=1)
-    assert world.traffic.volume() <= 6 * DENSITY * numel * (ranks - 1) / ranks
-    assert world.traffic.imbalance() < 2
+    assert world.word_counts.volume() <= 6 * DENSITY * numel * (ranks - 1) / ranks
+    assert world.word_counts.imbalance() < 2
 
 
 @pytest.mark.parametrize("name", ["fixed", "fixed bf16"])
@@ -75,7 +75,7 @@ def test_rivals_cost_what_they_should(ranks: int) -> None:
 
 def test_dsa_never_sends_more_than_dense_regions() -> None:
     world = settled("dsa", 8, numel=4000, density=0.5, before=0)
-    assert world.traffic.volume(["gather"]) <= 4000
+    assert world.word_counts.volume(["gather"]) <= 4000
     assert EXCHANGES["dsa"] is not EXCHANGES["dense"]
 
 
@@ -87,21 +87,21 @@ def test_one_owner_with_everything_hands_it_out() -> None:
     low, high = int(held[0].boundaries[3]), int(held[0].boundaries[4])
     for rank, gradient in enumerate(made):
         gradient[low:high] = 1e6 + rank + torch.arange(high - low)
-    world.traffic.clear()
+    world.word_counts.clear()
     step(EXCHANGES["exact"], made, held, world, 0.02)
-    assert "balance" in world.traffic.phases
+    assert "balance" in world.word_counts.phases
     # 6k, and 2k more, because counts may go to 2k between two exact thresholds
-    assert world.traffic.volume(["balance", "gather"]) <= 2 * 4 * 160 * 7 / 8
+    assert world.word_counts.volume(["balance", "gather"]) <= 2 * 4 * 160 * 7 / 8
 
 
 def test_adversarial_supports_are_balanced_by_regions() -> None:
     """A tenth of the bucket holds nearly everything; regions follow it within one refresh."""
     held, world = states(8, 20_000), VirtualWorld(8)
     for number in range(2):
-        world.traffic.clear()
+        world.word_counts.clear()
         made = gradients(8, 20_000, number)
         for gradient in made:
             gradient[2000:] *= 1e-4
         step(EXCHANGES["exact"], made, held, world, 0.01)
-    assert world.traffic.imbalance(["split"]) < 2
-    assert world.traffic.volume() <= 6 * 200 * 7 / 8
+    assert world.word_counts.imbalance(["split"]) < 2
+    assert world.word_counts.volume() <= 6 * 200 * 7 / 8

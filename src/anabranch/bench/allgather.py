@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.communicator import MAX, Comm
+from anabranch.comm.communicator import MAX, Communicator
 from anabranch.comm.dense import Steps, hold
 from anabranch.sparse import select
 from anabranch.sparse.state import BucketState
@@ -16,7 +16,7 @@ from anabranch.sparse.state import BucketState
 MOST_NUMEL = 2**31 - 1  # places in the bucket travel as int32 here
 
 
-def allgather_exchange(gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, density: float) -> Steps:
+def allgather_exchange(gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float) -> Steps:
     """The contract of ``oktopk.exchange``; applies the sum of everyone's exact top-k."""
     poisoned = yield from begin(gradient, state, comm)
     if poisoned:
@@ -28,7 +28,7 @@ def allgather_exchange(gradient: torch.Tensor, state: BucketState, comm: Comm, d
     apply_all(gradient, everyone.unbind(), divisor)
 
 
-def begin(gradient: torch.Tensor, state: BucketState, comm: Comm) -> Generator[dist.Work, None, bool]:
+def begin(gradient: torch.Tensor, state: BucketState, comm: Communicator) -> Generator[dist.Work, None, bool]:
     """Accumulate and agree whether any rank is poisoned; if so the step is undone and over. Counts the step."""
     if len(gradient) > MOST_NUMEL:
         raise ValueError(f"this exchange sends places as int32, and a bucket of {len(gradient)} elements has too many")

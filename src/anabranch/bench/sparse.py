@@ -16,7 +16,7 @@ from anabranch.bench.compress import Rival
 from anabranch.bench.contestants import OPTIONS, PLANNED_AFTER, Contestant
 from anabranch.bench.zoo import Step
 from anabranch.comm.collectives import Collectives, DenseCollectives
-from anabranch.comm.communicator import GroupComm
+from anabranch.comm.communicator import GroupCommunicator
 from anabranch.comm.dense import COLLECTIVES, Group, Steps, dense
 from anabranch.network import Network
 from anabranch.parallel import DataParallel
@@ -52,7 +52,7 @@ class RivalCollectives(DenseCollectives):
         if bucket.collective != self._kind or buffer.dtype != torch.float32:
             return COLLECTIVES.get(bucket.collective, dense)(buffer, group, divisor)
         state = self._state.bucket(bucket.names, [self._numels[name] for name in bucket.names])
-        return RIVALS[self._rival.name](buffer, state, GroupComm(group), divisor, self._rival.density)
+        return RIVALS[self._rival.name](buffer, state, GroupCommunicator(group), divisor, self._rival.density)
 
 
 class RivalParallel(DataParallel):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.activations.policy import Activations
 from anabranch.bench.allgather import top_pairs, wanted
-from anabranch.comm.communicator import Comm, ZeroBuffer
+from anabranch.comm.communicator import Communicator, ZeroBuffer
 from anabranch.ddp.reducer import unwrap
 from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, OKTOPK
 from anabranch.estimate.probe import Factory, Loss
@@ -50,7 +50,7 @@ class _Done:
 
 
 class Mirror(ZeroBuffer):
-    """A ``Comm`` of ``size`` ranks that all offer what this one does: every message has its size, none travels."""
+    """A ``Communicator`` of ``size`` ranks that all offer what this one does: every message has its size, none travels."""
 
     rank = 0
 
@@ -144,7 +144,7 @@ def _mirrored(subject: Subject) -> Generator[None, None, None]:
     wrapped = DistributedDataParallel(subject.model, gradient_as_bucket_view=True)
     states: dict[int, BucketState] = {}
     parted = False
-    ranks, density, comm = subject.ranks, subject.density, cast(Comm, Mirror(subject.ranks))
+    ranks, density, comm = subject.ranks, subject.density, cast(Communicator, Mirror(subject.ranks))
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG001
         nonlocal parted

@@ -10,7 +10,7 @@ WORD_NBYTES = 4
 Words = npt.NDArray[np.float64]
 
 
-class Traffic:
+class WordCounts:
     """Words of 4 bytes and messages per rank and phase. What a rank keeps for itself is not traffic.
 
     Collectives count as their usual algorithms move them: an all-to-all goes directly, an all-gather around the ring

@@ -10,11 +10,11 @@ from torch import nn
 
 from anabranch.comm.collectives import Collectives, ResidualState
 from anabranch.comm.dense import Group, Steps, all_finite, hold, issued
+from anabranch.comm.flat import shaped
 from anabranch.lean.optimizers import BucketOptimizer
 from anabranch.lean.residuals import Residuals
 from anabranch.lean.update import Updates
 from anabranch.plan import Bucket
-from anabranch.sparse.residual_flush import shaped
 
 # Of the largest number there is: what is larger would stay for ever, since no sum over ranks that it is in is finite.
 HUGE = 1 << 20
@@ -82,7 +82,7 @@ class LiveBucket:
         waiting = torch.atleast_1d(shaped(self.waiting[name], parameter))
         finite = all_finite(gradient, below=torch.finfo(gradient.dtype).max / HUGE)
         self.finite.append(finite)
-        self.state.look(gradient)
+        self.state.record_norms(gradient)
         rows = max(1, CHUNK_NUMEL * len(gradient) // max(1, gradient.numel()))
         for part, onto in zip(gradient.split(rows), waiting.split(rows), strict=True):
             torch.where(finite, part + onto, onto, out=onto)
@@ -150,7 +150,7 @@ class Updating:
     ) -> Steps:
         """Gradients have been added to what waits, so there are none in the slot; it tells whether they were finite."""
         buffer.zero_()
-        state.spare = True
+        state.accumulates_in_place = True
         if finite is not None and len(buffer):
             hold(finite)
             buffer[0] = torch.where(finite, 0.0, float("inf"))

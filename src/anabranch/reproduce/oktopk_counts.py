@@ -46,10 +46,10 @@ def _counted(exchange: Exchange) -> float:
     world = VirtualWorld(RANKS)
     states = [BucketState.of(torch.zeros(NUMEL), RANKS) for _ in range(RANKS)]
     for _, given in zip(range(2), _gradients(), strict=False):
-        world.traffic.clear()
+        world.word_counts.clear()
         ranks = zip(given, states, world.comms, strict=True)
         world.run([exchange(gradient, state, comm, float(RANKS), DENSITY) for gradient, state, comm in ranks])
-    return sum(world.traffic.volume([phase]) for phase in world.traffic.phases)
+    return sum(world.word_counts.volume([phase]) for phase in world.word_counts.phases)
 
 
 def _gradients() -> Iterator[list[torch.Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.communicator import GroupComm
+from anabranch.comm.communicator import GroupCommunicator
 from anabranch.comm.dense import COLLECTIVES, Collective, Group, Steps, Traffic, all_finite, traffic
 from anabranch.plan import Bucket, Plan
 from anabranch.sparse.exact import MOST
@@ -19,7 +19,7 @@ from anabranch.sparse.naming import LADDER, density_of, kind_of
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.residual_flush import Applied, ResidualFlush
-from anabranch.sparse.residual_monitor import grows
+from anabranch.sparse.residual_monitor import residual_grows
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState, SparseState
 
@@ -54,7 +54,7 @@ class SparseCollectives:
         self._residual_flush = ResidualFlush(self._state, parameters, averaged, applied)
         self._parameters = parameters
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: what remembers, and the averages
-        self._comms: dict[Group, GroupComm] = {}
+        self._comms: dict[Group, GroupCommunicator] = {}
 
     def runs(self, kind: str, dtype: torch.dtype) -> bool:
         """See ``Collectives``."""
@@ -109,7 +109,7 @@ class SparseCollectives:
             nbytes = 2 * (ranks - 1) * sizes.message_nbytes
             return Traffic(nbytes, nbytes, sizes.k / numel)
         offered, applied = min(int(state.offered), MOST * sizes.k), int(state.applied)
-        nbytes = (offered + applied) * sizes.wire.pair_nbytes * (ranks - 1) // ranks
+        nbytes = (offered + applied) * sizes.encoding.pair_nbytes * (ranks - 1) // ranks
         return Traffic(nbytes, nbytes, applied / numel)
 
     def use_plan(self, plan: Plan | None) -> None:
@@ -140,16 +140,16 @@ class SparseCollectives:
         told = []
         for state in self._state.buckets():
             to, share = state.names[-1], float(state.applied) / max(1, state.residual.numel())
-            looks = state.waiting.looks() if state.waiting is not None else []
-            age = f", for about {looks[-1].age_steps:.1f} steps" if looks and looks[-1].age_steps else ""
+            samples = state.residual_monitor.samples() if state.residual_monitor is not None else []
+            age = f", for about {samples[-1].age_steps:.1f} steps" if samples and samples[-1].age_steps else ""
             waits = float(state.residual.norm())
             told.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |waiting| {waits:.3g}{age}")
-            if grows(looks, max(share, 1e-4)):
-                then = looks[len(looks) // 2]
+            if residual_grows(samples, max(share, 1e-4)):
+                then = samples[len(samples) // 2]
                 told.append(
                     f"WARNING: what waits in the bucket to {to} grows without bound: |waiting| {then.norm:.3g} at step "
-                    f"{then.step} and {looks[-1].norm:.3g} at step {looks[-1].step}, {then.age_steps:.1f} and "
-                    f"{looks[-1].age_steps:.1f} steps of gradients: give OkTopk a higher density"
+                    f"{then.step} and {samples[-1].norm:.3g} at step {samples[-1].step}, {then.age_steps:.1f} and "
+                    f"{samples[-1].age_steps:.1f} steps of gradients: give OkTopk a higher density"
                 )
         return told
 
@@ -196,9 +196,9 @@ class SparseCollectives:
         """See ``Collectives``."""
         self._residual_flush.close()
 
-    def _comm(self, group: Group) -> GroupComm:
+    def _comm(self, group: Group) -> GroupCommunicator:
         if group not in self._comms:
-            self._comms[group] = GroupComm(group)
+            self._comms[group] = GroupCommunicator(group)
         return self._comms[group]
 
 

@@ -11,15 +11,15 @@ them, low bytes first, as on every machine that torch runs GPUs on. Rounding hap
 
 import torch
 
-from anabranch.sparse.sizes import HEAD_NBYTES, NARROW_NUMEL, Wire
+from anabranch.sparse.sizes import HEAD_NBYTES, NARROW_NUMEL, Encoding
 
 
-def encode(pairs: torch.Tensor, wire: Wire) -> torch.Tensor:
+def encode(pairs: torch.Tensor, wire: Encoding) -> torch.Tensor:
     """int32 [..., 2] → uint8 [..., pair_nbytes]."""
     return pairs.view(torch.int16)[..., wire.first : wire.last].contiguous().view(torch.uint8)
 
 
-def decode(message: torch.Tensor, wire: Wire) -> torch.Tensor:
+def decode(message: torch.Tensor, wire: Encoding) -> torch.Tensor:
     """uint8 [..., pair_nbytes] → int32 [..., 2]."""
     halves = message.contiguous().view(torch.int16)
     if not wire.rounds:
@@ -32,17 +32,17 @@ def decode(message: torch.Tensor, wire: Wire) -> torch.Tensor:
     return whole
 
 
-def rounded(values: torch.Tensor, wire: Wire) -> torch.Tensor:
+def rounded(values: torch.Tensor, wire: Encoding) -> torch.Tensor:
     """The float32 values as they will arrive."""
     return values.to(torch.bfloat16).to(torch.float32) if wire.rounds else values
 
 
-def framed(heads: torch.Tensor, pairs: torch.Tensor, wire: Wire) -> torch.Tensor:
+def framed(heads: torch.Tensor, pairs: torch.Tensor, wire: Encoding) -> torch.Tensor:
     """Messages uint8 [P, nbytes], of heads int32 [P, 2] and pairs int32 [P, m, 2]."""
     return torch.cat([heads.view(torch.uint8), encode(pairs, wire).flatten(1)], dim=1)
 
 
-def unframed(messages: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor]:
+def unframed(messages: torch.Tensor, wire: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
     """Heads and pairs again."""
     heads = messages[:, :HEAD_NBYTES].contiguous().view(torch.int32)
     body = messages[:, HEAD_NBYTES:].reshape(len(messages), -1, wire.pair_nbytes)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.communicator import Comm
+from anabranch.comm.communicator import Communicator
 from anabranch.comm.dense import Steps, hold
 from anabranch.sparse import regions, select
 from anabranch.sparse.encoding import decode, encode, head, rounded
 from anabranch.sparse.fixed import note, owner_threshold
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import Sizes, Wire, widest_numel
+from anabranch.sparse.sizes import Sizes, Encoding, widest_numel
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import kth_magnitude, sampled_magnitude
 
@@ -28,17 +28,17 @@ IMBALANCE = 4  # times the mean: from here on, moving pairs to other owners cost
 
 
 class Pairs(NamedTuple):
-    """Values and where they belong, in order of place."""
+    """Values and where they belong, in order of position."""
 
-    places: torch.Tensor
+    positions: torch.Tensor
     values: torch.Tensor
 
     def largest(self, most: int) -> "Pairs":
-        """The ones of largest magnitude, still in order of place."""
+        """The ones of largest magnitude, still in order of position."""
         if len(self.values) <= most:
             return self
         kept = torch.topk(self.values.abs(), most, sorted=False).indices.sort().values
-        return Pairs(self.places[kept], self.values[kept])
+        return Pairs(self.positions[kept], self.values[kept])
 
 
 Rows = Generator[dist.Work, None, torch.Tensor]
@@ -47,7 +47,7 @@ Rows = Generator[dist.Work, None, torch.Tensor]
 def exact_exchange(
     gradient: torch.Tensor,
     state: BucketState,
-    comm: Comm,
+    comm: Communicator,
     divisor: float,
     density: float,
     options: OkTopk | None = None,
@@ -69,8 +69,8 @@ def exact_exchange(
         state.boundaries.copy_(regions.agreed(proposed, len(residual), comm.size))
 
     offered = Pairs(passed, residual[passed]).largest(MOST * sizes.k)
-    offered = offered._replace(values=rounded(offered.values, sizes.wire))
-    received = yield from _split(offered, state.boundaries, comm, sizes.wire, poison)
+    offered = offered._replace(values=rounded(offered.values, sizes.encoding))
+    received = yield from _split(offered, state.boundaries, comm, sizes.encoding, poison)
     hold(*offered, passed, poison, local)
     sums, threshold, found = yield from _sums(received, state, comm, sizes, again, options.deterministic)
     applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes)
@@ -80,11 +80,11 @@ def exact_exchange(
         select.undo(gradient, residual)
     else:
         gradient.zero_()
-        gradient[applied.places] = applied.values / divisor
-        went = torch.searchsorted(applied.places, offered.places).clamp(max=max(0, len(applied.places) - 1))
-        cleared = (applied.places[went] == offered.places) if len(applied.places) else torch.zeros_like(went).bool()
-        residual[offered.places] -= torch.where(cleared, offered.values, 0.0)
-        if sizes.wire.rounds:
+        gradient[applied.positions] = applied.values / divisor
+        went = torch.searchsorted(applied.positions, offered.positions).clamp(max=max(0, len(applied.positions) - 1))
+        cleared = (applied.positions[went] == offered.positions) if len(applied.positions) else torch.zeros_like(went).bool()
+        residual[offered.positions] -= torch.where(cleared, offered.values, 0.0)
+        if sizes.encoding.rounds:
             _keep_rounding(sums, applied, residual, state.boundaries[comm.rank])
     note(state, torch.tensor(len(passed)), heads, comm.rank, poisoned)
 
@@ -92,7 +92,7 @@ def exact_exchange(
 def accumulated(
     gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``select.accumulate``, and the places of what passes; True if not all is finite.
+    """As ``select.accumulate``, and the positions of what passes; True if not all is finite.
 
     A chunk at a time, so that a CPU reads and writes each element once, in its cache, and makes no large temporaries.
     """
@@ -111,10 +111,10 @@ def accumulated(
 
 
 def _split(
-    offered: Pairs, boundaries: torch.Tensor, comm: Comm, wire: Wire, poison: torch.Tensor
+    offered: Pairs, boundaries: torch.Tensor, comm: Communicator, wire: Encoding, poison: torch.Tensor
 ) -> Generator[dist.Work, None, list[torch.Tensor] | None]:
     """Send each region's values to its owner: what every rank sent of mine, or None if any rank is poisoned."""
-    edges = torch.searchsorted(offered.places, boundaries)
+    edges = torch.searchsorted(offered.positions, boundaries)
     counts = (edges[1:] - edges[:-1]).to(torch.int32)
     expected = torch.empty_like(counts)
     yield comm.all_to_all(expected, torch.where(poison, -1, counts), "counts")
@@ -124,7 +124,7 @@ def _split(
     if min(coming) < 0 or bool(poison):
         return None
     owners = torch.repeat_interleave(torch.arange(comm.size, device=counts.device), counts)
-    given = encode(_pairs(offered.places - boundaries[owners], offered.values), wire)
+    given = encode(_pairs(offered.positions - boundaries[owners], offered.values), wire)
     output = torch.empty(sum(coming), wire.pair_nbytes, dtype=torch.uint8, device=given.device)
     yield comm.all_to_all(output, given, "split", coming, counts.tolist())
     return list(decode(output, wire).split(coming))
@@ -133,27 +133,27 @@ def _split(
 def _sums(
     received: list[torch.Tensor] | None,
     state: BucketState,
-    comm: Comm,
+    comm: Communicator,
     sizes: Sizes,
     again: bool,
     in_order: bool,
 ) -> Generator[dist.Work, None, tuple[Pairs | None, torch.Tensor, torch.Tensor]]:
-    """My region's sums (places in the region), the threshold to apply to them, and the one of my own share."""
+    """My region's sums (positions in the region), the threshold to apply to them, and the one of my own share."""
     if received is None:
-        return None, state.tilt, torch.zeros_like(state.tilt)
+        return None, state.threshold_bias, torch.zeros_like(state.threshold_bias)
     buffer = comm.zeros(widest_numel(len(state.residual), comm.size), state.residual.device)
     for part in received if in_order and buffer.is_cuda else [torch.cat(received)]:
         select.add(buffer, part[None])
     width = int(state.boundaries[comm.rank + 1] - state.boundaries[comm.rank])
-    places = buffer[:width].nonzero().flatten()
-    sums = Pairs(places, buffer[places])
-    buffer[places] = 0
+    positions = buffer[:width].nonzero().flatten()
+    sums = Pairs(positions, buffer[positions])
+    buffer[positions] = 0
     found, threshold = owner_threshold(_pairs(*sums), sizes, state, comm.size)
     if again:
         magnitudes = yield from _everyone(sums.values.abs(), comm, "threshold")
         threshold = kth_magnitude(magnitudes, sizes.k)
         exact = (threshold > 0) & (found > 0)
-        state.tilt.copy_(torch.where(exact, (threshold / found).log(), state.tilt))
+        state.threshold_bias.copy_(torch.where(exact, (threshold / found).log(), state.threshold_bias))
     return sums, threshold, found
 
 
@@ -162,16 +162,16 @@ def _gather(
     threshold: torch.Tensor,
     found: torch.Tensor,
     state: BucketState,
-    comm: Comm,
+    comm: Communicator,
     sizes: Sizes,
 ) -> Generator[dist.Work, None, tuple[Pairs, torch.Tensor]]:
-    """Everyone's sums that pass, with their places in the bucket, and the heads of all owners."""
+    """Everyone's sums that pass, with their positions in the bucket, and the heads of all owners."""
     nothing = Pairs(state.boundaries[:0], state.residual[:0])
     taken, poison = nothing, torch.tensor(sums is None, device=found.device)
     if sums is not None:
-        travelling = rounded(sums.values, sizes.wire)
+        travelling = rounded(sums.values, sizes.encoding)
         kept = select.passing(sums.values, threshold) & (travelling != 0)
-        taken, poison = Pairs(sums.places[kept], travelling[kept]), ~torch.isfinite(travelling).all()
+        taken, poison = Pairs(sums.positions[kept], travelling[kept]), ~torch.isfinite(travelling).all()
     mine = head(torch.tensor(len(taken.values), device=found.device), poison, found)
     heads = torch.empty(comm.size, 2, dtype=torch.int32, device=mine.device)
     yield comm.all_gather(heads, mine[None], "counts")
@@ -182,19 +182,19 @@ def _gather(
     if (total := sum(lengths)) > most:
         lengths = [most * length // total for length in lengths]
         taken = taken.largest(lengths[comm.rank])
-    rows = encode(_pairs(*taken), sizes.wire)
+    rows = encode(_pairs(*taken), sizes.encoding)
     held = lengths
     if max(lengths) * comm.size > IMBALANCE * sum(lengths):
         held = balanced(sum(lengths), comm.size)
         rows = yield from _rebalance(rows, lengths, held, comm)
-    everything = torch.empty(sum(lengths), sizes.wire.pair_nbytes, dtype=torch.uint8, device=rows.device)
+    everything = torch.empty(sum(lengths), sizes.encoding.pair_nbytes, dtype=torch.uint8, device=rows.device)
     yield comm.all_gather_uneven(everything, rows, held, "gather")
-    pairs = decode(everything, sizes.wire)
+    pairs = decode(everything, sizes.encoding)
     owners = torch.repeat_interleave(torch.tensor(lengths, device=rows.device))
     return Pairs(pairs[:, 1] + state.boundaries[owners], pairs[:, 0].contiguous().view(torch.float32)), heads
 
 
-def _rebalance(rows: torch.Tensor, lengths: Sequence[int], held: Sequence[int], comm: Comm) -> Rows:
+def _rebalance(rows: torch.Tensor, lengths: Sequence[int], held: Sequence[int], comm: Communicator) -> Rows:
     """The rows that are mine if all rows, in order, are handed out anew, ``held[j]`` to owner j."""
     coming = overlaps(held, lengths, comm.rank)
     output = torch.empty(sum(coming), rows.shape[1], dtype=rows.dtype, device=rows.device)
@@ -202,7 +202,7 @@ def _rebalance(rows: torch.Tensor, lengths: Sequence[int], held: Sequence[int], 
     return output
 
 
-def _everyone(part: torch.Tensor, comm: Comm, phase: str) -> Rows:
+def _everyone(part: torch.Tensor, comm: Communicator, phase: str) -> Rows:
     """Everyone's values, however many each has."""
     counts = torch.empty(comm.size, dtype=torch.int32, device=part.device)
     yield comm.all_gather(counts, torch.tensor([len(part)], dtype=torch.int32, device=part.device), phase)
@@ -214,16 +214,16 @@ def _everyone(part: torch.Tensor, comm: Comm, phase: str) -> Rows:
 
 def _keep_rounding(sums: Pairs | None, applied: Pairs, residual: torch.Tensor, start: torch.Tensor) -> None:
     """Into the owner's residual: what rounding took off the sums that were applied."""
-    if sums is None or len(sums.places) == 0 or len(applied.places) == 0:
+    if sums is None or len(sums.positions) == 0 or len(applied.positions) == 0:
         return
-    mine = sums.places + start
-    slot = torch.searchsorted(applied.places, mine).clamp(max=len(applied.places) - 1)
-    went = applied.places[slot] == mine
+    mine = sums.positions + start
+    slot = torch.searchsorted(applied.positions, mine).clamp(max=len(applied.positions) - 1)
+    went = applied.positions[slot] == mine
     residual[mine] += torch.where(went, sums.values - applied.values[slot], 0.0)
 
 
-def _pairs(places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return torch.stack([values.contiguous().view(torch.int32), places.to(torch.int32)], dim=-1)
+def _pairs(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.stack([values.contiguous().view(torch.int32), positions.to(torch.int32)], dim=-1)
 
 
 def balanced(total: int, ranks: int) -> list[int]:

@@ -27,7 +27,7 @@ class Momentum:
         self._pieces: dict[str, torch.Tensor] = {}  # of buckets that are no more, or from a checkpoint
 
     def around(self, exchange: Steps, gradient: torch.Tensor, state: BucketState) -> Steps:
-        """The exchange of velocities in the place of gradients; what is not finite leaves no trace in them."""
+        """The exchange of velocities in the position of gradients; what is not finite leaves no trace in them."""
         if self._share == 0.0:
             yield from exchange
             return

@@ -13,7 +13,7 @@ What a rank offered and everyone applied leaves its residual; all else waits the
 import torch
 
 from anabranch.bench.baselines import dense_exchange
-from anabranch.comm.communicator import Comm
+from anabranch.comm.communicator import Communicator
 from anabranch.comm.dense import Steps
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def exchange(
-    gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, density: float, options: OkTopk
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float, options: OkTopk
 ) -> Steps:
     """The exchange of one bucket in one step, as steps for a lane; ``density`` is the settled one, resolved.
 

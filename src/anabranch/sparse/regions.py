@@ -25,12 +25,12 @@ def wanted(count: torch.Tensor, ranks: int) -> torch.Tensor:
     return torch.arange(1, ranks, dtype=torch.int64, device=count.device) * count // ranks + 1
 
 
-def proposal_of(places: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
-    """The same from the sorted places of the selected values, where a host knows how many they are."""
-    parts = torch.arange(1, ranks, dtype=torch.int64, device=places.device)
-    if len(places) == 0:
+def proposal_of(positions: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
+    """The same from the sorted positions of the selected values, where a host knows how many they are."""
+    parts = torch.arange(1, ranks, dtype=torch.int64, device=positions.device)
+    if len(positions) == 0:
         return parts * numel // ranks
-    return places[parts * len(places) // ranks]
+    return positions[parts * len(positions) // ranks]
 
 
 def agreed(summed: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-LOOK_PERIOD = 64  # steps between looks, at first
-KEPT = 32  # looks; when there are so many, every second is forgotten and the next ones come half as often
+SAMPLE_PERIOD = 64  # steps between samples, at first
+KEPT = 32  # samples; when there are so many, every second is forgotten and the next ones come half as often
 SWEEPS = 2  # times 1/density steps: until then residuals fill, which is no growth without bound
-LEAST = 9  # looks after that: three for each third
+LEAST = 9  # samples after that: three for each third
 GROWTH = 1.35  # from the middle third to the last: 1.67 if nothing is ever sent, 1.29 for the square root of time
 
 
-class Look(NamedTuple):
+class ResidualSample(NamedTuple):
     """What waited at the beginning of a step: its L2 norm, and about how many steps it had waited."""
 
     step: int
@@ -26,9 +26,9 @@ class Look(NamedTuple):
 
 
 class ResidualMonitor:
-    """The history of one bucket's residual on one rank, from its first step to now in at most ``KEPT`` looks."""
+    """The history of one bucket's residual on one rank, from its first step to now in at most ``KEPT`` samples."""
 
-    def __init__(self, device: torch.device | None = None, period: int = LOOK_PERIOD) -> None:
+    def __init__(self, device: torch.device | None = None, period: int = SAMPLE_PERIOD) -> None:
         self._rows = torch.zeros(KEPT, 3, device=device)
         self._steps: list[int] = []
         self._stride = period
@@ -52,22 +52,22 @@ class ResidualMonitor:
             self._steps.append(step)
         self._rows[len(self._steps) - 1, 2] += torch.linalg.vector_norm(gradient, 1)
 
-    def looks(self) -> list[Look]:
+    def samples(self) -> list[ResidualSample]:
         """All that was noted, but for steps that were not finite. Waits for the device."""
         rows = self._rows[: len(self._steps)].tolist()
         return [
-            Look(step, norm, waiting / arriving if arriving else 0.0)
+            ResidualSample(step, norm, waiting / arriving if arriving else 0.0)
             for step, (norm, waiting, arriving) in zip(self._steps, rows, strict=True)
             if arriving < float("inf")  # and not NaN
         ]
 
 
-def grows(looks: Sequence[Look], density: float) -> bool:
+def residual_grows(samples: Sequence[ResidualSample], density: float) -> bool:
     """Whether what waits has been growing ever since residuals were full, and waits ever longer.
 
     Both, because residuals also follow gradients that grow, and wait longer where gradients shrink.
     """
-    full = [look for look in looks if look.step - looks[0].step >= SWEEPS / density]
+    full = [look for look in samples if look.step - samples[0].step >= SWEEPS / density]
     if len(full) < LEAST:
         return False
     third = len(full) // 3

@@ -19,7 +19,7 @@ import torch
 
 from anabranch.sparse import regions
 from anabranch.sparse.encoding import rounded
-from anabranch.sparse.sizes import FP32, Wire
+from anabranch.sparse.sizes import FP32, Encoding
 
 CHUNK = 2**20  # elements of a pass that needs temporaries: 17 bytes each, every few dozen steps
 
@@ -91,7 +91,7 @@ def offer(
     threshold: torch.Tensor,
     boundaries: torch.Tensor,
     capacity: int,
-    wire: Wire = FP32,
+    wire: Encoding = FP32,
 ) -> Offer:
     """Accumulate, and pack up to ``capacity`` values of each region whose magnitude reaches the threshold.
 
@@ -117,7 +117,7 @@ def sums_at_owner(received: torch.Tensor, buffer: torch.Tensor, in_order: bool =
     return packed[0]
 
 
-def take(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, wire: Wire = FP32) -> Taken:
+def take(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, wire: Encoding = FP32) -> Taken:
     """Of an owner's sums (pairs [m, 2]), up to ``capacity`` that pass the threshold, as they will travel."""
     values = sums[:, 0].contiguous().view(torch.float32)
     travelling = rounded(values, wire)
@@ -153,11 +153,11 @@ def finish(
     """
     residual.copy_(torch.where(poisoned, gradient, residual))
     gradient.copy_(torch.where(poisoned, torch.nan, torch.zeros_like(gradient)))
-    places, values = unpack(gathered, boundaries)
-    gradient.index_add_(0, places, values)  # on zeros, each place once: a copy, without a branch for unused slots
-    places, values = unpack(offered, boundaries)
-    clear = (gradient[places] != 0) & ~poisoned
-    residual.index_add_(0, places, torch.where(clear, -values, 0.0))
+    positions, values = unpack(gathered, boundaries)
+    gradient.index_add_(0, positions, values)  # on zeros, each position once: a copy, without a branch for unused slots
+    positions, values = unpack(offered, boundaries)
+    clear = (gradient[positions] != 0) & ~poisoned
+    residual.index_add_(0, positions, torch.where(clear, -values, 0.0))
     gradient.div_(divisor)
 
 
@@ -165,8 +165,8 @@ def keep_leftover(
     packed: torch.Tensor, leftover: torch.Tensor, residual: torch.Tensor, start: torch.Tensor, poisoned: torch.Tensor
 ) -> None:
     """Put what rounding at the owner left over into the owner's residual; ``start`` is where its region begins."""
-    places = (packed[:, 1].to(torch.int64) + start).clamp(min=0, max=len(residual) - 1)
-    residual.index_add_(0, places, torch.where((packed[:, 1] < 0) | poisoned, 0.0, leftover))
+    positions = (packed[:, 1].to(torch.int64) + start).clamp(min=0, max=len(residual) - 1)
+    residual.index_add_(0, positions, torch.where((packed[:, 1] < 0) | poisoned, 0.0, leftover))
 
 
 def pack(
@@ -181,29 +181,29 @@ def pack(
     counts = before[1:] - before[:-1]
     slots = torch.arange(capacity, dtype=running.dtype, device=running.device)
     wanted = before[:-1, None] + slots + 1
-    places = torch.searchsorted(running, wanted).clamp(max=len(running) - 1)
+    positions = torch.searchsorted(running, wanted).clamp(max=len(running) - 1)
     used = slots < counts[:, None]
-    packed = torch.empty(*places.shape, 2, dtype=torch.int32, device=running.device)
-    packed[..., 0] = torch.where(used, values[places].view(torch.int32), 0)
-    packed[..., 1] = torch.where(used, places - boundaries[:-1, None], -1)
+    packed = torch.empty(*positions.shape, 2, dtype=torch.int32, device=running.device)
+    packed[..., 0] = torch.where(used, values[positions].view(torch.int32), 0)
+    packed[..., 1] = torch.where(used, positions - boundaries[:-1, None], -1)
     return packed, counts.to(torch.int32)
 
 
 def unpack(pairs: torch.Tensor, boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places in the bucket (int64) and values of pairs [P, m, 2], flat; unused slots are zeros at place 0."""
+    """Places in the bucket (int64) and values of pairs [P, m, 2], flat; unused slots are zeros at position 0."""
     used = pairs[..., 1] >= 0
-    places = torch.where(used, pairs[..., 1] + boundaries[:-1, None], 0)
+    positions = torch.where(used, pairs[..., 1] + boundaries[:-1, None], 0)
     values = torch.where(used, pairs[..., 0].contiguous().view(torch.float32), 0.0)
-    return places.flatten(), values.flatten()
+    return positions.flatten(), values.flatten()
 
 
 def add(buffer: torch.Tensor, pairs: torch.Tensor, in_order: bool = True) -> None:
     """buffer[position] += value for pairs [P, m, 2]; in rank order, so that the sum has the same bits every time."""
     used = pairs[..., 1] >= 0
-    places = torch.where(used, pairs[..., 1], 0).to(torch.int64)
+    positions = torch.where(used, pairs[..., 1], 0).to(torch.int64)
     values = torch.where(used, pairs[..., 0].contiguous().view(torch.float32), 0.0)
-    if buffer.is_cuda and in_order:  # one launch per rank: within a rank no place comes twice
-        for place, value in zip(places, values, strict=True):
-            buffer.index_add_(0, place, value)
+    if buffer.is_cuda and in_order:  # one launch per rank: within a rank no position comes twice
+        for position, value in zip(positions, values, strict=True):
+            buffer.index_add_(0, position, value)
     else:
-        buffer.index_add_(0, places.flatten(), values.flatten())  # on a CPU this goes through the pairs one by one
+        buffer.index_add_(0, positions.flatten(), values.flatten())  # on a CPU this goes through the pairs one by one

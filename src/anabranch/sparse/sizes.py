@@ -12,7 +12,7 @@ WIDEST = 4  # times the mean region: what an owner's buffer can hold, however un
 MOST_REGION_NUMEL = 2**31 - 1  # positions within a region travel as int32
 
 
-class Wire(NamedTuple):
+class Encoding(NamedTuple):
     """A format of pairs: those of a pair's four 16-bit parts travel that are from ``first`` up to ``last``."""
 
     first: int
@@ -29,14 +29,14 @@ class Wire(NamedTuple):
         return 2 * (self.last - self.first)
 
 
-FP32 = Wire(0, 4)
+FP32 = Encoding(0, 4)
 
 
-def wire_for(precision: Precision, widest_region_numel: int) -> Wire:
+def encoding_for(precision: Precision, widest_region_numel: int) -> Encoding:
     """The format of fewest bytes for these values and regions."""
     if precision == "fp32":
         return FP32
-    return Wire(1, 3 if widest_region_numel <= NARROW_NUMEL else 4)
+    return Encoding(1, 3 if widest_region_numel <= NARROW_NUMEL else 4)
 
 
 def widest_numel(numel: int, ranks: int) -> int:
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
     k: int
     capacity: int
-    wire: Wire
+    wire: Encoding
     everything: bool
 
     @classmethod
@@ -64,7 +64,7 @@ class Sizes(NamedTuple):
         widest = widest_numel(numel, ranks)
         k = min(numel, max(1, round(density * numel)))
         slots = -(-numel // ranks) if k == numel else min(widest, -(-round(options.capacity_factor * k) // ranks))
-        wire = wire_for(options.wire, widest)
+        wire = encoding_for(options.wire, widest)
         slots += slots * wire.pair_nbytes % 4 // 2  # messages of whole words: kernels count in their heads
         return cls(k, slots, wire, k == numel)
 

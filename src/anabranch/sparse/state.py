@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anabranch.sparse import regions
-from anabranch.sparse.residual_monitor import LOOK_PERIOD, ResidualMonitor
+from anabranch.sparse.residual_monitor import SAMPLE_PERIOD, ResidualMonitor
 
 VERSION = 1
 log = logging.getLogger("anabranch")
@@ -24,10 +24,10 @@ log = logging.getLogger("anabranch")
 class BucketState:
     """One bucket on one rank. ``fresh`` (the same on every rank): its regions are yet to be balanced.
 
-    ``boundaries`` (int64 [P+1]) part it into regions and ``tilt`` (a float32 scalar) is how much this owner's threshold
+    ``boundaries`` (int64 [P+1]) part it into regions and ``threshold_bias`` (a float32 scalar) is how much this owner's threshold
     differs from its share's. Of the last step, for reports: ``local_threshold`` and ``global_threshold``, and how many
     values passed, ``offered`` here and ``applied`` on all owners together. All are on the device. ``waiting``, if it is
-    kept: how much has waited since when. ``spare``: gradients are added to what waits as they come, so that the memory
+    kept: how much has waited since when. ``accumulates_in_place``: gradients are added to what waits as they come, so that the memory
     of the gradient is zeros, and an owner may add its sums up there.
     """
 
@@ -35,11 +35,11 @@ class BucketState:
     numels: tuple[int, ...]
     residual: torch.Tensor
     boundaries: torch.Tensor
-    tilt: torch.Tensor
+    threshold_bias: torch.Tensor
     step: int = 0
     fresh: bool = True
     waiting: ResidualMonitor | None = None
-    spare: bool = False
+    accumulates_in_place: bool = False
     local_threshold: torch.Tensor = field(init=False)
     global_threshold: torch.Tensor = field(init=False)
     offered: torch.Tensor = field(init=False)
@@ -70,10 +70,10 @@ class BucketState:
         """The residual of each parameter; views."""
         return dict(zip(self.names, self.residual.split(list(self.numels)), strict=True))
 
-    def look(self, gradient: torch.Tensor) -> None:
+    def record_norms(self, gradient: torch.Tensor) -> None:
         """Show the residual monitor this step's gradient, whole or piece by piece."""
-        if self.waiting is not None:
-            self.waiting.look(self.step, gradient, self.residual)
+        if self.residual_monitor is not None:
+            self.residual_monitor.look(self.step, gradient, self.residual)
 
 
 class SparseState:
@@ -87,9 +87,9 @@ class SparseState:
     """
 
     def __init__(
-        self, rank: int, world_size: int, device: torch.device | None = None, look_period: int = LOOK_PERIOD
+        self, rank: int, world_size: int, device: torch.device | None = None, sample_period: int = SAMPLE_PERIOD
     ) -> None:
-        self.rank, self.world_size, self.device, self._look_period = rank, world_size, device, look_period
+        self.rank, self.world_size, self.device, self._look_period = rank, world_size, device, sample_period
         self.loose: dict[str, torch.Tensor] = {}
         self.lent: dict[str, torch.Tensor] = {}
         self.scale: float | None = None
@@ -249,9 +249,9 @@ class SparseState:
                     raise ValueError(f"parameter {name} has {high - low} elements, and its residual has {len(piece)}")
                 residual[low:high].copy_(piece)
         state = BucketState.of(residual, self.world_size, names, numels)
-        state.step, state.waiting = self._step, ResidualMonitor(self.device, self._look_period)
+        state.step, state.residual_monitor = self._step, ResidualMonitor(self.device, self._look_period)
         if (settings := self._settings.pop(names, None)) is not None:
-            state.tilt.fill_(settings["tilt"])
+            state.threshold_bias.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
             state.step, state.fresh = int(settings["step"]), False
         return state
@@ -270,7 +270,7 @@ def shared(state: Mapping[str, Any]) -> list[str]:
 def _settings(state: BucketState) -> dict[str, Any]:
     return {
         "names": list(state.names),
-        "tilt": state.tilt.item(),
+        "tilt": state.threshold_bias.item(),
         "boundaries": state.boundaries.tolist(),
         "step": state.step,
     }

@@ -5,8 +5,8 @@ next steps, because everything just below it has been waiting there, and counts 
 the very values to be selected has no past and settles at once: 640 expected values above the threshold give a count
 within 12 % (three standard deviations), whatever the gradients did before.
 
-Owners do the same with their sums, and tilt what they find: owner i takes its own share's threshold t_i, times
-exp(tilt_i), where the tilt follows mean_j(log t_j) − log t_i slowly. So regions with larger values send more, as under
+Owners do the same with their sums, and threshold_bias what they find: owner i takes its own share's threshold t_i, times
+exp(tilt_i), where the threshold_bias follows mean_j(log t_j) − log t_i slowly. So regions with larger values send more, as under
 one global threshold, and the total still follows the step.
 """
 
@@ -16,10 +16,10 @@ from statistics import NormalDist
 import torch
 
 SAMPLE_ABOVE = 640  # expected in a sample: a relative deviation of the count of 4 %
-TURN = 2**31  # turns are counted in such parts: integers, so that every device finds the same places
+TURN = 2**31  # turns are counted in such parts: integers, so that every device finds the same positions
 GOLDEN = round(TURN * (math.sqrt(5) - 1) / 2)  # its multiples, mod a turn, are spread evenly whatever their number
 ROOT = round(TURN * (math.sqrt(2) - 1))  # how far steps are apart
-TILT_MEMORY = 0.9
+BIAS_MEMORY = 0.9
 # Low bits of a sampled threshold that are 0: 1 % is less than a sample knows, and kernels find it in half the time.
 LOW_BITS = 16
 
@@ -37,7 +37,7 @@ def sample_numel(numel: int, k: int) -> int:
 
 
 def sample_shift(step: int) -> int:
-    """By what part of a turn a step's places are shifted."""
+    """By what part of a turn a step's positions are shifted."""
     return step * ROOT % TURN
 
 
@@ -46,7 +46,7 @@ def sample_rank(numel: int, k: int) -> int:
     return k if sample_numel(numel, k) == numel else max(1, round(k * sample_numel(numel, k) / numel))
 
 
-def sample_places(numel: int, k: int, step: int, device: torch.device) -> torch.Tensor | None:
+def sample_positions(numel: int, k: int, step: int, device: torch.device) -> torch.Tensor | None:
     """Places (int64) spread evenly over ``numel`` elements, other ones in every step; None if all must be looked at."""
     wanted = sample_numel(numel, k)
     if wanted >= numel:
@@ -64,8 +64,8 @@ def sampled_magnitude(parts: tuple[torch.Tensor, ...], k: int, step: int) -> tor
     numel = len(parts[0])
     if k >= numel:
         return torch.zeros((), dtype=parts[0].dtype, device=parts[0].device)
-    places = sample_places(numel, k, step, parts[0].device)
-    seen = [part if places is None else part[places] for part in parts]
+    positions = sample_positions(numel, k, step, parts[0].device)
+    seen = [part if positions is None else part[positions] for part in parts]
     total = seen[0] if len(seen) == 1 else seen[0] + seen[1]
     return coarse(kth_magnitude(total, sample_rank(numel, k)))
 
@@ -86,13 +86,13 @@ def gaussian_magnitude(values: torch.Tensor, density: float) -> torch.Tensor:
     return values.mean().abs() + spread * NormalDist().inv_cdf(1 - density / 2)
 
 
-def tilted(tilt: torch.Tensor, found: torch.Tensor, rank: int, poisoned: torch.Tensor) -> torch.Tensor:
-    """The tilt for the next step, from the thresholds (float32 [P]) that all owners found in this one.
+def next_threshold_bias(threshold_bias: torch.Tensor, found: torch.Tensor, rank: int, poisoned: torch.Tensor) -> torch.Tensor:
+    """The threshold_bias for the next step, from the thresholds (float32 [P]) that all owners found in this one.
 
     An owner that found 0, because it had less than its share, neither votes nor tilts; a poisoned step changes nothing.
     """
     votes = found > 0
     logs = torch.where(votes, found, 1.0).log()
     mean = logs.sum() / votes.sum().clamp(min=1)
-    moved = TILT_MEMORY * tilt + (1 - TILT_MEMORY) * (mean - logs[rank])
-    return torch.where(votes[rank] & ~poisoned, moved, tilt)
+    moved = BIAS_MEMORY * threshold_bias + (1 - BIAS_MEMORY) * (mean - logs[rank])
+    return torch.where(votes[rank] & ~poisoned, moved, threshold_bias)

@@ -12,7 +12,7 @@ poisoned, or breaks off, has nothing to undo.
 import torch
 import triton
 
-from anabranch.comm.communicator import Comm
+from anabranch.comm.communicator import Communicator
 from anabranch.comm.dense import Steps, hold
 from anabranch.sparse import thresholds
 from anabranch.sparse.fixed import balance, owned_zeros
@@ -28,7 +28,7 @@ MOST_SAMPLE = 2**18  # above, torch.topk is faster than one program
 
 
 def fused_exchange(
-    gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, sizes: Sizes, options: OkTopk
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, sizes: Sizes, options: OkTopk
 ) -> Steps:
     """See ``fixed_exchange``; not for deterministic runs."""
     fused = Fused(gradient, state, comm, sizes)
@@ -54,10 +54,10 @@ class Fused:
     ``zeros`` is where this owner adds.
     """
 
-    def __init__(self, gradient: torch.Tensor, state: BucketState, comm: Comm, sizes: Sizes) -> None:
+    def __init__(self, gradient: torch.Tensor, state: BucketState, comm: Communicator, sizes: Sizes) -> None:
         self.gradient, self.state, self.sizes = gradient, state, sizes
         self.rank, self.ranks = comm.rank, comm.size
-        self.zeros = gradient if state.spare else owned_zeros(gradient, comm)
+        self.zeros = gradient if state.accumulates_in_place else owned_zeros(gradient, comm)
         self.row_words = sizes.message_nbytes // 4
         rows = self.ranks + 1
         self.words = torch.empty(rows * self.row_words + 1, dtype=torch.int32, device=gradient.device)
@@ -65,9 +65,9 @@ class Fused:
         self.sent, self.part = messages[:-1], messages[-1:]
         self.counter = self.words[-1:]
         self.leftover = torch.empty(
-            sizes.capacity if sizes.wire.rounds else 0, dtype=torch.float32, device=gradient.device
+            sizes.capacity if sizes.encoding.rounds else 0, dtype=torch.float32, device=gradient.device
         )
-        self.wire = {"first": sizes.wire.first, "last": sizes.wire.last}
+        self.wire = {"first": sizes.encoding.first, "last": sizes.encoding.last}
         self.rows = triton.next_power_of_2(self.ranks)
         message.blank[triton.cdiv(self.row_words, 1024), rows](self.words, self.counter, self.row_words, block=1024)
 
@@ -96,17 +96,17 @@ class Fused:
     def reduce(self, received: torch.Tensor) -> None:
         """Add what arrived, and pack the sums that pass this owner's threshold into ``part``."""
         capacity, most = self.sizes.capacity, self.ranks * self.sizes.capacity
-        sums, places = torch.empty(2, most, dtype=torch.int32, device=received.device)
+        sums, positions = torch.empty(2, most, dtype=torch.int32, device=received.device)
         heads, pairs = self._views(received)
         buffer = self.zeros
         step.add[self._grid](pairs, buffer, capacity, **self.wire, block=PAIRS)
         step.collect[self._grid](
-            pairs, buffer.view(torch.int32), self.counter, sums, places, capacity, **self.wire, block=PAIRS
+            pairs, buffer.view(torch.int32), self.counter, sums, positions, capacity, **self.wire, block=PAIRS
         )
         self._owner_threshold(sums)
         head, pairs = self._views(self.part)
         step.take[(triton.cdiv(most, PAIRS),)](
-            sums, places, self.counter, heads, self.state.tilt, head, pairs, self.leftover, self.ranks, capacity,
+            sums, positions, self.counter, heads, self.state.threshold_bias, head, pairs, self.leftover, self.ranks, capacity,
             self.row_words, **self.wire, rows=self.rows, block=PAIRS,
         )  # fmt: skip
 
@@ -138,13 +138,13 @@ class Fused:
         step.apply[self._grid](heads, pairs, state.boundaries, applied, divisor, **on_pairs)
         sent_heads, sent_pairs = self._views(self.sent)
         step.clear[self._grid](heads, sent_pairs, state.boundaries, applied, state.residual, **on_pairs)
-        if self.sizes.wire.rounds:
+        if self.sizes.encoding.rounds:
             _, own = self._views(self.part)
             start = state.boundaries[self.rank :]
             step.keep[self._grid[:1]](heads, own, self.leftover, start, state.residual, **on_pairs)
         step.note[(1,)](
-            heads, sent_heads, state.tilt, state.global_threshold, state.offered, state.applied,
-            self.rank, thresholds.TILT_MEMORY, **common, num_warps=1,
+            heads, sent_heads, state.threshold_bias, state.global_threshold, state.offered, state.applied,
+            self.rank, thresholds.BIAS_MEMORY, **common, num_warps=1,
         )  # fmt: skip
 
     def _room(self, wanted: int) -> torch.Tensor:
@@ -158,7 +158,7 @@ class Fused:
     def _views(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same memory as the kernels want it: as int32, for heads, and as int64 or int16, for pairs."""
         flat = messages.view(-1)
-        return flat.view(torch.int32), flat.view(torch.int16 if self.sizes.wire.rounds else torch.int64)
+        return flat.view(torch.int32), flat.view(torch.int16 if self.sizes.encoding.rounds else torch.int64)
 
 
 def kth(seen: torch.Tensor, rank: int, found: torch.Tensor) -> None:

@@ -25,36 +25,36 @@ def rounded(bits):
 
 
 @triton.jit
-def put(pairs, row, slot, bits, place, mask, capacity, first: tl.constexpr, last: tl.constexpr):
+def put(pairs, row, slot, bits, position, mask, capacity, first: tl.constexpr, last: tl.constexpr):
     """Store pairs; ``pairs`` is the messages' memory as int64 (whole values) or int16 (rounded)."""
     if first == 0:
         low = bits.to(tl.uint32, bitcast=True).to(tl.int64)
-        tl.store(pairs + row * (capacity + 1) + 1 + slot, (place.to(tl.int64) << 32) | low, mask=mask)
+        tl.store(pairs + row * (capacity + 1) + 1 + slot, (position.to(tl.int64) << 32) | low, mask=mask)
     else:
         at = pairs + row * (HALVES + capacity * (last - first)) + HALVES + slot.to(tl.int64) * (last - first)
         tl.store(at, (bits >> 16).to(tl.int16), mask=mask)
-        tl.store(at + 1, place.to(tl.int16), mask=mask)
+        tl.store(at + 1, position.to(tl.int16), mask=mask)
         if last == 4:
-            tl.store(at + 2, (place >> 16).to(tl.int16), mask=mask)
+            tl.store(at + 2, (position >> 16).to(tl.int16), mask=mask)
 
 
 @triton.jit
 def get(pairs, row, slot, capacity, first: tl.constexpr, last: tl.constexpr):
-    """Bits and places (−1: none) of a row's slots, also of slots beyond the capacity."""
+    """Bits and positions (−1: none) of a row's slots, also of slots beyond the capacity."""
     inside = slot < capacity
     if first == 0:
         word = tl.load(pairs + row * (capacity + 1) + 1 + slot, mask=inside, other=-1)
         bits = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-        place = (word >> 32).to(tl.int32)
+        position = (word >> 32).to(tl.int32)
     else:
         at = pairs + row * (HALVES + capacity * (last - first)) + HALVES + slot.to(tl.int64) * (last - first)
         bits = tl.load(at, mask=inside, other=0).to(tl.int32) << 16
         low = tl.load(at + 1, mask=inside, other=-1).to(tl.int32) & 0xFFFF
         if last == 4:
-            place = (tl.load(at + 2, mask=inside, other=-1).to(tl.int32) << 16) | low
+            position = (tl.load(at + 2, mask=inside, other=-1).to(tl.int32) << 16) | low
         else:
-            place = tl.where(low == 0xFFFF, -1, low)
-    return bits, place
+            position = tl.where(low == 0xFFFF, -1, low)
+    return bits, position
 
 
 @triton.jit
@@ -72,9 +72,9 @@ def least_count(heads, ranks, row_words, rows: tl.constexpr):
 
 
 @triton.jit
-def standing(heads, place, ranks, row_words, rows: tl.constexpr):
+def standing(heads, position, ranks, row_words, rows: tl.constexpr):
     """Which slots hold a pair that counts: those in use, and none if any message is poisoned."""
-    return tl.where(least_count(heads, ranks, row_words, rows) < 0, -1, place) >= 0
+    return tl.where(least_count(heads, ranks, row_words, rows) < 0, -1, position) >= 0
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -89,46 +89,46 @@ def offer(
 def add(pairs, buffer, capacity, first: tl.constexpr, last: tl.constexpr, block: tl.constexpr):
     """buffer[position] += value, in any order. Subnormal sums become 0, are not applied, and stay with their ranks."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
-    bits, place = get(pairs, tl.program_id(1).to(tl.int64), slot, capacity, first, last)
-    tl.atomic_add(buffer + place, bits.to(tl.float32, bitcast=True), mask=place >= 0, sem="relaxed")
+    bits, position = get(pairs, tl.program_id(1).to(tl.int64), slot, capacity, first, last)
+    tl.atomic_add(buffer + position, bits.to(tl.float32, bitcast=True), mask=position >= 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def collect(
-    pairs, buffer, counter, sums, places, capacity, first: tl.constexpr, last: tl.constexpr, block: tl.constexpr
+    pairs, buffer, counter, sums, positions, capacity, first: tl.constexpr, last: tl.constexpr, block: tl.constexpr
 ):
-    """List each position's sum once, as bits and place: the first to come takes it, and leaves a clean buffer."""
+    """List each position's sum once, as bits and position: the first to come takes it, and leaves a clean buffer."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
-    _, place = get(pairs, tl.program_id(1).to(tl.int64), slot, capacity, first, last)
-    there = place >= 0
-    bits = tl.atomic_xchg(buffer + place, tl.zeros([block], tl.int32), mask=there, sem="relaxed")
+    _, position = get(pairs, tl.program_id(1).to(tl.int64), slot, capacity, first, last)
+    there = position >= 0
+    bits = tl.atomic_xchg(buffer + position, tl.zeros([block], tl.int32), mask=there, sem="relaxed")
     there = there & ((bits & MAGNITUDE) != 0)
     at = claim(counter, there.to(tl.int32)) - 1
     tl.store(sums + at, bits, mask=there)
-    tl.store(places + at, place, mask=there)
+    tl.store(positions + at, position, mask=there)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def take(
-    sums, places, counter, received, tilt, head, pairs, leftover, ranks, capacity, row_words,
+    sums, positions, counter, received, threshold_bias, head, pairs, leftover, ranks, capacity, row_words,
     first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """See ``select.take``; the threshold found is in the second word of the head, and is tilted here."""
+    """See ``select.take``; the threshold found is in the second word of the head, and is next_threshold_bias here."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < tl.load(counter)
     bits = tl.load(sums + at, mask=inside, other=0)
-    place = tl.load(places + at, mask=inside, other=-1)
+    position = tl.load(positions + at, mask=inside, other=-1)
     poisoned = tl.max(bits & MAGNITUDE) >= INFINITE
     if tl.program_id(0) == 0:
         poisoned = poisoned | (least_count(received, ranks, row_words, rows) < 0)
     if poisoned:
         tl.atomic_or(head, SIGN)
-    found = tl.load(head + 1).to(tl.float32, bitcast=True) * tl.exp(tl.load(tilt))
+    found = tl.load(head + 1).to(tl.float32, bitcast=True) * tl.exp(tl.load(threshold_bias))
     value = bits if first == 0 else rounded(bits)
     chosen = ((bits & MAGNITUDE) >= found.to(tl.int32, bitcast=True)) & ((value & MAGNITUDE) != 0)
     slot = claim(head, chosen.to(tl.int32)) - 1
     stored = chosen & (slot < capacity)
-    put(pairs, 0, slot, value, place, stored, capacity, first, last)
+    put(pairs, 0, slot, value, position, stored, capacity, first, last)
     if first > 0:
         lost = bits.to(tl.float32, bitcast=True) - value.to(tl.float32, bitcast=True)
         tl.store(leftover + slot, lost, mask=stored)
@@ -161,12 +161,12 @@ def apply(
 ):  # fmt: skip
     """gradient (as int32) ← gathered values / divisor; −0 where nothing is left of one, so that ``clear`` sees it."""
     row = tl.program_id(1).to(tl.int64)
-    bits, place = get(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
-    applied = standing(heads, place, ranks, row_words, rows)
+    bits, position = get(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
+    applied = standing(heads, position, ranks, row_words, rows)
     value = bits.to(tl.float32, bitcast=True)
     new = tl.div_rn(value, tl.zeros_like(value) + divisor).to(tl.int32, bitcast=True)
     new = tl.where((new & MAGNITUDE) == 0, SIGN, new)
-    tl.store(gradient + tl.load(boundaries + row) + place, new, mask=applied)
+    tl.store(gradient + tl.load(boundaries + row) + position, new, mask=applied)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -176,9 +176,9 @@ def clear(
 ):  # fmt: skip
     """residual ← residual − what this rank offered, where the gradient (as int32) shows that it was applied."""
     row = tl.program_id(1).to(tl.int64)
-    bits, place = get(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
-    offered = standing(heads, place, ranks, row_words, rows)
-    at = tl.load(boundaries + row) + place
+    bits, position = get(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
+    offered = standing(heads, position, ranks, row_words, rows)
+    at = tl.load(boundaries + row) + position
     offered = offered & (tl.load(gradient + at, mask=offered, other=0) != 0)
     left = tl.load(residual + at, mask=offered, other=0.0) - bits.to(tl.float32, bitcast=True)
     tl.store(residual + at, left, mask=offered)
@@ -191,15 +191,15 @@ def keep(
 ):  # fmt: skip
     """See ``select.keep_leftover``."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
-    _, place = get(pairs, 0, slot, capacity, first, last)
-    kept = standing(heads, place, ranks, row_words, rows)
-    at = tl.load(start) + place
+    _, position = get(pairs, 0, slot, capacity, first, last)
+    kept = standing(heads, position, ranks, row_words, rows)
+    at = tl.load(start) + position
     new = tl.load(residual + at, mask=kept, other=0.0) + tl.load(leftover + slot, mask=kept, other=0.0)
     tl.store(residual + at, new, mask=kept)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def note(heads, sent, tilt, threshold, offered, applied, rank, memory, ranks, row_words, rows: tl.constexpr):
+def note(heads, sent, threshold_bias, threshold, offered, applied, rank, memory, ranks, row_words, rows: tl.constexpr):
     """See ``fixed.note``."""
     row = tl.arange(0, rows)
     inside = row < ranks
@@ -211,8 +211,8 @@ def note(heads, sent, tilt, threshold, offered, applied, rank, memory, ranks, ro
     mean = tl.sum(logs) / tl.maximum(tl.sum(votes.to(tl.int32)), 1)
     own = tl.sum(tl.where(row == rank, logs, 0.0))
     moves = (tl.sum((votes & (row == rank)).to(tl.int32)) > 0) & (tl.min(counts) >= 0)
-    old = tl.load(tilt)
-    tl.store(tilt, tl.where(moves, memory * old + (1 - memory) * (mean - own), old))
+    old = tl.load(threshold_bias)
+    tl.store(threshold_bias, tl.where(moves, memory * old + (1 - memory) * (mean - own), old))
     tl.store(threshold, tl.exp(tl.sum(logs) / ranks))
     tl.store(applied, tl.sum(tl.maximum(counts, 0)))
     tl.store(offered, tl.sum(tl.load(sent + at, mask=inside, other=0) & MAGNITUDE))

@@ -13,7 +13,7 @@ LANE_COUNTS = tl.constexpr(1024)  # each of a lane's three counters has ten bits
 
 @triton.jit
 def spread(at, shift, numel, every: tl.constexpr):
-    """Places in a bucket: see ``thresholds.sample_places``."""
+    """Places in a bucket: see ``thresholds.sample_positions``."""
     if every:
         return at
     else:  # noqa: RET505 (Triton compiles one of the two, and would go on after the first)
@@ -23,11 +23,11 @@ def spread(at, shift, numel, every: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def sample(gradient, residual, seen, shift, numel, wanted, every: tl.constexpr, block: tl.constexpr):
-    """Magnitudes (bits) of gradient + residual at ``wanted`` places, then zeros up to the end of ``seen``."""
+    """Magnitudes (bits) of gradient + residual at ``wanted`` positions, then zeros up to the end of ``seen``."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    place = spread(at, shift, numel, every)
+    position = spread(at, shift, numel, every)
     inside = at < wanted
-    total = tl.load(residual + place, mask=inside, other=0.0) + tl.load(gradient + place, mask=inside, other=0.0)
+    total = tl.load(residual + position, mask=inside, other=0.0) + tl.load(gradient + position, mask=inside, other=0.0)
     tl.store(seen + at, total.to(tl.int32, bitcast=True) & MAGNITUDE)
 
 
@@ -35,9 +35,9 @@ def sample(gradient, residual, seen, shift, numel, wanted, every: tl.constexpr, 
 def sample_sums(sums, counter, seen, shift, numel, wanted, every: tl.constexpr, block: tl.constexpr):
     """The same of a list of sums (bits), of whose ``numel`` slots ``counter`` are used."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    place = spread(at, shift, numel, every)
+    position = spread(at, shift, numel, every)
     inside = at < wanted
-    bits = tl.load(sums + place, mask=inside & (place < tl.load(counter)), other=0)
+    bits = tl.load(sums + position, mask=inside & (position < tl.load(counter)), other=0)
     tl.store(seen + at, bits & MAGNITUDE)
 
 
