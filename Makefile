@@ -50,7 +50,6 @@ $(READY): pyproject.toml constraints.txt Makefile
 	touch $(READY)
 
 docs: $(READY)
-	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open file://$(CURDIR)/site/index.html, or, for the search too: $(PYTHON) -m http.server -d site"
 
