@@ -263,6 +263,9 @@ def test_functions_are_short(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno + 1 <= MAX_FUNCTION_LINES, node.name
 
 
+DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
 def undocumented(tree: ast.Module) -> list[str]:
     """Public classes and functions without a docstring; the module itself as "module".
 
@@ -270,19 +273,17 @@ def undocumented(tree: ast.Module) -> list[str]:
     """
     found = [] if ast.get_docstring(tree) else ["module"]
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            if not node.name.startswith("_") and not ast.get_docstring(node):
-                found.append(node.name)
+        if isinstance(node, DOCUMENTED) and not node.name.startswith("_") and not ast.get_docstring(node):
+            found.append(node.name)
     return found
 
 
 def riddles(tree: ast.Module) -> list[str]:
     """Docstrings that send the reader elsewhere instead of saying what the thing does."""
-    documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [
         node.name
         for node in ast.walk(tree)
-        if isinstance(node, documented) and (ast.get_docstring(node) or "").startswith("See ``")
+        if isinstance(node, DOCUMENTED) and (ast.get_docstring(node) or "").startswith("See ``")
     ]
 
 

@@ -56,6 +56,7 @@ __all__ = [
     "JsonLines",
     "LabError",
     "Lean",
+    "LeanDataParallel",
     "Logger",
     "Metrics",
     "Network",
@@ -69,6 +70,7 @@ __all__ = [
     "TensorSpec",
     "Timeline",
     "Trace",
+    "TuningPolicy",
     "TwoLevel",
     "UpdateError",
     "__version__",
@@ -87,11 +89,13 @@ _WITH_TORCH = {
     "DataParallel": "anabranch.parallel",
     "JsonLines": "anabranch.observe.loggers",
     "Lean": "anabranch.lean.options",
+    "LeanDataParallel": "anabranch.lean_parallel",
     "Logger": "anabranch.observe.metrics",
     "Metrics": "anabranch.observe.metrics",
     "OkTopk": "anabranch.sparse.options",
     "Progress": "anabranch.observe.loggers",
     "TensorBoard": "anabranch.observe.loggers",
+    "TuningPolicy": "anabranch.tuning.policy",
 }
 
 

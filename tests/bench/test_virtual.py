@@ -7,7 +7,7 @@ import torch
 
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.comm.communicator import MAX, Communicator
-from anabranch.comm.dense import Steps
+from anabranch.comm.exchange import Steps
 from anabranch.errors import DisagreementError
 from sparse.worlds import EXCHANGES, gradients, states, step
 

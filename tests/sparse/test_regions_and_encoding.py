@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from anabranch.sparse import regions, select
 from anabranch.sparse.encoding import decode, encode, framed, head, unframed
 from anabranch.sparse.exact import balanced, overlaps
-from anabranch.sparse.sizes import FP32, widest_numel, encoding_for
+from anabranch.sparse.sizes import FP32, encoding_for, widest_numel
 
 
 def proposal(mask: torch.Tensor, ranks: int) -> torch.Tensor:

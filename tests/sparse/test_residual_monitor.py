@@ -9,14 +9,16 @@ import torch
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.residual_monitor import KEPT, ResidualSample, ResidualMonitor, residual_grows
+from anabranch.sparse.residual_monitor import KEPT, ResidualMonitor, ResidualSample, residual_grows
 from anabranch.sparse.state import SparseState
 from sparse.worlds import gradients
 
 DENSITY = 0.05
 
 
-def history(norm: Callable[[int], float], age: Callable[[int], float], steps: int, every: int = 64) -> list[ResidualSample]:
+def history(
+    norm: Callable[[int], float], age: Callable[[int], float], steps: int, every: int = 64
+) -> list[ResidualSample]:
     return [ResidualSample(step, norm(step), age(step)) for step in range(0, steps, every)]
 
 

@@ -11,9 +11,9 @@ from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.thresholds import (
     gaussian_magnitude,
     kth_magnitude,
+    next_threshold_bias,
     sample_positions,
     sampled_magnitude,
-    next_threshold_bias,
 )
 from sparse.worlds import EXCHANGES, gradients, states, step
 

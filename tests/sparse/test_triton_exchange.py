@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anabranch.bench.baselines import Exchange
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps
+from anabranch.comm.exchange import Steps
 from anabranch.sparse.fixed import fixed_exchange, fusible
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes
@@ -26,7 +26,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_kernels(options: OkTopk) -> Exchange:
-    def exchange(gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float) -> Steps:
+    def exchange(
+        gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float
+    ) -> Steps:
         sizes = Sizes.of(len(gradient), comm.size, density, options)
         return triton_exchange.fused_exchange(gradient, state, comm, divisor, sizes, options)
 
@@ -34,7 +36,9 @@ def with_kernels(options: OkTopk) -> Exchange:
 
 
 def without(options: OkTopk) -> Exchange:
-    def exchange(gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float) -> Steps:
+    def exchange(
+        gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float
+    ) -> Steps:
         return fixed_exchange(gradient, state, comm, divisor, density, options)
 
     return exchange

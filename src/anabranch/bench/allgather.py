@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 
 from anabranch.comm.communicator import MAX, Communicator
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import select
 from anabranch.sparse.state import BucketState
 
 MOST_NUMEL = 2**31 - 1  # places in the bucket travel as int32 here
 
 
-def allgather_exchange(gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float) -> Steps:
+def allgather_exchange(
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float
+) -> Steps:
     """The contract of ``oktopk.exchange``; applies the sum of everyone's exact top-k."""
     poisoned = yield from begin(gradient, state, comm)
     if poisoned:
@@ -34,7 +36,7 @@ def begin(gradient: torch.Tensor, state: BucketState, comm: Communicator) -> Gen
         raise ValueError(f"this exchange sends places as int32, and a bucket of {len(gradient)} elements has too many")
     flag = select.accumulate(gradient, state.residual).to(torch.int32).reshape(1)
     yield comm.all_reduce(flag, "poison", MAX)
-    hold(flag)
+    record_stream(flag)
     state.step += 1
     poisoned = bool(flag.item())
     if poisoned:

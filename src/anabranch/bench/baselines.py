@@ -23,7 +23,7 @@ from anabranch.bench.allgather import (
     wanted,
 )
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import regions, select
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import gaussian_magnitude
@@ -32,7 +32,9 @@ from anabranch.sparse.thresholds import gaussian_magnitude
 class Exchange(Protocol):
     """What all exchanges are: steps after which the gradient is the average of what was applied."""
 
-    def __call__(self, gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float) -> Steps:
+    def __call__(
+        self, gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float
+    ) -> Steps:
         """See ``oktopk.exchange``."""
         ...
 
@@ -48,14 +50,16 @@ def dense_exchange(
     select.accumulate(gradient, state.residual)
     total = state.residual * (1.0 / divisor)
     yield comm.all_reduce(total, "dense")
-    hold(total)
+    record_stream(total)
     fine = torch.isfinite(total).all()
     state.residual.copy_(torch.where(fine, 0.0, gradient))
     gradient.copy_(torch.where(fine, total, torch.nan))
     state.step += 1
 
 
-def gtopk_exchange(gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float) -> Steps:
+def gtopk_exchange(
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float
+) -> Steps:
     """Pairs of ranks merge their top-k and keep k, up a binary tree of any number of ranks, then down again.
 
     What a merge drops is a sum of several ranks' values; the rank that drops it keeps it in its own residual, so that
@@ -77,7 +81,9 @@ def gtopk_exchange(gradient: torch.Tensor, state: BucketState, comm: Communicato
     apply_all(gradient, [mine], divisor)
 
 
-def dsa_exchange(gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float) -> Steps:
+def dsa_exchange(
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float
+) -> Steps:
     """Everyone's top-k, added at the owners of equal regions; every sum is gathered, as values alone where shorter."""
     poisoned = yield from begin(gradient, state, comm)
     if poisoned:
@@ -115,7 +121,9 @@ def dsa_exchange(gradient: torch.Tensor, state: BucketState, comm: Communicator,
     gradient.div_(divisor)
 
 
-def gaussian_exchange(gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float) -> Steps:
+def gaussian_exchange(
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float
+) -> Steps:
     """All-gather of whatever passes the threshold that would select k, were the values Gaussian."""
     poisoned = yield from begin(gradient, state, comm)
     if poisoned:
@@ -140,7 +148,9 @@ RIVALS: Mapping[str, Exchange] = {
 }
 
 
-def _passed(mine: torch.Tensor, comm: Communicator, distance: int, phase: str) -> Generator[dist.Work, None, torch.Tensor]:
+def _passed(
+    mine: torch.Tensor, comm: Communicator, distance: int, phase: str
+) -> Generator[dist.Work, None, torch.Tensor]:
     """One level of the tree: the pairs that reach me from my partner, if I am on the receiving side, else none.
 
     At distance d rank 2d·i is the parent of rank 2d·i + d. Everyone knows who sends what, so no counts travel.

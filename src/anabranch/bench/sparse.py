@@ -17,7 +17,8 @@ from anabranch.bench.contestants import OPTIONS, PLANNED_AFTER, Contestant
 from anabranch.bench.zoo import Step
 from anabranch.comm.collectives import Collectives, DenseCollectives
 from anabranch.comm.communicator import GroupCommunicator
-from anabranch.comm.dense import COLLECTIVES, Group, Steps, dense
+from anabranch.comm.dense import COLLECTIVES, dense
+from anabranch.comm.exchange import Group, Steps
 from anabranch.network import Network
 from anabranch.parallel import DataParallel
 from anabranch.plan import Bucket, Plan

@@ -20,7 +20,7 @@ from anabranch.comm.communicator import Communicator, ZeroBuffer
 from anabranch.ddp.reducer import unwrap
 from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, OKTOPK
 from anabranch.estimate.probe import Factory, Loss
-from anabranch.lean.options import KEPT, Lean, Residuals
+from anabranch.lean.options import KEPT, Lean, ResidualPlacement
 from anabranch.parallel import DataParallel
 from anabranch.plan import Plan
 from anabranch.sparse.fixed import fixed_exchange
@@ -168,7 +168,7 @@ def _mirrored(subject: Subject) -> Generator[None, None, None]:
 
 
 def lean(
-    subject: Subject, residuals: Residuals = "in place", activations: Activations = KEPT
+    subject: Subject, residuals: ResidualPlacement = "in place", activations: Activations = KEPT
 ) -> Generator[None, None, None]:
     """DataParallel with Lean."""
     wrapped = _sparse(subject, memory=Lean(subject.optimizer, residuals, activations))

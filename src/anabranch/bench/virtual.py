@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from anabranch.bench.word_counts import WordCounts
 from anabranch.comm.communicator import MAX, SUM, ZeroBuffer
-from anabranch.comm.dense import Steps
+from anabranch.comm.exchange import Steps
 from anabranch.errors import DisagreementError
 
 

@@ -33,7 +33,7 @@ class ResidualState(Protocol):
         ...
 
     def record_norms(self, gradient: torch.Tensor) -> None:
-        """Record the norms of a part of this step's gradient, before it is added to the residual, if a sample is due."""
+        """Record the norms of a part of this step's gradient before it joins the residual, if a sample is due."""
         ...
 
 
@@ -166,4 +166,6 @@ class Collectives:
         for family in self._families:
             if family.handles(kind):
                 return family
-        raise ValueError(f"no exchange of this model is called {kind!r}: expected one of {', '.join(self.kinds)}, dense")
+        raise ValueError(
+            f"no exchange of this model is called {kind!r}: expected one of {', '.join(self.kinds)}, dense"
+        )

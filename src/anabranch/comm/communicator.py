@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.dense import Group, gather, issued
+from anabranch.comm.exchange import Group, all_gather, issued
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
@@ -101,7 +101,7 @@ class GroupCommunicator(ZeroBuffer):
         return issued(dist.all_to_all_single(output, given, outputs, inputs, group=self._group, async_op=True), phase)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> dist.Work:
-        return issued(gather(output, part, self._group), phase)
+        return issued(all_gather(output, part, self._group), phase)
 
     def all_gather_uneven(
         self, output: torch.Tensor, part: torch.Tensor, counts: Sequence[int], phase: str

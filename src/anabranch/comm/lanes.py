@@ -213,7 +213,8 @@ class Lanes:
 
     def _made_group(self, number: int) -> Group:
         backend = dist.get_backend(self._main)
-        options = _single_cta_options(timeout_of(self._main)) if self._single_cta and self._device.type == "cuda" else None
+        single_cta = self._single_cta and self._device.type == "cuda"
+        options = _single_cta_options(timeout_of(self._main)) if single_cta else None
         group = same_ranks(self._main, backend, f"anabranch lane {number}", options)
         self._made.append(group)
         return group

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from anabranch.checks import Scalar
 from anabranch.comm.agree import Group, agree_on, wire_device
-from anabranch.comm.dense import Collective, Steps, dense
+from anabranch.comm.dense import dense
+from anabranch.comm.exchange import Collective, Steps
 from anabranch.lab.emulation.settings import describe
 from anabranch.network import Contention, Network
 from anabranch.observe.clock import Clock, clock_for

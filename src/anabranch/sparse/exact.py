@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import regions, select
 from anabranch.sparse.encoding import decode, encode, head, rounded
 from anabranch.sparse.fixed import note, owner_threshold
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import Sizes, Encoding, widest_numel
+from anabranch.sparse.sizes import Encoding, Sizes, widest_numel
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import kth_magnitude, sampled_magnitude
 
@@ -71,7 +71,7 @@ def exact_exchange(
     offered = Pairs(passed, residual[passed]).largest(MOST * sizes.k)
     offered = offered._replace(values=rounded(offered.values, sizes.encoding))
     received = yield from _split(offered, state.boundaries, comm, sizes.encoding, poison)
-    hold(*offered, passed, poison, local)
+    record_stream(*offered, passed, poison, local)
     sums, threshold, found = yield from _sums(received, state, comm, sizes, again, options.deterministic)
     applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes)
 
@@ -82,7 +82,9 @@ def exact_exchange(
         gradient.zero_()
         gradient[applied.positions] = applied.values / divisor
         went = torch.searchsorted(applied.positions, offered.positions).clamp(max=max(0, len(applied.positions) - 1))
-        cleared = (applied.positions[went] == offered.positions) if len(applied.positions) else torch.zeros_like(went).bool()
+        cleared = (
+            (applied.positions[went] == offered.positions) if len(applied.positions) else torch.zeros_like(went).bool()
+        )
         residual[offered.positions] -= torch.where(cleared, offered.values, 0.0)
         if sizes.encoding.rounds:
             _keep_rounding(sums, applied, residual, state.boundaries[comm.rank])
@@ -118,7 +120,7 @@ def _split(
     counts = (edges[1:] - edges[:-1]).to(torch.int32)
     expected = torch.empty_like(counts)
     yield comm.all_to_all(expected, torch.where(poison, -1, counts), "counts")
-    hold(counts, expected)
+    record_stream(counts, expected)
     coming = expected.tolist()
     # A poisoned rank says so to all, so all of them leave here together.
     if min(coming) < 0 or bool(poison):

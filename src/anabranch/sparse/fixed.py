@@ -11,13 +11,13 @@ from importlib.util import find_spec
 import torch
 
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import regions, select
 from anabranch.sparse.encoding import framed, head, unframed
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes, widest_numel
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.thresholds import sampled_magnitude, next_threshold_bias
+from anabranch.sparse.thresholds import next_threshold_bias, sampled_magnitude
 
 
 def fixed_exchange(
@@ -45,7 +45,7 @@ def fixed_exchange(
     sent = framed(head(offered.counts, offered.poison, torch.zeros_like(local)), offered.packed, sizes.encoding)
     received = torch.empty_like(sent)
     yield comm.all_to_all(received, sent, "split")
-    hold(sent, received, *offered)
+    record_stream(sent, received, *offered)
 
     heads, pairs = unframed(received, sizes.encoding)
     sums = select.sums_at_owner(pairs, owned_zeros(gradient, comm), options.deterministic)
@@ -55,7 +55,7 @@ def fixed_exchange(
     part = framed(head(taken.passed, poison, found)[None], taken.packed[None], sizes.encoding)
     everyone = torch.empty(comm.size, part.shape[1], dtype=torch.uint8, device=part.device)
     yield comm.all_gather(everyone, part, "gather")
-    hold(part, everyone)
+    record_stream(part, everyone)
 
     heads, pairs = unframed(everyone, sizes.encoding)
     poisoned = (heads[:, 0] < 0).any()
@@ -87,7 +87,7 @@ def balance(gradient: torch.Tensor, state: BucketState, comm: Communicator, size
     elif state.fresh or state.step % options.region_period == 0:
         proposed = select.proposal(gradient, state.residual, state.local_threshold, comm.size)
         yield comm.all_reduce(proposed, "regions")
-        hold(proposed)
+        record_stream(proposed)
         state.boundaries.copy_(regions.agreed(proposed, len(gradient), comm.size))
 
 

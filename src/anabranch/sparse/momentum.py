@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from anabranch.comm.dense import Steps
+from anabranch.comm.exchange import Steps
 from anabranch.sparse.state import BucketState
 
 

@@ -14,7 +14,7 @@ import torch
 
 from anabranch.bench.baselines import dense_exchange
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps
+from anabranch.comm.exchange import Steps
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk

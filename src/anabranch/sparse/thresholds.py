@@ -86,7 +86,9 @@ def gaussian_magnitude(values: torch.Tensor, density: float) -> torch.Tensor:
     return values.mean().abs() + spread * NormalDist().inv_cdf(1 - density / 2)
 
 
-def next_threshold_bias(threshold_bias: torch.Tensor, found: torch.Tensor, rank: int, poisoned: torch.Tensor) -> torch.Tensor:
+def next_threshold_bias(
+    threshold_bias: torch.Tensor, found: torch.Tensor, rank: int, poisoned: torch.Tensor
+) -> torch.Tensor:
     """The threshold_bias for the next step, from the thresholds (float32 [P]) that all owners found in this one.
 
     An owner that found 0, because it had less than its share, neither votes nor tilts; a poisoned step changes nothing.

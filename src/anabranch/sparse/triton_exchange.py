@@ -13,7 +13,7 @@ import torch
 import triton
 
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import thresholds
 from anabranch.sparse.fixed import balance, owned_zeros
 from anabranch.sparse.kernels import message, step, threshold
@@ -37,11 +37,11 @@ def fused_exchange(
     fused.offer()
     received = torch.empty_like(fused.sent)
     yield comm.all_to_all(received, fused.sent, "split")
-    hold(fused.words, fused.leftover, received)
+    record_stream(fused.words, fused.leftover, received)
     fused.reduce(received)
     everyone = torch.empty(comm.size, fused.part.shape[1], dtype=torch.uint8, device=gradient.device)
     yield comm.all_gather(everyone, fused.part, "gather")
-    hold(fused.words, fused.leftover, everyone)
+    record_stream(fused.words, fused.leftover, everyone)
     fused.end(everyone, divisor)
     state.step += 1
     state.fresh = False

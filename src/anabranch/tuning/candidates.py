@@ -8,9 +8,11 @@ from anabranch.planners.sparse import densest, sparse
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.trace import Trace
 from anabranch.tuning.options import TuningOptions
+from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
+
 
 def candidates(
-    options: TuningOptions, trace: Trace, network: Network, lanes_min_gain: float
+    options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy = DEFAULT_POLICY
 ) -> list[tuple[str, Plan]]:
     """Labelled plans to try: the planner's, and one on several lanes if that is predicted to gain enough."""
     planner = planners.PLANNERS[options.planner] if isinstance(options.planner, str) else options.planner
@@ -19,7 +21,7 @@ def candidates(
     if options.lanes != 1:
         several = planners.lanes(trace, network, lanes=options.lanes or 2)
         gain = 1 - predicted_s(trace, several, network) / predicted_s(trace, found[0][1], network)
-        if several.lanes > 1 and gain > lanes_min_gain:
+        if several.lanes > 1 and gain > policy.lanes_min_gain:
             found.append((f"{several.lanes} lanes", several))
     found = [*_compressed(options, trace, network, found), *found]
     return [(label + _calibrations(plan, network), plan.check(trace)) for label, plan in found]

@@ -23,3 +23,6 @@ class TuningPolicy:
     drift_check_steps: int = 20
     max_drift: float = 0.10
     late_gradients: float = 0.9
+
+
+DEFAULT_POLICY = TuningPolicy()

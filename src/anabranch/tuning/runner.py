@@ -17,16 +17,22 @@ from anabranch.plan import Plan
 
 
 class Layout(Protocol):
-    """What holds the buckets of one model: DDP's reducer, or Lean's engine.
+    """What holds the buckets of one model: DDP's reducer, or Lean's engine."""
 
-    default_label   what runs without a plan, in words
-    default_plan    the buckets that run without a plan; None if the layout builds and launches them itself
-    exchange        how buckets are exchanged
-    """
+    @property
+    def default_label(self) -> str:
+        """What runs without a plan, in words."""
+        ...
 
-    default_label: str
-    default_plan: Plan | None
-    exchange: BucketExchange
+    @property
+    def default_plan(self) -> Plan | None:
+        """The buckets that run without a plan; None if the layout builds and launches them itself."""
+        ...
+
+    @property
+    def exchange(self) -> BucketExchange:
+        """How buckets are exchanged."""
+        ...
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters whose gradients are averaged now, by name."""

@@ -3,12 +3,16 @@
 import logging
 import os
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from anabranch.comm.collectives import Collectives, Scaler
+from anabranch.comm.exchange import Group
+from anabranch.comm.lanes import same_ranks
 from anabranch.network import Network
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
@@ -41,13 +45,19 @@ class Tuned:
         options: TuningOptions,
         policy: TuningPolicy,
         collectives: Collectives,
-        layout: Layout,
-        control: dist.ProcessGroup,
+        parameters: Mapping[str, nn.Parameter],
+        make_layout: Callable[[Group], Layout],
         model_name: str,
     ) -> Tuner:
-        """Let a tuner choose the plans of ``layout`` from now on. Every rank calls it at the same point."""
+        """Let a tuner choose the plans of a layout from now on. Every rank calls it at the same point.
+
+        ``make_layout`` gets a group of the same ranks that carries small messages in host memory.
+        """
         self._collectives = collectives
         options = replace(options, kinds=collectives.kinds, dense_names=collectives.dense_names)
+        options.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
+        control = same_ranks(self.process_group, "gloo", "anabranch control")
+        layout = make_layout(control)
         self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, model_name)
         self._release = weakref.finalize(self, self._tuner.close)
         return self._tuner
@@ -98,9 +108,7 @@ class Tuned:
         if every_rank or rank == 0:
             timer = tuner.runner.timer
             traffic, parameters = tuner.collectives.traffic, tuner.runner.parameters
-            timer.observers.append(
-                MetricsFeed(loggers, timer, tuner.current_step, traffic, parameters, rank, ranks)
-            )
+            timer.observers.append(MetricsFeed(loggers, timer, tuner.current_step, traffic, parameters, rank, ranks))
 
     def trace_steps(self, first: int, last: int, path: str | os.PathLike[str], force: bool = False) -> None:
         """Have rank 0 write these steps of all ranks, by one clock, as one trace for Perfetto.

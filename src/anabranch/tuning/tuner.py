@@ -275,7 +275,7 @@ class Tuner:
     def _plan(self, options: TuningOptions) -> Generator[None, None, Candidates]:
         """Rank 0 plans while training goes on; then every rank has its candidates."""
         assert self.trace is not None and self.network is not None
-        make = partial(candidates, options, self.trace, self.network, self._policy.lanes_min_gain)
+        make = partial(candidates, options, self.trace, self.network, self._policy)
         planner = BackgroundPlanner(make, self.control)
         yield
         while not planner.done():

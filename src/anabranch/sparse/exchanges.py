@@ -1,4 +1,4 @@
-"""Ok-Topk for the buckets of a live model: a kind of collective per density, and what they remember between steps.
+"""Ok-Topk for the buckets of a live model: one kind of exchange per density, and what they keep between steps.
 
 A bucket that names "oktopk:0.01" travels at a density of 1 %. Densities are few, because each is measured.
 """
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from anabranch.comm.collectives import Collectives
 from anabranch.comm.communicator import GroupCommunicator
-from anabranch.comm.dense import COLLECTIVES, Collective, Group, Steps, Traffic, all_finite, traffic
+from anabranch.comm.dense import COMPRESSED, DenseExchanges, all_finite
+from anabranch.comm.exchange import Collective, Group, Steps, Traffic
 from anabranch.plan import Bucket, Plan
 from anabranch.sparse.exact import MOST
 from anabranch.sparse.momentum import Momentum
@@ -24,11 +26,11 @@ from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState, SparseState
 
 
-class SparseCollectives:
-    """All collectives of one model whose larger buckets may travel sparsely; see ``runtime.collectives.Collectives``.
+class OkTopkExchanges:
+    """The family of Ok-Topk exchanges of one model, at one density or several, and the memory of their residuals.
 
     ``parameters`` are those of the model that are averaged, by name. Vectors (biases, norms) always travel dense: they
-    are few, and waiting hurts them most. So do gradients that are not float32: what waits is, and would not fit theirs.
+    are few, and delay hurts them most. So do gradients that are not float32, since residuals are.
     ``averaged`` and ``applied`` as in ``ResidualFlush``.
     """
 
@@ -41,51 +43,51 @@ class SparseCollectives:
         applied: Applied | None = None,
     ) -> None:
         fixed = [] if options.density == "auto" else [float(options.density)]
-        self.kinds: Sequence[str] = [kind_of(density) for density in fixed or LADDER]
+        self.kinds = tuple(kind_of(density) for density in fixed or LADDER)
         self.dense_names = frozenset(name for name, p in parameters.items() if p.dim() < 2 or p.dtype != torch.float32)
         self.warmup_steps = options.warmup_steps
-        self._options = replace(options, warmup_steps=0)  # whoever trains has seen to it by then
+        self._options = replace(options, warmup_steps=0)  # the tuner sends dense until then
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
-        self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # of the buckets seen so far
+        self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # of parameters, by bucket
         self._device = next(iter(parameters.values())).device
         self._world_size = dist.get_world_size(group)
         self._state = SparseState(dist.get_rank(group), self._world_size, self._device, options.region_period)
         self._momentum = Momentum(options.momentum, options.wire != "fp32")
         self._residual_flush = ResidualFlush(self._state, parameters, averaged, applied)
         self._parameters = parameters
-        self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: what remembers, and the averages
+        self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: states and averages
         self._comms: dict[Group, GroupCommunicator] = {}
 
-    def runs(self, kind: str, dtype: torch.dtype) -> bool:
-        """See ``Collectives``."""
-        return kind in COLLECTIVES or (density_of(kind) is not None and dtype == torch.float32)
-
-    def aside(self, kind: str) -> bool:
-        """See ``Collectives``."""
+    def handles(self, kind: str) -> bool:
         return density_of(kind) is not None
 
+    def supports(self, kind: str, dtype: torch.dtype) -> bool:
+        return self.handles(kind) and dtype == torch.float32
+
+    def on_side_stream(self, kind: str) -> bool:
+        return self.handles(kind)
+
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """See ``Collectives``."""
-        density, state = density_of(bucket.collective), self.remembered(bucket)
-        if density is None or state is None:
-            return COLLECTIVES[bucket.collective](buffer, group, divisor)
+        state = self._bucket_state(bucket)
         self._exchanged.append((state, buffer))
+        density = density_of(bucket.collective)
+        assert density is not None
         steps = exchange(buffer, state, self._comm(group), divisor, density, self._options)
         return self._momentum.around(steps, buffer, state)
 
-    def remembered(self, bucket: Bucket) -> BucketState | None:
-        """See ``Collectives``."""
-        if not self.aside(bucket.collective):
-            return None
+    def residual_state(self, bucket: Bucket) -> BucketState | None:
+        return self._bucket_state(bucket) if self.handles(bucket.collective) else None
+
+    def _bucket_state(self, bucket: Bucket) -> BucketState:
         if bucket.names not in self._sizes:
             self._sizes[bucket.names] = tuple(self._numels[name] for name in bucket.names)
         return self._state.bucket(bucket.names, self._sizes[bucket.names])
 
     def on_step_end(self) -> None:
-        """Under a loss scaler, which leaves a step out where any gradient is not finite: put back what was sent in it.
+        """Under a loss scaler, which skips a step if any gradient is not finite: put back what was sent in it.
 
-        Every rank gets the average, so that the sum over the ranks of what waits is what it was. A bucket that was not
-        finite itself has put back its own already. Waits for the device, as the scaler will.
+        Every rank adds the average to its residual, so that the sum of residuals over the ranks is what it was. A
+        bucket that was not finite itself has put back its own already. Waits for the device, as the scaler will.
         """
         exchanged, self._exchanged = self._exchanged, []
         if self._state.scale is None or not exchanged:
@@ -95,14 +97,13 @@ class SparseCollectives:
             for state, average in exchanged:
                 state.residual.add_(torch.where(all_finite(average), average, 0.0))
 
-    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
-        """See ``Collectives``. Exact exchanges send what passed, evenly over ranks; fixed ones all their slots.
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:  # noqa: ARG002
+        """Bytes of the last exchange: exact exchanges send what was selected, fixed ones all their slots.
 
-        What passed lies on the device, so that on a GPU, also of an exact exchange, the planned sizes are given.
+        On a GPU how much was selected is not known to the host, so that the planned sizes are given.
         """
-        settled, state = density_of(bucket.collective), self.remembered(bucket)
-        if settled is None or state is None:
-            return traffic(bucket.collective, numel, dtype, ranks)
+        settled, state = density_of(bucket.collective), self._bucket_state(bucket)
+        assert settled is not None
         density = self._options.density_at(max(0, state.step - 1), settled)
         sizes = Sizes.of(numel, ranks, density, self._options)
         if self._device.type != "cpu":
@@ -113,18 +114,16 @@ class SparseCollectives:
         return Traffic(nbytes, nbytes, applied / numel)
 
     def use_plan(self, plan: Plan | None) -> None:
-        """See ``Collectives``."""
-        sparse = [bucket for bucket in (plan.buckets if plan is not None else ()) if self.aside(bucket.collective)]
+        sparse = [bucket for bucket in (plan.buckets if plan is not None else ()) if self.handles(bucket.collective)]
         self._residual_flush.keep({name for bucket in sparse for name in bucket.names})
         self._sizes.clear()
 
     def probe(self, kind: str) -> Collective:
-        """See ``Collectives``. Sends noise: what an exchange takes depends on how many values pass, not on which."""
+        """An exchange of noise: its time depends on how many values are selected, not on which."""
         density = density_of(kind)
-        if density is None:
-            return COLLECTIVES[kind]
+        assert density is not None
         states: dict[int, BucketState] = {}
-        settled = replace(self._options, start_density=None)  # what the density falls to is what it costs in the end
+        settled = replace(self._options, start_density=None)  # plans are made for the settled density
 
         def exchanged(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
             if buffer.numel() not in states:
@@ -135,32 +134,29 @@ class SparseCollectives:
 
         return exchanged
 
-    def words(self) -> list[str]:
-        """See ``Collectives``."""
-        told = []
+    def summary(self) -> list[str]:
+        lines = []
         for state in self._state.buckets():
             to, share = state.names[-1], float(state.applied) / max(1, state.residual.numel())
             samples = state.residual_monitor.samples() if state.residual_monitor is not None else []
-            age = f", for about {samples[-1].age_steps:.1f} steps" if samples and samples[-1].age_steps else ""
-            waits = float(state.residual.norm())
-            told.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |waiting| {waits:.3g}{age}")
+            age = f", about {samples[-1].age_steps:.1f} steps old" if samples and samples[-1].age_steps else ""
+            norm = float(state.residual.norm())
+            lines.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |residual| {norm:.3g}{age}")
             if residual_grows(samples, max(share, 1e-4)):
                 then = samples[len(samples) // 2]
-                told.append(
-                    f"WARNING: what waits in the bucket to {to} grows without bound: |waiting| {then.norm:.3g} at step "
-                    f"{then.step} and {samples[-1].norm:.3g} at step {samples[-1].step}, {then.age_steps:.1f} and "
+                lines.append(
+                    f"WARNING: the residual of the bucket to {to} grows without bound: its norm was {then.norm:.3g} at "
+                    f"step {then.step} and {samples[-1].norm:.3g} at step {samples[-1].step}, {then.age_steps:.1f} and "
                     f"{samples[-1].age_steps:.1f} steps of gradients: give OkTopk a higher density"
                 )
-        return told
+        return lines
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Collectives``."""
         velocities = {name: piece.clone() for name, piece in self._momentum.state_dict().items()}
         orders = {name: order for name in self._parameters if (order := self._order(name))}
         return {**self._state.state_dict(), "velocities": velocities, "orders": orders}
 
     def load_state_dict(self, *states: Any) -> None:
-        """See ``Collectives``."""
         for state in states:
             if state and "orders" in state:
                 self._check_orders(state["orders"])
@@ -169,7 +165,7 @@ class SparseCollectives:
         self._residual_flush.keep(self._residual_flush.sparse)
 
     def _order(self, name: str) -> list[int]:
-        """In which a parameter lies in memory, and what waits of it too; nothing where it is row-major."""
+        """The strides of a parameter and of its residual; empty if it is row-major."""
         parameter = self._parameters[name]
         return [] if parameter.is_contiguous() else list(parameter.stride())
 
@@ -178,22 +174,19 @@ class SparseCollectives:
             if (kept := list(orders.get(name, []))) != (own := self._order(name)):
                 there, here = (f"strides {order}" if order else "row-major" for order in (kept, own))
                 raise ValueError(
-                    f"what waits of {name} was kept in the order of its memory, {there}, and here it is {here}: "
+                    f"the residual of {name} was saved in its memory order, {there}, and here it is {here}: "
                     "load it into a model of the same memory format"
                 )
 
     def loaded(self) -> list[str]:
-        """See ``Collectives``."""
         return self._state.loaded
 
     def rescale(self, scale: float) -> None:
-        """See ``Collectives``."""
         if self._state.scale is not None:
             self._momentum.rescale(scale / self._state.scale)
         self._state.rescale(scale)
 
     def close(self) -> None:
-        """See ``Collectives``."""
         self._residual_flush.close()
 
     def _comm(self, group: Group) -> GroupCommunicator:
@@ -203,7 +196,20 @@ class SparseCollectives:
 
 
 def check_compress(compress: object) -> None:
-    """Refuse what ``DataParallel(compress=...)`` cannot run."""
-    plain = [kind for kind in COLLECTIVES if kind != "dense"]
-    if compress is not None and not isinstance(compress, OkTopk) and compress not in plain:
-        raise ValueError(f"compress is {compress!r}: expected one of {', '.join(plain)}, OkTopk(...), or None")
+    """ValueError unless ``DataParallel(compress=...)`` can take this."""
+    if compress is not None and not isinstance(compress, OkTopk) and compress not in COMPRESSED:
+        raise ValueError(f"compress is {compress!r}: expected one of {', '.join(COMPRESSED)}, OkTopk(...), or None")
+
+
+def collectives_for(
+    compress: str | OkTopk | None,
+    parameters: Mapping[str, torch.Tensor],
+    group: Group,
+    averaged: Callable[[], bool],
+    applied: Applied | None = None,
+) -> Collectives:
+    """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``OkTopkExchanges``."""
+    if isinstance(compress, OkTopk):
+        oktopk = OkTopkExchanges(compress, parameters, group, averaged, applied)
+        return Collectives(oktopk, DenseExchanges(), memory=oktopk)
+    return Collectives(DenseExchanges(() if compress is None else (compress,)))
