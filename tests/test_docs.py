@@ -171,9 +171,9 @@ def run_snippets(rank: int, folder: str, snippets: list[tuple[str, str]]) -> dic
         except Exception:
             failures[name] = traceback.format_exc()
             break  # the other rank may be waiting for this one
-        wrapped = names.get("model")
-        if hasattr(wrapped, "close"):
-            wrapped.close()
+                close = getattr(names["model"], "close", None)
+        if close is not None:
+            close()
         dist.barrier()
     return failures
 
