@@ -171,7 +171,7 @@ def run_snippets(rank: int, folder: str, snippets: list[tuple[str, str]]) -> dic
         except Exception:
             failures[name] = traceback.format_exc()
             break  # the other rank may be waiting for this one
-                close = getattr(names["model"], "close", None)
+        close = getattr(names["model"], "close", None)
         if close is not None:
             close()
         dist.barrier()
