@@ -139,25 +139,25 @@ class LeanDataParallel(Tuned, nn.Module):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """All buckets' optimizers as one, for schedulers and checkpoints."""
-        return self._layout_in_use.optimizers.user_optimizer
+        return self.layout.optimizers.user_optimizer
 
     @property
     def skipped(self) -> int:
         """Updates of buckets that were skipped because a gradient was not finite on some rank."""
-        return self._layout_in_use.updates.skipped()
+        return self.layout.updates.skipped()
 
     def explain(self) -> str:
         """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
         if self._tuner is None:
             return f"No plan: {self._idle}. It trains nothing: wrap the module again."
         with suppress(RuntimeError):  # a lane has failed, and has said so where it was waited for
-            self._layout_in_use.residuals.synchronize()
+            self.layout.residuals.synchronize()
         return super().explain()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """What this rank must keep in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
         if self._tuner is not None:
-            self._layout_in_use.residuals.synchronize()  # it may be on its way to host memory
+            self.layout.residuals.synchronize()  # it may be on its way to host memory
         return super().comm_state_dict()
 
     def clip_grad_norm_(self, *_: Any, **__: Any) -> None:
@@ -205,9 +205,9 @@ class LeanDataParallel(Tuned, nn.Module):
                 grown = scaler.get_scale() * scaler.get_growth_factor()
                 if grown < torch.finfo(torch.float32).max:  # as torch: it stays where it cannot grow
                     scaler.update(grown)
-        if scaler is not None and self._layout_in_use.updates.loss_scale != (scale := float(scaler.get_scale())):
-            self._layout_in_use.updates.loss_scale = scale
-            self._layout_in_use.residuals.synchronize()
+        if scaler is not None and self.layout.updates.loss_scale != (scale := float(scaler.get_scale())):
+            self.layout.updates.loss_scale = scale
+            self.layout.residuals.synchronize()
         super()._follow_scale()
 
     def _so_far(self) -> tuple[int, int]:
@@ -241,10 +241,11 @@ class LeanDataParallel(Tuned, nn.Module):
         Of several forwards in one backward pass, any that is to be averaged decides.
         """
         if self._tuner is not None:
-            self._averages = averaged or (self._averages and self._layout_in_use.awaited)
+            self._averages = averaged or (self._averages and self.layout.awaited)
 
     @property
-    def _layout_in_use(self) -> LeanLayout:
+    def layout(self) -> LeanLayout:
+        """What runs the buckets; RuntimeError after close() and in a copy."""
         self._running_tuner()
         return self._layout
 

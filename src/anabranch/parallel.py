@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.comm.collectives import Collectives
@@ -154,6 +155,7 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     # DDP's extension points.
 
+    @_disable_dynamo
     def _before_forward(self) -> None:
         if self._idle == CLOSED:
             raise RuntimeError("this DataParallel was closed: wrap the module again")
@@ -164,6 +166,7 @@ class DataParallel(Tuned, ExtensibleDDP):
                 self._tuner.before_forward(averaged=self.require_backward_grad_sync)
             self._layout.drain_buffers()  # after the step's first mark, so that what is exposed of it counts
 
+    @_disable_dynamo
     def _after_forward(self, output: Any) -> None:
         averaged = torch.is_grad_enabled() and self.require_backward_grad_sync and not self._inside_join
         if self._tuner is not None and averaged:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from anabranch.estimate.profile import BucketSize, Moment, Profile, by_bytes, by_names
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.select import CHUNK
+from anabranch.sparse.select import CHUNK_NUMEL
 from anabranch.sparse.sizes import Sizes, widest_numel
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
@@ -186,7 +186,7 @@ def _messages(bucket: BucketSize, setting: Setting) -> tuple[dict[str, int], dic
     send = (ranks + 1) * sizes.message_nbytes
     usual = {"send": send, "receive": 2 * ranks * sizes.message_nbytes, "workspace": 2 * 4 * ranks * sizes.capacity}
     # A chunk at a time: what waits and the gradient added up, then what passes as bytes and as counts of two widths.
-    balancing = 0 if sizes.everything else (4 + 1 + 4 + 8) * min(bucket.numel, CHUNK)
+    balancing = 0 if sizes.selects_all else (4 + 1 + 4 + 8) * min(bucket.numel, CHUNK_NUMEL)
     return usual, {"send": send, "receive": 0, "workspace": balancing}
 
 
