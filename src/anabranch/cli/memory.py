@@ -127,7 +127,7 @@ def _figures(footprint: "Footprint") -> dict[str, Any]:
         "kinds": dict(footprint.kinds),
         "predicted_nbytes": footprint.nbytes,
         "at": footprint.at,
-        "host_nbytes": footprint.host,
+        "host_nbytes": footprint.host_nbytes,
     }
 
 
