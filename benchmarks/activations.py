@@ -133,7 +133,9 @@ def noted(ours: ManagedActivations | None) -> str:
         words.append(f"predicted {forecast.peak_nbytes / GIB:.2f} GiB, +{forecast.extra_s * 1e3:.0f} ms")
     if ours.offloader is not None:
         counts = ours.offloader.counts
-        words.append(f"host {ours.offloader.pool.nbytes / GIB:.1f} GiB, {counts.late_fetches} late, {counts.forward_waits} waits")
+        words.append(
+            f"host {ours.offloader.pool.nbytes / GIB:.1f} GiB, {counts.late_fetches} late, {counts.forward_waits} waits"
+        )
     return "; ".join(words)
 
 

@@ -13,7 +13,7 @@ FILES = sorted(SRC.rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
-BASE = {"errors", "checks"}
+BASE = {"errors", "checks", "extras"}
 NOUNS = {*BASE, "trace", "alpha_beta", "curve", "network", "plan", "timeline"}
 EVERYTHING = {"*"}
 LIBRARY = {
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
     "checks": {"errors"},
+    "extras": {"errors"},
     "trace": BASE,
     "timeline": BASE,
     "alpha_beta": BASE,
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": LIBRARY,
     # Tools: nothing above imports them.
     "estimate": LIBRARY,
-    "lab": {"errors"},
+    "lab": {"errors", "extras"},
     "lab.emulation": {*BASE, "alpha_beta"},
     "bench": {*LIBRARY, "estimate", "report"},
     "report": {*NOUNS, "files", "scaling"},
@@ -78,7 +79,6 @@ TORCH_AT_MODULE_LEVEL = {
     "bench",
     "demo",
     "lab.emulation.group",
-    "lab.emulation.work",
     "reproduce.oktopk_counts",
 }
 TORCH_NEVER = {*NOUNS, "network_presets", "profiler_trace", "files", "sim", "planners", "scaling", "report", "lab"}
@@ -163,7 +163,7 @@ def parsed(path: Path) -> ast.Module:
         ("cli.plan", "import torch"),
         ("runtime.explain", "from anabranch.lab.emulation.group import EmulatedGroup"),
         ("lab.emulation.settings", "def f():\n    import torch"),
-        ("lab.emulation.wire", "from anabranch.comm.lanes import Lanes"),
+        ("lab.emulation.link", "from anabranch.comm.lanes import Lanes"),
         ("lab.hosts", "from anabranch.alpha_beta import AlphaBeta"),
         ("files", "from .trace import Trace"),
         ("helpers", "import json"),

@@ -18,6 +18,7 @@ from anabranch.errors import (
     DisagreementError,
     FileError,
     LabError,
+    MissingExtraError,
     NetworkError,
     PlanError,
     UpdateError,
@@ -35,10 +36,12 @@ if _TYPE_CHECKING:
     from anabranch.activations.policy import Activations
     from anabranch.integrations.distributed_checkpoint import CommState
     from anabranch.lean.options import Lean
+    from anabranch.lean_parallel import LeanDataParallel
     from anabranch.observe.loggers import JsonLines, Progress, TensorBoard
     from anabranch.observe.metrics import Logger, Metrics
     from anabranch.parallel import DataParallel
     from anabranch.sparse.options import OkTopk
+    from anabranch.tuning.policy import TuningPolicy
 
 __all__ = [
     "Activations",
@@ -59,6 +62,7 @@ __all__ = [
     "LeanDataParallel",
     "Logger",
     "Metrics",
+    "MissingExtraError",
     "Network",
     "NetworkError",
     "OkTopk",

@@ -36,7 +36,7 @@ class Bucket:
 
 
 def bucket_label(number: int, collective: str, names: Sequence[str]) -> str:
-    """What timelines and traces call a bucket, by which reports know it again."""
+    """The name of a bucket in timelines and traces; reports recognise buckets by it."""
     return f"bucket {number}: {collective}, {len(names)} tensors, {names[-1]}"
 
 

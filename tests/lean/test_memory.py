@@ -142,7 +142,7 @@ def aliasing(rank: int, residuals: Any, kind: str) -> int:
     for name, parameter in model.named_parameters():
         log.born(name, parameter.detach())
         log.born(f"momentum of {name}", lean.optimizer.state[parameter]["momentum_buffer"])
-    for state in lean._memory._state.buckets() if kind != "dense" else []:
+    for state in lean._collectives._memory._state.buckets() if kind != "dense" else []:
         log.born(f"what waits for {state.names}", state.residual)
     assert log.clashes() == []
     assert all(entry.died is not None for entry in log.entries if entry.whose.startswith("slot"))

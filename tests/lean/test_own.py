@@ -105,7 +105,7 @@ class _State:
     def __init__(self) -> None:
         self.residual = torch.randn(48)
 
-    def look(self, gradient: torch.Tensor) -> None:
+    def record_norms(self, gradient: torch.Tensor) -> None:
         assert gradient.numel() == 48
 
 

@@ -158,8 +158,8 @@ def warned(rank: int) -> list[str]:
 
 def test_explain_tells_what_waits_and_warns_when_it_grows() -> None:
     for calm, alarmed in on_ranks(warned, 2):
-        assert "applied in its last step, |waiting|" in calm and ", for about" in calm and "WARNING" not in calm
-        assert "WARNING: what waits in the bucket to first grows without bound: |waiting|" in alarmed
+        assert "applied in its last step, |residual|" in calm and " steps old" in calm and "WARNING" not in calm
+        assert "WARNING: the residual of the bucket to first grows without bound: its norm was" in alarmed
         assert "at step 1216, 320.0 and 608.0 steps of gradients: give OkTopk a higher density" in alarmed
 
 

@@ -19,8 +19,8 @@ from anabranch.bench.baselines import top_count, top_pairs
 from anabranch.comm.communicator import Communicator, ZeroBuffer
 from anabranch.ddp.reducer import unwrap
 from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, OKTOPK
-from anabranch.estimate.probe import Factory, Loss
-from anabranch.lean.options import KEPT, Lean, ResidualPlacement
+from anabranch.estimate.probe import Loss
+from anabranch.lean.options import KEPT, Lean, OptimizerFactory, ResidualPlacement
 from anabranch.parallel import DataParallel
 from anabranch.plan import Plan
 from anabranch.sparse.oktopk import fixed_size_version
@@ -34,7 +34,7 @@ class Subject(NamedTuple):
 
     model: nn.Module
     loss: Loss
-    optimizer: Factory
+    optimizer: OptimizerFactory
     ranks: int
     density: float
     plan: Plan | None = None

@@ -14,7 +14,7 @@ from anabranch.files import bundled_traces
 from anabranch.network_presets import PRESETS
 
 if TYPE_CHECKING:
-    from anabranch.estimate.account import Setting
+    from anabranch.estimate.account import Footprint, Setting
     from anabranch.estimate.estimator import BuildAt, MemoryEstimator
     from anabranch.network import Network
 
@@ -88,7 +88,7 @@ def memory(
 ) -> None:
     """Predict peak memory by kind of object: for DDP, naive sparse, Ok-Topk and Lean; the largest batch that fits."""
     limit_nbytes = None if within is None else network_text.size_nbytes("--within", within)
-    links = _network(network, rate, ranks)
+    links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
     from anabranch.estimate.account import Setting
 
@@ -101,10 +101,7 @@ def memory(
     found: dict[str, Any] = {
         "command": "memory", "model": model, "batch_size": batch_size, "ranks": ranks, "density": density,
         "optimizer": optimizer.value, "activations": activations.value, "assumptions": list(estimator.assumptions),
-        "modes": {
-            mode: {"kinds": dict(f.kinds), "predicted_nbytes": f.nbytes, "at": f.at, "host_nbytes": f.host}
-            for mode, f in footprints.items()
-        },
+        "modes": {mode: _figures(footprint) for mode, footprint in footprints.items()},
     }  # fmt: skip
     if measure:
         for mode, nbytes in _measured(model, batch_size, optimizer, activations, setting).items():
@@ -112,17 +109,26 @@ def memory(
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
         batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
-        found["within_nbytes"], found["largest_batch"] = limit_nbytes, batches
+        found["within_nbytes"] = limit_nbytes
+        found["largest_batch"] = batches
         found["assumptions"] += _limits(batches)
     if links is not None:
-        ways: dict[str, str] = {mode: estimator.activations_of(mode) for mode in batches}
-        speeds, assumptions = _throughputs(trace or model, links, batches, density, ways)
-        found["samples_per_s"] = speeds
+        kept: dict[str, str] = {mode: estimator.activations_of(mode) for mode in batches}
+        found["samples_per_s"], assumptions = _throughputs(trace or model, links, batches, density, kept)
         found["assumptions"] += assumptions
     if as_json:
         print_json(found)
     else:
         _print(found)
+
+
+def _figures(footprint: "Footprint") -> dict[str, Any]:
+    return {
+        "kinds": dict(footprint.kinds),
+        "predicted_nbytes": footprint.nbytes,
+        "at": footprint.at,
+        "host_nbytes": footprint.host,
+    }
 
 
 def estimator_of(
@@ -141,9 +147,9 @@ def estimator_of(
 def _build_at(model: str) -> "BuildAt":
     """By batch, what makes the model. A function of the user's own is looked up once."""
     if ":" in model:
-        function = user_function.function(model, EXAMPLE)
+        function = user_function.load_function(model, EXAMPLE)
         second = "loss): a torch module and a function of it"
-        return lambda batch: lambda device: user_function.checked(model, function(batch, device), second)
+        return lambda batch: lambda device: user_function.check_returned(model, function(batch, device), second)
     from anabranch.bench.memory import of_zoo
 
     return partial(of_zoo, model)
@@ -152,10 +158,10 @@ def _build_at(model: str) -> "BuildAt":
 def _limits(batches: Mapping[str, int]) -> list[str]:
     """What the search for the largest batches assumes."""
     from anabranch.estimate.estimator import FRAGMENTATION
-    from anabranch.estimate.largest_batch import MOST
+    from anabranch.estimate.largest_batch import MAX_BATCH
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
-    return [*limits, f"no batch above {MOST} was looked at"] if max(batches.values()) == MOST else limits
+    return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits
 
 
 def _measured(
@@ -193,7 +199,8 @@ def _throughputs(
     return throughputs(arguments.trace(name), network, batches, density, activations), assumptions
 
 
-def _network(text: str | None, rate: str | None, ranks: int | None) -> "Network | None":
+def throughput_network(text: str | None, rate: str | None, ranks: int | None) -> "Network | None":
+    """The network for throughput: --network, or a ring of links of --rate; None if neither was given."""
     if text is not None and rate is not None:
         raise ValueError(f"--network is {text} and --rate is {rate}: expected one of them")
     world_size = ranks or DEFAULT_RANKS

@@ -7,10 +7,10 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from anabranch.extras import require
 from anabranch.observe.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -56,15 +56,10 @@ def _is_torn(path: Path) -> bool:
 
 
 class TensorBoard:
-    """Curves under ``anabranch/`` in a folder that TensorBoard reads; needs the package ``tensorboard``."""
+    """Curves under ``anabranch/`` in a folder that TensorBoard reads; needs ``anabranch[tensorboard]``."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        if find_spec("tensorboard") is None:
-            raise ModuleNotFoundError(
-                "the package tensorboard is not installed, which TensorBoard(...) writes with: "
-                "pip install tensorboard, or log to JsonLines(...)",
-                name="tensorboard",
-            )
+        require("tensorboard", "tensorboard", "TensorBoard(...)")
         self._folder = os.fspath(folder)
         self._writer: Any = None
         self._stage = ""

@@ -1,4 +1,4 @@
-"""What the tests of the lab share: labs as processes, who is in them, and whether this machine can have any."""
+"""Labs as processes, for tests: start one, see which processes it has, and whether this machine can run one."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from anabranch.errors import LabError
 from anabranch.lab import preflight
 from anabranch.lab.cluster import Cluster
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0  # reached only by a failure: the machine may be busy
 
 
 def _why_not() -> str:
@@ -36,13 +36,26 @@ def _signals_count() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+WITH_GRACE = """
+import sys
+from anabranch.cli.main import main
+from anabranch.lab import supervisor
+supervisor.GRACE_S = float(sys.argv[1])
+sys.exit(main(["lab", *sys.argv[2:]]))
+"""
+
+
 @contextmanager
 def lab(
-    *arguments: str, environment: Mapping[str, str] | None = None, folder: Path | None = None
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    grace_s: float | None = None,
 ) -> Iterator["subprocess.Popen[str]"]:
-    """``anabranch lab`` as a process of its own, which is ended if the test does not."""
+    """``anabranch lab`` as a process of its own, which is ended if the test does not; ``grace_s`` for its ranks."""
+    start = ["-m", "anabranch", "lab"] if grace_s is None else ["-c", WITH_GRACE, str(grace_s)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "anabranch", "lab", *arguments],
+        [sys.executable, *start, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -59,7 +72,7 @@ def lab(
 
 def outcome(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a lab that ends by itself."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 

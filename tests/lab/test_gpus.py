@@ -1,4 +1,4 @@
-"""MPS, with a control program that only pretends: it is private, it is waited for, and it ends with the lab."""
+"""GPUs and MPS, with a fake control program: the daemon is private, is waited for, and ends with the lab."""
 
 import os
 import signal
@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from anabranch.errors import LabError
-from anabranch.lab import mps
-from anabranch.lab.gpus import gpus
-from lab.laboratory import alive, lab, needs_namespaces, outcome, pids, until
+from anabranch.lab import gpus
+from lab.lab_process import alive, lab, needs_namespaces, outcome, pids, until
 
 # A daemon that lives in its pipe folder, like NVIDIA's. It answers from the second question on.
 CONTROL = """#!/bin/sh
@@ -71,9 +70,9 @@ def test_sigkill_of_the_lab_ends_the_daemon(fake: Path, stubborn: bool) -> None:
     program = f"echo $$ >{fake}/$RANK.pid; sleep 60"
     arguments = ("--hosts", "2", "--rate", "1gbit", "--backend", "nccl", "--", "sh", "-c", program)
     with lab(*arguments, environment=environment) as process:
-        inmates = pids(fake, 3)
+        started = pids(fake, 3)
         process.send_signal(signal.SIGKILL)
-        until(lambda: not any(map(alive, inmates)) and not left(fake))
+        until(lambda: not any(map(alive, started)) and not left(fake))
 
 
 @needs_namespaces
@@ -102,20 +101,20 @@ def test_enough_gpus_need_no_daemon(fake: Path) -> None:
 def test_a_daemon_that_does_not_come_up(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_REFUSES", "1")
     with pytest.raises(LabError, match=r"exit code 1: An instance is already running; its log: empty\. Without MPS"):
-        mps.start(mps.folder())
+        gpus.start_mps(gpus.new_mps_folder())
 
 
 def test_a_daemon_that_never_answers(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mps, "START_S", 0.2)
-    monkeypatch.setattr(mps, "QUESTION", "\n")
-    folder = mps.folder()
+    monkeypatch.setattr(gpus, "MPS_START_S", 0.2)
+    monkeypatch.setattr(gpus, "MPS_QUERY", "\n")
+    folder = gpus.new_mps_folder()
     (fake / "nvidia-cuda-mps-control").write_text(
         "#!/bin/sh\n"
         "test x$1 = x-d || { echo Cannot find MPS control daemon process; exit 1; }\n"
         "echo bad >$CUDA_MPS_LOG_DIRECTORY/control.log\n"
     )
     with pytest.raises(LabError, match="Cannot find MPS control daemon process; its log: bad"):
-        mps.start(folder)
+        gpus.start_mps(folder)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +135,11 @@ def test_gpus_by_name(
     monkeypatch.setenv("FAKE_TWO", two)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus() == expected
+    assert gpus.available_gpus() == expected
 
 
 def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("anabranch.lab.gpus._devices", list)
-    assert gpus() == []
+    monkeypatch.setattr("anabranch.lab.gpus._device_numbers", list)
+    assert gpus.available_gpus() == []
