@@ -112,7 +112,7 @@ def test_rivals_send_a_part_and_the_same_to_everyone() -> None:
 
 
 def remembered(rank: int) -> list[float]:
-    """What reaches a constant gradient's place in two turns of three steps each behind the layout's settling."""
+    """The residual of a constant gradient after two turns, of three steps each once the layout is in force."""
     model = nn.Linear(8, 1, bias=False)
 
     def step(wrapped: nn.Module | None = None) -> None:
@@ -120,7 +120,7 @@ def remembered(rank: int) -> list[float]:
         (wrapped or model)(torch.arange(1.0, 9.0)).sum().backward()
 
     (contestant,) = sparse_rivals(model, step, trace_of(model), NETWORK, {"topk:0.125": Rival("topk", 0.125)}, [])
-    state = contestant.enter.args[-1]._state  # type: ignore[attr-defined]
+    state = contestant.enter.args[-1]._families[0]._state  # type: ignore[attr-defined]
     for _ in range(2):
         with contestant.enter() as go:
             for _ in range(contestant.warmup + 3):
@@ -129,9 +129,9 @@ def remembered(rank: int) -> list[float]:
     return [float(bucket.step), *bucket.residual.tolist()]
 
 
-def test_what_waits_is_kept_between_turns() -> None:
-    steps, *waiting = on_ranks(remembered, 2)[0]
-    assert steps > 6 and sum(value != 0 for value in waiting) == 7  # but for the one that went last
+def test_residuals_are_kept_between_turns() -> None:
+    steps, *residual = on_ranks(remembered, 2)[0]
+    assert steps > 6 and sum(value != 0 for value in residual) == 7  # all but the one that was sent last
 
 
 def in_the_buckets_of(rank: int) -> list[str]:
