@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import anabranch as ab
-from anabranch.bench.baselines import RIVALS, Exchange
+from anabranch.bench.baselines import BASELINES, ExchangeFunction
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
@@ -21,7 +21,7 @@ from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
 
 PERIODS = OkTopk()  # its defaults: exact thresholds every 32 steps, new regions every 64
-OURS: dict[str, Exchange] = {
+OURS: dict[str, ExchangeFunction] = {
     "exact": exact_exchange,
     "fixed": fixed_exchange,
     "fixed, bf16": partial(fixed_exchange, options=OkTopk(wire="bf16")),
@@ -87,9 +87,9 @@ def main() -> None:
     print(about(), flush=True)
     ours, rivals = [], []
     for size in SIZES:
-        known = [name for name in RIVALS if size.ranks <= BIG_RANKS or name not in NOT_THERE]
+        known = [name for name in BASELINES if size.ranks <= BIG_RANKS or name not in NOT_THERE]
         ours.append((size, {name: counted(exchange, size) for name, exchange in OURS.items()}))
-        rivals.append((size, {name: counted(RIVALS[name], size) for name in known}))
+        rivals.append((size, {name: counted(BASELINES[name], size) for name in known}))
         print(f"P = {size.ranks} after {perf_counter() - begun_s:.0f} s", file=sys.stderr, flush=True)
     larger = [(size, {"exact": counted(exact_exchange, size)}) for size in LARGER]
     for title, table in (
@@ -127,7 +127,7 @@ def gradients(size: Size) -> Iterator[list[torch.Tensor]]:
         yield [(torch.randn(size.numel, generator=chance).add_(signal)).mul_(magnitude) for _ in range(size.ranks)]
 
 
-def counted(exchange: Exchange, size: Size) -> Count:
+def counted(exchange: ExchangeFunction, size: Size) -> Count:
     """Some steps of all ranks, every word counted."""
     world = VirtualWorld(size.ranks)
     states = [BucketState.of(torch.zeros(size.numel), size.ranks) for _ in range(size.ranks)]

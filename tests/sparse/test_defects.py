@@ -43,12 +43,16 @@ def test_places_beyond_float32(name: str) -> None:
 def test_sums_of_boundaries_beyond_int32() -> None:
     """There: boundaries summed as int32, which overflowed from 146 ranks on for 14.7 million elements."""
     numel, ranks = 14_728_266, 256
-    assert regions.wanted(torch.tensor(1000), ranks).dtype == regions.even(numel, ranks).dtype == torch.int64
+    assert (
+        regions.first_ordinals(torch.tensor(1000), ranks).dtype
+        == regions.uniform_inner(numel, ranks).dtype
+        == torch.int64
+    )
     last = torch.full((ranks - 1,), numel - 1, dtype=torch.int64)
     proposals = torch.minimum(last, torch.arange(1, ranks) * (numel // ranks))
     summed = proposals * ranks
     assert int(summed.max()) > 2**31
-    bounds = regions.agreed(summed, numel, ranks)
+    bounds = regions.mean_boundaries(summed, numel, ranks)
     assert torch.equal(bounds[1:-1], proposals)
 
 
@@ -56,7 +60,7 @@ def test_more_than_two_to_the_31_elements_in_all() -> None:
     """Boundaries, their sums and their differences, without the elements themselves."""
     numel, ranks = 3 * 2**31, 64
     even = regions.uniform(numel, ranks)
-    assert torch.equal(regions.agreed(even[1:-1] * ranks, numel, ranks), even)
+    assert torch.equal(regions.mean_boundaries(even[1:-1] * ranks, numel, ranks), even)
 
 
 @pytest.mark.parametrize("name", sorted(EXCHANGES))

@@ -9,7 +9,7 @@ import torch
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.residual_monitor import KEPT, ResidualMonitor, ResidualSample, residual_grows
+from anabranch.sparse.residual_monitor import MAX_SAMPLES, ResidualMonitor, ResidualSample, residual_grows
 from anabranch.sparse.state import SparseState
 from sparse.worlds import gradients
 
@@ -51,11 +51,11 @@ def test_early_steps_are_no_growth() -> None:
 
 
 def test_looks_thin_out_and_reach_back_to_the_first() -> None:
-    waiting = ResidualMonitor(period=4)
+    monitor = ResidualMonitor(period=4)
     for step in range(3, 3000):
-        waiting.look(step, torch.full((4,), 2.0), torch.full((4,), float(step)))
-    samples = waiting.samples()
-    assert samples[0].step == 4 and samples[-1].step > 2500 and KEPT // 2 <= len(samples) <= KEPT
+        monitor.record(step, torch.full((4,), 2.0), torch.full((4,), float(step)))
+    samples = monitor.samples()
+    assert samples[0].step == 4 and samples[-1].step > 2500 and MAX_SAMPLES // 2 <= len(samples) <= MAX_SAMPLES
     assert all(look.norm == 2 * look.step and look.age_steps == look.step / 2 for look in samples)
 
 
@@ -65,19 +65,19 @@ def test_a_gradient_that_comes_in_pieces_is_looked_at_as_one() -> None:
     residual = torch.zeros(6)
     for step in range(7):
         gradient = torch.arange(6.0) - step
-        whole.look(step, gradient, residual.clone())
+        whole.record(step, gradient, residual.clone())
         for part in (slice(0, 4), slice(4, 6)):
-            pieces.look(step, gradient[part], residual)
+            pieces.record(step, gradient[part], residual)
             residual[part] += gradient[part]
-        pieces.look(step, torch.zeros(6), residual)  # as before the exchange, of zeros
+        pieces.record(step, torch.zeros(6), residual)  # as before the exchange, of zeros
     assert pieces.samples() == whole.samples() and len(whole.samples()) == 4 and whole.samples()[-1].age_steps > 1
 
 
 def test_steps_that_are_not_finite_are_left_out() -> None:
-    waiting = ResidualMonitor(period=1)
+    monitor = ResidualMonitor(period=1)
     for step, gradient in enumerate((1.0, float("inf"), float("nan"), 0.0)):
-        waiting.look(step, torch.full((2,), gradient), torch.ones(2))
-    assert [look.step for look in waiting.samples()] == [0, 3] and waiting.samples()[-1].age_steps == 0.0
+        monitor.record(step, torch.full((2,), gradient), torch.ones(2))
+    assert [look.step for look in monitor.samples()] == [0, 3] and monitor.samples()[-1].age_steps == 0.0
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.99])
@@ -92,6 +92,6 @@ def test_training_as_it_should_be_gives_no_warning(decay: float) -> None:
             [exchange(g, b, c, 2.0, DENSITY, options) for g, b, c in zip(made, buckets, world.comms, strict=True)]
         )
         if step % 60 == 59:
-            waiting = buckets[0].residual_monitor
-            assert waiting is not None and not residual_grows(waiting.samples(), DENSITY)
-    assert waiting is not None and 0.5 < waiting.samples()[-1].age_steps < 20
+            monitor = buckets[0].residual_monitor
+            assert monitor is not None and not residual_grows(monitor.samples(), DENSITY)
+    assert monitor is not None and 0.5 < monitor.samples()[-1].age_steps < 20

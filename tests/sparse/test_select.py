@@ -2,21 +2,13 @@
 
 import struct
 from itertools import pairwise
-from typing import Literal
 
-import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.bench.virtual import VirtualWork
-from anabranch.comm.communicator import ZeroBuffer
 from anabranch.sparse import select
-from anabranch.sparse.fixed import fixed_exchange
-from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import FP32, encoding_for
-from anabranch.sparse.state import BucketState
 
 
 def bits(value: float) -> int:
@@ -77,20 +69,20 @@ def test_owner_adds_and_takes_like_the_loop(data: st.DataObject, ranks: int, slo
     there = [[bits(s), position] for position, s in enumerate(sums) if s != 0]
     assert packed.tolist() == there + [[0, -1]] * (ranks * slots - len(there))
     assert not buffer.any()
-    taken = select.take(packed, torch.tensor(float(threshold)), capacity)
+    taken = select.select_sums(packed, torch.tensor(float(threshold)), capacity)
     passed = [pair for pair in there if abs(value(pair[0])) >= threshold]
     assert int(taken.passed) == len(passed)
     assert taken.packed.tolist() == (passed + [[0, -1]] * capacity)[:capacity]
-    assert not taken.leftover.any()
+    assert not taken.rounding_error.any()
 
 
 def test_a_rounded_sum_leaves_what_it_lost() -> None:
-    wire = encoding_for("bf16", 2**20)
+    encoding = encoding_for("bf16", 2**20)
     sums = torch.tensor([[bits(1.001), 3], [bits(-2.5), 9], [0, -1]], dtype=torch.int32)
-    taken = select.take(sums, torch.tensor(0.5), 2, wire)
+    taken = select.select_sums(sums, torch.tensor(0.5), 2, encoding)
     arrived = taken.packed[:, 0].contiguous().view(torch.float32)
     assert arrived.tolist() == [1.0, -2.5]
-    assert torch.equal(arrived + taken.leftover, torch.tensor([1.001, -2.5]))
+    assert torch.equal(arrived + taken.rounding_error, torch.tensor([1.001, -2.5]))
 
 
 def finished(poisoned: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,29 +117,6 @@ def test_an_average_too_small_for_float32_still_clears() -> None:
     assert residual.item() == 0
 
 
-class Nowhere(ZeroBuffer):
-    """A group of four that sends nothing: for tensors without values."""
-
-    rank, size = 1, 4
-
-    def all_to_all(self, *args: object) -> dist.Work:
-        return VirtualWork()
-
-    all_gather = all_gather_uneven = all_reduce = all_to_all
-
-
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_the_fixed_exchange_never_asks_for_a_value(wire: Literal["fp32", "bf16"]) -> None:
-    """On the meta device a look at a value is an error."""
-    meta = torch.device("meta")
-    state = BucketState.of(torch.zeros(9000, device=meta), 4)
-    options = OkTopk(wire=wire, region_period=2)
-    for density in (0.01, 0.2, 1.0):
-        works = list(fixed_exchange(torch.zeros(9000, device=meta), state, Nowhere(), 4.0, density, options))
-        assert len(works) in (2, 3)
-    assert state.step == 3
-
-
 def test_nothing_in_the_fixed_path_asks_for_a_size() -> None:
     """On the meta device a size that depends on data, or a look at a value, is an error."""
     numel, ranks, capacity = 100, 4, 8
@@ -156,7 +125,7 @@ def test_nothing_in_the_fixed_path_asks_for_a_size() -> None:
     bounds, threshold = torch.zeros(ranks + 1, dtype=torch.int64, device=meta), torch.zeros((), device=meta)
     offered = select.offer(gradient, residual, threshold, bounds, capacity, FP32)
     sums = select.sums_at_owner(offered.packed, torch.zeros(50, device=meta))
-    taken = select.take(sums, threshold, capacity)
+    taken = select.select_sums(sums, threshold, capacity)
     gathered = taken.packed.expand(ranks, capacity, 2)
     select.finish(gathered, offered.packed, gradient, residual, bounds, 4.0, offered.poison)
-    select.keep_leftover(taken.packed, taken.leftover, residual, bounds[1], offered.poison)
+    select.keep_rounding_error(taken.packed, taken.rounding_error, residual, bounds[1], offered.poison)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from anabranch.estimate.step_profile import BucketSize, MemoryUse, StepProfile, buckets_by_names, buckets_by_size
 from anabranch.lean.slots import SLOTS
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.select import CHUNK
+from anabranch.sparse.select import CHUNK_NUMEL
 from anabranch.sparse.sizes import Sizes, widest_numel
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
@@ -191,7 +191,7 @@ def _messages(bucket: BucketSize, setting: Setting) -> tuple[dict[str, int], dic
     send = (ranks + 1) * sizes.message_nbytes
     usual = {"send": send, "receive": 2 * ranks * sizes.message_nbytes, "workspace": 2 * 4 * ranks * sizes.capacity}
     # Chunk by chunk: residual plus gradient, then what passes the threshold as bytes and as counts of two widths.
-    balancing = 0 if sizes.everything else (4 + 1 + 4 + 8) * min(bucket.numel, CHUNK)
+    balancing = 0 if sizes.selects_all else (4 + 1 + 4 + 8) * min(bucket.numel, CHUNK_NUMEL)
     return usual, {"send": send, "receive": 0, "workspace": balancing}
 
 

@@ -15,7 +15,6 @@ from anabranch.comm.communicator import GroupCommunicator
 from anabranch.comm.dense import COMPRESSED, DenseExchanges, all_finite
 from anabranch.comm.exchange import Collective, Group, Steps, Traffic
 from anabranch.plan import Bucket, Plan
-from anabranch.sparse.exact import MOST
 from anabranch.sparse.momentum import Momentum
 from anabranch.sparse.naming import LADDER, density_of, kind_of
 from anabranch.sparse.oktopk import exchange
@@ -46,7 +45,7 @@ class OkTopkExchanges:
         self.kinds = tuple(kind_of(density) for density in fixed or LADDER)
         self.dense_names = frozenset(name for name, p in parameters.items() if p.dim() < 2 or p.dtype != torch.float32)
         self.warmup_steps = options.warmup_steps
-        self._options = replace(options, warmup_steps=0)  # the tuner sends dense until then
+        self._options = options
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # of parameters, by bucket
         self._device = next(iter(parameters.values())).device
@@ -73,7 +72,7 @@ class OkTopkExchanges:
         density = density_of(bucket.collective)
         assert density is not None
         steps = exchange(buffer, state, self._comm(group), divisor, density, self._options)
-        return self._momentum.around(steps, buffer, state)
+        return self._momentum.wrap(steps, buffer, state)
 
     def residual_state(self, bucket: Bucket) -> BucketState | None:
         return self._bucket_state(bucket) if self.handles(bucket.collective) else None
@@ -109,13 +108,13 @@ class OkTopkExchanges:
         if self._device.type != "cpu":
             nbytes = 2 * (ranks - 1) * sizes.message_nbytes
             return Traffic(nbytes, nbytes, sizes.k / numel)
-        offered, applied = min(int(state.offered), MOST * sizes.k), int(state.applied)
+        offered, applied = min(int(state.offered), sizes.max_selected), int(state.applied)
         nbytes = (offered + applied) * sizes.encoding.pair_nbytes * (ranks - 1) // ranks
         return Traffic(nbytes, nbytes, applied / numel)
 
     def use_plan(self, plan: Plan | None) -> None:
         sparse = [bucket for bucket in (plan.buckets if plan is not None else ()) if self.handles(bucket.collective)]
-        self._residual_flush.keep({name for bucket in sparse for name in bucket.names})
+        self._residual_flush.set_sparse_names({name for bucket in sparse for name in bucket.names})
         self._sizes.clear()
 
     def probe(self, kind: str) -> Collective:
@@ -161,8 +160,8 @@ class OkTopkExchanges:
             if state and "orders" in state:
                 self._check_orders(state["orders"])
         self._state.load_state_dict(*states)
-        self._momentum.load_state_dict(*(state.get("velocities", {}) for state in self._state.taken))
-        self._residual_flush.keep(self._residual_flush.sparse)
+        self._momentum.load_state_dict(*(state.get("velocities", {}) for state in self._state.loaded_states))
+        self._residual_flush.set_sparse_names(self._residual_flush.sparse_names)
 
     def _order(self, name: str) -> list[int]:
         """The strides of a parameter and of its residual; empty if it is row-major."""
