@@ -10,7 +10,7 @@ from anabranch.bench.race import Turn
 from anabranch.bench.run import Settings, counts, run
 from anabranch.bench.sparse import sparse_rivals
 from anabranch.bench.subject import from_trace
-from anabranch.report.benchmark import BASELINE, COMPUTE, OURS
+from anabranch.report.documents import BASELINE, COMPUTE, OURS
 from ranks import on_ranks
 
 NETWORK = ab.Network.linear(3, 1e-4, 1e-9)

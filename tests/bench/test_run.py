@@ -12,9 +12,9 @@ from torch import nn
 import anabranch as ab
 from anabranch.bench.contestants import ALL_REDUCE, baselines, ours, rivals
 from anabranch.bench.subject import from_trace, from_zoo
-from anabranch.report.benchmark import BASELINE as DDP
-from anabranch.report.benchmark import COMPUTE
-from anabranch.report.benchmark import OURS as AUTO
+from anabranch.report.documents import BASELINE as DDP
+from anabranch.report.documents import COMPUTE
+from anabranch.report.documents import OURS as AUTO
 from ranks import on_ranks
 
 

@@ -18,7 +18,7 @@ from anabranch.ddp.reducer import unwrap
 from anabranch.network import Network
 from anabranch.parallel import DataParallel
 from anabranch.plan import Plan
-from anabranch.report.benchmark import BASELINE, COMPUTE
+from anabranch.report.documents import BASELINE, COMPUTE
 from anabranch.trace import Trace
 from anabranch.tuning.candidates import predicted_s
 from anabranch.tuning.tuner import SETTLE_STEPS

@@ -24,7 +24,7 @@ from anabranch.comm.dense import COLLECTIVES
 from anabranch.errors import AnabranchError
 from anabranch.lab.environment import LAB, LAB_BIT_S
 from anabranch.parallel import DataParallel
-from anabranch.report.benchmark import BASELINE, COMPUTE, OURS, Benchmark, Row
+from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.sparse.options import OkTopk
 from anabranch.version import __version__
 
@@ -142,9 +142,9 @@ def _wanted(name: str, only: Sequence[str], always: Collection[str]) -> bool:
     return not only or name in always or any(part in name for part in only)
 
 
-def _row(contestant: Contestant, turns: Sequence[Turn], counted: bool) -> Row:
+def _row(contestant: Contestant, turns: Sequence[Turn], counted: bool) -> BenchmarkRow:
     plan = contestant.plan
-    return Row(
+    return BenchmarkRow(
         contestant.name,
         tuple(turn.seconds for turn in turns),
         contestant.predicted_s,

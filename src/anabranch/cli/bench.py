@@ -121,6 +121,7 @@ def _run(subjects: "Sequence[Subject]", settings: "Settings", outputs: _Outputs)
 
     from anabranch.bench.run import run
     from anabranch.report import benchmark as reports
+    from anabranch.report.documents import BenchDocument, printed
     from anabranch.report.race_plot import race_plot
 
     leads = dist.get_rank() == 0
@@ -139,7 +140,7 @@ def _run(subjects: "Sequence[Subject]", settings: "Settings", outputs: _Outputs)
     if leads and not outputs.as_json and (written := [str(path) for path in (outputs.report, outputs.plot) if path]):
         show_tables(f"Written to {' and '.join(written)}.")
     if leads and outputs.as_json:
-        print_json({"command": "bench", "benchmarks": [reports.figures(result) for result in results]})
+        print_json(printed(BenchDocument(benchmarks=tuple(results))))
     dist.destroy_process_group()
 
 

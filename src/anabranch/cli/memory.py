@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from anabranch.estimate.account import Footprint, Setting
     from anabranch.estimate.probe import Build, Loss
     from anabranch.network import Network
+    from anabranch.report.documents import MemoryDocument
 
 MAX_NBYTES = 2.0**60  # no machine has as much
 SIZE_NBYTES: Mapping[str, float] = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6}
@@ -82,6 +83,7 @@ def memory(
     wire = _network(network, rate, ranks)
     ranks = ranks or (wire.world_size if wire else 4)
     from anabranch.estimate.account import Setting
+    from anabranch.report.documents import MemoryDocument, MemoryMode, printed
 
     if plan is not None and measure:
         raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
@@ -89,33 +91,47 @@ def memory(
     setting = Setting(ranks=ranks, density=density, buckets=buckets)
     account = Account(model, optimizer, activations, DDPS_BUCKETS if plan is None else f"those of {plan}")
     footprints = account.at(batch_size, setting)
-    found: dict[str, Any] = {
-        "command": "memory", "model": model, "batch_size": batch_size, "ranks": ranks, "density": density,
-        "optimizer": optimizer.value, "activations": activations.value, "assumptions": list(account.assumptions),
-        "modes": {
-            mode: {"kinds": dict(f.kinds), "predicted_nbytes": f.nbytes, "at": f.at, "host_nbytes": f.host}
-            for mode, f in footprints.items()
-        },
-    }  # fmt: skip
-    if measure:
-        for mode, nbytes in _measured(model, batch_size, optimizer, activations, setting).items():
-            found["modes"][mode]["measured_nbytes"] = nbytes
+    measured = _measured(model, batch_size, optimizer, activations, setting) if measure else {}
+    assumptions = list(account.assumptions)
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
         from anabranch.estimate.largest_batch import MOST
 
         batches = {mode: account.largest(mode, setting, limit_nbytes) for mode in footprints}
-        found["within_nbytes"], found["largest_batch"] = limit_nbytes, batches
-        found["assumptions"].append(f"{FRAGMENTED:.0%} of the memory is lost between torch's blocks")
+        assumptions.append(f"{FRAGMENTED:.0%} of the memory is lost between torch's blocks")
         if max(batches.values()) == MOST:
-            found["assumptions"].append(f"no batch above {MOST} was looked at")
+            assumptions.append(f"no batch above {MOST} was looked at")
+    speeds = None
     if wire is not None:
         ways = {mode: account.way(mode) for mode in batches}
-        found["samples_per_s"] = _speeds(trace or model, wire, batches, density, ways, found["assumptions"])
+        speeds = _speeds(trace or model, wire, batches, density, ways, assumptions)
+    modes = {
+        mode: MemoryMode(
+            kinds=dict(footprint.kinds),
+            predicted_nbytes=footprint.nbytes,
+            at=footprint.at,
+            host_nbytes=footprint.host,
+            measured_nbytes=measured.get(mode),
+        )
+        for mode, footprint in footprints.items()
+    }
+    document = MemoryDocument(
+        model=model,
+        batch_size=batch_size,
+        ranks=ranks,
+        density=density,
+        optimizer=optimizer.value,
+        activations=activations.value,
+        assumptions=tuple(assumptions),
+        modes=modes,
+        within_nbytes=limit_nbytes,
+        largest_batch=batches if limit_nbytes is not None else None,
+        samples_per_s=speeds,
+    )
     if as_json:
-        print_json(found)
+        print_json(printed(document))
     else:
-        _print(found)
+        _print(document)
 
 
 class Account:
@@ -261,29 +277,29 @@ def _network(text: str | None, rate: str | None, ranks: int | None) -> "Network 
     return network if ranks is None else network.at(ranks)
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(found: "MemoryDocument") -> None:
     from rich.text import Text
 
     from anabranch.report.formatting import plain, size
     from anabranch.report.memory import batch_report, memory_report
 
-    modes: dict[str, Any] = found["modes"]
-    title = f"{found['model']}, batch {found['batch_size']}, {found['optimizer']}, {found['ranks']} ranks"
+    modes = found.modes
+    title = f"{found.model}, batch {found.batch_size}, {found.optimizer}, {found.ranks} ranks"
     parts: list[Any] = [
         memory_report(
             title,
-            {mode: row["kinds"] for mode, row in modes.items()},
-            {mode: row["host_nbytes"] for mode, row in modes.items()},
-            {mode: row["measured_nbytes"] for mode, row in modes.items() if "measured_nbytes" in row},
+            {mode: peak.kinds for mode, peak in modes.items()},
+            {mode: peak.host_nbytes for mode, peak in modes.items()},
+            {mode: peak.measured_nbytes for mode, peak in modes.items() if peak.measured_nbytes is not None},
         )
     ]
     rows: dict[str, dict[str, str]] = {}
-    if "largest_batch" in found:
-        rows["largest batch per rank"] = {mode: str(batch) for mode, batch in found["largest_batch"].items()}
-    if found.get("samples_per_s"):
-        rows["samples/s, all ranks"] = {mode: f"{speed:.1f}" for mode, speed in found["samples_per_s"].items()}
+    if found.largest_batch is not None:
+        rows["largest batch per rank"] = {mode: str(batch) for mode, batch in found.largest_batch.items()}
+    if found.samples_per_s:
+        rows["samples/s, all ranks"] = {mode: f"{speed:.1f}" for mode, speed in found.samples_per_s.items()}
     if rows:
-        where = f"Within {size(found['within_nbytes'])}" if "within_nbytes" in found else "At this batch"
+        where = f"Within {size(found.within_nbytes)}" if found.within_nbytes is not None else "At this batch"
         parts.append(batch_report(where, list(modes), rows))
-    parts.append(Text(plain(f"Assumed: {'; '.join(found['assumptions'])}.")))
+    parts.append(Text(plain(f"Assumed: {'; '.join(found.assumptions)}.")))
     show_tables(*parts)

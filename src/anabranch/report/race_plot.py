@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from anabranch.report.benchmark import BASELINE, COMPUTE, OURS, Benchmark, Row
+from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.report.formatting import plain
 from anabranch.report.plot import COLOURS, Format, saved
 
@@ -56,7 +56,7 @@ def _model(axes: "Axes", place: int, benchmark: Benchmark, named: bool) -> None:
                   label="computing alone" if named else None)  # fmt: skip
 
 
-def _found(benchmark: Benchmark, name: str) -> Row | None:
+def _found(benchmark: Benchmark, name: str) -> BenchmarkRow | None:
     return next((row for row in benchmark.rows if row.name == name), None)
 
 

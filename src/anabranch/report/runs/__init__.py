@@ -1,1 +1,1 @@
-"""The files that commands and live models write, recognised by what they hold."""
+"""The files that commands and live models write, parse_file by what they hold."""
