@@ -6,13 +6,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anabranch.errors import FileError
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 Noun = Trace | Network | Plan | Timeline
 
@@ -25,6 +28,27 @@ def load(path: str | os.PathLike[str]) -> Noun:
     """The noun in a file; FileError, naming file and field, if it does not hold exactly one valid noun."""
     path = Path(path)
     return loads(read_bytes(path), str(path))
+
+
+def bundled_traces() -> "dict[str, Traversable]":
+    """The files of the traces that come with the package, by name, sorted."""
+    from importlib import resources  # some milliseconds of ``import anabranch`` that few programs need
+
+    folder = resources.files("anabranch") / "traces"
+    if not folder.is_dir():
+        return {}
+    found = {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
+    return dict(sorted(found.items()))
+
+
+def load_bundled_trace(name: str) -> Trace:
+    """The trace of this name that comes with the package; FileError, listing the names there are, if there is none."""
+    files = bundled_traces()
+    if name not in files:
+        raise FileError(f"no trace of the name {name!r}: anabranch brings {', '.join(files) or 'none'}")
+    trace = loads(files[name].read_bytes(), f"bundled trace {name}")
+    assert isinstance(trace, Trace)
+    return trace
 
 
 def loads(text: bytes, where: str) -> Noun:

@@ -15,11 +15,11 @@ from anabranch.cli.main import main
 from anabranch.cli.memory import _network
 from anabranch.estimate.account import KINDS, MODES, Setting, predict
 from anabranch.estimate.probe import Loss, probe
+from anabranch.estimate.throughput import naive_s, samples_per_s
 from anabranch.files import save
 from anabranch.network import Network
 from anabranch.plan import Bucket, Plan
 from anabranch.report.memory import memory_report, unit
-from anabranch.scaling.throughput import naive_s, recorded_batch, samples_per_s
 from cli.nouns import error_of, json_of, small_trace
 from estimate.models import images
 
@@ -116,7 +116,7 @@ def test_a_model_without_a_trace_has_no_throughput(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing: dict[str, Any] = {}
-    monkeypatch.setattr(arguments, "bundled", lambda: nothing)
+    monkeypatch.setattr("anabranch.cli.memory.bundled_traces", lambda: nothing)
     document = json_of(capsys, *ASKED, "--rate", "10gbit")
     assert document["samples_per_s"] == {}
     told = "no throughput: anabranch brings no trace of resnet50; record one, and give it by --trace"
@@ -128,7 +128,7 @@ def test_naive_messages_grow_with_the_ranks() -> None:
     assert many - few == pytest.approx(62 * (30e-6 + 80_000 * 8e-9))
     assert naive_s(1_000_000, Network.ring(1, 30e-6, 8e-9), 0.01) == 0
     with pytest.raises(ValueError, match="the trace's meta has batch None: expected for how many samples"):
-        recorded_batch(small_trace())
+        samples_per_s(small_trace(), Network.ring(4, 30e-6, 8e-9), "ddp", 4, 0.01)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from anabranch import Network, save
-from anabranch.scaling.compression import density_of
+from anabranch.scaling.compression import highest_density
 from cli.nouns import RING, json_of, measured, small_trace, trace_file
 
 QUICK = ["--planners", "by_bytes,optimal", "--compress", "none"]
@@ -60,6 +60,6 @@ def test_a_batch_that_cannot_be_shared_is_on_paper(tmp_path: Path, capsys: pytes
 
 
 def test_messages_need_room_for_the_greatest_density_that_may_be_chosen() -> None:
-    assert density_of("oktopk:0.01") == density_of("lean:0.01") == 0.01
-    assert density_of("oktopk") == density_of("lean") == 0.2  # the top of the ladder
-    assert density_of("optimal") == 1.0
+    assert highest_density("oktopk:0.01") == highest_density("lean:0.01") == 0.01
+    assert highest_density("oktopk") == highest_density("lean") == 0.2  # the top of the ladder
+    assert highest_density("optimal") == 1.0

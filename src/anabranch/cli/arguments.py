@@ -4,8 +4,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +11,7 @@ import typer
 
 from anabranch.cli import network_text
 from anabranch.errors import FileError
-from anabranch.files import Noun, load, loads
+from anabranch.files import Noun, bundled_traces, load, load_bundled_trace
 from anabranch.network import Network
 from anabranch.network_presets import PRESETS, NetworkRange
 from anabranch.plan import Plan
@@ -97,21 +95,12 @@ def anything(text: str) -> Noun:
     return network(text) if described else _file_or_bundled(text)
 
 
-def bundled() -> dict[str, Traversable]:
-    """The traces that come with the package, by name."""
-    folder = resources.files("anabranch") / "traces"
-    if not folder.is_dir():
-        return {}
-    found = {entry.name.removesuffix(".json"): entry for entry in folder.iterdir() if entry.name.endswith(".json")}
-    return dict(sorted(found.items()))
-
-
 def _file_or_bundled(text: str) -> Noun:
     if _is_file(text):
         return load(text)
-    names = bundled()
+    names = bundled_traces()
     if text in names:
-        return loads(names[text].read_bytes(), f"bundled trace {text}")
+        return load_bundled_trace(text)
     if os.path.isdir(text):  # noqa: PTH112 (unlike Path.is_dir, answers for a name too long to be one)
         raise FileError(f"{text}: is a folder, expected a file")
     listed = f"anabranch brings {', '.join(names)}" if names else "anabranch brings none"

@@ -20,7 +20,10 @@ EXAMPLES: Mapping[str, str] = {
 }
 TIME_S: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 RATE_BIT: Mapping[str, float] = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+SIZE_NBYTES: Mapping[str, float] = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6}
 MAX_RANKS = 1 << 24
+MAX_NBYTES = 2.0**60  # more memory than any machine has
+SHORT_EXAMPLE = "ring:ranks=16,..."  # for help texts, whose columns are narrow
 
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?")
 
@@ -69,6 +72,14 @@ def quantity(text: str, units: Mapping[str, float]) -> float:
     if unit in units:
         return value * units[unit]
     return value if not unit and value == 0 else math.nan  # zero is zero in every unit
+
+
+def size_nbytes(option: str, text: str) -> int:
+    """A size of memory in bytes, such as 16GiB; ValueError naming the option if it is none."""
+    nbytes = quantity(text, SIZE_NBYTES)
+    if not 1 <= nbytes <= MAX_NBYTES:
+        raise ValueError(f"{option} is {text!r}: expected a size in GiB, MiB, GB or MB, such as 16GiB")
+    return int(nbytes)
 
 
 class _Parts:

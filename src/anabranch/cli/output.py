@@ -3,7 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -73,6 +74,29 @@ def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         yield from bar.track(items, total=total, description=what)
+
+
+@contextmanager
+def progress_bar() -> "Iterator[Callable[[str, int, int], None] | None]":
+    """A function to call with (what, done, total), which draws a bar on stderr; None where that is no terminal.
+
+    Each new ``what`` gets a bar of its own. All are gone at the end.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def update(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield update
 
 
 def plot_format(plot: Path | None) -> "Format | None":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def plan(
     trace: arguments.TraceOption,
     network: arguments.NetworkOption,
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(line_up.LINEUP)}.")] = "optimal",
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(line_up.LINE_UP)}.")] = "optimal",
     lanes: Annotated[int | None, typer.Option(help="How many lanes (lanes: at most); for asc and lanes.")] = None,
     cap_mb: Annotated[float | None, typer.Option(help="Bucket cap in MiB, as DDP's; for by_bytes and optimal.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
@@ -31,10 +31,10 @@ def plan(
 ) -> None:
     """Make a plan: which gradients travel together, on which lane, in which order, and what that should cost."""
     check_free([output], force)
-    entry = line_up.entry(planner, lanes, cap_mb)
+    chosen = line_up.configured_planner(planner, lanes, cap_mb)
     gradients, links = arguments.trace(trace), arguments.network(network)
-    made = entry.function(gradients, links)
-    document = _prediction(entry, gradients, made, links, str(output) if output else None)
+    made = chosen(gradients, links)
+    document = _prediction(chosen, gradients, made, links, str(output) if output else None)
     if output:
         save(made, output, force)
     if as_json:
@@ -46,7 +46,7 @@ def plan(
 
 
 def _prediction(
-    entry: line_up.Entry, trace: Trace, made: Plan, network: Network, written: str | None
+    chosen: line_up.ConfiguredPlanner, trace: Trace, made: Plan, network: Network, written: str | None
 ) -> "PlanDocument":
     """What the plan is and what it should cost; speed-ups are ratios of iteration times."""
     from anabranch.report.documents import PlanDocument
@@ -54,12 +54,12 @@ def _prediction(
 
     timeline = predict(trace, made, network)
     over = {
-        name: trace.forward_s + finish_s(trace, line_up.LINEUP[name].function(trace, network), network)
+        name: trace.forward_s + finish_s(trace, line_up.LINE_UP[name](trace, network), network)
         for name in (line_up.DDP_DEFAULT, line_up.NO_MERGING)
     }
     return PlanDocument(
-        planner=entry.planner,
-        options=dict(entry.options),
+        planner=chosen.planner,
+        options=dict(chosen.options),
         world_size=network.world_size,
         fingerprint=made.fingerprint,
         lanes=made.lanes,

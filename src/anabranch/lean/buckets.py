@@ -10,11 +10,11 @@ from torch import nn
 
 from anabranch.comm.collectives import Collectives, ResidualState
 from anabranch.comm.dense import Group, Steps, all_finite, hold, issued
+from anabranch.comm.flat import shaped
 from anabranch.lean.optimizers import BucketOptimizer
 from anabranch.lean.residuals import Residuals
 from anabranch.lean.update import Updates
 from anabranch.plan import Bucket
-from anabranch.sparse.residual_flush import shaped
 
 # Of the largest number there is: what is larger would stay for ever, since no sum over ranks that it is in is finite.
 HUGE = 1 << 20

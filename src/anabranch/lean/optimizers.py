@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from anabranch.comm.flat import shaped
 from anabranch.lean.options import OptimizerFactory
-from anabranch.sparse.residual_flush import shaped
 
 
 class BucketOptimizers:

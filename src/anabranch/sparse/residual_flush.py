@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.comm.dense import all_finite
+from anabranch.comm.flat import shaped
 from anabranch.sparse.state import SparseState
 
 Applied = Callable[[Collection[str]], Collection[str]]
@@ -69,10 +70,3 @@ class ResidualFlush:
         """All or none: whoever steps with these gradients leaves the whole step out if any is not finite."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         return names if bool(all_finite(*gradients)) else ()
-
-
-def shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A part of a flat bucket as DDP sees it: in the order of the parameter's own memory (channels last, say)."""
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return piece.as_strided(parameter.shape, parameter.stride())
-    return piece.view(parameter.shape)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.report.scaling_answer import Gain, answer, rows
+from anabranch.scaling.answer import Gain, answer, best_at_sizes
 from report.scalings import COMPUTE_S, scaling_of
 
 SIZES = (4, 16, 64, 256)
@@ -74,7 +74,7 @@ def test_the_best_is_best_and_gains_contain_their_middle(
 ) -> None:
     curves = {"by_bytes": ddp, "optimal": dense, "oktopk:0.01": sparse}
     scaling = scaling_of(curves, sparse=["oktopk:0.01"], band=band)
-    for row in rows(scaling, scaling.on("net")):
+    for row in best_at_sizes(scaling, scaling.on("net")):
         assert row.dense.speedup == max(row.ddp.speedup, scaling.on("net")["optimal"][row.world_size].speedup)
         assert row.sparse is not None and row.best.speedup * 1.02 >= max(row.dense.speedup, row.sparse.speedup)
         gain = Gain.over(row.sparse, row.dense)
