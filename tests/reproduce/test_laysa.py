@@ -42,7 +42,7 @@ def test_whole_steps_are_predicted_where_torchvision_is(monkeypatch: pytest.Monk
     def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
         return images(2)(device)
 
-    monkeypatch.setattr(zoo, "built", built)
+    monkeypatch.setattr(zoo, "model_and_loss", built)
     monkeypatch.setattr(laysa, "find_spec", lambda name: object())
     momentum = ways.OPTIMIZERS["momentum"]
     lean = predict(probe(images(2), momentum, offload=True), LEAN_HOST, laysa.SETTING).nbytes

@@ -1,4 +1,4 @@
-"""What --compress means: a way for DataParallel to send less, or a rival to compare it with."""
+"""The values of --compress: compressions of DataParallel, and published exchanges to compare with (rivals)."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,7 +15,7 @@ ALLOWED = f"{', '.join(OURS)}, or a rival: {', '.join(f'{name}:0.01' for name in
 
 
 class Rival(NamedTuple):
-    """An exchange of ``sparse.rivals`` by name, and the share of the elements that it selects."""
+    """An exchange of ``bench.baselines`` by name, and the share of the elements that it selects."""
 
     name: str
     density: float

@@ -13,7 +13,7 @@ from torch import nn
 from anabranch import planners
 from anabranch.bench.baselines import RIVALS
 from anabranch.bench.compress import Rival
-from anabranch.bench.contestants import OPTIONS, PLANNED_AFTER, Contestant
+from anabranch.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant
 from anabranch.bench.zoo import Step
 from anabranch.comm.collectives import Collectives, DenseCollectives
 from anabranch.comm.communicator import GroupComm
@@ -60,7 +60,7 @@ class RivalParallel(DataParallel):
 
     def __init__(self, module: nn.Module, plan: Plan, collectives: Collectives) -> None:
         self._theirs = collectives  # before nn.Module is set up, which takes attributes that are no modules
-        super().__init__(module, plan=plan, profile_steps=0, **OPTIONS)
+        super().__init__(module, plan=plan, profile_steps=0, **DDP_OPTIONS)
 
     def _collectives(self, compress: Any) -> Collectives:  # noqa: ARG002
         return self._theirs
@@ -86,7 +86,7 @@ def sparse_rivals(
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # One for all its turns: like a DataParallel that lives on, it goes on with what waits.
         collectives = RivalCollectives(kind, rival, parameters)
-        found.append(Contestant(kind, partial(_raced, model, step, plan, collectives), plan, warmup=PLANNED_AFTER))
+        found.append(Contestant(kind, partial(_raced, model, step, plan, collectives), plan, warmup=PLAN_WARMUP_STEPS))
     return found
 
 

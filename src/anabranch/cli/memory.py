@@ -159,9 +159,9 @@ def _build_at(model: str) -> "BuildAt":
         function = user_function.function(model, EXAMPLE)
         second = "loss): a torch module and a function of it"
         return lambda batch: lambda device: user_function.checked(model, function(batch, device), second)
-    from anabranch.bench.memory import of_zoo
+    from anabranch.bench.memory import zoo_build
 
-    return partial(of_zoo, model)
+    return partial(zoo_build, model)
 
 
 def _limits(batches: Mapping[str, int]) -> list[str]:
@@ -182,14 +182,17 @@ def _measured(
     if not torch.cuda.is_available():
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.activations import policy
-    from anabranch.bench.memory import OPTIMIZERS, peak, runnable, world
+    from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, world
 
     build, factory = _build_at(model)(batch), OPTIMIZERS[optimizer.value]
     options = policy.Activations(activations.value)
     with world() as ranks:
         if ranks not in (1, setting.ranks):
             raise ValueError(f"--measure runs on {ranks} ranks and --ranks is {setting.ranks}: leave out --ranks")
-        return {mode: peak(build, mode, factory, setting.ranks, setting.density, options).steady for mode in runnable()}
+        return {
+            mode: peak(build, mode, factory, setting.ranks, setting.density, options).steady
+            for mode in runnable_modes()
+        }
 
 
 def _throughputs(

@@ -130,7 +130,7 @@ def saved_percent(model: str, batch: int) -> float:
     from anabranch.estimate.probe import probe
 
     def step(offload: bool) -> Profile:
-        return probe(ways.of_zoo(model, batch), ways.OPTIMIZERS["momentum"], offload=offload)
+        return probe(ways.zoo_build(model, batch), ways.OPTIMIZERS["momentum"], offload=offload)
 
     lean, naive = predict(step(True), LEAN_HOST, SETTING), predict(step(False), NAIVE, SETTING)
     return 100 * (1 - lean.nbytes / naive.nbytes)
