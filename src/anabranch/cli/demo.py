@@ -106,7 +106,7 @@ def _train(workers: int, steps: int, output: Path) -> dict[str, Any]:
     command = [sys.executable, *torchrun, "--nproc-per-node", str(workers), *program]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=DEADLINE_S, check=False)
     if not output.exists():  # it is written when all is done; how the workers end after that does not matter
-        raise AnabranchError(f"the demo's workers ended with exit code {done.returncode}: their own words are above")
+        raise AnabranchError(f"the demo's workers ended with exit code {done.returncode}: their messages are above")
     runs: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return runs
 
@@ -120,7 +120,7 @@ def _print(document: "DemoDocument") -> None:
     runs = document.runs
     scale = time_scale(run.step_s for run in runs.values())
     title = f"{document.parameters:,} parameters, {document.workers} workers, {document.steps} steps"
-    headers = ("first loss", "last loss", f"step, {scale.unit}", "half between")
+    headers = ("first loss", "last loss", f"step, {scale.unit}", "middle half")
     table = columns(title, "trained as", *headers, left=["trained as"])
     for name, run in runs.items():
         half = f"{scale(run.step_low_s)} – {scale(run.step_high_s)}"
@@ -129,7 +129,7 @@ def _print(document: "DemoDocument") -> None:
     notes = [f"Note: {plain(note)}." for note in document.notes]
     print()
     show_tables(
-        Text("What DataParallel did, in its own words (model.explain()):", style="bold"),
+        Text("What DataParallel did (model.explain()):", style="bold"),
         Text("\n".join([explanation, *notes])),
         table,
         Text("\n".join(_verdict(document))),

@@ -1,4 +1,4 @@
-"""A benchmark's figures as a terminal table, JSON, Markdown, and the closing lines that everyone's scripts read."""
+"""A benchmark as a terminal table, as Markdown, and as the closing lines that scripts for Horovod's benchmark read."""
 
 from collections.abc import Sequence
 from statistics import fmean, stdev
@@ -12,11 +12,11 @@ from anabranch.report.tables import columns, facts
 
 
 def _cells(benchmark: Benchmark) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows for people; the first column holds words."""
+    """Headers and rows of the table; the first column holds names."""
     scale = time_scale(row.step_s for row in benchmark.rows)
     headers = [
         "contestant", "buckets", "lanes", f"step {scale.unit}", "from – to", "step / DDP", "step / bound",
-        f"predicted {scale.unit}", "error", *(["sent MB"] if _counted(benchmark) else []),
+        f"predicted {scale.unit}", "error", *(["sent MB"] if _has_sent_bytes(benchmark) else []),
     ]  # fmt: skip
     table = []
     for row in benchmark.rows:
@@ -31,13 +31,13 @@ def _cells(benchmark: Benchmark) -> tuple[list[str], list[list[str]]]:
             f"{row.step_s / benchmark.bound_s:.2f}",
             "-" if row.predicted_s is None else scale(row.predicted_s),
             "-" if error is None else f"{error:+.1%}",
-            *([f"{(row.sent_nbytes or 0.0) / 1e6:.2f}"] if _counted(benchmark) else []),
+            *([f"{(row.sent_nbytes or 0.0) / 1e6:.2f}"] if _has_sent_bytes(benchmark) else []),
         ])  # fmt: skip
     return headers, table
 
 
 def benchmark_report(benchmark: Benchmark) -> RenderableType:
-    """The table, with what it was measured on above and what its columns mean below."""
+    """The table, with the conditions of the measurement above and the meaning of its columns below."""
     headers, rows = _cells(benchmark)
     table = columns(_title(benchmark), *(header.replace(" ", "\n", 1) for header in headers), left=headers[:1])
     for cells in rows:
@@ -49,7 +49,7 @@ def benchmark_report(benchmark: Benchmark) -> RenderableType:
 
 
 def closing_lines(benchmark: Benchmark) -> list[str]:
-    """As Horovod's synthetic benchmark ends, and every script that was made after it."""
+    """The last lines of Horovod's synthetic benchmark, in its format."""
     rates = benchmark.rates(OURS)
     mean, spread = fmean(rates), 1.96 * stdev(rates) if len(rates) > 1 else 0.0
     kind = "CPU" if benchmark.facts.get("device", "").startswith("CPU") else "GPU"
@@ -63,7 +63,7 @@ def closing_lines(benchmark: Benchmark) -> list[str]:
 
 
 def markdown(title: str, benchmarks: Sequence[Benchmark]) -> str:
-    """A report for benchmarks/: what it was measured on, a table per model, and DataParallel's own words."""
+    """A report for benchmarks/: the conditions, a table per model, and the output of ``explain()``."""
     lines = [f"# {title}", ""]
     lines += [f"* {name}: {value}" for name, value in benchmarks[0].facts.items()]
     for benchmark in benchmarks:
@@ -80,12 +80,16 @@ def _title(benchmark: Benchmark) -> str:
     return f"{plain(benchmark.model)}, {benchmark.ranks} ranks, {benchmark.batch} {benchmark.unit} each"
 
 
-def _counted(benchmark: Benchmark) -> bool:
+def _has_sent_bytes(benchmark: Benchmark) -> bool:
     return any(row.sent_nbytes is not None for row in benchmark.rows)
 
 
 def _legend(benchmark: Benchmark) -> str:
-    sent = " Sent: a step, by the busiest rank's host, as its network cards count it." if _counted(benchmark) else ""
+    sent = (
+        " Sent: a step, by the busiest rank's host, as its network cards count it."
+        if _has_sent_bytes(benchmark)
+        else ""
+    )
     return (
         "Medians over the turns, and their range: differences within the ranges mean nothing. step / DDP: median over "
         "the rounds of the ratio to DDP's default in "

@@ -1,4 +1,4 @@
-"""The numbers that describe a noun, by name and with their unit in it: what --json prints."""
+"""The numbers that describe a trace, network, plan or timeline, by name, as --json prints them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,14 +11,14 @@ from anabranch.report.documents import Durations, PlannedBucket
 from anabranch.timeline import Timeline
 from anabranch.trace import TensorSpec, Trace
 
-SMALL_NBYTES = 64 << 10  # below this, on the networks we know, a message is nearly all start-up
+SMALL_NBYTES = 64 << 10  # below this size a message costs little more than its start-up, on common networks
 SAMPLE_NBYTES = tuple(1 << power for power in range(10, 31, 4))
 
 Figures = dict[str, Any]
 
 
 def small_tensors(trace: Trace) -> list[TensorSpec]:
-    """The gradients that are hardly worth a message of their own."""
+    """The gradients whose message would cost little more than its start-up."""
     return [tensor for tensor in trace.tensors if tensor.nbytes < SMALL_NBYTES]
 
 
@@ -30,12 +30,12 @@ def samples(curve: Curve) -> list[tuple[int, float, float]]:
 
 
 def has_spread(network: Network) -> bool:
-    """Whether anyone measured how much the costs vary."""
+    """Whether the network has a measured spread of its costs."""
     return any(point.spread_s > 0 for curve in network.curves.values() for point in curve.points)
 
 
 def ratio(before_s: float, after_s: float) -> float | None:
-    """How many times as fast; None where something takes no time, and a ratio says nothing."""
+    """How many times as fast; None where ``after_s`` is 0."""
     return before_s / after_s if after_s > 0 else None
 
 
@@ -54,7 +54,7 @@ def trace_figures(trace: Trace) -> Figures:
 
 
 def network_figures(network: Network) -> Figures:
-    """What messages of some sizes cost, by collective, and how k at once slow each other."""
+    """The cost of messages of some sizes by collective, and the slowdown of k simultaneous messages."""
     return {
         "world_size": network.world_size,
         "collectives": {

@@ -37,8 +37,8 @@ def comparison_table(found: CompareDocument) -> Table:
         rows.append(cells)
     of = f"{found.trace} on {found.network}" if found.trace and found.network else count(found.world_size, "rank")
     caption = (
-        "Speed-up: iteration against by_bytes, torch DDP's default. Above bound: how much later than the earliest "
-        "finish conceivable on as many lanes."
+        "Finish: end of communication, from the start of backward. Speed-up: iteration against by_bytes, torch DDP's "
+        "default. Above bound: how much later than the earliest possible finish on as many lanes."
     )
     return Table(f"Planners, predicted: {of}", headers, rows, caption, found.best)
 
@@ -63,7 +63,10 @@ def benchmark_table(found: Benchmark) -> Table:
     about = "; ".join(f"{name}: {value}" for name, value in found.facts.items())
     title = f"Measured: {found.model}, {found.ranks} ranks, {found.batch} {found.unit} each"
     left_out = "".join(f" Left out: {reason}." for reason in found.skipped)
-    caption = f"Medians over the turns. Bound: {seconds(found.bound_s)}. Measured on {about}.{left_out}"
+    caption = (
+        f"Medians over the turns. A step that sends every gradient in full takes at least {seconds(found.bound_s)}. "
+        f"Measured on {about}.{left_out}"
+    )
     training = [row for row in found.rows if row.name != COMPUTE]  # which sends nothing
     return Table(title, headers, rows, caption, min(training, key=lambda row: row.step_s).name)
 
@@ -71,14 +74,17 @@ def benchmark_table(found: Benchmark) -> Table:
 def demo_table(found: DemoDocument) -> Table:
     """The two trainings of the demo."""
     scale = time_scale(run.step_s for run in found.runs.values())
-    headers = ["trained as", "first loss", "last loss", f"step, {scale.unit}", "half between"]
+    headers = ["trained as", "first loss", "last loss", f"step, {scale.unit}", "middle half"]
     rows = [
         [Cell(name), Cell(f"{run.first_loss:.4f}", run.first_loss), Cell(f"{run.last_loss:.4f}", run.last_loss),
          Cell(scale(run.step_s), run.step_s), Cell(f"{scale(run.step_low_s)} – {scale(run.step_high_s)}", run.step_s)]
         for name, run in found.runs.items()
     ]  # fmt: skip
     title = f"Measured: {found.parameters:,} parameters, {found.workers} workers, {found.steps} steps"
-    caption = "Both took turns, once DataParallel had chosen. Differences within “half between” are noise."
+    caption = (
+        "Both took turns after DataParallel had chosen. Middle half: first to third quartile of the rounds; "
+        "differences within it are noise."
+    )
     return Table(title, headers, rows, caption)
 
 
@@ -145,9 +151,9 @@ def stage_table(training: Training) -> Table | None:
          Cell(scale(exposed_s), exposed_s)]
         for part, (step_s, exposed_s) in zip(parts[:MAX_STAGES], times, strict=False)
     ]  # fmt: skip
-    headers = ["steps", "what it did", "plan", "buckets", f"median step, {scale.unit}", f"exposed, {scale.unit}"]
+    headers = ["steps", "stage", "plan", "buckets", f"median step, {scale.unit}", f"exposed, {scale.unit}"]
     more = f"The first {MAX_STAGES} of {len(parts)} stages." if len(parts) > MAX_STAGES else ""
-    return Table(f"What it did when ({training.name})", headers, rows, more)
+    return Table(f"Stages of tuning ({training.name})", headers, rows, more)
 
 
 def _from_to(first: int, last: int) -> str:

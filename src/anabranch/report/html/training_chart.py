@@ -108,10 +108,10 @@ def _panels(runs: Sequence[Training]) -> list[_Panel]:
 
     return [
         _Panel("loss", lambda at: at.loss, ".5g", from_zero=False),
-        _Panel(f"step, {scale.unit}", lambda at: timed(at.measured_s), predicted=lambda at: timed(at.predicted_s)),
-        _Panel(f"exposed, {scale.unit}", lambda at: timed(at.exposed_s)),
-        _Panel("sent, MiB", lambda at: None if at.sent_nbytes is None else at.sent_nbytes / MIB),
-        _Panel("density, %", lambda at: None if at.density is None else 100 * at.density),
+        _Panel(f"step time, {scale.unit}", lambda at: timed(at.measured_s), predicted=lambda at: timed(at.predicted_s)),
+        _Panel(f"exposed communication, {scale.unit}", lambda at: timed(at.exposed_s)),
+        _Panel("sent per step, MiB", lambda at: None if at.sent_nbytes is None else at.sent_nbytes / MIB),
+        _Panel("elements exchanged (density), %", lambda at: None if at.density is None else 100 * at.density),
     ]
 
 
