@@ -1,14 +1,15 @@
-# Two commands for a newcomer: `make demo` and `make test`. Each makes its own virtual environment first.
+# For a newcomer: `make demo`, `make quick` and `make test`. Each makes its own virtual environment first.
 # Another torch: make test TORCH=torch==2.11.0
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 BIN := $(VENV)/bin
+JOBS ?= auto
 READY := $(VENV)/.ready-$(subst =,,$(TORCH))
 CLUSTER := ring:ranks=16,alpha=30us,rate=10gbit
 
-.PHONY: demo test static check format clean
+.PHONY: demo test quick static check format docs clean
 
 demo: $(READY)
 	mkdir -p demo
@@ -27,7 +28,10 @@ demo: $(READY)
 	@echo "Open it in a browser: file://$(CURDIR)/demo/report.html"
 
 test: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup
+
+quick: $(READY)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup --quick
 
 static: $(READY)
 	$(BIN)/ruff format --check
@@ -49,5 +53,9 @@ $(READY): pyproject.toml constraints.txt Makefile
 	rm -f $(VENV)/.ready-*
 	touch $(READY)
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open file://$(CURDIR)/site/index.html, or, for the search too: $(PYTHON) -m http.server -d site"
+
 clean:
-	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

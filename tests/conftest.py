@@ -1,8 +1,20 @@
-"""How every test runs: hypothesis repeats the same examples on every run, without a clock."""
+"""How every test runs: examples of hypothesis repeat, slow tests come first, and ``--quick`` takes a selection."""
 
+import inspect
 import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+# Before torch is imported. The tensors of tests are small: a second thread only makes the first one wait for it.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+TESTS = Path(__file__).parent
 
 settings.register_profile(
     "repeatable",
@@ -14,3 +26,60 @@ settings.register_profile(
 )
 settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="of every test that is not slow, the first case only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function):
+            _mark(item)
+    if config.getoption("--quick"):
+        chosen = _first_cases(item for item in items if not item.get_closest_marker("slow"))
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that no core waits for them in the end
+
+
+def _mark(item: pytest.Function) -> None:
+    """Add ``slow`` to tests that start programs or a browser, and a group to tests that must share a worker."""
+    fixtures = [definitions[-1] for definitions in item._fixtureinfo.name2fixturedefs.values()]
+    if "browser" in item.fixturenames or _reaches_subprocess([item.function, *(fixture.func for fixture in fixtures)]):
+        item.add_marker("slow")
+    if item.path.parent == TESTS / "lab":  # a lab looks at all processes and network devices of the machine
+        item.add_marker(pytest.mark.xdist_group("lab"))
+    elif any(fixture.scope == "module" for fixture in fixtures):  # made once, not once per worker
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _first_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """One case of each test function."""
+    return list({re.sub(r"\[.*", "", item.nodeid): item for item in reversed(list(items))}.values())[::-1]
+
+
+def _reaches_subprocess(functions: Iterable[object]) -> bool:
+    """Whether these functions, or functions of the tests that they name, use the module ``subprocess``."""
+    seen: set[FunctionType] = set()
+    waiting = list(functions)
+    while waiting:
+        function = inspect.unwrap(waiting.pop())  # type: ignore[arg-type]
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        if not function.__code__.co_filename.startswith(str(TESTS)):
+            continue
+        seen.add(function)
+        named = [function.__globals__.get(name) for name in _names(function.__code__)]
+        if any(value is subprocess for value in named):
+            return True
+        waiting += named
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that a function's code looks up, with those of functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

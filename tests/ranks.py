@@ -18,24 +18,35 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 
-GROUP_TIMEOUT = timedelta(seconds=20)
+GROUP_TIMEOUT = timedelta(seconds=45)
 GRACE_S = 5.0  # for the other ranks, once one has failed
+MAX_PATIENCE = 3.0  # keeps the deadlines below pytest's own
 
-# Ranks are forked from a server that has imported torch already: half a second for a few of them instead of several.
+# Ranks are forked from a server that has imported what they need: 0.1 s for two of them, instead of 3 s of CPU each.
+# Ranks that live on from call to call would save another 0.06 s a call, and tests would see each other's leftovers.
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "torch._dynamo", "pytest", "anabranch.parallel"])
+CONTEXT.set_forkserver_preload(
+    ["torch.distributed", "torch._dynamo", "pytest", "anabranch.parallel", "pydantic.type_adapter", "numpy.ma"]
+)
 
 
 class RankError(AssertionError):
     """A rank failed, died or did not end in time; the message holds its traceback."""
 
 
+def patience() -> float:
+    """By what factor a deadline is extended here and now: the load per core, from 1 to MAX_PATIENCE."""
+    return min(MAX_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+
 def on_ranks(function: Callable[..., Result], world_size: int, *args: object, timeout_s: float = 60.0) -> list[Result]:
     """What ``function(rank, *args)`` returns on each rank of a fresh process group, in rank order.
 
-    ``function`` is a module's own, and returns numbers, texts, tensors, or lists and dicts of them. Warnings are
-    errors. No process is left behind, also not one that hangs as it ends.
+    Every call has fresh processes. ``function`` is defined at module level, and returns numbers, texts, tensors, or
+    lists and dicts of them. Warnings are errors. No process is left behind, also not one that hangs as it ends.
+    ``timeout_s`` is for all ranks together, on an idle machine.
     """
+    timeout_s *= patience()
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="anabranch-ranks-") as folder:
         pairs = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
@@ -81,7 +92,7 @@ def _answers(readers: list[Any], deadline: float) -> dict[int, Any]:
                 kind, value = "error", "it died without a word"
             if kind == "error":
                 errors[rank] = value
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + GRACE_S * patience())
             else:
                 answers[rank] = value
     if errors:

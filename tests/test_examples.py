@@ -1,16 +1,25 @@
-"""The examples run as their readers would run them: under torchrun, as DDP and as anabranch, also after a crash."""
+"""The examples run as their readers would run them: under torchrun, as DDP and as anabranch, also after a crash.
 
+Runs that are only compared with these have the same ranks without torchrun, which takes 3 s of CPU for each of them.
+"""
+
+import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 import anabranch as ab
 from anabranch.demo.text import CharTransformer
+from ranks import on_ranks, patience
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEADLINE_S = 100
@@ -56,14 +65,14 @@ def torchrun(ranks: int, *program: str | Path) -> subprocess.CompletedProcess[st
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=DEADLINE_S)
+        out, err = process.communicate(timeout=DEADLINE_S * patience())
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def losses_of(ranks: int, folder: Path, *program: str | Path) -> tuple[list[float], str]:
+def losses_under_torchrun(ranks: int, folder: Path, *program: str | Path) -> tuple[list[float], str]:
     """The losses that an example wrote and what it printed.
 
     Gloo's threads may outlive Python and abort a program that is through, under plain DDP too (3 of 12 runs here,
@@ -80,6 +89,30 @@ def losses_of(ranks: int, folder: Path, *program: str | Path) -> tuple[list[floa
     return losses, done.stdout
 
 
+def rank_of(rank: int, ranks: int, port: int, program: list[str]) -> str:
+    """Run an example with the environment that torchrun gives to a rank; what it printed."""
+    dist.barrier()  # every rank has joined the group of on_ranks, which the example does not want
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    sys.argv = program
+    with redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(program[0], run_name="__main__")
+    return out.getvalue()
+
+
+def losses_of(ranks: int, folder: Path, *program: str | Path) -> tuple[list[float], str]:
+    """The same from ranks that are forked, not started."""
+    path = folder / "losses.json"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    out = on_ranks(
+        rank_of, ranks, ranks, store.port, [str(part) for part in (*program, "--losses", path)], timeout_s=DEADLINE_S
+    )
+    losses: list[float] = json.loads(path.read_text())
+    path.unlink()
+    return losses, out[0]
+
+
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_examples_are_short_and_change_one_line(example: str) -> None:
     text = (EXAMPLES / example).read_text()
@@ -87,7 +120,6 @@ def test_examples_are_short_and_change_one_line(example: str) -> None:
     assert text.count("anabranch.DataParallel(model") == text.count("# the one line") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "steps", "prints"),
     [("char_transformer.py", 40, "after 40 steps on 2 ranks"), ("digits.py", 50, "digits it has not seen")],
@@ -96,13 +128,12 @@ def test_the_losses_are_those_of_ddp(example: str, steps: int, prints: str, tmp_
     """Of two summands the order does not matter: with two ranks every layout gives the same bits."""
     program = (EXAMPLES / example, "--steps", str(steps), "--wrap")
     ddp, _ = losses_of(2, tmp_path, *program, "ddp")
-    ours, out = losses_of(2, tmp_path, *program, "anabranch")
+    ours, out = losses_under_torchrun(2, tmp_path, *program, "anabranch")
     assert prints in out
     assert len(ours) == steps and ours[-1] < ours[0]
     assert ours == ddp
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "victim", "rounding"), [(2, 1, 0.0), (3, 2, 1e-5)])
 def test_a_killed_run_resumes_to_the_losses_of_one_that_was_not(
     ranks: int, victim: int, rounding: float, tmp_path: Path
@@ -124,7 +155,6 @@ def test_a_killed_run_resumes_to_the_losses_of_one_that_was_not(
     assert resumed == pytest.approx(whole, rel=rounding, abs=0.0)
 
 
-@pytest.mark.slow
 def test_a_killed_sparse_run_resumes_bit_by_bit(tmp_path: Path) -> None:
     """What waits on each rank is in the checkpoint: with a plan and deterministic sums, as if nothing had happened."""
     killer, checkpoint, plan = tmp_path / "killer.py", tmp_path / "run.pt", tmp_path / "plan.json"

@@ -126,7 +126,7 @@ def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = Fals
 
 
 def read_bytes(path: Path) -> bytes:
-    """All of a file; FileError if that cannot be had, or is more than any file of ours has."""
+    """The content of a file; FileError if it cannot be read or is larger than ``MAX_NBYTES``."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_NBYTES + 1)
@@ -140,7 +140,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse_json(text: bytes, where: str, nan_as_none: bool = False) -> Any:
-    """Whatever a JSON text says; FileError for NaN, for a field that is there twice, and for what is no JSON."""
+    """The content of a JSON text; FileError for NaN, for a duplicate field, and for text that is not JSON."""
 
     def refuse(constant: str) -> None:
         if nan_as_none:
@@ -164,7 +164,7 @@ def parse_json(text: bytes, where: str, nan_as_none: bool = False) -> Any:
 
 
 def _validate(cls: type[Noun], document: dict[str, Any], where: str) -> Noun:
-    from pydantic import TypeAdapter, ValidationError  # a tenth of a second that most commands need not spend
+    from pydantic import TypeAdapter, ValidationError  # takes a tenth of a second, which most commands do not need
 
     try:
         # Once more through JSON, since only from there a list may become a tuple and nothing else may become anything.
@@ -183,7 +183,7 @@ def _of_one_branch(errors: list[Any]) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Frozen values as JSON understands them."""
+    """Frozen values as dicts, lists and scalars."""
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

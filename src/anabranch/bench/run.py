@@ -17,6 +17,7 @@ from anabranch.alpha_beta import AlphaBeta
 from anabranch.bench.compress import Rival, compression
 from anabranch.bench.contestants import (
     DDP_OPTIONS,
+    SETTLE_STEPS,
     Contestant,
     ddp_contestants,
     planned_contestants,
@@ -36,7 +37,6 @@ from anabranch.parallel import DataParallel
 from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.sparse.options import OkTopk
 from anabranch.trace import Trace
-from anabranch.tuning.tuner import SETTLE_STEPS
 from anabranch.version import __version__
 
 MAX_TUNING_STEPS = 1000  # tuning usually takes 45 to 120

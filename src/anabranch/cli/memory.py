@@ -89,7 +89,7 @@ def memory(
 ) -> None:
     """Predict peak memory by kind of object: for DDP, naive sparse, Ok-Topk and Lean; the largest batch that fits."""
     limit_nbytes = None if within is None else network_text.size_nbytes("--within", within)
-    links = _network(network, rate, ranks)
+    links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
     from anabranch.estimate.account import Setting
     from anabranch.report.documents import MemoryDocument, MemoryMode, printed
@@ -108,15 +108,15 @@ def memory(
         assumptions += _limits(batches)
     speeds = None
     if links is not None:
-        ways: dict[str, str] = {mode: estimator.activations_of(mode) for mode in batches}
-        speeds, more = _throughputs(trace or model, links, batches, density, ways)
+        kept: dict[str, str] = {mode: estimator.activations_of(mode) for mode in batches}
+        speeds, more = _throughputs(trace or model, links, batches, density, kept)
         assumptions += more
     modes = {
         mode: MemoryMode(
             kinds=dict(footprint.kinds),
             predicted_nbytes=footprint.nbytes,
             at=footprint.at,
-            host_nbytes=footprint.host,
+            host_nbytes=footprint.host_nbytes,
             measured_nbytes=measured.get(mode),
         )
         for mode, footprint in footprints.items()
@@ -156,9 +156,9 @@ def estimator_of(
 def _build_at(model: str) -> "BuildAt":
     """By batch, what makes the model. A function of the user's own is looked up once."""
     if ":" in model:
-        function = user_function.function(model, EXAMPLE)
+        function = user_function.load_function(model, EXAMPLE)
         second = "loss): a torch module and a function of it"
-        return lambda batch: lambda device: user_function.checked(model, function(batch, device), second)
+        return lambda batch: lambda device: user_function.check_returned(model, function(batch, device), second)
     from anabranch.bench.memory import zoo_build
 
     return partial(zoo_build, model)
@@ -167,10 +167,10 @@ def _build_at(model: str) -> "BuildAt":
 def _limits(batches: Mapping[str, int]) -> list[str]:
     """What the search for the largest batches assumes."""
     from anabranch.estimate.estimator import FRAGMENTATION
-    from anabranch.estimate.largest_batch import MOST
+    from anabranch.estimate.largest_batch import MAX_BATCH
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
-    return [*limits, f"no batch above {MOST} was looked at"] if max(batches.values()) == MOST else limits
+    return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits
 
 
 def _measured(
@@ -211,7 +211,8 @@ def _throughputs(
     return throughputs(arguments.trace(name), network, batches, density, activations), assumptions
 
 
-def _network(text: str | None, rate: str | None, ranks: int | None) -> "Network | None":
+def throughput_network(text: str | None, rate: str | None, ranks: int | None) -> "Network | None":
+    """The network for throughput: --network, or a ring of links of --rate; None if neither was given."""
     if text is not None and rate is not None:
         raise ValueError(f"--network is {text} and --rate is {rate}: expected one of them")
     world_size = ranks or DEFAULT_RANKS

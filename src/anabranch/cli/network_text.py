@@ -1,4 +1,4 @@
-"""A network in one line, such as ring:ranks=16,alpha=50us,rate=10gbit.
+"""A network described in one line, such as ring:ranks=16,alpha=50us,rate=10gbit.
 
 kind:name=value,... where times carry s, ms, us or ns, rates bit, kbit, mbit or gbit (per second), and the rest are
 plain numbers; every ``rate`` may be given as ``beta``, in seconds per byte, instead.
@@ -28,7 +28,7 @@ SHORT_EXAMPLE = "ring:ranks=16,..."  # for help texts, whose columns are narrow
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?")
 
 
-def is_spec(text: str) -> bool:
+def is_description(text: str) -> bool:
     """Whether the text starts like a description, right or wrong; a file of such a name can be given as ./name."""
     return text.partition(":")[0] in EXAMPLES
 
@@ -83,7 +83,7 @@ def size_nbytes(option: str, text: str) -> int:
 
 
 class _Parts:
-    """The name=value parts of a description; each is taken once, and ``done`` refuses what nobody took."""
+    """The name=value parts of a description. Each is taken once; ``done`` refuses parts that were not taken."""
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
@@ -133,7 +133,7 @@ class _Parts:
         return AlphaBeta(algorithm, alpha_s, beta_s, gamma_s)  # type: ignore[arg-type]  # one of our own literals
 
     def done(self) -> tuple[float, float | None]:
-        """What every kind may say of simultaneous messages, (eta, link_cap); nothing else may be left."""
+        """(eta, link_cap), which every kind may have; ValueError if any other part is left."""
         eta = self.number("eta", 1.0)
         link_cap = self.number("link_cap") if "link_cap" in self.left else None
         if self.left:

@@ -13,7 +13,6 @@ from anabranch.cli.memory import Activations, Optimizer, estimator_of
 from anabranch.cli.network_text import MAX_RANKS
 from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, progress_bar, show_tables
 from anabranch.files import write_bytes
-from anabranch.network_presets import PRESETS
 from anabranch.scaling import Compute, Scaling, line_up, strategy_kinds
 from anabranch.scaling import scale as predict
 from anabranch.scaling.compression import LEAN
@@ -45,7 +44,7 @@ NetworksOption = Annotated[
     typer.Option(
         "--network",
         metavar="N",
-        help=f"A name ({', '.join(PRESETS)}), a file of anabranch measure, or a description, as in "
+        help="A name that anabranch list shows, a file of anabranch measure, or a description, as in "
         f"{network_text.SHORT_EXAMPLE}; may be repeated. Default: {', '.join(NETWORKS)}.",
     ),
 ]
@@ -81,9 +80,7 @@ CompressOption = Annotated[
 ScalingOption = Annotated[Basis, typer.Option(help="Keep the batch of each rank (weak) or the global batch (strong).")]
 BatchOption = Annotated[
     int | None,
-    typer.Option(
-        metavar="B", min=1, max=MAX_BATCH, help="Samples per rank (weak) or in all (strong). Default: as recorded."
-    ),
+    typer.Option(metavar="B", help="Samples per rank (weak) or in all (strong). Default: as recorded."),
 ]
 FixedOption = Annotated[
     float, typer.Option(help="Share of the recorded compute time that does not grow with the batch.")
@@ -156,6 +153,8 @@ class _Strategies(NamedTuple):
 
 
 def _chosen(planners: str, compress: Sequence[str] | None, batch: int | None, within: str | None) -> _Strategies:
+    if batch is not None and not 1 <= batch <= MAX_BATCH:
+        raise ValueError(f"--batch is {batch}: expected 1 to {MAX_BATCH} samples")
     if batch is not None and within is not None:
         raise ValueError(f"--batch is {batch} and --within is {within}: expected one of them")
     default = COMPRESS if within is None else (*COMPRESS, f"{LEAN}:0.01")

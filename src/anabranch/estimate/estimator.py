@@ -10,8 +10,9 @@ from torch import nn
 from anabranch.activations.recompute import recompute
 from anabranch.estimate.account import MODES, Footprint, Setting, predict
 from anabranch.estimate.largest_batch import largest_batch
-from anabranch.estimate.probe import CONVOLUTION_WORKSPACE, Build, Factory, Loss, probe
-from anabranch.estimate.profile import Profile
+from anabranch.estimate.probe import CONVOLUTION_WORKSPACE, Build, Loss, probe
+from anabranch.estimate.step_profile import StepProfile
+from anabranch.lean.options import OptimizerFactory
 
 ActivationMode = Literal["keep", "offload", "recompute"]
 BuildAt = Callable[[int], Build]  # by batch: what makes the model and its loss
@@ -34,14 +35,14 @@ class MemoryEstimator:
     ...     return build
     >>> estimator = MemoryEstimator(build_at, lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True))
     >>> peaks = estimator.footprints(batch=8, setting=Setting(ranks=4))
-    >>> peaks["ddp"].kinds["weights"], peaks["ddp"].kinds["gradients"]
-    (4198400, 4198400)
+    >>> peaks["ddp"].kinds["weights"], peaks["oktopk"].kinds["residual"]
+    (4198400, 4194304)
     """
 
     def __init__(
         self,
         build_at: BuildAt,
-        optimizer: Factory,
+        optimizer: OptimizerFactory,
         activations: ActivationMode = "keep",
         *,
         buckets: str = DDP_BUCKETS,
@@ -51,7 +52,7 @@ class MemoryEstimator:
         self._activations = activations
 
         @cache
-        def profile(batch: int, activations: ActivationMode) -> Profile:
+        def profile(batch: int, activations: ActivationMode) -> StepProfile:
             build = build_at(batch)
             if activations == "recompute":
                 build = _with_recomputation(build)

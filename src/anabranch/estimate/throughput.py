@@ -8,7 +8,7 @@ from anabranch.alpha_beta import AlphaBeta
 from anabranch.estimate.account import DDP, NAIVE
 from anabranch.network import Network
 from anabranch.planners import by_bytes
-from anabranch.planners.sparse import where_it_gains
+from anabranch.planners.sparse import sparse_if_faster
 from anabranch.scaling.compression import dense_only
 from anabranch.scaling.sweep import recorded_batch
 from anabranch.sim import finish_s
@@ -80,5 +80,5 @@ def naive_s(numel: int, network: Network, density: float) -> float:
 
 def _sparse_s(trace: Trace, network: Network, density: float) -> float:
     here = priced(network, density, selection_on(network, density))
-    planner = partial(where_it_gains, collectives=[kind_of(density)], dense=dense_only(trace))
+    planner = partial(sparse_if_faster, collectives=[kind_of(density)], dense=dense_only(trace))
     return finish_s(trace, planner(trace, here), here)

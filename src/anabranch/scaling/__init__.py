@@ -1,14 +1,18 @@
 """Predictions over world sizes and networks: the library behind ``anabranch scale``. Needs no torch.
 
->>> import anabranch as ab
+>>> from anabranch.files import load_bundled_trace
 >>> from anabranch.scaling import scale
->>> tensors = [ab.TensorSpec(f"layer{i}", 2_000_000, 4, 0.002 * (i + 1)) for i in range(20)]
->>> trace = ab.Trace(tuple(tensors), forward_s=0.02, meta={"model": "example"})
->>> found = scale(trace, ["10gbe"], world_sizes=[4, 16], planners=["by_bytes", "optimal"], compress=[])
->>> [(point.world_size, point.planner, f"{point.efficiency:.0%}") for point in found.points]
-[(4, 'by_bytes', '27%'), (4, 'optimal', '31%'), (16, 'by_bytes', '17%'), (16, 'optimal', '20%')]
->>> print(found.answer[0].partition(".")[0])
-10gbe: Dense scheduling helps at 4 and 16 ranks, most at 16: optimal is 1
+>>> found = scale(load_bundled_trace("resnet50"), ["10gbe"], world_sizes=[4, 64], planners=["by_bytes", "optimal"])
+>>> for point in found.points:
+...     print(f"{point.world_size:3} {point.planner:12} {point.efficiency:.0%}")
+  4 by_bytes     20%
+  4 optimal      20%
+  4 oktopk:0.01  98%
+ 64 by_bytes     12%
+ 64 optimal      14%
+ 64 oktopk:0.01  70%
+>>> print(found.answer[0].partition(" (")[0])
+10gbe: Dense scheduling helps at 64 ranks, most at 64: optimal is 1.16×
 """
 
 from anabranch.scaling.answer import answer

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from anabranch.network import Network
-from anabranch.planners.sparse import where_it_gains
+from anabranch.planners.sparse import sparse_if_faster
 from anabranch.scaling.result import Kind
 from anabranch.scaling.sweep import Planner
 from anabranch.sparse.cost_model import Selection, priced, selection_on
@@ -41,7 +41,7 @@ def sparse_strategies(names: Sequence[str], trace: Trace, network: Network) -> S
     dense = dense_only(trace)
     selections = {density: selection_on(network, density) for row in densities.values() for density in row}
     planners = {
-        name: partial(where_it_gains, collectives=[kind_of(density) for density in row], dense=dense)
+        name: partial(sparse_if_faster, collectives=[kind_of(density) for density in row], dense=dense)
         for name, row in densities.items()
     }
     sources = " and ".join(dict.fromkeys(selection.source for selection in selections.values()))

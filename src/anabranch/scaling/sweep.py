@@ -1,4 +1,4 @@
-"""The same training step at many world sizes, on a network and on cheaper and more expensive variants of it."""
+"""The same training step at many world sizes, on a network and at the lower and upper end of its costs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
