@@ -14,10 +14,10 @@ from anabranch.files import bundled_traces
 from anabranch.network_presets import PRESETS
 
 if TYPE_CHECKING:
-    from anabranch.estimate.account import Setting
+    from anabranch.estimate.account import Footprint, Setting
     from anabranch.estimate.estimator import BuildAt, MemoryEstimator
     from anabranch.network import Network
-    from anabranch.report.documents import MemoryDocument
+    from anabranch.report.documents import MemoryDocument, MemoryMode
 
 RATE_ALPHA = "30us"
 DEFAULT_RANKS = 4
@@ -92,7 +92,7 @@ def memory(
     links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
     from anabranch.estimate.account import Setting
-    from anabranch.report.documents import MemoryDocument, MemoryMode, printed
+    from anabranch.report.documents import MemoryDocument, printed
 
     if plan is not None and measure:
         raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
@@ -111,16 +111,6 @@ def memory(
         kept: dict[str, str] = {mode: estimator.activations_of(mode) for mode in batches}
         speeds, more = _throughputs(trace or model, links, batches, density, kept)
         assumptions += more
-    modes = {
-        mode: MemoryMode(
-            kinds=dict(footprint.kinds),
-            predicted_nbytes=footprint.nbytes,
-            at=footprint.at,
-            host_nbytes=footprint.host_nbytes,
-            measured_nbytes=measured.get(mode),
-        )
-        for mode, footprint in footprints.items()
-    }
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
@@ -129,7 +119,7 @@ def memory(
         optimizer=optimizer.value,
         activations=activations.value,
         assumptions=tuple(assumptions),
-        modes=modes,
+        modes={mode: _mode(footprint, measured.get(mode)) for mode, footprint in footprints.items()},
         within_nbytes=limit_nbytes,
         largest_batch=batches if limit_nbytes is not None else None,
         samples_per_s=speeds,
@@ -138,6 +128,18 @@ def memory(
         print_json(printed(document))
     else:
         _print(document)
+
+
+def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
+    from anabranch.report.documents import MemoryMode
+
+    return MemoryMode(
+        kinds=dict(footprint.kinds),
+        predicted_nbytes=footprint.nbytes,
+        at=footprint.at,
+        host_nbytes=footprint.host_nbytes,
+        measured_nbytes=measured_nbytes,
+    )
 
 
 def estimator_of(
