@@ -111,6 +111,7 @@ def memory(
         kept: dict[str, str] = {mode: estimator.activations_of(mode) for mode in batches}
         speeds, more = _throughputs(trace or model, links, batches, density, kept)
         assumptions += more
+    modes = {mode: _mode(footprint, measured.get(mode)) for mode, footprint in footprints.items()}
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
@@ -119,7 +120,7 @@ def memory(
         optimizer=optimizer.value,
         activations=activations.value,
         assumptions=tuple(assumptions),
-        modes={mode: _mode(footprint, measured.get(mode)) for mode, footprint in footprints.items()},
+        modes=modes,
         within_nbytes=limit_nbytes,
         largest_batch=batches if limit_nbytes is not None else None,
         samples_per_s=speeds,
