@@ -9,7 +9,7 @@ JOBS ?= auto
 READY := $(VENV)/.ready-$(subst =,,$(TORCH))
 CLUSTER := ring:ranks=16,alpha=30us,rate=10gbit
 
-.PHONY: demo test quick static check format clean
+.PHONY: demo test quick static check format docs clean
 
 demo: $(READY)
 	mkdir -p demo
@@ -53,5 +53,9 @@ $(READY): pyproject.toml constraints.txt Makefile
 	rm -f $(VENV)/.ready-*
 	touch $(READY)
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open file://$(CURDIR)/site/index.html, or, for the search too: $(PYTHON) -m http.server -d site"
+
 clean:
-	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

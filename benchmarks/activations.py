@@ -79,8 +79,8 @@ def managed(mode: str, budget_nbytes: int | None = None) -> Prepare:
 
 def checkpointed(model: nn.Module) -> None:
     """Torch's own, around every block that has a matrix."""
-    for unit in blocks_of(model):
-        for part in unit.parts:
+    for block in blocks_of(model):
+        for part in block.modules:
             if not any(parameter.dim() > 1 for parameter in part.parameters()):
                 continue  # cheap, and perhaps in place
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
@@ -105,6 +105,8 @@ def measured(
             torch.cuda.reset_peak_memory_stats(device)
         marks.append(torch.cuda.Event(enable_timing=True))
         marks[-1].record()
+        if ours is not None:
+            ours.choose()
         with around():
             step()
         optimizer.step()
@@ -131,7 +133,9 @@ def noted(ours: ManagedActivations | None) -> str:
         words.append(f"predicted {forecast.peak_nbytes / GIB:.2f} GiB, +{forecast.extra_s * 1e3:.0f} ms")
     if ours.offloader is not None:
         counts = ours.offloader.counts
-        words.append(f"host {ours.offloader.pool.nbytes / GIB:.1f} GiB, {counts.late} late, {counts.waits} waits")
+        words.append(
+            f"host {ours.offloader.pool.nbytes / GIB:.1f} GiB, {counts.late_fetches} late, {counts.forward_waits} waits"
+        )
     return "; ".join(words)
 
 

@@ -29,7 +29,7 @@ from anabranch.activations.policy import Mode
 from anabranch.bench import trainings
 from anabranch.bench.memory import of_zoo, sparse_plan
 from anabranch.bench.trainings import Subject
-from anabranch.lean.options import Residuals
+from anabranch.lean.options import ResidualPlacement
 
 GIB = 1 << 30
 DENSITY = 0.01
@@ -54,7 +54,7 @@ def trained(
     return partial(next, running), running.close
 
 
-def lean(case: Case, mode: Mode, residuals: Residuals = "in place") -> tuple[Step, Step]:
+def lean(case: Case, mode: Mode, residuals: ResidualPlacement = "in place") -> tuple[Step, Step]:
     """Ours."""
     activations = ab.Activations(mode, case.budget_nbytes, host_nbytes=case.host_nbytes)
 

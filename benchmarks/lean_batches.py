@@ -15,7 +15,7 @@ from torch import nn
 from anabranch.bench.memory import tidy
 from anabranch.bench.zoo import SEQUENCES as SEQUENCE_MODELS
 from anabranch.bench.zoo import built
-from anabranch.estimate.largest_batch import MOST, largest_batch
+from anabranch.estimate.largest_batch import MAX_BATCH, largest_batch
 from anabranch.estimate.probe import Loss
 
 DEVICE = torch.device("cuda", 0)
@@ -84,7 +84,7 @@ def largest(make: System, case: Case, plain: System | None = None) -> int:
     ``plain`` is the same without reuse, for a system that puts all that is saved into host memory.
     """
     first = SEQUENCES if case.speaks else IMAGES
-    most = MOST if plain is None else int(case.host_nbytes / kept_nbytes(plain, replace(case, batch=first)))
+    most = MAX_BATCH if plain is None else int(case.host_nbytes / kept_nbytes(plain, replace(case, batch=first)))
     limit_nbytes = MARGIN * case.limit_nbytes
     return largest_batch(
         lambda batch: fitting(make, replace(case, batch=batch)) or 2 * case.limit_nbytes,

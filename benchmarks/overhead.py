@@ -16,8 +16,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.ddp.reducer import layout_in_force, reduced_parameters
+from anabranch.ddp.reducer import built_by_ddp, reduced_parameters
+from anabranch.observe.clock import clock_for
 from anabranch.observe.recorder import Recorder
+from anabranch.observe.step_timer import StepTimer
 
 ROUNDS = 60
 DEPTH = 8
@@ -33,7 +35,8 @@ def main() -> None:
     variants: dict[str, nn.Module] = {"bare torch": model(device), "DDP": DistributedDataParallel(model(device))}
     recorded = DistributedDataParallel(model(device))
     variants["DDP, every gradient recorded"] = recorded
-    recorder = Recorder(dict(recorded.named_parameters()), recorded)
+    timer = StepTimer(clock_for(device))
+    recorder = Recorder(timer, dict(recorded.named_parameters()))
     if ranks == 1:
         variants["DataParallel"] = ab.DataParallel(model(device))
     else:
@@ -43,7 +46,7 @@ def main() -> None:
         variants["DataParallel, DDP's layout as its plan"] = ab.DataParallel(
             model(device), plan=stock_plan(variants["DDP"])
         )
-    with recorder:
+    with recorder, timer.attached(recorded):
         times = interleaved({name: step(variant, device) for name, variant in variants.items()})
     if dist.get_rank() == 0:
         report(times, "bare torch" if ranks == 1 else "DDP", ranks, device)
@@ -87,7 +90,9 @@ def stock_plan(ddp: nn.Module) -> ab.Plan:
     """DDP's own layout as a plan."""
     assert isinstance(ddp, DistributedDataParallel)
     names = list(reduced_parameters(ddp))
-    return ab.Plan(tuple(ab.Bucket(tuple(names[i] for i in bucket)) for bucket in layout_in_force(ddp)))
+    layout = built_by_ddp(ddp)
+    assert layout is not None, "DDP has rebuilt its buckets in its second step"
+    return ab.Plan(tuple(ab.Bucket(tuple(names[i] for i in bucket)) for bucket in layout))
 
 
 def interleaved(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ from anabranch.sparse import triton_exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.triton_exchange import Fused
+from anabranch.sparse.triton_exchange import TritonStep
 
 RANKS, DENSITY, DIVISOR = 4, 0.01, 4.0
 
@@ -30,7 +30,7 @@ def main() -> None:
     gradient, state = bucket(110_000_000)
     for block, warps in product((2048, 4096, 8192, 16384), (4, 8, 16)):
         triton_exchange.BLOCK, triton_exchange.WARPS = block, warps
-        took = timed(Fused.offer, lambda: begun(gradient, state))
+        took = timed(TritonStep.offer, lambda: begun(gradient, state))
         print(f"| {block} | {warps} | {took:.0f} | {8 * 110 / took:.2f} |", flush=True)
 
 
@@ -43,9 +43,9 @@ def bucket(numel: int) -> tuple[torch.Tensor, BucketState]:
     return gradient, state
 
 
-def begun(gradient: torch.Tensor, state: BucketState) -> Fused:
+def begun(gradient: torch.Tensor, state: BucketState) -> TritonStep:
     """A rank's step, with blank messages."""
-    return Fused(gradient, state, VirtualWorld(RANKS).comms[0], Sizes.of(len(gradient), RANKS, DENSITY, OkTopk()))
+    return TritonStep(gradient, state, VirtualWorld(RANKS).comms[0], Sizes.of(len(gradient), RANKS, DENSITY, OkTopk()))
 
 
 def row(numel: int) -> list[float]:
@@ -57,24 +57,24 @@ def row(numel: int) -> list[float]:
     work.reduce(received)
     everyone = work.part.expand(RANKS, -1).contiguous()
 
-    def select(work: Fused) -> None:
+    def select(work: TritonStep) -> None:
         work.local_threshold()
         work.offer()
 
-    def blank() -> Fused:
+    def blank() -> TritonStep:
         return begun(gradient, state)
 
     return [
         timed(lambda _: other.copy_(gradient), blank),
         timed(lambda work: torch.topk(gradient.abs(), work.sizes.k, sorted=False), blank),
         timed(lambda _: begun(gradient, state), blank),
-        *(timed(done, blank) for done in (Fused.local_threshold, Fused.offer, select)),
+        *(timed(done, blank) for done in (TritonStep.local_threshold, TritonStep.offer, select)),
         timed(lambda work: work.reduce(received), blank),
-        timed(lambda _: work.end(everyone, DIVISOR), blank),
+        timed(lambda _: work.finish(everyone, DIVISOR), blank),
     ]
 
 
-def timed(done: Callable[[Fused], object], blank: Callable[[], Fused]) -> float:
+def timed(done: Callable[[TritonStep], object], blank: Callable[[], TritonStep]) -> float:
     """Median µs of 20 on the device, each with blank messages."""
     times = []
     for number in range(23):

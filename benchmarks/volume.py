@@ -1,4 +1,4 @@
-"""Words sent and received per rank, counted on virtual ranks, Ok-Topk beside its rivals: prints a Markdown report."""
+"""Words sent and received per rank on virtual ranks, Ok-Topk beside the baselines; prints a Markdown report."""
 
 import gc
 import sys
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import anabranch as ab
-from anabranch.bench.baselines import RIVALS, Exchange
+from anabranch.bench.baselines import BASELINES, ExchangeFunction
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
@@ -21,7 +21,7 @@ from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
 
 PERIODS = OkTopk()  # its defaults: exact thresholds every 32 steps, new regions every 64
-OURS: dict[str, Exchange] = {
+OURS: dict[str, ExchangeFunction] = {
     "exact": exact_exchange,
     "fixed": fixed_exchange,
     "fixed, bf16": partial(fixed_exchange, options=OkTopk(wire="bf16")),
@@ -81,22 +81,22 @@ def main() -> None:
     """Print the report."""
     torch.set_num_threads(1)  # many small operations: threads would wait for each other more than they work
     begun_s = perf_counter()
-    print("# Words per rank: Ok-Topk beside its rivals, counted\n")
+    print("# Words per rank: Ok-Topk beside the baselines, counted\n")
     versions = f"torch {torch.__version__}, anabranch {ab.__version__}"
     print(f"{datetime.now(UTC).date()}, virtual ranks in one process (`benchmarks/volume.py`), {versions}.")
     print(about(), flush=True)
-    ours, rivals = [], []
+    ours, baselines = [], []
     for size in SIZES:
-        known = [name for name in RIVALS if size.ranks <= BIG_RANKS or name not in NOT_THERE]
+        known = [name for name in BASELINES if size.ranks <= BIG_RANKS or name not in NOT_THERE]
         ours.append((size, {name: counted(exchange, size) for name, exchange in OURS.items()}))
-        rivals.append((size, {name: counted(RIVALS[name], size) for name in known}))
+        baselines.append((size, {name: counted(BASELINES[name], size) for name in known}))
         print(f"P = {size.ranks} after {perf_counter() - begun_s:.0f} s", file=sys.stderr, flush=True)
     larger = [(size, {"exact": counted(exact_exchange, size)}) for size in LARGER]
     for title, table in (
         ("Ok-Topk", [*our_table(ours), *verdict(ours)]),
         ("Ok-Topk on a larger vector", our_table(larger)),
         ("What refreshes add", refresh_table(ours)),
-        ("Rivals: counted, and by their formulas", rival_table(ours, rivals)),
+        ("Baselines: counted, and by their formulas", baseline_table(ours, baselines)),
     ):
         print(f"\n## {title}\n\n" + "\n".join(table))
 
@@ -127,18 +127,18 @@ def gradients(size: Size) -> Iterator[list[torch.Tensor]]:
         yield [(torch.randn(size.numel, generator=chance).add_(signal)).mul_(magnitude) for _ in range(size.ranks)]
 
 
-def counted(exchange: Exchange, size: Size) -> Count:
+def counted(exchange: ExchangeFunction, size: Size) -> Count:
     """Some steps of all ranks, every word counted."""
     world = VirtualWorld(size.ranks)
     states = [BucketState.of(torch.zeros(size.numel), size.ranks) for _ in range(size.ranks)]
     sent, received, path, refreshes, messages = [], [], 0.0, 0.0, 0.0
     for number, given in zip(range(size.steps), gradients(size), strict=False):
-        world.traffic.clear()
+        world.word_counts.clear()
         world.run([
             exchange(gradient, state, comm, float(size.ranks), size.k / size.numel)
             for gradient, state, comm in zip(given, states, world.comms, strict=True)
         ])  # fmt: skip
-        seen = world.traffic
+        seen = world.word_counts
         if number == 0:
             refreshes = sum(seen.volume([phase]) / REFRESHES[phase] for phase in seen.phases if phase in REFRESHES)
             continue
@@ -177,7 +177,7 @@ def verdict(counts: Counts) -> Iterator[str]:
     if over:
         yield f"\n**Over the bound: {', '.join(over)}**, in what the busiest owner receives in the split. Regions are "
         yield "the mean of what ranks propose; a rank with few values per owner proposes roughly, and where layers of "
-        yield "very different size meet, the mean of rough places parts the values unevenly. Nobody sends too much."
+        yield "very different size meet, the mean of rough proposals divides them unevenly. No rank sends too much."
 
 
 def refresh_table(counts: Counts) -> Iterator[str]:
@@ -192,7 +192,7 @@ def refresh_table(counts: Counts) -> Iterator[str]:
         yield f"| {size.ranks} | " + " | ".join(f"{count.refreshes:.3f}" for count in ways.values()) + " |"
 
 
-def rival_table(ours: Counts, rivals: Counts) -> Iterator[str]:
+def baseline_table(ours: Counts, baselines: Counts) -> Iterator[str]:
     """What each takes in time."""
     yield "Phase by phase the busiest rank's larger side, added up, of the worst step; in brackets the formula.\n"
     yield (
@@ -200,7 +200,7 @@ def rival_table(ours: Counts, rivals: Counts) -> Iterator[str]:
         "| TopkDSA [4k(P−1)/P … (2k+n)(P−1)/P] | Gaussian [2k(P−1)] |"
     )
     yield "|---:" * 8 + "|"
-    for (size, own), (_, others) in zip(ours, rivals, strict=True):
+    for (size, own), (_, others) in zip(ours, baselines, strict=True):
         cells = [f"**{own[name].path:.2f}**" for name in ("exact", "fixed")]
         cells += [f"{_path(others, name)} [{text}]" for name, text in formulas(size).items()]
         yield f"| {size.ranks} | " + " | ".join(cells) + " |"

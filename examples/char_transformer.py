@@ -3,8 +3,9 @@
     torchrun --standalone --nproc-per-node 4 examples/char_transformer.py --steps 200 --checkpoint run.pt
 
 From DistributedDataParallel to anabranch it is one line; it is marked. After a crash the same command goes on from the
-last checkpoint. With ``--compress 0.1`` the largest tenth of the gradients travels and the rest waits for later steps;
-what waits is then in the checkpoints, too.
+last checkpoint. With ``--compress 0.1`` only the largest tenth of the gradients is sent and the rest, the residual, is
+added to later steps; the residuals are then in the checkpoints, too. ``--keep run`` leaves files behind that
+``anabranch report run`` draws.
 """
 
 import argparse
@@ -29,12 +30,13 @@ def main() -> None:
     """Train, and on rank 0 say how it went."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--wrap", choices=["ddp", "anabranch"], default="anabranch")
-    parser.add_argument("--compress", type=float, help="send this share of the larger gradients, the rest later")
+    parser.add_argument("--compress", type=float, help="send this share of each larger gradient, the rest later")
     parser.add_argument("--plan", type=Path, help="run this plan, whatever comes of it, instead of looking for one")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpoint", type=Path, help="save here, and resume from here")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--losses", type=Path, help="write the losses to this file, as JSON")
+    parser.add_argument("--keep", type=Path, help="keep what a report of the run needs in this folder")
     options = parser.parse_args()
 
     device = meet()
@@ -42,7 +44,7 @@ def main() -> None:
     torch.manual_seed(0)
     text, model = StandardLibrary(), CharTransformer().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    losses, waiting = resume(options.checkpoint, model, optimizer, device) if options.checkpoint else ([], [])
+    losses, residuals = resume(options.checkpoint, model, optimizer, device) if options.checkpoint else ([], [])
 
     if options.wrap == "ddp":
         parallel: DistributedDataParallel = DistributedDataParallel(model)
@@ -50,7 +52,10 @@ def main() -> None:
         compress = anabranch.OkTopk(density=options.compress, deterministic=True) if options.compress else None
         plan: Any = anabranch.load(options.plan) if options.plan else None
         parallel = anabranch.DataParallel(model, compress=compress, plan=plan)  # the one line
-        parallel.load_comm_state_dict(*waiting)
+        parallel.load_comm_state_dict(*residuals)
+        if options.keep:
+            options.keep.mkdir(parents=True, exist_ok=True)
+            parallel.log_to(anabranch.JsonLines(options.keep / "steps.jsonl"))
 
     quiet = rank != 0 or not sys.stderr.isatty()
     for step in track(range(len(losses), options.steps), "training", console=Console(stderr=True), disable=quiet):
@@ -68,9 +73,18 @@ def main() -> None:
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} after {len(losses)} steps on {ranks} ranks")
         if isinstance(parallel, anabranch.DataParallel):
             print(parallel.explain())
+            if options.keep:
+                keep(options.keep, parallel)
         if options.losses:
             options.losses.write_text(json.dumps(losses))
     dist.destroy_process_group()
+
+
+def keep(folder: Path, parallel: anabranch.DataParallel) -> None:
+    """Save what was recorded, measured, planned and timed, as far as there is any, for ``anabranch report``."""
+    for name in ("trace", "network", "plan", "timeline"):
+        if (noun := getattr(parallel, name)) is not None:
+            anabranch.save(noun, folder / f"{name}.json", force=True)
 
 
 def meet() -> torch.device:
@@ -87,10 +101,7 @@ def meet() -> torch.device:
 def resume(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[list[float], list[dict[str, Any]]]:
-    """Take up the last checkpoint, if there is one: the losses, one for each step made, and what waited on this rank.
-
-    If there were more ranks, or fewer, what waited on all of them.
-    """
+    """The losses of the last checkpoint and this rank's residuals (all ranks', if their number has changed)."""
     if not path.exists():
         return [], []
     state = torch.load(path, map_location=device, weights_only=True)
@@ -104,7 +115,7 @@ def resume(
 def save(path: Path, parallel: DistributedDataParallel, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
     """Replace the checkpoint in one go: a crash leaves the old one or the new one, never half of one.
 
-    What waits on each rank to be sent is in a file of its own, and the checkpoint says which of these files count.
+    Each rank's residuals are in a file of their own, and the checkpoint says which of these files count.
     """
     kept = parallel.comm_state_dict() if isinstance(parallel, anabranch.DataParallel) else {}
     torch.save(kept, of_rank(path, len(losses), dist.get_rank()))
@@ -120,7 +131,7 @@ def save(path: Path, parallel: DistributedDataParallel, optimizer: torch.optim.O
 
 
 def of_rank(path: Path, step: int, rank: int) -> Path:
-    """Where a rank keeps what waits to be sent after a step."""
+    """The file with a rank's residuals after a step."""
     return path.with_suffix(f".step{step}-rank{rank}")
 
 

@@ -133,7 +133,7 @@ def test_shifted_by_hand() -> None:
     assert [p.seconds for p in curve.shifted(2).points] == [2.0, 2.5, 3.0]
     assert [p.seconds for p in curve.shifted(-4).points] == [0.0, 1.0, 3.0]
     one = Curve((CurvePoint(0, 1.0, 0.5),), 0.25)
-    assert one.shifted(1) == Curve((CurvePoint(0, 1.5, 0.5),), 0.375)  # as much steeper as its last point is dearer
+    assert one.shifted(1) == Curve((CurvePoint(0, 1.5, 0.5),), 0.375)  # steeper by the same factor
     assert one.shifted(-2) == Curve((CurvePoint(0, 0.0, 0.5),), 0.0)
 
 

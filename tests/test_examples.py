@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 import anabranch as ab
 from anabranch.demo.text import CharTransformer
@@ -103,7 +104,7 @@ def rank_of(rank: int, ranks: int, port: int, program: list[str]) -> str:
 def losses_of(ranks: int, folder: Path, *program: str | Path) -> tuple[list[float], str]:
     """The same from ranks that are forked, not started."""
     path = folder / "losses.json"
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     out = on_ranks(
         rank_of, ranks, ranks, store.port, [str(part) for part in (*program, "--losses", path)], timeout_s=DEADLINE_S
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch import Plan, PlanError, TensorSpec, Trace
+from anabranch import Bucket, Plan, PlanError, TensorSpec, Trace
 from shorthand import bucket_of, plan_of, trace_of
 from strategies import plans, traces
 
@@ -118,3 +118,12 @@ def test_frozen_slotted_hashable() -> None:
             setattr(noun, name, 1)
         assert not hasattr(noun, "__dict__")
     assert len({plan, plan_of([bucket_of(["a"])])}) == 1
+
+
+def test_indices_into_the_names_of_a_model() -> None:
+    plan = Plan((Bucket(("c", "a")), Bucket(("b",))))
+    assert plan.indices(["a", "b", "c"]) == [[2, 0], [1]]
+    with pytest.raises(PlanError, match="names c, which this model does not train"):
+        plan.indices(["a", "b"])
+    with pytest.raises(PlanError, match="leaves out d and 0 more"):
+        plan.indices(["a", "b", "c", "d"])

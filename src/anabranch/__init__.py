@@ -18,6 +18,7 @@ from anabranch.errors import (
     DisagreementError,
     FileError,
     LabError,
+    MissingExtraError,
     NetworkError,
     PlanError,
     UpdateError,
@@ -35,10 +36,12 @@ if _TYPE_CHECKING:
     from anabranch.activations.policy import Activations
     from anabranch.integrations.distributed_checkpoint import CommState
     from anabranch.lean.options import Lean
+    from anabranch.lean_parallel import LeanDataParallel
     from anabranch.observe.loggers import JsonLines, Progress, TensorBoard
     from anabranch.observe.metrics import Logger, Metrics
     from anabranch.parallel import DataParallel
     from anabranch.sparse.options import OkTopk
+    from anabranch.tuning.policy import TuningPolicy
 
 __all__ = [
     "Activations",
@@ -56,8 +59,10 @@ __all__ = [
     "JsonLines",
     "LabError",
     "Lean",
+    "LeanDataParallel",
     "Logger",
     "Metrics",
+    "MissingExtraError",
     "Network",
     "NetworkError",
     "OkTopk",
@@ -69,6 +74,7 @@ __all__ = [
     "TensorSpec",
     "Timeline",
     "Trace",
+    "TuningPolicy",
     "TwoLevel",
     "UpdateError",
     "__version__",
@@ -87,11 +93,13 @@ _WITH_TORCH = {
     "DataParallel": "anabranch.parallel",
     "JsonLines": "anabranch.observe.loggers",
     "Lean": "anabranch.lean.options",
+    "LeanDataParallel": "anabranch.lean_parallel",
     "Logger": "anabranch.observe.metrics",
     "Metrics": "anabranch.observe.metrics",
     "OkTopk": "anabranch.sparse.options",
     "Progress": "anabranch.observe.loggers",
     "TensorBoard": "anabranch.observe.loggers",
+    "TuningPolicy": "anabranch.tuning.policy",
 }
 
 

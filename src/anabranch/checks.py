@@ -1,4 +1,4 @@
-"""What the four nouns check in the same way: finite times, and meta that any JSON reader understands."""
+"""Checks that the four nouns share: finite times and sizes, and meta that any JSON reader understands."""
 
 from collections.abc import Mapping
 from math import isfinite

@@ -39,7 +39,7 @@ class CurvePoint:
 class Curve:
     """Bytes to seconds: flat below the first point, straight lines between points, the tail slope beyond.
 
-    Never falls: a longer message is never cheaper, which planners rely on.
+    Never falls: a longer message never costs less, which planners rely on.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -70,7 +70,7 @@ class Curve:
     def through(cls, points: Points) -> Self:
         """A curve through measured (nbytes, seconds[, spread_s]) points, made non-falling.
 
-        Where noise makes a longer message look cheaper, neighbours are averaged until it does not (isotonic
+        Where noise makes a longer message look less expensive, neighbours are averaged until it does not (isotonic
         regression by pooling adjacent violators). The tail continues the line through the last two points.
         """
         measured = sorted((CurvePoint(*point) for point in points), key=lambda point: point.nbytes)
@@ -130,7 +130,7 @@ class Curve:
         return min(self.seconds(size) / size for size in self._corners(nbytes))
 
     def least_transfer_s_per_byte(self, nbytes: int) -> float:
-        """The same without the start-up."""
+        """The fewest seconds per byte, without the start-up, at which any message of up to ``nbytes`` travels."""
         return min((self.seconds(size) - self.start_s) / size for size in self._corners(nbytes))
 
     def _corners(self, nbytes: int) -> list[int]:
@@ -138,9 +138,9 @@ class Curve:
         return [p.nbytes for p in self.points if 0 < p.nbytes < nbytes] + [max(nbytes, 1)]
 
     def shifted(self, spreads: float) -> Self:
-        """The curve with ``spreads`` times each point's spread added: how bad, or good, it may be.
+        """The curve with ``spreads`` times each point's spread added; negative: a curve of lower costs.
 
-        Beyond the last point nothing was measured: there it is as much steeper, or flatter, as that point is dearer.
+        Beyond the last point the slope changes by the same factor as the cost of that point.
         """
         moved = [replace(p, seconds=max(0.0, p.seconds + spreads * p.spread_s)) for p in self.points]
         last, after = self.points[-1].seconds, moved[-1].seconds

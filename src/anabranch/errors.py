@@ -7,6 +7,7 @@
     ├── DisagreementError  ranks that do not hold the same thing
     ├── CollectiveError    a message that did not get through
     ├── UpdateError        an optimizer that failed inside backward, on this rank
+    ├── MissingExtraError  a library that is not installed, and the extra that brings it
     └── LabError           a cluster that cannot be made on this machine
 
 A bad argument is a plain ``ValueError``, as everywhere in Python.
@@ -38,7 +39,11 @@ class CollectiveError(AnabranchError):
 
 
 class UpdateError(AnabranchError):
-    """The step of a bucket's optimizer failed on this rank; what waits for it elsewhere will fail, too."""
+    """The optimizer step of a bucket failed on this rank; other ranks that wait for the bucket fail, too."""
+
+
+class MissingExtraError(AnabranchError, ModuleNotFoundError):
+    """An optional library is not installed; the message names the extra of this package that brings it."""
 
 
 class LabError(AnabranchError):

@@ -6,13 +6,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anabranch.errors import FileError
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 Noun = Trace | Network | Plan | Timeline
 
@@ -25,6 +28,27 @@ def load(path: str | os.PathLike[str]) -> Noun:
     """The noun in a file; FileError, naming file and field, if it does not hold exactly one valid noun."""
     path = Path(path)
     return loads(read_bytes(path), str(path))
+
+
+def bundled_traces() -> "dict[str, Traversable]":
+    """The files of the traces that come with the package, by name, sorted."""
+    from importlib import resources  # some milliseconds of ``import anabranch`` that few programs need
+
+    folder = resources.files("anabranch") / "traces"
+    if not folder.is_dir():
+        return {}
+    found = {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
+    return dict(sorted(found.items()))
+
+
+def load_bundled_trace(name: str) -> Trace:
+    """The trace of this name that comes with the package; FileError, listing the names there are, if there is none."""
+    files = bundled_traces()
+    if name not in files:
+        raise FileError(f"no trace of the name {name!r}: anabranch brings {', '.join(files) or 'none'}")
+    trace = loads(files[name].read_bytes(), f"bundled trace {name}")
+    assert isinstance(trace, Trace)
+    return trace
 
 
 def loads(text: bytes, where: str) -> Noun:
@@ -102,7 +126,7 @@ def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = Fals
 
 
 def read_bytes(path: Path) -> bytes:
-    """All of a file; FileError if that cannot be had, or is more than any file of ours has."""
+    """The content of a file; FileError if it cannot be read or is larger than ``MAX_NBYTES``."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_NBYTES + 1)
@@ -116,7 +140,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse_json(text: bytes, where: str, nan_as_none: bool = False) -> Any:
-    """Whatever a JSON text says; FileError for NaN, for a field that is there twice, and for what is no JSON."""
+    """The content of a JSON text; FileError for NaN, for a duplicate field, and for text that is not JSON."""
 
     def refuse(constant: str) -> None:
         if nan_as_none:
@@ -140,7 +164,7 @@ def parse_json(text: bytes, where: str, nan_as_none: bool = False) -> Any:
 
 
 def _validate(cls: type[Noun], document: dict[str, Any], where: str) -> Noun:
-    from pydantic import TypeAdapter, ValidationError  # a tenth of a second that most commands need not spend
+    from pydantic import TypeAdapter, ValidationError  # takes a tenth of a second, which most commands do not need
 
     try:
         # Once more through JSON, since only from there a list may become a tuple and nothing else may become anything.
@@ -159,7 +183,7 @@ def _of_one_branch(errors: list[Any]) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Frozen values as JSON understands them."""
+    """Frozen values as dicts, lists and scalars."""
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

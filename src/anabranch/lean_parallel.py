@@ -1,8 +1,9 @@
-"""DataParallel under Lean: a wrapper of our own, since DDP's reducer keeps every gradient alive."""
+"""LeanDataParallel: a wrapper of our own for less memory, since DDP's reducer keeps every gradient alive."""
 
 import json
+import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,18 +14,22 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.activations.policy import SURVEY_STEPS, ManagedActivations, Told
+from anabranch import planners
+from anabranch.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations
 from anabranch.comm.agree import check_same, from_rank_0
-from anabranch.comm.collectives import Collectives, DenseCollectives, Scaler
-from anabranch.ddp.reducer import tensors_in
+from anabranch.comm.collectives import Scaler
+from anabranch.comm.model import ignored_names
 from anabranch.lean.engine import in_backward
-from anabranch.lean.layout import LeanLayout, trained
+from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
 from anabranch.network import Network
+from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
-from anabranch.sparse.collectives import SparseCollectives, check_compress
+from anabranch.sparse.exchanges import check_compress, collectives_for
 from anabranch.sparse.options import OkTopk
+from anabranch.trace import TensorSpec, Trace
 from anabranch.tuning.options import Planner, TuningOptions
+from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 from anabranch.tuning.tuned import Tuned
 from anabranch.tuning.tuner import Tuner
 
@@ -33,13 +38,16 @@ COPIED = "it is a copy"
 
 
 class LeanDataParallel(Tuned, nn.Module):
-    """What ``DataParallel(module, memory=Lean(...))`` is: no gradient outlives its bucket's exchange.
+    """Data-parallel training in which no gradient outlives its bucket's exchange.
 
-    Every bucket is updated inside backward, by an optimizer of its own. ``optimizer`` stands for all of them: for
-    learning-rate schedulers and checkpoints; its ``step()`` has nothing left to do.
+    Every bucket is updated inside backward, by an optimizer of its own. ``optimizer`` stands for all of them, for
+    learning-rate schedulers and checkpoints; its ``step()`` has nothing left to do. It is no DistributedDataParallel.
+
+    memory: the settings, with the optimizer. The other arguments are those of ``DataParallel`` and, of
+    DistributedDataParallel's, ``process_group``, ``broadcast_buffers`` and ``find_unused_parameters``.
     """
 
-    static_graph = False
+    _layout: LeanLayout
     _synchronised = True  # no no_sync() is open
     _averages = True  # nor was at the forward of this backward pass or, before it, at the last one
 
@@ -50,10 +58,11 @@ class LeanDataParallel(Tuned, nn.Module):
         memory: Lean,
         compress: str | OkTopk | None = None,
         planner: str | Planner = "optimal",
-        plan: Plan | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
         network: Network | None = None,
         lanes: int | None = None,
         profile_steps: int = 10,
+        policy: TuningPolicy = DEFAULT_POLICY,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
@@ -70,14 +79,15 @@ class LeanDataParallel(Tuned, nn.Module):
         check_lean(memory)
         if isinstance(compress, OkTopk) and compress.momentum:
             raise ValueError(
-                f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to what waits as they "
+                f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to the residual as they "
                 "come: expected 0; leave momentum to the optimizer"
             )
-        wishes = TuningOptions(planner, plan, network, lanes, profile_steps)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
         group = process_group or dist.group.WORLD
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
-        wishes.check_agreed(module, group, f"compress {compress}", *memory.described(), of_ddp)
+        tuning.check_agreed(module, group, f"compress {compress}", *memory.described(), of_ddp)
         assert group is not None
+        tuning = tuning.with_plan_loaded(group)
         self.module, self.memory, self.process_group = module, memory, group
         self._broadcast_buffers, self._buffers_differ = broadcast_buffers, False
         alone = dist.get_world_size(group) == 1
@@ -86,64 +96,69 @@ class LeanDataParallel(Tuned, nn.Module):
         with torch.no_grad():
             self._from_rank_0([*_shared(module.named_parameters(), module), *_shared(module.named_buffers(), module)])
         if alone and plan is None:
-            wishes = replace(wishes, profile_steps=0)
-        self._activations = ManagedActivations(module, memory.activations, waits=True)
+            tuning = replace(tuning, profile_steps=0)
+        self._activations = ManagedActivations(module, memory.activations)
         self._undo = weakref.finalize(self, self._activations.undo)
         self._undo.atexit = False  # there is no one left to use the module
         try:
-            self._tune(wishes, self._collectives(compress, parameters), parameters, LeanLayout)
-            check_same("Lean's optimizer", self.layout.optimizers.described(), group)
+            self._start_engine(tuning, policy, compress, parameters)
+            check_same("Lean's optimizer", self._layout.optimizers.described(), group)
         except BaseException:
             self.close()
             self._undo()
             raise
 
-    def _collectives(self, compress: str | OkTopk | None, parameters: dict[str, nn.Parameter]) -> Collectives:
-        if not isinstance(compress, OkTopk):
-            return DenseCollectives(compress)
-        owner = weakref.ref(self)
-        averaged = lambda: (own := owner()) is not None and own.averaging()  # noqa: E731
+    def _start_engine(
+        self,
+        tuning: TuningOptions,
+        policy: TuningPolicy,
+        compress: str | OkTopk | None,
+        parameters: dict[str, nn.Parameter],
+    ) -> None:
+        owner = weakref.ref(self)  # a dropped model must be able to go
+
+        def averaging() -> bool:
+            own = owner()
+            return own is not None and own._averages
 
         def applied(names: Collection[str]) -> Collection[str]:
             own = owner()
-            return own.layout.applied(names) if own is not None else ()
+            return own._layout.applied(names) if own is not None else ()
 
-        return SparseCollectives(compress, parameters, self.process_group, averaged, applied)
+        collectives = collectives_for(compress, parameters, self.process_group, averaging, applied)
+        plan, find_unused = ddp_sized_plan(parameters), self.find_unused_parameters
 
-    @property
-    def layout(self) -> LeanLayout:
-        """What runs the buckets."""
-        live = self._at_work().live
-        assert isinstance(live, LeanLayout)
-        return live
+        def make_layout(control: dist.ProcessGroup) -> LeanLayout:  # noqa: ARG001 - Lean needs no small messages
+            self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, find_unused)
+            return self._layout
+
+        name = type(self.module).__name__
+        tuner = self._start_tuning(tuning, policy, collectives, parameters, make_layout, name)
+        tuner.runner.timer.observers += [_AveragingFollower(owner), self._layout]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """All buckets' optimizers as one: for schedulers and checkpoints."""
-        return self.layout.optimizers.shown
+        """All buckets' optimizers as one, for schedulers and checkpoints."""
+        return self.layout.optimizers.user_optimizer
 
     @property
     def skipped(self) -> int:
-        """Updates of buckets that were left out because a gradient was not finite on some rank."""
-        return self.layout.updates.count()
+        """Updates of buckets that were skipped because a gradient was not finite on some rank."""
+        return self.layout.updates.skipped()
 
     def explain(self) -> str:
-        """See ``Tuned``."""
+        """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
         if self._tuner is None:
             return f"No plan: {self._idle}. It trains nothing: wrap the module again."
         with suppress(RuntimeError):  # a lane has failed, and has said so where it was waited for
-            self.layout.residuals.settle()
+            self.layout.residuals.synchronize()
         return super().explain()
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """See ``Tuned``."""
+        """What this rank must keep in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
         if self._tuner is not None:
-            self.layout.residuals.settle()  # it may be on its way to host memory
+            self.layout.residuals.synchronize()  # it may be on its way to host memory
         return super().comm_state_dict()
-
-    def averaging(self) -> bool:
-        """Whether this backward pass averages: not if its forward was under no_sync()."""
-        return self._averages
 
     def clip_grad_norm_(self, *_: Any, **__: Any) -> None:
         """Refuse: there are no gradients to clip between two steps."""
@@ -169,10 +184,10 @@ class LeanDataParallel(Tuned, nn.Module):
         return output
 
     def follow(self, scaler: Scaler) -> None:
-        """Let updates, and what waits to be sent, follow this GradScaler; call it on every rank, and once.
+        """Let updates and residuals follow this GradScaler; call it on every rank, and once.
 
         ``scaler.scale(loss).backward()`` is all that is left to do: before the next forward the scale falls if an
-        update was left out, and rises after its interval of steps without, by the scaler's own factors.
+        update was skipped, and rises after its interval of steps without, by the scaler's own factors.
         ``scaler.step()`` and ``scaler.update()`` are for gradients that live until then: do not call them.
         """
         self._good_steps, self._seen = 0, self._so_far()
@@ -190,9 +205,9 @@ class LeanDataParallel(Tuned, nn.Module):
                 grown = scaler.get_scale() * scaler.get_growth_factor()
                 if grown < torch.finfo(torch.float32).max:  # as torch: it stays where it cannot grow
                     scaler.update(grown)
-        if scaler is not None and self.layout.updates.scale != (scale := float(scaler.get_scale())):
-            self.layout.updates.scale = scale
-            self.layout.residuals.settle()
+        if scaler is not None and self.layout.updates.loss_scale != (scale := float(scaler.get_scale())):
+            self.layout.updates.loss_scale = scale
+            self.layout.residuals.synchronize()
         super()._follow_scale()
 
     def _so_far(self) -> tuple[int, int]:
@@ -203,13 +218,13 @@ class LeanDataParallel(Tuned, nn.Module):
     def _before_forward(self, will_average: bool) -> None:
         if self._idle == COPIED and not torch.is_grad_enabled():
             return
-        tuner = self._at_work()
+        tuner = self._running_tuner()
         if torch.is_grad_enabled():
             if not in_backward():
                 self._averages = self._synchronised
                 self._follow_scale()  # in the first forward after a step: all that adds up until the next has one scale
             tuner.before_forward(averaged=self._synchronised)
-        if will_average and tuner.steps_done >= SURVEY_STEPS:  # which all ranks have made, whatever else they did
+        if will_average and tuner.steps_done >= PROFILED_STEPS:  # which all ranks have made, whatever else they did
             self._activations.choose(partial(_as_rank_0, self.process_group))
         if self._broadcast_buffers and (will_average or self._buffers_differ):
             with torch.no_grad():
@@ -218,19 +233,23 @@ class LeanDataParallel(Tuned, nn.Module):
 
     @_disable_dynamo
     def _after_forward(self, output: Any, averaged: bool) -> None:
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._backward_begins, averaged))
-        if averaged:
-            self._at_work().after_forward(output)
-            self.layout.after_forward(output)
+        self._running_tuner().after_forward(output, averaged)
 
-    def _backward_begins(self, averaged: bool, gradient: torch.Tensor) -> None:  # noqa: ARG002
-        """Of an output: what its forward was counts, and of several in one pass, any that is to be averaged."""
+    def _backward_begins(self, averaged: bool) -> None:
+        """A gradient has reached an output whose forward was, or was not, to be averaged.
+
+        Of several forwards in one backward pass, any that is to be averaged decides.
+        """
         if self._tuner is not None:
             self._averages = averaged or (self._averages and self.layout.awaited)
 
-    def _at_work(self) -> Tuner:
+    @property
+    def layout(self) -> LeanLayout:
+        """What runs the buckets; RuntimeError after close() and in a copy."""
+        self._running_tuner()
+        return self._layout
+
+    def _running_tuner(self) -> Tuner:
         if self._tuner is None and self._idle == COPIED:
             raise RuntimeError(
                 "this is a copy of a DataParallel under Lean: it computes under torch.no_grad() and has no engine to "
@@ -249,41 +268,55 @@ class LeanDataParallel(Tuned, nn.Module):
         if self._tuner is not None:
             self._release()
             self._undo()
-        self._let_go()
+        self._mark_closed()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: all but what runs it. Its module is copied, too, as it was before it was wrapped."""
+        """State for a copy: everything but what runs the buckets. The copied module is as before it was wrapped."""
         mode = self.memory.activations.mode
         if self._tuner is not None and mode in ("offload", "auto"):
             raise RuntimeError(
                 f"a DataParallel under Lean with Activations mode {mode!r} cannot be copied, since its module is tied "
                 "to host memory: copy the module before it is wrapped, and load this one's state_dict()"
             )
-        own = ("_tuner", "_memory", "_scaler", "_release", "_undo", "process_group")
+        own = ("_tuner", "_collectives", "_layout", "_scaler", "_release", "_undo", "process_group")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """See ``__getstate__``."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._idle, self._synchronised = COPIED, True
         self._activations.undo()  # the copy's
 
 
-def _as_rank_0(group: dist.ProcessGroup, told: Told) -> Told:
+class _AveragingFollower(StepObserver):
+    """Tells a LeanDataParallel, before the engine asks, whether the backward pass that begins is to be averaged."""
+
+    def __init__(self, owner: "weakref.ref[LeanDataParallel]") -> None:
+        self._owner = owner
+
+    def on_forward_end(self, averaged: bool) -> Callable[[], None]:
+        def backward_begins() -> None:
+            owner = self._owner()
+            if owner is not None:
+                owner._backward_begins(averaged)
+
+        return backward_begins
+
+
+def _as_rank_0(group: dist.ProcessGroup, message: ChoiceMessage) -> ChoiceMessage:
     """Rank 0's choice for activations: ranks must recompute alike where a block communicates."""
-    agreed: Told = json.loads(from_rank_0(json.dumps(told).encode(), group))
+    agreed: ChoiceMessage = json.loads(from_rank_0(json.dumps(message).encode(), group))
     return agreed
 
 
 def _shared(named: Iterable[tuple[str, torch.Tensor]], module: nn.Module) -> list[torch.Tensor]:
-    """Those that are the same on all ranks: DDP leaves some to each."""
-    own_affair = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    return [tensor for name, tensor in named if name not in own_affair]
+    """Those that are the same on all ranks; DDP leaves some to each rank."""
+    ignored = ignored_names(module)
+    return [tensor for name, tensor in named if name not in ignored]
 
 
 def _checked(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What it trains; refuses what the engine cannot run."""
-    parameters = trained(module)
+    """The parameters it trains; ValueError if the engine cannot train this module."""
+    parameters = trained_parameters(module)
     if not parameters:
         raise ValueError("no parameter of this module requires a gradient: nothing to train")
     sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
@@ -295,3 +328,13 @@ def _checked(module: nn.Module) -> dict[str, nn.Parameter]:
     if len(devices) > 1 or any(device.type == "meta" for device in devices):
         raise ValueError(f"the parameters are on {', '.join(map(str, devices))}: expected one device that computes")
     return parameters
+
+
+def ddp_sized_plan(parameters: dict[str, nn.Parameter]) -> Plan:
+    """The buckets that DDP would make: by size, from the last parameter to the first, one dtype each."""
+    backwards = list(reversed(parameters.items()))
+    tensors = [
+        TensorSpec(name, p.numel(), p.element_size(), index * 1e-6, str(p.dtype).removeprefix("torch."))
+        for index, (name, p) in enumerate(backwards)
+    ]
+    return planners.by_bytes(Trace(tuple(tensors), 0.0), Network.ring(2, 1e-4, 1e-9))

@@ -53,6 +53,9 @@ class Contention:
         return own if self.link_cap is None else max(own, k / self.link_cap)
 
 
+ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
+BUS_FACTORS: Mapping[str, float] = {"dense": 2.0, ALL_GATHER: 1.0, REDUCE_SCATTER: 1.0}  # times (n−1)/n for n ranks
+
 FULL_LINK = Contention()  # what is assumed where nothing was measured: one message fills the link
 
 
@@ -112,7 +115,7 @@ class Network:
     @classmethod
     def two_level(cls, world_size: int, ranks_per_node: int, inside: AlphaBeta, across: AlphaBeta, *,
                   eta: float = 1.0, link_cap: float | None = None) -> Self:  # fmt: skip
-        """Reduce-scatter inside each node, all-reduce across nodes, all-gather inside (links.TwoLevel)."""
+        """Reduce-scatter inside each node, all-reduce across nodes, all-gather inside (``AlphaBeta`` links)."""
         return cls.modelled(world_size, TwoLevel(ranks_per_node, inside, across), Contention.law(eta, link_cap))
 
     @classmethod
@@ -145,6 +148,18 @@ class Network:
         """Cost of one dense all-reduce of ``nbytes`` by itself."""
         return self.curves["dense"].seconds(nbytes)
 
+    def bus_bytes_per_s(self, collective: str, nbytes: int) -> float | None:
+        """Bus bandwidth as nccl-tests define it: comparable with the rate of a link, whatever the number of ranks.
+
+        nbytes / seconds · f · (n−1)/n among n ranks, with f = 2 for "dense" (all-reduce) and f = 1 for "all_gather" and
+        "reduce_scatter", whose ``nbytes`` are those of the whole tensor. None for other collectives, and for a message
+        that takes no time.
+        """
+        seconds = self.seconds(collective, nbytes)
+        if collective not in BUS_FACTORS or not seconds:
+            return None
+        return nbytes / seconds * BUS_FACTORS[collective] * (self.world_size - 1) / self.world_size
+
     def at(self, world_size: int) -> Self:
         """The same links with another number of ranks.
 
@@ -168,5 +183,5 @@ class Network:
         return replace(carried, meta={**self.meta, "assumption": note})
 
     def shifted(self, spreads: float) -> Self:
-        """Every curve moved by ``spreads`` times its measured spread: the pessimist's network, or the optimist's."""
+        """Every curve moved by ``spreads`` times its measured spread: higher costs, or lower ones if negative."""
         return replace(self, curves={kind: curve.shifted(spreads) for kind, curve in self.curves.items()}, model=None)

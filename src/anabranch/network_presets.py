@@ -1,4 +1,4 @@
-"""Networks by name with where their numbers come from, and how much cheaper or dearer any network may be."""
+"""Networks by name, with the source of their costs, and ranges of costs from the lowest to the highest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,11 +16,11 @@ GIGABIT = 1e9 / 8  # bytes per second
 
 
 class Preset(NamedTuple):
-    """Links of a kind, with cheaper and dearer ones of the same kind.
+    """Links of a kind: their costs, and the lowest and highest costs that links of this kind have.
 
-    origin      published: somebody's measurement; measured: this project's own; nominal: assumed from the data sheet
+    origin      published: measured by others; measured: by this project; nominal: assumed from the data sheet
     source      which measurement, or what was assumed
-    spread      where ``low`` and ``high`` come from
+    spread      the source of ``low`` and ``high``
     """
 
     low: Model
@@ -36,7 +36,7 @@ def _ring(alpha_us: float, beta_s_per_byte: float) -> AlphaBeta:
 
 
 def _nominal(gbit: float, alpha_us: float, shares: tuple[float, float, float], how: str) -> Preset:
-    """A data sheet's rate, of which messages reach a share; latencies from half to twice the middle one."""
+    """A share of the data sheet's rate, for low, middle and high; latencies from half to twice the middle one."""
     best, usual, worst = (1 / (share * gbit * GIGABIT) for share in shares)
     low, middle, high = (f"{share:.0%}" for share in shares)
     return Preset(
@@ -47,7 +47,7 @@ def _nominal(gbit: float, alpha_us: float, shares: tuple[float, float, float], h
 
 
 def _nvlink(across: Preset, name: str) -> Preset:
-    """Nodes of eight GPUs on NVLink, one card to the network each: nominal, since NVLink is, however known the card."""
+    """Nodes of eight GPUs on NVLink with one network card each. Nominal, because the costs of NVLink are assumed."""
     nvlink = _nominal(450 * 8, 3, (0.95, 0.8, 0.6), "NVLink 4, each way")
     low, middle, high = (
         TwoLevel(8, inside, outside)  # type: ignore[arg-type]  # both are rings
@@ -102,7 +102,7 @@ NO_SPREAD = "none known: no band; --spread 0.2 states one"
 
 @dataclass(frozen=True, slots=True)
 class NetworkRange:
-    """A network as it is likeliest to be, for which plans are made, with the cheapest and dearest it may be."""
+    """A network with its most likely costs (``middle``, for which plans are made) and its lowest and highest costs."""
 
     name: str
     middle: Network
@@ -122,7 +122,7 @@ class NetworkRange:
 
     @classmethod
     def given(cls, name: str, network: Network, source: str, share: float | None = None) -> Self:
-        """A network of the user's: its band is a stated share of all costs, or else its measured spread, if any."""
+        """A network of the user's own. Its band is a stated share of all costs, else its measured spread, else none."""
         if share is not None:
             if not 0 <= share < 1:
                 raise ValueError(f"spread is {share:g}: expected a share from 0 to below 1, such as 0.2")
@@ -140,7 +140,7 @@ class NetworkRange:
 
     @property
     def extrapolation(self) -> str:
-        """How costs at other world sizes follow from these."""
+        """How the costs at other world sizes are derived."""
         model = self.middle.model
         if model is None:
             return "carried to other world sizes as the ring whose latency and rate its straight-line fit has here"

@@ -36,7 +36,7 @@ class Bucket:
 
 
 def bucket_label(number: int, collective: str, names: Sequence[str]) -> str:
-    """What timelines and traces call a bucket, by which reports know it again."""
+    """The name of a bucket in timelines and traces; reports recognise buckets by it."""
     return f"bucket {number}: {collective}, {len(names)} tensors, {names[-1]}"
 
 
@@ -86,6 +86,16 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON: what ranks compare before they run a plan."""
         return sha256(self.canonical.encode()).hexdigest()
+
+    def indices(self, names: Sequence[str]) -> list[list[int]]:
+        """The buckets as indices into ``names``, which they must partition; PlanError if they do not."""
+        index = {name: i for i, name in enumerate(names)}
+        planned = [name for bucket in self.buckets for name in bucket.names]
+        if unknown := [name for name in planned if name not in index]:
+            raise PlanError(f"the plan names {unknown[0]}, which this model does not train; plan for this model")
+        if missing := sorted(index.keys() - set(planned)):
+            raise PlanError(f"the plan leaves out {missing[0]} and {len(missing) - 1} more; plan for this model")
+        return [[index[name] for name in bucket.names] for bucket in self.buckets]
 
     def check(self, trace: Trace) -> Self:
         """This plan, if it puts every gradient of ``trace`` into exactly one bucket of one dtype; else PlanError."""

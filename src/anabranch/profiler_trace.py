@@ -1,4 +1,4 @@
-"""A Trace out of a Chrome trace of torch.profiler, for those who have one already.
+"""A Trace from a Chrome trace of torch.profiler.
 
 Such a file tells when a gradient's AccumulateGrad ran, and with ``record_shapes=True`` its shape and dtype; it does not
 tell which parameter that was. On a GPU the host only launches: a gradient is ready when the last kernel
@@ -38,7 +38,7 @@ LATEST = 1e18  # microseconds: past this an instant is no instant
 
 
 class Event(NamedTuple):
-    """Something that lasted, in microseconds."""
+    """An event with a duration; times in microseconds."""
 
     name: str
     kind: str
@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What became ready at an instant of the host: a gradient, or a bucket of them where shapes are not known."""
+    """A gradient and the host time at which it was ready; a bucket of gradients where shapes are not known."""
 
     numel: int
     dtype: str
@@ -58,7 +58,7 @@ class Gradient(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One forward and backward on the host's clock."""
+    """One forward and backward, in host time."""
 
     forward: float
     backward: float
@@ -110,7 +110,7 @@ def _trace(passes: Sequence[Pass], clock: Callable[[float], float], meta: Mappin
 
 
 def _read(path: Path) -> bytes:
-    """The file, unpacked where it is a .gz, and never more than a profile may have."""
+    """The file, decompressed if it is a .gz; FileError if that is more than ``MAX_NBYTES``."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_NBYTES + 1)
@@ -139,7 +139,7 @@ def _parsed(content: bytes, where: str) -> Any:
 
 
 def _events(raw: Iterable[Any], where: str) -> list[Event]:
-    """Whatever lasts, in order of its start."""
+    """The events with a duration, by their start."""
     events = []
     for index, event in enumerate(raw):
         if not isinstance(event, dict) or event.get("ph") != "X":
@@ -213,7 +213,7 @@ def _gradients(inside: Sequence[Event], where: str) -> list[Gradient]:
             for event in sent
         ]
     if nodes:
-        raise FileError(f"{where}: its gradients have no shapes, so that nobody knows how large they are; {HOW}")
+        raise FileError(f"{where}: its gradients have no shapes, so their sizes are unknown; {HOW}")
     return []
 
 
@@ -269,7 +269,7 @@ def _is_id(value: object) -> bool:
 
 
 def _origin(document: Any) -> dict[str, Scalar]:
-    """What the file says of where it was made."""
+    """What the file says about where it was recorded."""
     found: dict[str, Scalar] = {"made_by": "torch.profiler"}
     if not isinstance(document, dict):
         return found
@@ -282,7 +282,7 @@ def _origin(document: Any) -> dict[str, Scalar]:
 
 
 def _said(passes: Sequence[Pass], in_all: int, on_device: bool) -> dict[str, Scalar]:
-    """What was assumed, and what nobody can know from such a file."""
+    """What was assumed, and what such a file does not contain."""
     buckets = passes[0].gradients[0].shape == BUCKET
     other = f"; {in_all - len(passes)} more had other gradients and were left out" if in_all > len(passes) else ""
     return {

@@ -57,7 +57,7 @@ class Timeline:
 
     @property
     def communication(self) -> tuple[Span, ...]:
-        """What travelled, on any lane."""
+        """The messages, on any lane."""
         return tuple(span for span in self.spans if span.track != COMPUTE)
 
     @property
@@ -115,7 +115,7 @@ def union(spans: Iterable[Span]) -> list[Interval]:
 
 
 def _overlaps(ones: Sequence[Interval], others: Sequence[Interval]) -> Iterator[float]:
-    """How much each of these shares with those, one behind the other; both are disjoint and in order."""
+    """The overlaps of two lists of intervals, each disjoint and in order."""
     first = 0
     for start, end in ones:
         while first < len(others) and others[first][1] <= start:

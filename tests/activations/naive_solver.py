@@ -1,17 +1,18 @@
-"""The naive twin of the choice: both passes played out copy by copy, and every assignment tried."""
+"""The naive twin of cost model and solver: both passes played out copy by copy, and every choice tried."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from anabranch.activations.cost_model import Block, HostLink
-from anabranch.activations.solver import ACTIONS, Action
+from hypothesis import strategies as st
+
+from anabranch.activations.cost_model import ACTIONS, Action, BlockCosts, HostLink
 
 INF = float("inf")
 AGAIN = ("recompute", "recompute+offload", "join")
 MOVES_INPUT = ("offload", "recompute+offload")
 
 
-def runs_of(blocks: Sequence[Block], actions: Mapping[str, Action]) -> list[list[int]]:
+def runs_of(blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> list[list[int]]:
     """Blocks that are recomputed as one, and all others by themselves."""
     runs: list[list[int]] = []
     for number, block in enumerate(blocks):
@@ -22,7 +23,7 @@ def runs_of(blocks: Sequence[Block], actions: Mapping[str, Action]) -> list[list
     return runs
 
 
-def moves(blocks: Sequence[Block], actions: Mapping[str, Action], number: int) -> tuple[int, int]:
+def moves(blocks: Sequence[BlockCosts], actions: Mapping[str, Action], number: int) -> tuple[int, int]:
     """Bytes that go out when a block begins, and when it ends."""
     block, action = blocks[number], actions[blocks[number].name]
     before = actions[blocks[number - 1].name] if number else None
@@ -32,7 +33,7 @@ def moves(blocks: Sequence[Block], actions: Mapping[str, Action], number: int) -
     return begin, block.inner_nbytes if action == "offload" else 0
 
 
-def played_extra_s(blocks: Sequence[Block], link: HostLink, actions: Mapping[str, Action]) -> float:
+def played_extra_s(blocks: Sequence[BlockCosts], link: HostLink, actions: Mapping[str, Action]) -> float:
     """Forward and backward played out, less what they take by themselves."""
     window_s = INF if link.window_nbytes is None else link.window_nbytes / link.out_nbytes_per_s
     now = free = 0.0
@@ -47,7 +48,7 @@ def played_extra_s(blocks: Sequence[Block], link: HostLink, actions: Mapping[str
     return forward_s + played_backward_s(blocks, link, actions) - sum(b.forward_s + b.backward_s for b in blocks)
 
 
-def played_backward_s(blocks: Sequence[Block], link: HostLink, actions: Mapping[str, Action]) -> float:
+def played_backward_s(blocks: Sequence[BlockCosts], link: HostLink, actions: Mapping[str, Action]) -> float:
     """Copies come back one after the other, as far ahead of the run that is computed as is allowed."""
     ahead = INF if link.ahead_nbytes is None else link.ahead_nbytes
     runs = list(reversed(runs_of(blocks, actions)))
@@ -67,7 +68,7 @@ def played_backward_s(blocks: Sequence[Block], link: HostLink, actions: Mapping[
     return now
 
 
-def played_peak(blocks: Sequence[Block], actions: Mapping[str, Action]) -> int:
+def played_peak(blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> int:
     """The most that lies on the device: what earlier blocks keep, and all of the run that is differentiated."""
     kept, peak = 0, 0
     for run in runs_of(blocks, actions):
@@ -84,7 +85,7 @@ def played_peak(blocks: Sequence[Block], actions: Mapping[str, Action]) -> int:
     return peak
 
 
-def every_choice(blocks: Sequence[Block]) -> Iterator[dict[str, Action]]:
+def every_choice(blocks: Sequence[BlockCosts]) -> Iterator[dict[str, Action]]:
     """All that make sense."""
     for actions in product(ACTIONS, repeat=len(blocks)):
         fine = all(
@@ -97,7 +98,35 @@ def every_choice(blocks: Sequence[Block]) -> Iterator[dict[str, Action]]:
             yield {block.name: action for block, action in zip(blocks, actions, strict=True)}
 
 
-def least_extra_s(blocks: Sequence[Block], link: HostLink, budget_nbytes: int) -> float:
+def least_extra_s(blocks: Sequence[BlockCosts], link: HostLink, budget_nbytes: int) -> float:
     """The best of all choices within the budget; infinite if there is none."""
     within = (actions for actions in every_choice(blocks) if played_peak(blocks, actions) <= budget_nbytes)
     return min((played_extra_s(blocks, link, actions) for actions in within), default=INF)
+
+
+@st.composite
+def chains(draw: st.DrawFn, most: int, all_offload: bool = True) -> list[BlockCosts]:
+    """Small models: up to ``most`` blocks."""
+    made: list[BlockCosts] = []
+    for number in range(draw(st.integers(1, most))):
+        given_nbytes, joins = draw(st.integers(0, 20)), number > 0 and draw(st.booleans())
+        made.append(
+            BlockCosts(
+                f"block{number}",
+                draw(st.integers(0, 9)) / 4,
+                draw(st.integers(0, 9)) / 4,
+                draw(st.integers(0, 40)),
+                given_nbytes,
+                draw(st.integers(0, given_nbytes)) if number else 0,
+                joins,
+                draw(st.integers(0, 5)) > 0,
+                draw(st.integers(0, 20)),
+                all_offload or draw(st.booleans()),
+                1 if joins else draw(st.sampled_from([1, 1, 3])),
+            )
+        )
+    return made
+
+
+rates, windows = st.sampled_from([1.0, 8.0, 64.0]), st.none() | st.integers(0, 60)
+links = st.builds(HostLink, rates, rates, windows, windows)

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.activations.host_copies import Copies
-from anabranch.activations.offloader import Offloader
+from anabranch.activations.cost_model import BlockCosts
+from anabranch.activations.host_copies import HostCopies
+from anabranch.activations.offloader import KeptTensor, OffloadedStorage, OffloadedTensor, Offloader
+from anabranch.activations.policy import Activations, ManagedActivations
+from anabranch.activations.profiler import BlockProfiler
 
 Around = Callable[[nn.Module], AbstractContextManager[object]]
 
@@ -115,9 +118,37 @@ def plainly(model: nn.Module) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def small(window: int = 4096, ahead: int = 4096, copies: Copies | None = None, host: int | None = None) -> Offloader:
+class CountedOffloader(Offloader):
+    """An offloader that counts: storages ``offloaded`` and ``fetched``, tensors ``kept`` and ``shared``.
+
+    A tensor is shared if its storage was already offloaded: nothing is copied for it.
+    """
+
+    offloaded = fetched = kept = shared = 0
+
+    def _keep(self, tensor: torch.Tensor) -> KeptTensor:
+        self.kept += 1
+        return super()._keep(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> OffloadedTensor | KeptTensor:
+        before = self.counts.offloaded_nbytes
+        packed = super()._pack(tensor)
+        if self.counts.offloaded_nbytes > before:
+            self.offloaded += 1
+        elif isinstance(packed, OffloadedTensor):
+            self.shared += 1
+        return packed
+
+    def _fetch(self, storage: OffloadedStorage) -> None:
+        self.fetched += 1
+        super()._fetch(storage)
+
+
+def small(
+    window: int = 4096, ahead: int = 4096, copies: HostCopies | None = None, host: int | None = None
+) -> CountedOffloader:
     """An offloader for tensors of some hundred bytes."""
-    offloader = Offloader(
+    offloader = CountedOffloader(
         torch.device("cpu"), least_nbytes=256, window_nbytes=window, ahead_nbytes=ahead, host_nbytes=host
     )
     if copies is not None:
@@ -170,3 +201,54 @@ def packed_bytes(sizes: list[int]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
+
+
+def profiled_costs(model: nn.Module, step: Callable[[], None], offloader: Offloader) -> list[BlockCosts]:
+    """The costs of the model's blocks as measured in the second of two calls of ``step``, a forward and backward."""
+    profiler = BlockProfiler(model, offloader)
+    try:
+        step()
+        step()
+        return profiler.costs()
+    finally:
+        profiler.undo()
+
+
+class SelfChoosing(ManagedActivations):
+    """Managed activations of a model that is trained by itself: every forward with gradients begins with a choice."""
+
+    def __init__(self, model: nn.Module, options: Activations) -> None:
+        super().__init__(model, options)
+        self._hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        if torch.is_grad_enabled():
+            self.choose()
+
+    def undo(self) -> None:
+        super().undo()
+        self._hook.remove()
+
+
+def step_of(model: nn.Module) -> Callable[[], None]:
+    batch = inputs_of(model)
+
+    def step() -> None:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+
+    return step
+
+
+class Guess(nn.Module):
+    """Blocks, and outputs that are larger than anything before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            given = layer(given)
+        return torch.exp(self.head(given))

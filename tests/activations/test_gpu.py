@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from activations.networks import Bottleneck
+from activations.networks import Bottleneck, CountedOffloader, SelfChoosing, profiled_costs
 from anabranch.activations.blocks import END, blocks_of
+from anabranch.activations.cost_model import Action
 from anabranch.activations.offloader import MIB, Offloader
-from anabranch.activations.policy import Activations, ManagedActivations
-from anabranch.activations.profiler import measure_link, survey
+from anabranch.activations.policy import Activations
+from anabranch.activations.profiler import measure_link
 from anabranch.activations.recompute import PatchedModel
-from anabranch.activations.solver import Action
 from gpu import ON_GPU, no_waiting
 
 pytestmark = ON_GPU
@@ -75,7 +75,7 @@ def peak_of(run: Callable[[], None]) -> int:
 def test_offloaded_gradients_are_the_same_to_the_bit(drop: float, window: int, slow: str) -> None:
     model, data = network(drop), batch()
     twin = copy.deepcopy(model)
-    offloader = Offloader(torch.device("cuda"), window_nbytes=window * MIB, ahead_nbytes=window * MIB)
+    offloader = CountedOffloader(torch.device("cuda"), window_nbytes=window * MIB, ahead_nbytes=window * MIB)
     for number in range(3):
         torch.manual_seed(number)
         step(twin, data)
@@ -83,32 +83,32 @@ def test_offloaded_gradients_are_the_same_to_the_bit(drop: float, window: int, s
         if slow == "computing":
             torch.cuda._sleep(200_000_000)  # the host is a whole step ahead
         elif slow == "copying":
-            for stream in (offloader._copies._outward, offloader._copies._backward):  # type: ignore[attr-defined]
+            for stream in (offloader._copies._to_host, offloader._copies._to_device):  # type: ignore[attr-defined]
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(200_000_000)
         step(model, data, offloader.hooks(model))
         assert_same(gradients(twin), gradients(model))
-    assert offloader.counts.offloaded >= 3 * 4 * DEPTH
-    assert offloader.live == 0
+    assert offloader.offloaded >= 3 * 4 * DEPTH
+    assert offloader.live_storages == 0
 
 
 def test_the_host_never_waits_and_buffers_are_used_again() -> None:
     model, data = network(), batch()
-    offloader = Offloader(torch.device("cuda"), window_nbytes=64 * MIB, ahead_nbytes=64 * MIB)
+    offloader = CountedOffloader(torch.device("cuda"), window_nbytes=64 * MIB, ahead_nbytes=64 * MIB)
     step(model, data, offloader.hooks(model))
     allocations = offloader.pool.allocations
     with no_waiting():
         for _ in range(3):
             step(model, data, offloader.hooks(model))
     assert offloader.pool.allocations == allocations
-    assert 10 * offloader.counts.late <= offloader.counts.fetched
+    assert 10 * offloader.counts.late_fetches <= offloader.fetched
 
 
 def test_the_host_never_waits_in_a_mix() -> None:
     model, data = network(), batch()
     offloader = Offloader(torch.device("cuda"), window_nbytes=64 * MIB, ahead_nbytes=64 * MIB)
     mix: list[Action] = ["recompute", "join", "offload", "recompute+offload", "join", "keep"]
-    actions = {unit.name: mix[number % len(mix)] for number, unit in enumerate(blocks_of(model))}
+    actions = {block.name: mix[number % len(mix)] for number, block in enumerate(blocks_of(model))}
     twin = copy.deepcopy(model)
     PatchedModel(model, actions, offloader)
     step(model, data)
@@ -147,18 +147,18 @@ def test_nothing_stays_on_the_device_when_closed() -> None:
     assert offloader.pool.nbytes == 0
 
 
-def test_a_survey_and_the_mix_it_leads_to() -> None:
+def test_a_profile_and_the_mix_it_leads_to() -> None:
     model, data = network(), batch()
     twin = copy.deepcopy(model)
-    blocks = survey(copy.deepcopy(model), lambda: None, Offloader(torch.device("cuda")))
+    blocks = profiled_costs(copy.deepcopy(model), lambda: None, Offloader(torch.device("cuda")))
     assert [block.name for block in blocks] == ["", END]  # nothing ran
     seen = copy.deepcopy(model)
-    blocks = survey(seen, lambda: step(seen, data), Offloader(torch.device("cuda")))
+    blocks = profiled_costs(seen, lambda: step(seen, data), Offloader(torch.device("cuda")))
     assert len(blocks) == DEPTH + 2
     assert all(block.forward_s > 0 and block.input_nbytes == WHOLE for block in blocks[1:-1])
     budget = 9 * WHOLE
     options = Activations("auto", budget, window_nbytes=WHOLE, ahead_nbytes=WHOLE)
-    managed = ManagedActivations(model, options)
+    managed = SelfChoosing(model, options)
     for _ in range(5):
         step(model, data)
         step(twin, data)

@@ -3,72 +3,37 @@
 import copy
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from activations.networks import Attention, Net, Vgg, assert_same, inputs_of, one_thread, packed_bytes, plainly, trained
-from anabranch.activations.blocks import blocks_of
+from activations.networks import (
+    Attention,
+    Guess,
+    Net,
+    Vgg,
+    assert_same,
+    inputs_of,
+    one_thread,
+    packed_bytes,
+    plainly,
+    small,
+    trained,
+)
+from anabranch.activations.blocks import END, blocks_of
+from anabranch.activations.cost_model import Action
 from anabranch.activations.offloader import Offloader
-from anabranch.activations.recompute import PatchedModel, recompute
-from anabranch.activations.solver import Action
+from anabranch.activations.recompute import LastBlock, PatchedModel, recompute
 
 __all__ = ["one_thread"]
 
 BUILDERS: list[Callable[[], nn.Module]] = [Net, lambda: Net(drop=0.3), Attention, Vgg]
 
 
-def offloader() -> Offloader:
-    return Offloader(torch.device("cpu"), least_nbytes=256, window_nbytes=8192, ahead_nbytes=8192)
-
-
 def names(model: nn.Module) -> list[str]:
-    return [unit.name for unit in blocks_of(model)]
-
-
-def test_blocks_are_what_repeats() -> None:
-    assert names(Net()) == ["stage1.0", "stage1.1", "stage1.2", "stage2.0", "stage2.1"]
-    assert [unit.joins for unit in blocks_of(Net())] == [False, True, True, False, True]
-    assert names(Attention()) == ["layers.0", "layers.1", "layers.2"]
-    assert not any(unit.joins for unit in blocks_of(Attention()))
-
-
-def test_layers_in_place_and_without_a_matrix_belong_to_the_one_before() -> None:
-    units = {unit.name: unit.children for unit in blocks_of(Vgg())}
-    assert units == {
-        "features.0": ("0", "1", "2"),
-        "features.3": ("3", "4", "5"),
-        "features.6": ("6", "7", "8"),
-        "features.9": ("9", "10", "11", "12"),
-        "classifier.0": ("0",),
-        "classifier.1": ("1", "2", "3"),
-        "classifier.4": ("4",),
-    }
-
-
-def test_stages_of_blocks_are_looked_into_and_blocks_of_layers_are_not() -> None:
-    def block() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU())
-
-    assert names(nn.Sequential(nn.Sequential(block(), block()), block())) == ["0.0", "0.1", "1"]
-    assert names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == ["0", "2"]
-    assert names(nn.Linear(4, 4)) == []
-
-
-def test_a_model_without_containers_is_taken_by_its_parts() -> None:
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.last = Part(), Part(), nn.Linear(4, 4)
-            self.again = self.second
-
-    assert names(Whole()) == ["first", "second"]
+    return [block.name for block in blocks_of(model)]
 
 
 @pytest.mark.parametrize("build", BUILDERS)
@@ -87,30 +52,30 @@ MIXES: list[list[Action]] = [
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("build", BUILDERS)
 def test_any_mix_trains_the_same_to_the_bit(build: Callable[[], nn.Module], mix: list[Action], rest: Action) -> None:
-    home = offloader()
+    home = small(8192, 8192)
 
     def treat(model: nn.Module) -> PatchedModel:
         actions: dict[str, Action] = {"": rest}
         before: Action = "keep"
-        for unit, action in zip(blocks_of(model), cycle(mix), strict=False):
-            if action == "join" and not (unit.joins and before not in ("keep", "offload")):
+        for block, action in zip(blocks_of(model), cycle(mix), strict=False):
+            if action == "join" and not (block.joins and before not in ("keep", "offload")):
                 action = "recompute"
-            actions[unit.name] = before = action
+            actions[block.name] = before = action
         return PatchedModel(model, actions, home)
 
     assert_same(trained(build), trained(build, plainly, treat))
-    assert home.counts.offloaded > 0
-    assert home.live == 0
+    assert home.offloaded > 0
+    assert home.live_storages == 0
 
 
 def test_only_inputs_of_runs_are_saved() -> None:
     def saved(actions: dict[str, Action]) -> int:
         model = Net()
-        treated = PatchedModel(model, actions)
+        patched = PatchedModel(model, actions)
         sizes: list[int] = []
         with packed_bytes(sizes):
             model.stage1(torch.randn(4, 8, 8, 8, requires_grad=True))
-        treated.undo()
+        patched.undo()
         return len(sizes)
 
     everything = saved({})
@@ -121,7 +86,7 @@ def test_only_inputs_of_runs_are_saved() -> None:
 
 
 def test_backward_twice_through_recomputation() -> None:
-    model, home = Net(), offloader()
+    model, home = Net(), small(8192, 8192)
     PatchedModel(model, dict.fromkeys(names(model), "recompute+offload"), home)
     batch = inputs_of(model)
     loss = model(batch).square().sum()
@@ -140,12 +105,12 @@ def test_names_types_and_hooks_stay_and_undo_undoes() -> None:
     keys, modules = list(model.state_dict()), [type(module) for module in model.modules()]
     calls: list[str] = []
     model.stage1[0].register_forward_hook(lambda *_: calls.append("block"))
-    treated = recompute(model)
+    patched = recompute(model)
     assert list(model.state_dict()) == keys
     assert [type(module) for module in model.modules()] == modules
     model(inputs_of(model)).sum().backward()
     assert calls[0] == "block"
-    treated.undo()
+    patched.undo()
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
@@ -190,8 +155,28 @@ def test_refusals(actions: dict[str, Action], message: str) -> None:
 
 def test_a_replaced_forward_is_not_replaced_again() -> None:
     model = Net()
-    treated = recompute(model)
+    patched = recompute(model)
     with pytest.raises(ValueError, match="forward of a Sequential is already replaced"):
         recompute(model)
     model(inputs_of(model)).sum().backward()
-    treated.undo()
+    patched.undo()
+
+
+def test_what_backward_begins_with_is_never_offloaded() -> None:
+    offloader = Offloader(torch.device("cpu"), least_nbytes=1)
+    leaving = {}
+    for end in ("offload", "keep"):
+        model, given = Guess(), torch.randn(4, 16)
+        actions: dict[str, Any] = {"": "offload", END: end, "layers.0": "keep", "layers.1": "keep", "layers.2": "keep"}
+        before = offloader.counts.offloaded_nbytes
+        patched = PatchedModel(model, actions, offloader, last=LastBlock("layers.2", 1))
+        result = model(given)
+        leaving[end] = offloader.counts.offloaded_nbytes - before
+        result.sum().backward()
+        ours = [parameter.grad for parameter in model.parameters()]
+        patched.undo()
+        model.zero_grad()
+        model(given).sum().backward()
+        assert all(torch.equal(a, b.grad) for a, b in zip(ours, model.parameters(), strict=True))  # type: ignore[arg-type]
+        model.layers[-1](given).sum().backward()  # nothing stays open when a block is run by itself
+    assert leaving["offload"] - leaving["keep"] >= 4 * 256 * 4

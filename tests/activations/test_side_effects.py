@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from activations.networks import one_thread
-from anabranch.activations.policy import Activations, ManagedActivations
+from activations.networks import SelfChoosing, one_thread
+from anabranch.activations.policy import Activations
 from anabranch.activations.solver import BudgetError
 
 __all__ = ["one_thread"]
@@ -61,7 +61,7 @@ def trained(model: nn.Module, given: torch.Tensor, mode: str | None, budget: int
     """All gradients and buffers after four steps."""
     managed = None
     if mode is not None:
-        managed = ManagedActivations(model, Activations(mode, budget, least_nbytes=64))  # type: ignore[arg-type]
+        managed = SelfChoosing(model, Activations(mode, budget, least_nbytes=64))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         optimizer.zero_grad()
@@ -115,7 +115,7 @@ def test_hooks_see_every_output_of_a_forward_once(mode: str, budget: int | None)
     model = Blocks(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
     for layer in model.layers:
         layer.get_submodule("0").register_forward_hook(note)
-    managed = ManagedActivations(model, Activations(mode, budget, least_nbytes=64))  # type: ignore[arg-type]
+    managed = SelfChoosing(model, Activations(mode, budget, least_nbytes=64))  # type: ignore[arg-type]
     for _ in range(4):
         seen.clear()
         output = model(torch.randn(8, 16))
@@ -135,7 +135,7 @@ def test_what_is_changed_after_a_block_had_it_by_name_is_refused() -> None:
         trained(model, torch.randn(8, 16).requires_grad_().clone(), "recompute", None)
 
 
-def test_frozen_blocks_and_missing_ones_are_surveyed_too() -> None:
+def test_frozen_blocks_and_missing_ones_are_profiled_too() -> None:
     def call(layer: nn.Module | None, value: torch.Tensor) -> Any:
         return value if layer is None else layer(value)
 
@@ -143,7 +143,7 @@ def test_frozen_blocks_and_missing_ones_are_surveyed_too() -> None:
     blocks.layers.append(None)  # type: ignore[arg-type]
     blocks.requires_grad_(False)
     model = nn.Sequential(blocks, nn.Linear(16, 4))
-    managed = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=64))
+    managed = SelfChoosing(model, Activations("auto", 1 << 30, least_nbytes=64))
     for _ in range(3):
         model(torch.randn(8, 16)).sum().backward()
     assert managed.choice is not None
@@ -168,7 +168,7 @@ def test_a_layer_that_runs_again_is_recomputed_one_run_at_a_time() -> None:
     for budget in (60 * whole, 24 * whole, 4 * whole):
         model = Again()
         options = Activations("auto", budget, least_nbytes=64, window_nbytes=whole, ahead_nbytes=whole)
-        managed = ManagedActivations(model, options)
+        managed = SelfChoosing(model, options)
         try:
             for _ in range(3):
                 model(torch.randn(32, 64)).sum().backward()

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from anabranch.bench.virtual import VirtualWorld
-from anabranch.comm.communicator import MAX, Comm
-from anabranch.comm.dense import Steps
+from anabranch.comm.communicator import MAX, Communicator
+from anabranch.comm.exchange import Steps
 from anabranch.errors import DisagreementError
 from sparse.worlds import EXCHANGES, gradients, states, step
 
 
-def everything(comm: Comm, found: dict[str, Any]) -> Steps:
+def everything(comm: Communicator, found: dict[str, Any]) -> Steps:
     """Each operation once, with numbers that tell who sent them."""
     ranks, me = comm.size, comm.rank
     even = torch.empty(ranks, 2)
@@ -47,21 +47,21 @@ def test_operations(ranks: int) -> None:
 def test_words_and_messages() -> None:
     world = VirtualWorld(4)
     world.run([everything(comm, {}) for comm in world.comms])
-    traffic = world.traffic
-    assert traffic.sent(["even"]).tolist() == [6] * 4
-    assert traffic.messages(["even"]).tolist() == [3] * 4
+    counts = world.word_counts
+    assert counts.sent(["even"]).tolist() == [6] * 4
+    assert counts.messages(["even"]).tolist() == [3] * 4
     table = [[2 * ((i + j) % 3) * (i != j) for j in range(4)] for i in range(4)]  # int64: two words
-    assert traffic.sent(["uneven"]).tolist() == [sum(row) for row in table]
-    assert traffic.received(["uneven"]).tolist() == [sum(row[j] for row in table) for j in range(4)]
-    assert traffic.received(["ragged"]).tolist() == [12 - 2 * i for i in range(4)]
-    assert traffic.sent(["sum"]).tolist() == [3] * 4
-    assert traffic.imbalance(["even"]) == 1.0
-    assert traffic.volume() >= traffic.volume(["even", "uneven"])
-    traffic.clear()
-    assert traffic.phases == []
+    assert counts.sent(["uneven"]).tolist() == [sum(row) for row in table]
+    assert counts.received(["uneven"]).tolist() == [sum(row[j] for row in table) for j in range(4)]
+    assert counts.received(["ragged"]).tolist() == [12 - 2 * i for i in range(4)]
+    assert counts.sent(["sum"]).tolist() == [3] * 4
+    assert counts.received(["even"]).tolist() == [6] * 4
+    assert counts.volume() >= counts.volume(["even", "uneven"])
+    counts.clear()
+    assert counts.phases == []
 
 
-def disagreeing(comm: Comm, way: str) -> Steps:
+def disagreeing(comm: Communicator, way: str) -> Steps:
     """Rank 1 does something else."""
     odd = comm.rank == 1
     one, many = torch.zeros(1), torch.zeros(comm.size)

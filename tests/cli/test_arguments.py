@@ -7,7 +7,7 @@ import pytest
 from anabranch import Network, Trace, save
 from anabranch.cli import arguments
 from anabranch.errors import FileError
-from anabranch.files import dumps
+from anabranch.files import bundled_traces, dumps
 from cli.nouns import RING, error_of, measured, small_trace, trace_file
 
 
@@ -24,9 +24,9 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_bundled_trace_by_name(bundle: Path) -> None:
-    assert list(arguments.bundled()) == ["small"]
+    assert list(bundled_traces()) == ["small"]
     assert arguments.trace("small").meta["model"] == "bundled"
-    assert isinstance(arguments.anything("small"), Trace)
+    assert isinstance(arguments.noun("small"), Trace)
 
 
 def test_a_file_wins_over_a_bundled_name_and_a_folder_does_not(bundle: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_clusters(asked: list[Call], arguments: list[str], cluster: Cluster) -> 
         (["--rate", "100gbit"], "100 Gbit/s"),
         (["--rate", "1gbit", "--alpha", "1us"], "needs --emulate"),
         (["--rate", "1gbit", "--emulate", "--alpha", "1"], "--alpha is '1': expected a time"),
-        (["--rate", "1gbit", "--emulate", "--backend", "nccl"], "gloo alone"),
+        (["--rate", "1gbit", "--emulate", "--backend", "nccl"], "gloo only"),
         (["--rate", "unshaped", "--emulate"], "needs a rate"),
         (["--rate", "1gbit", "--timeout", "0"], "--timeout is 0"),
         (["--rate", "1gbit", "--timeout", "nan"], "--timeout is nan"),

@@ -3,16 +3,20 @@
 import os
 import subprocess
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from anabranch import __version__, save
 from anabranch.cli import arguments
-from anabranch.cli.main import main
+from anabranch.cli.main import app, main
+from anabranch.cli.output import PROSE_WIDTH
 from cli.nouns import HOSTILE, RING, error_of, small_trace, trace_file
 
-VERBS = ["record", "measure", "plan", "simulate", "compare", "scale", "show", "demo", "lab"]
+VERBS = ["record", "measure", "plan", "simulate", "compare", "scale", "list", "show", "demo", "lab"]
+EVERY_VERB = sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("verb", [[], *([verb] for verb in VERBS)])
@@ -25,6 +29,33 @@ def test_help_starts_without_the_heavy_imports(verb: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code, *verb, "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize("verb", [[], *([verb] for verb in EVERY_VERB)], ids=lambda verb: " ".join(verb) or "main")
+def test_help_is_whole_in_80_columns(
+    verb: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*verb, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Usage: anabranch" in " ".join(lines) and len(lines) > 8
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if "…" in line] == []  # how rich marks what it has cut off
+
+
+LONG = ["--network", "nvlink+100gbe", "--network", "25gbe", "--world-sizes", "4,2048", "--planners", "by_bytes,optimal"]
+
+
+@pytest.mark.parametrize(
+    "argv", [["scale", *LONG], ["list"], ["show", "10gbe:ranks=16"], ["compare", "--network", RING]], ids=itemgetter(0)
+)
+def test_sentences_are_wrapped_also_in_a_pipe(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traced = ["--trace", trace_file(tmp_path)] if argv[0] in ("scale", "compare") else []
+    assert main([*argv, *traced]) == 0
+    sentences = [line for line in capsys.readouterr().out.splitlines() if "  " not in line.strip()]
+    assert max(map(len, sentences)) <= PROSE_WIDTH
 
 
 def test_no_arguments_prints_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,11 +36,15 @@ def test_a_network_among_torchruns_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)  # one document: only rank 0 speaks
     assert (document["command"], document["world_size"], document["written"]) == ("measure", 2, str(path))
-    assert set(document["collectives"]) == {"dense", "bf16"}
+    assert set(document["collectives"]) == {"dense", "bf16", "all_gather", "reduce_scatter"}
+    assert set(document["bus_bytes_per_s"]) == {"dense", "all_gather", "reduce_scatter"}
+    assert document["notes"] == [] or "vary by" in document["notes"][0]
     network = load(path)
     assert isinstance(network, Network) and network.world_size == 2
     assert [point.nbytes for point in network.curves["bf16"].points] == [1 << k for k in range(10, 18)]
     assert len(network.contention.slowdowns) == 2
+    largest = document["bus_bytes_per_s"]["dense"][-1]
+    assert largest == {"nbytes": 1 << 17, "bytes_per_s": pytest.approx(network.bus_bytes_per_s("dense", 1 << 17))}
     assert "Error" not in done.stderr and "destroy_process_group" not in done.stderr
 
 

@@ -12,14 +12,14 @@ from anabranch.bench import memory as bench
 from anabranch.bench import zoo
 from anabranch.cli import arguments, network_text
 from anabranch.cli.main import main
-from anabranch.cli.memory import _network
+from anabranch.cli.memory import throughput_network
 from anabranch.estimate.account import KINDS, MODES, Setting, predict
 from anabranch.estimate.probe import Loss, probe
+from anabranch.estimate.throughput import samples_per_s
 from anabranch.files import save
 from anabranch.network import Network
 from anabranch.plan import Bucket, Plan
 from anabranch.report.memory import memory_report, unit
-from anabranch.scaling.throughput import naive_s, recorded_batch, samples_per_s
 from cli.nouns import error_of, json_of, small_trace
 from estimate.models import images
 
@@ -43,7 +43,7 @@ def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -
     for mode, row in document["modes"].items():
         expected = predict(profile, mode, Setting(ranks=8, density=0.02))
         assert row["kinds"] == expected.kinds and row["predicted_nbytes"] == expected.nbytes
-        assert row["at"] == expected.at and row["host_nbytes"] == expected.host
+        assert row["at"] == expected.at and row["host_nbytes"] == expected.host_nbytes
 
 
 def test_the_table_has_every_kind_and_mode(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,9 +106,9 @@ def test_throughput_is_at_the_batch_of_each_mode(capsys: pytest.CaptureFixture[s
 
 
 def test_a_network_by_name_takes_the_ranks() -> None:
-    network = _network("10gbe", None, 3)
+    network = throughput_network("10gbe", None, 3)
     assert network is not None and network.world_size == 3
-    network = _network("10gbe", None, None)
+    network = throughput_network("10gbe", None, None)
     assert network is not None and network.world_size == 4
 
 
@@ -116,19 +116,11 @@ def test_a_model_without_a_trace_has_no_throughput(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing: dict[str, Any] = {}
-    monkeypatch.setattr(arguments, "bundled", lambda: nothing)
+    monkeypatch.setattr("anabranch.cli.memory.bundled_traces", lambda: nothing)
     document = json_of(capsys, *ASKED, "--rate", "10gbit")
     assert document["samples_per_s"] == {}
     told = "no throughput: anabranch brings no trace of resnet50; record one, and give it by --trace"
     assert told in document["assumptions"]
-
-
-def test_naive_messages_grow_with_the_ranks() -> None:
-    few, many = (naive_s(1_000_000, Network.ring(ranks, 30e-6, 8e-9), 0.01) for ranks in (2, 64))
-    assert many - few == pytest.approx(62 * (30e-6 + 80_000 * 8e-9))
-    assert naive_s(1_000_000, Network.ring(1, 30e-6, 8e-9), 0.01) == 0
-    with pytest.raises(ValueError, match="the trace's meta has batch None: expected for how many samples"):
-        recorded_batch(small_trace())
 
 
 @pytest.mark.parametrize(
@@ -184,7 +176,7 @@ def test_a_model_of_ones_own(
 
 
 def test_a_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [arrival.name for arrival in probe(images(4)).arrivals]
+    names = [gradient.name for gradient in probe(images(4)).gradients]
     kinds = {}
     for title, parts in (("one", [names]), ("each", [[name] for name in names])):
         save(Plan(tuple(Bucket(tuple(part)) for part in parts)), tmp_path / f"{title}.json")

@@ -131,7 +131,10 @@ def test_a_library_that_is_not_installed(
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
     error = error_of(capsys, "record", "resnet50", "-o", str(tmp_path / "t.json"), "--device", "cpu")
-    assert "the model resnet50 needs torchvision, which is not installed: pip install torchvision" in error
+    assert (
+        "the model resnet50 needs torchvision, which is not installed: pip install 'anabranch[models]' 'torch=="
+        in error
+    )
 
 
 def test_a_device_that_is_not_there(

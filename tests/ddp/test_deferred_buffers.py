@@ -10,7 +10,7 @@ from torch import nn
 from anabranch import DataParallel
 from anabranch.comm.lanes import Lanes, same_ranks
 from anabranch.ddp.deferred_buffers import DeferredBuffers
-from parallel.twins import WIDTH, batch, plain_train, ring, scatter, stage
+from parallel.twins import WIDTH, batch, plain_train, ring, scatter
 from ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -147,20 +147,19 @@ def broadcasts(rank: int, doing: str) -> int:
         count += 1
         real(authoritative_rank)
 
-    with stage("is told the plan"):
-        for step in range(4):
-            plain_train(model, optimizer, step)
-        assert model.plan is not None
-        model._sync_module_buffers = counted
-        for step in range(6):
-            if doing == "writing" and rank == 0:
-                module[1].running_mean.mul_(0.5)  # type: ignore[operator]
-            if doing == "evaluating":
-                model.eval()
-                with torch.no_grad():
-                    model(batch(step))
-                model.train()
-            plain_train(model, optimizer, step)
+    for step in range(4):
+        plain_train(model, optimizer, step)
+    assert model.plan is not None
+    model._sync_module_buffers = counted
+    for step in range(6):
+        if doing == "writing" and rank == 0:
+            module[1].running_mean.mul_(0.5)  # type: ignore[operator]
+        if doing == "evaluating":
+            model.eval()
+            with torch.no_grad():
+                model(batch(step))
+            model.train()
+        plain_train(model, optimizer, step)
     model.close()
     return count
 

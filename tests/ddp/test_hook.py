@@ -9,9 +9,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, Plan
+from anabranch.comm.collectives import Collectives
+from anabranch.comm.dense import DenseExchanges
 from anabranch.comm.lanes import Lane, Lanes
+from anabranch.comm.launcher import BucketLauncher
 from anabranch.ddp.hook import PlanHook
-from anabranch.ddp.reducer import layout_of, reduced_parameters, relayout
+from anabranch.ddp.reducer import reduced_parameters, relayout
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepTimer
 from parallel.twins import WIDTH, batch, bits
@@ -37,10 +40,11 @@ class Rig:
         self.lanes.grow(PLAN.lanes)
         self.after: list[int] = []
         self.steps = 0
-        self.watch = StepTimer(HostClock(), self.count)
-        self.hook = PlanHook(PLAN, self.lanes, self.watch, self.after_last)
+        self.timer = StepTimer(HostClock(), self.count)
+        self.launcher = BucketLauncher(PLAN, self.lanes, Collectives(DenseExchanges()), self.timer.mark_bucket)
+        hook = PlanHook(self.launcher, self.after_last)
         ours = self.models[1]
-        relayout(ours, layout_of(PLAN, list(reduced_parameters(ours))), self.hook.run)
+        relayout(ours, PLAN.indices(list(reduced_parameters(ours))), hook.run)
 
     def count(self) -> None:
         self.steps += 1
@@ -54,10 +58,10 @@ class Rig:
         for model in self.models:
             model.zero_grad()
             if model is self.models[1]:
-                self.watch.forward_begins()
+                self.timer.forward_begins()
             output = model(batch(step))
             if model is self.models[1]:
-                self.watch.forward_ended(output)
+                self.timer.forward_ended(output)
             output.square().mean().backward()
         theirs, ours = (dict(model.module.named_parameters()) for model in self.models)
         return {name: [p.grad, ours[name].grad] for name, p in theirs.items() if p.grad is not None}
@@ -90,7 +94,7 @@ def test_each_bucket_travels_by_its_own_collective(options: dict[str, Any]) -> N
 def divisor(rank: int) -> list[float]:
     rig = Rig()
     before = rig.train(0)["1.weight"][1].clone()
-    rig.hook.divisor = lambda: 4
+    rig.launcher.divisor = lambda: 4
     after = rig.train(0)["1.weight"][1]
     ratio = (before / after).flatten()
     rig.lanes.close()
@@ -106,11 +110,10 @@ def marks(rank: int) -> dict[str, Any]:
     """Buckets are marked while it looks, between the launch and the end of the step."""
     rig = Rig()
     rig.train(0)
-    unlooked = [list(step.buckets) for step in rig.watch.take(1)]
-    rig.hook.look = True
-    rig.train(1)
-    (step,) = rig.watch.take(1)
-    rig.hook.look = False
+    unlooked = [list(step.buckets) for step in rig.timer.last_steps(1)]
+    with rig.timer.bucket_timing():
+        rig.train(1)
+    (step,) = rig.timer.last_steps(1)
     rig.train(2)
     inside = all(
         isinstance(begin, float) and isinstance(end, float) and step.backward <= begin <= end <= step.averaged  # type: ignore[operator]
@@ -120,12 +123,11 @@ def marks(rank: int) -> dict[str, Any]:
         "unlooked": unlooked,
         "indices": sorted(index for index, _, _ in step.buckets),
         "inside": inside,
-        "after": [list(last.buckets) for last in rig.watch.take(1)],
+        "after": [list(last.buckets) for last in rig.timer.last_steps(1)],
         "steps": rig.steps,
-        "current": rig.watch.current is None,
     }
-    rig.watch.forget()
-    answer["forgotten"] = rig.watch.take(9)
+    rig.timer.forget_steps()
+    answer["forgotten"] = rig.timer.last_steps(9)
     rig.lanes.close()
     return answer
 
@@ -134,7 +136,7 @@ def test_marks_only_while_it_looks() -> None:
     for answer in on_ranks(marks, 2):
         assert answer["unlooked"] == answer["after"] == [[]]
         assert answer["indices"] == [0, 1, 2]
-        assert answer["inside"] and answer["current"]
+        assert answer["inside"]
         assert answer["steps"] == 3 and answer["forgotten"] == []
 
 
@@ -142,7 +144,7 @@ def broken(rank: int) -> str:
     """What fails in the hook leaves backward() as it is."""
     rig = Rig()
     rig.train(0)
-    rig.hook.divisor = lambda: 1 // 0
+    rig.launcher.divisor = lambda: 1 // 0
     try:
         rig.train(1)
     except Exception as error:

@@ -16,14 +16,11 @@ from anabranch import Bucket, Plan
 from anabranch.ddp.reducer import (
     Layout,
     built_by_ddp,
-    layout_in_force,
-    layout_of,
     reduced_parameters,
     relayout,
-    tensors_in,
 )
-from anabranch.errors import PlanError
 from anabranch.parallel import DataParallel
+from ddp.inspection import layout_in_force
 from parallel.twins import WIDTH, batch, bits, mlp, ring
 from ranks import on_ranks
 
@@ -200,21 +197,6 @@ def test_reduced_parameters_are_those_that_train_and_shared_ones_once() -> None:
         "b.bias",
         *(f"wide.{i}.{k}" for i in (0, 1) for k in ("bias", "weight")),
     ]
-
-
-def test_layout_of_a_plan() -> None:
-    plan = Plan((Bucket(("c", "a")), Bucket(("b",))))
-    assert layout_of(plan, ["a", "b", "c"]) == [[2, 0], [1]]
-    with pytest.raises(PlanError, match="names c, which this model does not train"):
-        layout_of(plan, ["a", "b"])
-    with pytest.raises(PlanError, match="leaves out d and 0 more"):
-        layout_of(plan, ["a", "b", "c", "d"])
-
-
-def test_tensors_in_what_a_model_returns() -> None:
-    a, b = torch.ones(1), torch.ones(2)
-    assert [t.numel() for t in tensors_in({"x": [a, (b, "text")], "y": None})] == [1, 2]
-    assert tensors_in("nothing") == []
 
 
 CAPS: Mapping[str, Any] = {"bucket_cap_mb_list": [1e-4, 2e-4]}

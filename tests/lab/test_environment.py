@@ -1,10 +1,10 @@
-"""Variables: torchrun's, and those that make backends take the links."""
+"""The environment of ranks: torchrun's variables, and those that make backends use the links."""
 
 import pytest
 
 from anabranch.lab.cluster import Cluster
-from anabranch.lab.environment import free_port, gpus_of, variables
-from anabranch.lab.hosts import Host, local
+from anabranch.lab.environment import free_port, gpu_environment, host_environment
+from anabranch.lab.hosts import Host, local_hosts
 
 HOSTS = [Host(index, f"10.0.0.{index + 1}", "eth0") for index in range(4)]
 
@@ -12,7 +12,7 @@ HOSTS = [Host(index, f"10.0.0.{index + 1}", "eth0") for index in range(4)]
 def test_one_rank_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("FROM_OUTSIDE", "kept")
-    found = variables(Cluster([1e10] * 4), HOSTS[2], HOSTS[0], 29500, "abc")
+    found = host_environment(Cluster([1e10] * 4), HOSTS[2], HOSTS[0], 29500, "abc")
     expected = {
         "RANK": "2",
         "WORLD_SIZE": "4",
@@ -39,20 +39,26 @@ def test_one_rank_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_ranks_are_left_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    found = variables(Cluster([1e10] * 4, 2), HOSTS[2], HOSTS[0], 29500, "abc")
+    found = host_environment(Cluster([1e10] * 4, 2), HOSTS[2], HOSTS[0], 29500, "abc")
     assert "RANK" not in found and "LOCAL_RANK" not in found
 
 
 def test_the_user_s_threads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert variables(Cluster([1e9]), HOSTS[0], HOSTS[0], 1, "abc")["OMP_NUM_THREADS"] == "3"
+    assert host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 1, "abc")["OMP_NUM_THREADS"] == "3"
 
 
 def test_emulation_says_so() -> None:
-    (host,) = local(1)
-    found = variables(Cluster([1e9], alpha_s=1e-4), host, host, free_port(), "abc")
+    (host,) = local_hosts(1)
+    found = host_environment(Cluster([1e9], alpha_s=1e-4), host, host, free_port(), "abc")
     assert found["ANABRANCH_LAB"].endswith("emulated")
     assert "rate_bit_s=1000000000.0" in found["ANABRANCH_EMULATED"]
+    assert found["ANABRANCH_NETWORK_NOTE"] == "emulated: 1 host, 1 Gbit/s, 100 µs (delays, not a real network)"
+
+
+def test_real_links_have_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANABRANCH_NETWORK_NOTE", raising=False)
+    assert "ANABRANCH_NETWORK_NOTE" not in host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 29500, "x")
 
 
 @pytest.mark.parametrize(
@@ -67,23 +73,23 @@ def test_emulation_says_so() -> None:
     ],
 )
 def test_gpus_are_dealt_out_in_turn(ranks_per_host: int, gpus: list[str], expected: list[str | None]) -> None:
-    dealt = [gpus_of(host, ranks_per_host, gpus).get("CUDA_VISIBLE_DEVICES") for host in HOSTS]
+    dealt = [gpu_environment(host, ranks_per_host, gpus).get("CUDA_VISIBLE_DEVICES") for host in HOSTS]
     assert dealt == expected
 
 
 def test_a_gpu_that_the_user_chose_by_number_is_given_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert gpus_of(HOSTS[1], 1, ["GPU-c"]) == {"CUDA_VISIBLE_DEVICES": "GPU-c"}
-    assert gpus_of(HOSTS[1], 1, []) == {}
+    assert gpu_environment(HOSTS[1], 1, ["GPU-c"]) == {"CUDA_VISIBLE_DEVICES": "GPU-c"}
+    assert gpu_environment(HOSTS[1], 1, []) == {}
 
 
 def test_programs_learn_backend_and_slowest_rate() -> None:
     cluster = Cluster([1e10, 1e9, None])
-    told = variables(cluster, HOSTS[0], HOSTS[0], 29500, "x")
+    told = host_environment(cluster, HOSTS[0], HOSTS[0], 29500, "x")
     assert told["ANABRANCH_LAB_BACKEND"] == "gloo" and told["ANABRANCH_LAB_BIT_S"] == "1000000000"
-    assert variables(Cluster([None]), HOSTS[0], HOSTS[0], 29500, "x")["ANABRANCH_LAB_BIT_S"] == "0"
+    assert host_environment(Cluster([None]), HOSTS[0], HOSTS[0], 29500, "x")["ANABRANCH_LAB_BIT_S"] == "0"
 
 
 def test_what_another_torchrun_has_said_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in variables(Cluster([1e9]), HOSTS[0], HOSTS[0], 29500, "x")
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 29500, "x")

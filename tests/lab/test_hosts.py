@@ -6,14 +6,15 @@ import time
 
 import pytest
 
-from anabranch.lab.hosts import Host, linked, local
+from anabranch.lab.hosts import Host, linked_hosts, local_hosts
 from anabranch.lab.namespaces import inside
-from lab.laboratory import descriptors, needs_namespaces
+from lab.lab_process import descriptors, needs_namespaces
 
 PORT = 5000
 SKIPPED_NBYTES = 1 << 20  # the bucket's first filling, and TCP's start
 MBIT = 1e6
-TRIES, TRY_S = 5, 0.6
+TRIES = 10  # reached only where the machine is busy, or by a failure
+TRY_S = 0.6
 
 
 def connected(one: Host, other: Host) -> tuple[socket.socket, socket.socket]:
@@ -33,7 +34,7 @@ def send(end: socket.socket, nbytes: int) -> None:
 
 
 def received_mbit_s(end: socket.socket, nbytes: int) -> float:
-    """The rate at which ``nbytes`` come in, after the first."""
+    """The rate at which ``nbytes`` come in, after the first; too high if this thread had to wait for a core."""
     got = counted = 0
     began = 0.0
     while got < nbytes:
@@ -60,10 +61,12 @@ def rates_mbit_s(one: Host, other: Host, nbytes: int) -> tuple[float, float]:
 
 def check_rate(one: Host, other: Host, expected_mbit_s: float) -> None:
     """Both directions within a tenth of it. A busy machine may slow a link down once, but nothing may speed it up."""
+    nbytes = round(expected_mbit_s * MBIT / 8 * TRY_S) + SKIPPED_NBYTES
     for _ in range(TRIES):
-        rates = rates_mbit_s(one, other, round(expected_mbit_s * MBIT / 8 * TRY_S) + SKIPPED_NBYTES)
-        assert max(rates) < 1.05 * expected_mbit_s
-        if min(rates) > 0.9 * expected_mbit_s:  # headers take 0.04
+        began = time.perf_counter()
+        rates = rates_mbit_s(one, other, nbytes)
+        assert nbytes * 8 / (time.perf_counter() - began) / MBIT < 1.05 * expected_mbit_s
+        if 0.9 * expected_mbit_s < min(rates) and max(rates) < 1.05 * expected_mbit_s:  # headers take 0.04
             return
     raise AssertionError(f"{rates} instead of {expected_mbit_s} Mbit/s")
 
@@ -71,13 +74,13 @@ def check_rate(one: Host, other: Host, expected_mbit_s: float) -> None:
 @needs_namespaces
 @pytest.mark.parametrize("rate_mbit_s", [50, 200, 1000])
 def test_a_link_has_its_rate_in_both_directions_at_once(rate_mbit_s: int) -> None:
-    with linked([rate_mbit_s * MBIT] * 2) as (one, other):
+    with linked_hosts([rate_mbit_s * MBIT] * 2) as (one, other):
         check_rate(one, other, rate_mbit_s)
 
 
 @needs_namespaces
 def test_the_slower_of_two_links_decides() -> None:
-    with linked([400 * MBIT, 400 * MBIT, 50 * MBIT]) as (one, two, slow):
+    with linked_hosts([400 * MBIT, 400 * MBIT, 50 * MBIT]) as (one, two, slow):
         check_rate(one, slow, 50)
         check_rate(one, two, 400)
 
@@ -85,7 +88,7 @@ def test_the_slower_of_two_links_decides() -> None:
 @needs_namespaces
 def test_a_link_is_shared_by_all_who_use_it() -> None:
     """Two hosts send to a third: its link, not theirs, is what they have."""
-    with linked([100 * MBIT] * 3) as (target, *sources):
+    with linked_hosts([100 * MBIT] * 3) as (target, *sources):
         pairs = [connected(target, source) for source in sources]
         threads = [threading.Thread(target=send, args=(there, 4 << 20)) for _, there in pairs]
         began = time.perf_counter()
@@ -111,7 +114,7 @@ def test_a_link_is_shared_by_all_who_use_it() -> None:
 def test_a_message_after_a_pause_is_not_free() -> None:
     """What the bucket lets pass at once is a small part of it."""
     nbytes, took_s = 1 << 20, []
-    with linked([100 * MBIT] * 2) as (one, other):
+    with linked_hosts([100 * MBIT] * 2) as (one, other):
         here, there = connected(one, other)
         with here, there:
             for _ in range(3):
@@ -129,14 +132,14 @@ def test_a_message_after_a_pause_is_not_free() -> None:
 
 @needs_namespaces
 def test_an_unshaped_link_is_faster_than_any_of_those() -> None:
-    with linked([None, None]) as (one, other):
-        assert min(rates_mbit_s(one, other, 32 << 20)) > 500
+    with linked_hosts([None, None]) as (one, other):
+        assert any(min(rates_mbit_s(one, other, 32 << 20)) > 1000 for _ in range(TRIES))
 
 
 @needs_namespaces
 def test_two_labs_at_once_do_not_meet() -> None:
     """They have the same addresses and ports, and each connection stays in its own."""
-    with linked([None, None]) as (one, other), linked([None, None]) as (second_one, second_other):
+    with linked_hosts([None, None]) as (one, other), linked_hosts([None, None]) as (second_one, second_other):
         assert one.address == second_one.address
         pairs = [connected(one, other), connected(second_one, second_other)]
         for word, (here, there) in zip((b"first", b"second"), pairs, strict=True):
@@ -149,7 +152,7 @@ def test_two_labs_at_once_do_not_meet() -> None:
 @needs_namespaces
 def test_the_machine_s_own_network_is_left_alone() -> None:
     before = socket.if_nameindex()
-    with linked([1e9] * 3) as hosts:
+    with linked_hosts([1e9] * 3) as hosts:
         assert socket.if_nameindex() == before
         for host in hosts:
             assert host.namespace is not None
@@ -160,13 +163,15 @@ def test_the_machine_s_own_network_is_left_alone() -> None:
 
 @needs_namespaces
 def test_descriptors_are_given_back() -> None:
-    with linked([1e9]):  # pyroute2 is imported
+    with linked_hosts([1e9]):  # pyroute2 is imported
         pass
     before = descriptors()
-    with linked([1e9] * 3):
+    with linked_hosts([1e9] * 3):
         pass
     assert descriptors() == before
 
 
 def test_local_hosts_are_this_machine() -> None:
-    assert [(host.address, host.interface, host.namespace) for host in local(2)] == [("127.0.0.1", "lo", None)] * 2
+    assert [(host.address, host.interface, host.namespace) for host in local_hosts(2)] == [
+        ("127.0.0.1", "lo", None)
+    ] * 2

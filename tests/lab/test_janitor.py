@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.lab.janitor import Janitor, Remains
+from anabranch.lab.janitor import Janitor, LabResources
 from anabranch.lab.namespaces import create, inside
-from lab.laboratory import alive, lab, needs_namespaces, pids, until
+from lab.lab_process import alive, lab, needs_namespaces, pids, until
 
 MARK = "ANABRANCH_LAB_ID=test-of-the-janitor"
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
@@ -35,13 +35,13 @@ def marked() -> "subprocess.Popen[bytes]":
 
 def test_marked_processes_end_and_others_do_not() -> None:
     ours, another = marked(), subprocess.Popen(SLEEP)
-    with Janitor(Remains(MARK)) as janitor:
+    with Janitor(LabResources(MARK)) as janitor:
         assert ours.poll() is None
         janitor.finish()
-        assert ours.wait(10) == -signal.SIGKILL
+        assert ours.wait(60) == -signal.SIGKILL
     assert another.poll() is None
     another.kill()
-    another.wait(10)
+    another.wait(60)
 
 
 @needs_namespaces
@@ -51,31 +51,31 @@ def test_processes_in_its_namespaces_end_and_others_do_not() -> None:
         inner = subprocess.Popen(SLEEP)
     with inside(theirs):
         another = subprocess.Popen(SLEEP)
-    with Janitor(Remains(MARK, namespaces=[ours.descriptor])):
+    with Janitor(LabResources(MARK, namespaces=[ours.descriptor])):
         pass
-    assert inner.wait(10) == -signal.SIGKILL
+    assert inner.wait(60) == -signal.SIGKILL
     assert another.poll() is None
     another.kill()
-    another.wait(10)
+    another.wait(60)
     ours.close()
     theirs.close()
 
 
 def test_a_janitor_that_was_killed_is_replaced() -> None:
     ours = marked()
-    with Janitor(Remains(MARK)) as janitor:
-        janitor._process.kill()
-    assert ours.wait(10) == -signal.SIGKILL
+    with Janitor(LabResources(MARK)) as janitor:
+        janitor.process.kill()
+    assert ours.wait(60) == -signal.SIGKILL
 
 
-def test_it_stands_signals_that_are_meant_for_the_lab() -> None:
-    with Janitor(Remains(MARK)) as janitor:
-        until(lambda: "janitor" in Path(f"/proc/{janitor._process.pid}/cmdline").read_text())
-        until(lambda: _ignores(janitor._process.pid, signal.SIGTERM))
+def test_it_survives_signals_that_are_meant_for_the_lab() -> None:
+    with Janitor(LabResources(MARK)) as janitor:
+        until(lambda: "janitor" in Path(f"/proc/{janitor.process.pid}/cmdline").read_text())
+        until(lambda: _ignores(janitor.process.pid, signal.SIGTERM))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            janitor._process.send_signal(number)
-        assert os.getsid(janitor._process.pid) != os.getsid(0)
-    assert janitor._process.returncode == 0
+            janitor.process.send_signal(number)
+        assert os.getsid(janitor.process.pid) != os.getsid(0)
+    assert janitor.process.returncode == 0
 
 
 def _ignores(pid: int, number: int) -> bool:
@@ -83,9 +83,9 @@ def _ignores(pid: int, number: int) -> bool:
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
-def test_it_never_sweeps_its_own_namespace() -> None:
+def test_it_never_cleans_its_own_namespace() -> None:
     with Path("/proc/thread-self/ns/net").open() as home, pytest.raises(AssertionError, match="outside"):
-        Remains(MARK, namespaces=[home.fileno()]).tidy()
+        LabResources(MARK, namespaces=[home.fileno()]).clean_up()
 
 
 @pytest.mark.parametrize("links", ["real", "emulated"])
@@ -98,13 +98,13 @@ def test_sigkill_of_the_lab_leaves_nothing(links: str, tmp_path: Path) -> None:
     program = f"echo $$ >rank$RANK.pid; {sys.executable} -S stubborn.py . & sleep 60"
     options = ["--emulate"] if links == "emulated" else []
     with lab("--hosts", "2", "--rate", "100mbit", *options, "--", "sh", "-c", program, folder=tmp_path) as process:
-        inmates = pids(tmp_path, 4)
-        assert all(map(alive, inmates))
+        started = pids(tmp_path, 4)
+        assert all(map(alive, started))
         assert socket.if_nameindex() == interfaces
         if links == "real":
             home = Path("/proc/self/ns/net").stat().st_ino
-            places = {Path(f"/proc/{pid}/ns/net").stat().st_ino for pid in inmates}
+            places = {Path(f"/proc/{pid}/ns/net").stat().st_ino for pid in started}
             assert len(places) == 2 and home not in places
         process.kill()
-        until(lambda: not any(map(alive, inmates)))
+        until(lambda: not any(map(alive, started)))
     assert socket.if_nameindex() == interfaces

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.lab.namespaces import Namespace, create, current, inside
-from lab.laboratory import descriptors, needs_namespaces
+from lab.lab_process import descriptors, needs_namespaces
 
 pytestmark = needs_namespaces
 
@@ -49,7 +49,7 @@ def test_a_process_started_inside_is_inside(elsewhere: Namespace) -> None:
     show = [sys.executable, "-c", "import os; print(os.stat('/proc/self/ns/net').st_ino)"]
     with inside(elsewhere):
         child = subprocess.Popen(show, stdout=subprocess.PIPE, text=True)
-    assert child.communicate(timeout=20)[0] == f"{elsewhere.inode}\n"
+    assert child.communicate(timeout=60)[0] == f"{elsewhere.inode}\n"
 
 
 def test_no_descriptor_is_left_behind(elsewhere: Namespace) -> None:

@@ -1,7 +1,6 @@
-"""What is missing is said at once, in words that help; the lab asks the kernel and no version number."""
+"""All problems are reported at once, each with a remedy; the lab asks the kernel, not its version number."""
 
 import errno
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 from anabranch.errors import LabError
 from anabranch.lab import hosts, namespaces, preflight
 from anabranch.lab.cluster import Cluster
-from lab.laboratory import needs_namespaces
+from lab.lab_process import needs_namespaces
 
 NOBODY = 65534
 
@@ -41,16 +40,21 @@ def test_without_root_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_everything_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(namespaces, "create", refuse)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pyroute2", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     words = missing(Cluster([1e9], backend="nccl"))
-    for thing in ("pip install pyroute2", "the right to make", "an NVIDIA GPU", "nvidia-cuda-mps-control"):
+    for thing in (
+        "pip install 'anabranch[lab]'",
+        "no permission to create",
+        "an NVIDIA GPU",
+        "nvidia-cuda-mps-control",
+    ):
         assert thing in words
 
 
 def test_emulation_needs_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces, "create", refuse)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pyroute2", None)
     preflight.check(Cluster([1e9], alpha_s=1e-5), [])
 
 
@@ -71,13 +75,13 @@ def test_a_kernel_without_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_bridges(*arguments: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(hosts, "_plug", without_bridges)
+    monkeypatch.setattr(hosts, "_connect_to_switch", without_bridges)
     assert "bridge and veth" in missing(Cluster([1e9]))
 
 
 @needs_namespaces
 def test_namespaces_without_the_right_to_make_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "_plug", refuse)
+    monkeypatch.setattr(hosts, "_connect_to_switch", refuse)
     words = missing(Cluster([1e9]))
     assert "CAP_NET_ADMIN" in words and "modprobe" not in words
 
@@ -97,17 +101,17 @@ def test_mps_is_needed_where_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch, 
 
 def test_few_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert preflight.note(Cluster([1e9] * 2)) is None
-    assert "3 ranks share 2 CPU cores" in str(preflight.note(Cluster([1e9] * 3)))
+    assert preflight.caveats(Cluster([1e9] * 2)) is None
+    assert "3 ranks share 2 CPU cores" in str(preflight.caveats(Cluster([1e9] * 3)))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
 def test_nobody_is_told_so() -> None:
     """In earnest: a user without rights asks the kernel. Imports come first: the checkout may be closed to nobody."""
     code = (
-        "import os; from anabranch.lab import hosts, namespaces, needs; from anabranch.lab.cluster import Cluster\n"
+        "import os; from anabranch.lab import hosts, namespaces, preflight; from anabranch.lab.cluster import Cluster\n"
         f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
         "preflight.check(Cluster([1e9]), [])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert f"this is user {NOBODY}" in done.stderr and "--emulate" in done.stderr

@@ -11,9 +11,9 @@ import pytest
 
 from anabranch.errors import LabError
 from anabranch.lab.cluster import Cluster
-from anabranch.lab.rank_process import RankProcess, start
+from anabranch.lab.rank_process import RankProcess, start_process
 from anabranch.lab.run import run
-from lab.laboratory import alive, descriptors, lab, needs_namespaces, outcome, pids, until
+from lab.lab_process import alive, descriptors, lab, needs_namespaces, outcome, pids, until
 
 REAL = pytest.param(Cluster([1e9] * 3), id="namespaces", marks=needs_namespaces)
 EMULATED = pytest.param(Cluster([1e9] * 3, alpha_s=1e-5), id="emulated")
@@ -31,7 +31,7 @@ dist.destroy_process_group()
 """
 
 
-def shell(cluster: Cluster, script: str, timeout_s: float | None = 30.0) -> int:
+def shell(cluster: Cluster, script: str, timeout_s: float | None = 100.0) -> int:
     return run(cluster, ["sh", "-c", script], timeout_s)
 
 
@@ -47,14 +47,23 @@ def test_rank_0_prints_and_the_others_are_silent(cluster: Cluster, capfd: pytest
 
 
 @both
-def test_the_first_failure_is_the_one_that_is_quoted(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 2 fails, rank 1 a little later because of that, rank 0 not at all."""
-    script = "case $RANK in 2) seq 100; echo the cause >&2; exit 7;; 1) sleep 0.3; echo a consequence; exit 1;; esac"
+def test_the_first_failure_is_the_one_that_is_quoted(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 fails, rank 1 after the lab has noticed that (a process's id is there until then), rank 0 not at all."""
+    monkeypatch.chdir(tmp_path)
+    script = """
+case $RANK in
+2)  seq 100; echo the cause >&2; echo $$ >2.pid; exit 7;;
+1)  until [ -s 2.pid ]; do sleep 0.02; done
+    while kill -0 $(cat 2.pid) 2>/dev/null; do sleep 0.02; done
+    echo a consequence; exit 1;;
+esac"""
     assert shell(cluster, script) == 7
     _, err = capfd.readouterr()
-    assert "rank 2 failed first (exit code 7); its last words:\n" in err
+    assert "rank 2 failed first (exit code 7); its last output:\n" in err
     assert "rank 2 | 100\nrank 2 | the cause\n" in err and "rank 2 | 50\n" not in err
-    assert "after it: rank 0: exit code 0; rank 1: exit code 1\n" in err
+    assert "the others: rank 0: exit code 0; rank 1: exit code 1\n" in err
     assert "consequence" not in err
 
 
@@ -66,23 +75,23 @@ def test_a_rank_killed_by_a_signal(
     monkeypatch.setattr("anabranch.lab.supervisor.GRACE_S", 0.2)
     began = time.monotonic()
     assert shell(cluster, "if [ $RANK = 1 ]; then kill -SEGV $$; fi; sleep 60") == 128 + signal.SIGSEGV
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 55
     _, err = capfd.readouterr()
-    assert "rank 1 failed first (killed by SIGSEGV); it said nothing\n" in err
-    assert "after it: rank 0, rank 2: still running, so ended by the lab\n" in err
+    assert "rank 1 failed first (killed by SIGSEGV); it printed nothing\n" in err
+    assert "the others: rank 0, rank 2: still running, so ended by the lab\n" in err
 
 
 @needs_namespaces
 def test_rank_0_is_not_quoted_twice(capfd: pytest.CaptureFixture[str]) -> None:
-    assert shell(Cluster([1e9]), "echo its own words >&2; exit 3") == 3
+    assert shell(Cluster([1e9]), "echo the message >&2; exit 3") == 3
     _, err = capfd.readouterr()
-    assert err.count("its own words") == 2 and "rank 0 failed first (exit code 3); its own words are above\n" in err
+    assert err.count("the message") == 1 and "rank 0 failed first (exit code 3); its output is above\n" in err
 
 
 @both
 def test_a_timeout(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
-    assert shell(cluster, "[ $RANK = 1 ] || sleep 60", timeout_s=0.5) == 124
-    words = "not done after 0.5 s: rank 0, rank 2: still running, so ended by the lab; rank 1: exit code 0\n"
+    assert shell(cluster, "[ $RANK = 1 ] || sleep 60", timeout_s=1.0) == 124
+    words = "not done after 1 s: rank 0, rank 2: still running, so ended by the lab; rank 1: exit code 0\n"
     assert words in capfd.readouterr().err
 
 
@@ -105,10 +114,10 @@ def test_a_start_that_fails_ends_those_already_started(monkeypatch: pytest.Monke
     def fails_at_the_second(*arguments: Any, **options: Any) -> RankProcess:
         if started:
             raise OSError("no more processes")
-        started.append(start(*arguments, **options))
+        started.append(start_process(*arguments, **options))
         return started[0]
 
-    monkeypatch.setattr("anabranch.lab.run.start", fails_at_the_second)
+    monkeypatch.setattr("anabranch.lab.run.start_process", fails_at_the_second)
     with pytest.raises(OSError, match="no more processes"):
         shell(Cluster([1e9] * 2, alpha_s=0.0), "sleep 60")
     assert started[0].process.returncode == -signal.SIGKILL
@@ -132,7 +141,12 @@ trap 'echo $RANK was asked by {name} >>said; exit 0' {name}
 echo $$ >$RANK.pid
 while true; do sleep 0.05; done
 """
-STUBBORN = "trap '' INT TERM HUP; echo $$ >$RANK.pid; while true; do sleep 0.05; done"
+STUBBORN = """
+trap 'echo >$RANK.asked' INT
+trap '' TERM HUP
+echo $$ >$RANK.pid
+while true; do sleep 0.05; done
+"""
 
 
 @needs_namespaces
@@ -151,27 +165,23 @@ def test_a_signal_reaches_every_rank_once(number: signal.Signals, name: str, cod
 
 
 @needs_namespaces
-@pytest.mark.parametrize("signals", [1, 2])
-def test_ranks_that_ignore_it_are_killed(signals: int, tmp_path: Path) -> None:
-    """After some seconds, or at once when the user insists."""
-    with lab("--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", STUBBORN, folder=tmp_path) as process:
-        inmates = pids(tmp_path, 2)
+@pytest.mark.parametrize(("signals", "grace_s"), [(1, 1.0), (2, 100.0)])
+def test_ranks_that_ignore_it_are_killed(signals: int, grace_s: float, tmp_path: Path) -> None:
+    """After the grace period, or at once after a second signal. Ctrl-C in a terminal reaches them through the lab only:
+    each rank has a session of its own."""
+    arguments = ("--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", STUBBORN)
+    with lab(*arguments, folder=tmp_path, grace_s=grace_s) as process:
+        started = pids(tmp_path, 2)
+        assert len({os.getsid(pid) for pid in (process.pid, *started)}) == 3
         began = time.monotonic()
-        for _ in range(signals):
+        process.send_signal(signal.SIGINT)
+        until(lambda: len(list(tmp_path.glob("*.asked"))) == 2)
+        if signals == 2:
             process.send_signal(signal.SIGINT)
-            time.sleep(0.2)
         code, _, err = outcome(process)
     assert code == 130 and "rank 0, rank 1: still running, so ended by the lab" in err
-    assert not any(map(alive, inmates))
-    assert (time.monotonic() - began < 4) == (signals == 2)
-
-
-@needs_namespaces
-def test_ctrl_c_in_a_terminal_does_not_reach_the_ranks_by_itself(tmp_path: Path) -> None:
-    with lab("--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", STUBBORN, folder=tmp_path) as process:
-        sessions = {os.getsid(pid) for pid in pids(tmp_path, 2)}
-        assert os.getsid(process.pid) not in sessions and len(sessions) == 2
-        process.kill()
+    assert not any(map(alive, started))
+    assert (time.monotonic() - began < grace_s) == (signals == 2)
 
 
 @needs_namespaces
@@ -195,21 +205,21 @@ def test_two_labs_at_once(tmp_path: Path) -> None:
 
 
 @needs_namespaces
-def test_gloo_over_four_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_gloo_over_three_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "program.py").write_text(ALL_REDUCE)
-    assert run(Cluster([1e9] * 4), [sys.executable, str(tmp_path / "program.py")], 60) == 0
-    assert capfd.readouterr().out == "sum 10 of 4 in 4 hosts, 1 Gbit/s links, network namespaces\n"
+    assert run(Cluster([1e9] * 3), [sys.executable, str(tmp_path / "program.py")], 100) == 0
+    assert capfd.readouterr().out == "sum 6 of 3 in 3 hosts, 1 Gbit/s links, network namespaces\n"
 
 
 @needs_namespaces
 def test_gloo_over_two_hosts_of_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "program.py").write_text(ALL_REDUCE)
-    assert run(Cluster([1e9] * 2, 2), [sys.executable, str(tmp_path / "program.py")], 60) == 0
+    assert run(Cluster([1e9] * 2, 2), [sys.executable, str(tmp_path / "program.py")], 100) == 0
     assert "sum 10 of 4 in 2 hosts of 2 ranks, 1 Gbit/s links, network namespaces\n" in capfd.readouterr().out
 
 
 @needs_namespaces
 def test_a_failing_rank_under_torchrun(capfd: pytest.CaptureFixture[str]) -> None:
-    assert shell(Cluster([1e9], 2), "[ $RANK = 1 ] && { echo cause >&2; exit 9; }; sleep 60", 60) == 1
+    assert shell(Cluster([1e9], 2), "[ $RANK = 1 ] && { echo cause >&2; exit 9; }; sleep 60", 100) == 1
     err = capfd.readouterr().err
     assert "host 0 failed first (exit code 1)" in err and "cause" in err

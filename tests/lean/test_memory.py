@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import anabranch as ab
+from activations.lazy_copies import LazyCopies
 from anabranch.lean import engine, residuals
-from anabranch.lean.slots import Slot, Slots
-from anabranch.lean.update import Updates
-from lean.lazy_transfers import LazyTransfers
+from anabranch.lean.slots import Slot, SlotRing
+from anabranch.lean.update import BucketUpdater
 from ranks import on_ranks
 
 WIDTH = 16
@@ -97,29 +97,33 @@ class Log:
 def recorded(log: Log) -> None:
     """Have every slot, and every step with what is in one, tell the log; exchanges take their time."""
     in_slots: dict[int, Live] = {}
-    take, after, lend = Slots.take, Updates.after, Slots.lend
+    acquire, step, release = SlotRing.acquire, BucketUpdater.exchange_and_step, SlotRing.release_after
 
-    def telling_take(self: Slots, numel: int, dtype: torch.dtype) -> Slot:
-        slot = take(self, numel, dtype)
+    def telling_acquire(self: SlotRing, numel: int, dtype: torch.dtype) -> Slot:
+        slot = acquire(self, numel, dtype)
         in_slots[slot.tensor.data_ptr()] = log.born(f"slot {slot.number} of {id(self)}", slot.tensor)
         return slot
 
-    def telling_after(self: Updates, exchange: Any, average: torch.Tensor, *rest: Any) -> Iterator[Any]:
+    def telling_step(self: BucketUpdater, exchange: Any, average: torch.Tensor, *rest: Any) -> Iterator[Any]:
         entry = in_slots[average.data_ptr()]
         time.sleep(0.003)
-        yield from after(self, exchange, average, *rest)
+        yield from step(self, exchange, average, *rest)
         log.died(entry)
 
-    def telling_lend(self: Slots, slot: Slot, until: Any) -> None:
+    def telling_release(self: SlotRing, slot: Slot, last_use: Any) -> None:
         entry = in_slots[slot.tensor.data_ptr()]
 
         def over(future: Any) -> None:
             if entry.died is None:
                 log.died(entry)
 
-        lend(self, slot, until.then(over))
+        release(self, slot, last_use.then(over))
 
-    ways = ((Slots, "take", telling_take), (Slots, "lend", telling_lend), (Updates, "after", telling_after))
+    ways = (
+        (SlotRing, "acquire", telling_acquire),
+        (SlotRing, "release_after", telling_release),
+        (BucketUpdater, "exchange_and_step", telling_step),
+    )
     for owner, name, telling in ways:
         setattr(owner, name, telling)
 
@@ -138,7 +142,7 @@ def aliasing(rank: int, residuals: Any, kind: str) -> int:
     for name, parameter in model.named_parameters():
         log.born(name, parameter.detach())
         log.born(f"momentum of {name}", lean.optimizer.state[parameter]["momentum_buffer"])
-    for state in lean._memory._state.buckets() if kind != "dense" else []:
+    for state in lean._collectives._memory._state.buckets() if kind != "dense" else []:
         log.born(f"what waits for {state.names}", state.residual)
     assert log.clashes() == []
     assert all(entry.died is not None for entry in log.entries if entry.whose.startswith("slot"))
@@ -169,8 +173,8 @@ def test_the_log_sees_what_overlaps() -> None:
 
 def on_a_slow_link(rank: int, matrices: int) -> int:
     """Copies that happen when they are waited for, and no earlier: the same bits as without Lean."""
-    transfers = LazyTransfers()
-    vars(residuals)["transfers_for"] = lambda device: transfers
+    copies = LazyCopies()
+    vars(residuals)["copies_for"] = lambda device: copies
     models = [Chain(), Chain()]
     plan = planned(models[0], "oktopk:0.2", matrices)
     plain = ab.DataParallel(models[0], plan=plan, compress=options(), profile_steps=0)
@@ -190,7 +194,7 @@ def on_a_slow_link(rank: int, matrices: int) -> int:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     plain.close()
     lean.close()
-    return transfers.waited
+    return copies.log.count("wait")
 
 
 @pytest.mark.parametrize(("each", "buckets"), [(1, 5), (5, 1)])
@@ -232,4 +236,4 @@ def test_nothing_is_lost_in_any_bucket(residuals: str) -> None:
 
 
 def test_the_engine_hands_out_what_the_log_watches() -> None:
-    assert vars(engine)["Slots"] is Slots is vars(residuals)["Slots"]
+    assert vars(engine)["SlotRing"] is SlotRing is vars(residuals)["SlotRing"]

@@ -74,7 +74,7 @@ def computed_again(rank: int, reentrant: bool) -> int:
         for lean in leans:
             lean(batch(step, rank)).pow(2).sum().backward()
     assert_same(*models)
-    made: int = leans[0].layout._seen()
+    made: int = leans[0].layout.progress()
     for lean in leans:
         lean.close()
     return made
@@ -95,7 +95,7 @@ def asked_beside(rank: int) -> int:
     torch.autograd.grad(lean(x).sum(), x)
     assert_same(model, before)
     (lean(batch(1, rank)).sum() + lean(batch(2, rank)).sum()).backward()
-    made: int = lean.layout._seen()
+    made: int = lean.layout.progress()
     lean.close()
     return made
 
@@ -198,7 +198,7 @@ def left_over(rank: int, residuals: str) -> list[list[str]]:
     for step in range(3):
         lean(batch(step, rank)).pow(2).sum().backward()
     dense = planned(model)
-    lean.layout.want(dense)
+    lean._tuner.runner.use_plan(dense)
     waits, at = [], 3
     bad = model.get_parameter(dense.buckets[2].names[0])
     bad.register_hook(lambda g: g * float("inf") if rank == 1 and at == 3 else g)

@@ -13,7 +13,7 @@ from torch import nn
 import anabranch as ab
 from anabranch.lean import buckets, update
 from anabranch.lean.optimizers import BucketOptimizers
-from anabranch.lean.update import Updates
+from anabranch.lean.update import BucketUpdater
 from ranks import on_ranks
 
 WIDTH = 8
@@ -105,7 +105,7 @@ class _State:
     def __init__(self) -> None:
         self.residual = torch.randn(48)
 
-    def look(self, gradient: torch.Tensor) -> None:
+    def record_norms(self, gradient: torch.Tensor) -> None:
         assert gradient.numel() == 48
 
 
@@ -231,18 +231,19 @@ def test_a_slot_is_not_used_again_before_the_step_that_reads_it() -> None:
     """One bucket's step waits for the host, the next one's does not: the third gets the first one's slot."""
     parameters = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
     made = BucketOptimizers(lambda params: Fused(params, lr=1.0), {str(i): p for i, p in enumerate(parameters)})
-    each = [made.over([parameter]) for parameter in parameters]
+    each = [made.for_bucket([parameter]) for parameter in parameters]
     cuda = {name: mock.MagicMock() for name in ("Event", "Stream", "stream", "current_stream")}
     as_copied = mock.patch.object(update, "_to_host", lambda answer: answer.as_subclass(torch.Tensor).clone())
-    with mock.patch.multiple(torch.cuda, **cuda), mock.patch.object(update, "hold", lambda *_: None), as_copied:
-        updates = Updates(None)
+    unrecorded = mock.patch.object(update, "record_stream", lambda *_: None)
+    with mock.patch.multiple(torch.cuda, **cuda), unrecorded, as_copied:
+        updates = BucketUpdater(None)
         slots = [torch.zeros(4), torch.zeros(4)]
         for index, optimizer in enumerate(each):
-            updates.settle(keep=1)  # as the engine does before it takes the next slot
+            updates.launch_pending(keep=1)  # as the engine does before it takes the next slot
             slot = slots[index % 2].fill_(index + 1.0)
             used = torch.ones(1) if index == 0 else None
-            assert not list(updates.after(iter(()), slot.as_subclass(OnGpu), optimizer, used))
-        updates.settle()
+            assert not list(updates.exchange_and_step(iter(()), slot.as_subclass(OnGpu), optimizer, used))
+        updates.launch_pending()
     assert [float(-parameter.detach()[0]) for parameter in parameters] == [1.0, 2.0, 3.0]
 
 

@@ -156,7 +156,7 @@ def another_order(rank: int) -> str:
 
 def test_what_waits_is_loaded_in_its_own_order() -> None:
     for told in on_ranks(another_order, 2):
-        assert "what waits of weight" in told and "strides [27, 1, 9, 3], and here it is row-major" in told
+        assert "the residual of weight" in told and "strides [27, 1, 9, 3], and here it is row-major" in told
 
 
 def changed_later(rank: int) -> list[str]:

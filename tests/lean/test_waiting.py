@@ -1,4 +1,4 @@
-"""How much waits and for how long, under Lean: the same looks as without, and the same warning."""
+"""How much waits and for how long, under Lean: the same samples as without, and the same warning."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,13 +50,13 @@ def looked_at(rank: int, residuals: Any, cancelling: bool) -> list[str]:
         for each in (plain, lean):
             each(drawn(step, rank, cancelling)).backward()
         plain.zero_grad()
-    (theirs,), (ours,) = (each._memory._state.buckets() for each in (plain, lean))  # type: ignore[union-attr]
-    looks, expected = ours.waiting.looks(), theirs.waiting.looks()
-    assert [look.step for look in looks] == [look.step for look in expected] and len(looks) > 9
-    for look, other in zip(looks, expected, strict=True):
+    (theirs,), (ours,) = (each._collectives._memory._state.buckets() for each in (plain, lean))  # type: ignore[union-attr]
+    samples, expected = ours.residual_monitor.samples(), theirs.residual_monitor.samples()
+    assert [look.step for look in samples] == [look.step for look in expected] and len(samples) > 9
+    for look, other in zip(samples, expected, strict=True):
         assert look.norm == pytest.approx(other.norm, rel=1e-5)
         assert look.age_steps == pytest.approx(other.age_steps, rel=1e-5)
-    assert looks[-1].norm > 0 and looks[-1].age_steps > 0
+    assert samples[-1].norm > 0 and samples[-1].age_steps > 0
     told = [str(lean.explain()), str(plain.explain())]
     lean.close()
     plain.close()
@@ -68,4 +68,4 @@ def looked_at(rank: int, residuals: Any, cancelling: bool) -> list[str]:
 def test_growth_without_bound_is_seen_as_without_lean(residuals: str, cancelling: bool) -> None:
     for told in on_ranks(looked_at, 2, residuals, cancelling):
         assert [("grows without bound" in words) for words in told] == [cancelling] * 2
-        assert all(", for about" in words for words in told)
+        assert all(" steps old" in words for words in told)

@@ -1,5 +1,6 @@
 """Networks from live ranks, and the arithmetic of slowdowns under a clock that is told what to say."""
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,10 @@ from anabranch.comm.agree import Group
 from anabranch.comm.dense import COLLECTIVES
 from anabranch.comm.lanes import same_ranks
 from anabranch.files import dumps
+from anabranch.network import ALL_GATHER, REDUCE_SCATTER
 from anabranch.observe import measure as module
 from anabranch.observe.clock import HostClock
+from anabranch.observe.environment import NETWORK_NOTE
 from anabranch.observe.measure import measure
 from ranks import on_ranks
 
@@ -78,6 +81,71 @@ def test_one_lane_and_a_largest_message_that_is_too_small_to_matter() -> None:
     assert first["slowdowns"] == [1.0, 2.0]  # not tried: taken for a link that one message fills
 
 
+def sharded_collectives(rank: int) -> dict[str, Any]:
+    """Three ranks, so that no power of two is a whole number of shares."""
+    everyone = groups(1)
+    assert module.unsupported(module.SHARDED, everyone[0], CPU) == {}
+    collectives = {**module.JUST_DENSE, **module.SHARDED}
+    return facts_of(quietly(everyone, CPU, largest_nbytes=1 << 16, budget_s=0.1, collectives=collectives))
+
+
+def test_all_gather_and_reduce_scatter_by_the_bytes_of_the_whole_tensor() -> None:
+    first, *others = on_ranks(sharded_collectives, 3)
+    assert all(other["text"] == first["text"] for other in others)
+    dense = [nbytes for nbytes, _, _ in first["curves"]["dense"]]
+    for kind in (ALL_GATHER, REDUCE_SCATTER):
+        sizes = [nbytes for nbytes, seconds, _ in first["curves"][kind] if seconds > 0]
+        assert sizes == [nbytes // 12 * 12 for nbytes in dense]
+
+
+def gathered_and_scattered(rank: int) -> list[list[float]]:
+    everyone = groups(1)[0]
+    mine = torch.full((6,), float(rank + 1))
+    module.drive(module.all_gather(mine, everyone, 3.0))
+    copies = torch.arange(6.0)
+    module.drive(module.reduce_scatter(copies, everyone, 3.0))
+    return [mine.tolist(), copies[2 * rank : 2 * rank + 2].tolist()]
+
+
+def test_what_is_timed_is_what_it_is_called() -> None:
+    for rank, (gathered, scattered) in enumerate(on_ranks(gathered_and_scattered, 3)):
+        assert gathered == [1, 1, 2, 2, 3, 3]
+        assert scattered == [3 * 2 * rank, 3 * (2 * rank + 1)]
+
+
+def missing_and_broken(rank: int) -> list[str]:
+    everyone = groups(1)[0]
+
+    def missing(*_: Any) -> Any:
+        raise RuntimeError("ProcessGroupGloo does not support reduce_scatter")
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    told = module.unsupported({"reduce_scatter": missing}, everyone, CPU)
+    with pytest.raises(RuntimeError, match="Connection reset"):
+        module.unsupported({"all_gather": broken}, everyone, CPU)
+    return [f"{name}: {why}" for name, why in told.items()]
+
+
+def test_a_collective_that_the_backend_lacks_is_told_from_a_broken_network() -> None:
+    assert on_ranks(missing_and_broken, 2) == [["reduce_scatter: ProcessGroupGloo does not support reduce_scatter"]] * 2
+
+
+def test_sizes_of_whole_shares() -> None:
+    assert module.whole_shares([1024, 2048, 4100], 3) == [1020, 2040, 4092]
+    assert module.whole_shares([1024, 2048, 1 << 20], 1024) == [4096, 1 << 20]
+
+
+def with_a_note(rank: int) -> str:
+    os.environ[NETWORK_NOTE] = "emulated: 2 hosts (delays, not a real network)"
+    return facts_of(quietly(groups(1), CPU, largest_nbytes=1, budget_s=0.05))["meta"]["emulated"]  # type: ignore[no-any-return]
+
+
+def test_the_note_of_the_launcher_is_kept_beside_the_numbers() -> None:
+    assert on_ranks(with_a_note, 2) == ["emulated: 2 hosts (delays, not a real network)"] * 2
+
+
 class SlowClock(HostClock):
     """Every action takes a second, by this clock."""
 
@@ -96,7 +164,7 @@ def repetitions(rank: int) -> list[int]:
     """How often an action that takes a second (by rank 0's clock; others' clocks are far off) is repeated."""
     counts = []
     for budget_s in (0.001, 12.0, 1e9):
-        stopwatch = module._Stopwatch(groups(1)[0], SlowClock() if rank == 0 else FastClock())
+        stopwatch = module.Stopwatch(groups(1)[0], SlowClock() if rank == 0 else FastClock())
         counts.append(len(stopwatch.repeat(lambda: None, budget_s)))
     return counts
 
@@ -110,9 +178,9 @@ def warned(rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         noisy = [(1024, 1.0, 0.9), (2048, 2.0, 1.5)]
-        module._facts(groups(1)[0], CPU, noisy, 1.0)
+        module.measurement_facts(groups(1)[0], CPU, noisy, 1.0)
         steady = [(1024, 1.0, 0.1), (2048, 2.0, 0.1)]
-        module._facts(groups(1)[0], CPU, steady, 1.0)
+        module.measurement_facts(groups(1)[0], CPU, steady, 1.0)
     return [str(warning.message) for warning in caught]
 
 
@@ -148,28 +216,35 @@ class Told:
 )
 def test_slowdowns_of_transfers_without_their_start(seconds: dict[int, float], expected: Sequence[float]) -> None:
     lanes: list[Any] = [None] * 4
-    found = module._slowdowns(Told(seconds), lanes, CPU, 1 << 10, 0.1, 1.0)  # type: ignore[arg-type]
+    found = module.slowdowns(Told(seconds), lanes, CPU, 1 << 10, 0.1, 1.0)  # type: ignore[arg-type]
     assert found == pytest.approx(expected)
 
 
 def test_two_lanes_need_two_probes_and_a_start_that_outweighs_all_is_survived() -> None:
     told = Told({1: 0.1, 2: 0.1})
-    assert module._slowdowns(told, [None, None], CPU, 1 << 10, 0.2, 1.0) == [1.0, 1.0]  # type: ignore[list-item, arg-type]
+    assert module.slowdowns(told, [None, None], CPU, 1 << 10, 0.2, 1.0) == [1.0, 1.0]  # type: ignore[list-item, arg-type]
     assert told.asked == 2
-    assert [module._probes(lanes) for lanes in (1, 2, 3, 4, 5, 8)] == [[1], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 8]]
+    assert [module.lane_counts(lanes) for lanes in (1, 2, 3, 4, 5, 8)] == [
+        [1],
+        [2],
+        [2, 3],
+        [2, 4],
+        [2, 4, 5],
+        [2, 4, 8],
+    ]
 
 
 def test_sizes_rise_to_the_largest() -> None:
     for largest in (2048, 2049, 100_001, 64 << 20, (64 << 20) + 3):
-        sizes = module._sizes(largest)
+        sizes = module.message_sizes(largest)
         assert sizes == sorted(set(sizes)) and sizes[0] == 1024 and sizes[-1] == largest // 4 * 4
         assert all(nbytes % 4 == 0 for nbytes in sizes)
 
 
 def test_the_probe_is_the_first_size_whose_transfer_outweighs_its_start() -> None:
     points = [(1024, 1.0, 0.0), (2048, 5.0, 0.0), (4096, 11.0, 0.0), (8192, 20.0, 0.0)]
-    assert module._probe_nbytes(points) == 4096
-    assert module._probe_nbytes(points[:2]) == 2048
+    assert module.contention_nbytes(points) == 4096
+    assert module.contention_nbytes(points[:2]) == 2048
 
 
 def test_a_budget_of_nothing_is_refused() -> None:
@@ -181,7 +256,7 @@ def test_a_budget_of_nothing_is_refused() -> None:
 
 def ranks_whose_clocks_disagree(rank: int) -> dict[str, Any]:
     """Each rank finds another size whose transfer outweighs its start-up."""
-    module._probe_nbytes = lambda points: points[-1 - rank][0]
+    module.contention_nbytes = lambda points: points[-1 - rank][0]
     return facts_of(quietly(groups(2), CPU, largest_nbytes=1 << 16, budget_s=0.1))
 
 

@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 from anabranch import DataParallel, JsonLines, Lean, Metrics, OkTopk, Progress, TensorBoard
-from anabranch.comm.dense import traffic
+from anabranch.comm.dense import dense_traffic
 from anabranch.observe import loggers
 from anabranch.observe.clock import HostClock
 from anabranch.observe.metrics import MetricsFeed
-from anabranch.observe.step_timer import StepMarks
+from anabranch.observe.step_context import StepContext
+from anabranch.observe.step_timer import StepMarks, StepTimer
 from parallel.told import fresh, one_step, two_buckets
-from parallel.twins import batch, mlp, plain_train, ring, scattered, sgd, stage, steps
+from parallel.twins import STAGES, batch, mlp, plain_train, ring, scattered, sgd, steps
 from ranks import on_ranks
 
 MLP_NBYTES = 4 * 3 * (6 * 6 + 6)
@@ -56,14 +58,13 @@ def whole_life(rank: int, folder: str) -> dict[str, Any]:
     """All stages to a plan that is kept, logged to a file, to a list, and to a logger that fails."""
     torch.manual_seed(7)
     kept, broken, others = Kept(), Broken(), Kept()
-    with stage("keeps the plan"):
-        model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2)
-        model.log_to(JsonLines(Path(folder, "run.jsonl")), broken, kept)
-        model.log_to(others, every_rank=True)
-        optimizer, made = sgd(model), 0
-        for step in steps(model):
-            plain_train(model, optimizer, step)
-            made += 1
+    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=STAGES["keeps the plan"])
+    model.log_to(JsonLines(Path(folder, "run.jsonl")), broken, kept)
+    model.log_to(others, every_rank=True)
+    optimizer, made = sgd(model), 0
+    for step in steps(model):
+        plain_train(model, optimizer, step)
+        made += 1
     plan = model.plan
     assert plan is not None
     model.close()
@@ -194,21 +195,17 @@ class LateClock(HostClock):
         return isinstance(mark, float) and mark <= self.now
 
 
-def test_a_step_is_told_when_its_marks_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 4)
+def test_a_step_is_told_when_its_marks_have_settled() -> None:
     clock, kept = LateClock(), Kept()
-    live = SimpleNamespace(watch=SimpleNamespace(clock=clock, lookers=0), hook=None, parameters={"a": torch.zeros(8)})
-    tuner: Any = SimpleNamespace(
-        live=live, control=None, steps_done=0, stage="settling", kept=None, trace=None, network=None
-    )
-    feed = MetricsFeed(tuner, [kept])
+    now = StepContext(1, None, "settling", None, None)
+    parameters = {"a": nn.Parameter(torch.zeros(8))}
+    feed = MetricsFeed([kept], StepTimer(clock), lambda: now, lambda *_: None, parameters, rank=0, ranks=4)
     feed.on_step_end(StepMarks(1.0, 2.0, 3.0, 4.0))
-    tuner.steps_done, tuner.stage = 1, "profiling"
+    now = replace(now, number=2, stage="profiling")
     feed.on_step_end(StepMarks(5.0, 6.0, 7.0, 9.0))
     assert kept.told == []
     clock.now = 8.0
-    tuner.steps_done = 2
+    now = replace(now, number=3)
     feed.on_step_end(StepMarks(10.0, 11.0, 12.0, 13.0))
     assert [(one.step, one.stage) for one in kept.told] == [(1, "settling")], "as it was in that step"
     clock.now = 9.5
@@ -222,11 +219,10 @@ def test_a_step_is_told_when_its_marks_have_settled(monkeypatch: pytest.MonkeyPa
 
 
 def test_traffic_of_dense_collectives() -> None:
-    assert traffic("dense", 1000, torch.float32, 4) == (6000, 6000, 1.0)
-    assert traffic("bf16", 1001, torch.float32, 4) == (2 * 3 * 251 * 2, 2 * 3 * 251 * 2, 1.0)
-    assert traffic("bf16", 1000, torch.float64, 4) == traffic("dense", 1000, torch.float64, 4)
-    assert traffic("dense", 1000, torch.float32, 1) == (0, 0, 1.0)
-    assert traffic("topk:0.1", 1000, torch.float32, 4) is None
+    assert dense_traffic("dense", 1000, torch.float32, 4) == (6000, 6000, 1.0)
+    assert dense_traffic("bf16", 1001, torch.float32, 4) == (2 * 3 * 251 * 2, 2 * 3 * 251 * 2, 1.0)
+    assert dense_traffic("bf16", 1000, torch.float64, 4) == dense_traffic("dense", 1000, torch.float64, 4)
+    assert dense_traffic("dense", 1000, torch.float32, 1) == (0, 0, 1.0)
 
 
 # ------------------------------------------------------------------------------------------------------- loggers
@@ -288,7 +284,7 @@ def test_tensorboard_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     module = ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = FakeWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    monkeypatch.setattr(loggers, "find_spec", lambda name: name)
+    monkeypatch.setattr(loggers, "require", lambda *_: None)
     monkeypatch.setattr(FakeWriter, "made", [])
     logger = TensorBoard(tmp_path)
     assert FakeWriter.made == []
@@ -314,8 +310,8 @@ def test_tensorboard_for_real(tmp_path: Path) -> None:
 
 
 def test_without_tensorboard_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'anabranch\[tensorboard\]'"):
         TensorBoard(tmp_path)
 
 

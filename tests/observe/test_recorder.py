@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from anabranch import Trace
 from anabranch.bench.zoo import IMAGES, MODELS, SEQUENCES, build, built, facts
 from anabranch.files import dumps, loads
+from anabranch.observe.clock import HostClock
 from anabranch.observe.recorder import Recorder, record
+from anabranch.observe.step_timer import StepTimer
 
 INPUT = torch.randn(3, 8)
 
@@ -241,11 +243,12 @@ def test_nothing_to_record() -> None:
 
 def test_a_recorder_counts_the_steps_of_its_owner() -> None:
     model = Chain()
-    with Recorder(dict(model.named_parameters())) as recorder:
+    timer = StepTimer(HostClock())
+    with Recorder(timer, dict(model.named_parameters())) as recorder:
         for _ in range(3):
-            recorder.forward_begins()
+            timer.forward_begins()
             output = model(INPUT)
-            recorder.forward_ended(output)
+            timer.forward_ended(output)
             output.sum().backward()
         assert recorder.steps == 3
     assert layer_order(recorder.trace()) == [f"layers.{i}" for i in (3, 2, 1, 0)]

@@ -18,9 +18,9 @@ from anabranch.observe import clock_sync
 from anabranch.observe.clock import HostClock
 from anabranch.observe.clock_sync import Alignment, Anchor, Offset, offsets
 from anabranch.observe.perfetto import merged
-from anabranch.observe.step_timer import StepMarks
+from anabranch.observe.step_timer import StepMarks, StepObserver
 from anabranch.observe.trace_window import to_rank_0
-from parallel.twins import WIDTH, batch, mlp, plain_train, ring, scattered, sgd, stage
+from parallel.twins import WIDTH, batch, mlp, plain_train, ring, scattered, sgd
 from ranks import on_ranks
 
 HOSTILE = '</script><img src=x onerror=alert(1)>"\\\u2028'
@@ -160,7 +160,7 @@ def test_the_stated_error_holds_the_true_offset() -> None:
         assert abs(ahead_s) <= error_s
 
 
-class Truth:
+class Truth(StepObserver):
     """An observer that keeps when steps truly began, by the clock that all ranks of this machine share."""
 
     def __init__(self, ahead_s: Callable[[float], float]) -> None:
@@ -189,7 +189,7 @@ def shifted(rank: int, path: str) -> list[float]:
     model = DataParallel(mlp(), plan=Plan((Bucket(names),)), profile_steps=0)
     truth = Truth(lambda said_s: start_s + (said_s - start_s - 3600.0 * rank) / pace)
     assert model._tuner is not None
-    model._tuner.live.watch.observers.append(truth)
+    model._tuner.runner.timer.observers.append(truth)
     model.trace_steps(1, 6, path)
     for step in range(6):
         plain_train(model, sgd(model), step)
@@ -215,9 +215,8 @@ def other_layouts(rank: int, folder: str) -> None:
     """A window over all stages of planning, one under DDP's own buckets, one under Lean."""
     model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2)
     model.trace_steps(1, 60, f"{folder}/planned.json")
-    with stage("keeps the plan"):
-        for step in range(60):
-            plain_train(model, sgd(model), step)
+    for step in range(60):
+        plain_train(model, sgd(model), step)
     model.close()
     stock = DataParallel(mlp(), network=ring(), profile_steps=100)
     stock.trace_steps(1, 2, f"{folder}/stock.json")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
-from parallel.twins import WIDTH, Feature, batch, stage, steps, twins
+from parallel.twins import WIDTH, Feature, batch, steps, twins
 from ranks import on_ranks
 
 
@@ -37,29 +37,28 @@ def compiled(rank: int, form: str, optimize_ddp: bool) -> dict[str, Any]:
 
     torch.manual_seed(7)
     theirs = DistributedDataParallel(Net())
-    with stage("plans again and again"):
-        torch.manual_seed(7)
-        net = Net()
-        if form == "net.compile()":
-            net.compile(backend=backend)
-        wrapped: Any = torch.compile(net, backend=backend) if form == "DP(compile(net))" else net
-        _, made = twins(Feature(lambda: wrapped))
-        ours: Any = torch.compile(made, backend=backend) if form == "compile(DP)" else made
-        apart, counts = [], []
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
-        for step in steps(made, 2):
-            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-                optimizer.zero_grad()
-                model(batch(step)).square().mean().backward()
-                optimizer.step()
-            expected, found = list(theirs.parameters()), list(made.parameters())
-            for a, b in zip(expected, found, strict=True):
-                assert a.grad is not None and b.grad is not None
-                if not torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-7):
-                    apart.append(step)
-            counts.append(len(graphs))
-        assert isinstance(made, DataParallel)
-        return {"apart": apart, "graphs": counts, "planned": "predicted" in made.explain()}
+    torch.manual_seed(7)
+    net = Net()
+    if form == "net.compile()":
+        net.compile(backend=backend)
+    wrapped: Any = torch.compile(net, backend=backend) if form == "DP(compile(net))" else net
+    _, made = twins(Feature(lambda: wrapped), "plans again and again")
+    ours: Any = torch.compile(made, backend=backend) if form == "compile(DP)" else made
+    apart, counts = [], []
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
+    for step in steps(made, 2):
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+        expected, found = list(theirs.parameters()), list(made.parameters())
+        for a, b in zip(expected, found, strict=True):
+            assert a.grad is not None and b.grad is not None
+            if not torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-7):
+                apart.append(step)
+        counts.append(len(graphs))
+    assert isinstance(made, DataParallel)
+    return {"apart": apart, "graphs": counts, "planned": "predicted" in made.explain()}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import Network, planners
-from parallel.twins import WIDTH, Feature, batch, bits, dtypes_of, mlp, plain_train, scatter, stage, steps, twins
+from parallel.twins import WIDTH, Feature, batch, bits, dtypes_of, mlp, plain_train, scatter, steps, twins
 from ranks import on_ranks
 
 ROUNDING = 2.0**-8  # the largest relative error of rounding to bfloat16
@@ -36,30 +36,29 @@ def errors(rank: int, build: str, told: bool) -> dict[str, Any]:
         options["plan"] = planners.using(scatter(dtypes_of(builder())), "bf16")
     worst = {"float32": 0.0, "float64": 0.0}
     seen = set()
-    with stage("keeps the plan"):
-        theirs, ours = twins(Feature(builder, ours=options))
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
-        for step in steps(ours):
-            ours.module.load_state_dict(theirs.module.state_dict())
-            alone = builder()
-            alone.load_state_dict(theirs.module.state_dict())
-            alone(batch(step)).square().mean().backward()
-            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-                plain_train(model, optimizer, step)
-            if ours.plan is not None:
-                seen |= {bucket.collective for bucket in ours.plan.buckets}
-            for (_, expected), (_, found), (_, own) in zip(
-                theirs.module.named_parameters(), ours.module.named_parameters(), alone.named_parameters(), strict=True
-            ):
-                assert expected.grad is not None and found.grad is not None and own.grad is not None
-                size = own.grad.abs().clone()
-                dist.all_reduce(size)
-                size /= dist.get_world_size()
-                allowed = ROUNDING * size + ROUNDING * (1 + ROUNDING) * (expected.grad.abs() + ROUNDING * size) + 1e-7
-                kind = str(expected.dtype).removeprefix("torch.")
-                worst[kind] = max(worst[kind], float(((found.grad - expected.grad).abs() / allowed).max()))
-        gradients = b"".join(bits(p.grad) for p in ours.parameters() if p.grad is not None)
-        return {"worst": worst, "collectives": sorted(seen), "gradients": gradients.hex(), "said": ours.explain()}
+    theirs, ours = twins(Feature(builder, ours=options))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
+    for step in steps(ours):
+        ours.module.load_state_dict(theirs.module.state_dict())
+        alone = builder()
+        alone.load_state_dict(theirs.module.state_dict())
+        alone(batch(step)).square().mean().backward()
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            plain_train(model, optimizer, step)
+        if ours.plan is not None:
+            seen |= {bucket.collective for bucket in ours.plan.buckets}
+        for (_, expected), (_, found), (_, own) in zip(
+            theirs.module.named_parameters(), ours.module.named_parameters(), alone.named_parameters(), strict=True
+        ):
+            assert expected.grad is not None and found.grad is not None and own.grad is not None
+            size = own.grad.abs().clone()
+            dist.all_reduce(size)
+            size /= dist.get_world_size()
+            allowed = ROUNDING * size + ROUNDING * (1 + ROUNDING) * (expected.grad.abs() + ROUNDING * size) + 1e-7
+            kind = str(expected.dtype).removeprefix("torch.")
+            worst[kind] = max(worst[kind], float(((found.grad - expected.grad).abs() / allowed).max()))
+    gradients = b"".join(bits(p.grad) for p in ours.parameters() if p.grad is not None)
+    return {"worst": worst, "collectives": sorted(seen), "gradients": gradients.hex(), "said": ours.explain()}
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["planning", "told"])
@@ -85,16 +84,15 @@ def not_finite(rank: int) -> list[list[str]]:
     """What overflows arrives as inf or NaN on every rank, and is gone at the next step."""
     plan = planners.using(scatter(dtypes_of(mlp(1)), lanes=1), "bf16")
     said = []
-    with stage("is told the plan"):
-        _, ours = twins(Feature(lambda: mlp(1), ours={"plan": plan}))
-        for step in range(8):
-            ours.zero_grad()
-            loss = ours(batch(step)).square().mean()
-            if step in (4, 6) and rank == 0:
-                loss = loss * float("inf" if step == 4 else "nan")
-            loss.backward()
-            finite = [p.grad is not None and bool(p.grad.isfinite().all()) for p in ours.parameters()]
-            said.append(["finite" if all(finite) else "not"])
+    _, ours = twins(Feature(lambda: mlp(1), ours={"plan": plan}), "is told the plan")
+    for step in range(8):
+        ours.zero_grad()
+        loss = ours(batch(step)).square().mean()
+        if step in (4, 6) and rank == 0:
+            loss = loss * float("inf" if step == 4 else "nan")
+        loss.backward()
+        finite = [p.grad is not None and bool(p.grad.isfinite().all()) for p in ours.parameters()]
+        said.append(["finite" if all(finite) else "not"])
     return said
 
 

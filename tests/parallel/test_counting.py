@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from anabranch import DataParallel
-from parallel.twins import WIDTH, mlp, ring, stage
+from parallel.twins import STAGES, WIDTH, mlp, ring
 from ranks import on_ranks
 
 STEPS = 40
@@ -45,19 +45,18 @@ def trained(rank: int, name: str) -> dict[str, Any]:
         "many": many,
         "checkpointed": checkpointed,
     }[name]
-    with stage("plans again and again"):
-        torch.manual_seed(0)
-        ours = DataParallel(mlp(), network=ring(), profile_steps=2)
-        torch.manual_seed(0)
-        theirs = DistributedDataParallel(mlp())
-        for step in range(STEPS):
-            for model in (ours, theirs):
-                model.zero_grad()
-                loss(model, rank, step).backward()
-            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
-        said = ours.explain()
-        ours.close()
+    torch.manual_seed(0)
+    ours = DataParallel(mlp(), network=ring(), profile_steps=2, policy=STAGES["plans again and again"])
+    torch.manual_seed(0)
+    theirs = DistributedDataParallel(mlp())
+    for step in range(STEPS):
+        for model in (ours, theirs):
+            model.zero_grad()
+            loss(model, rank, step).backward()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+    said = ours.explain()
+    ours.close()
     return {"said": said}
 
 
@@ -72,18 +71,17 @@ def test_the_course_counts_backward_passes_and_nothing_else(name: str) -> None:
 def replanned(rank: int) -> int:
     """Rank 0 alone asks for a new plan."""
     torch.manual_seed(0)
-    with stage("keeps the plan"):
-        model = DataParallel(mlp(), network=ring(), profile_steps=2)
-        plannings, before = 0, ""
-        for step in range(60):
-            model(batch(rank, step)).sum().backward()
-            stage_line = model.explain().splitlines()[0]
-            plannings += "profiling" in stage_line and "profiling" not in before
-            before = stage_line
-            if rank == 0 and step == 30:
-                model.replan()
-        dist.barrier()
-        model.close()
+    model = DataParallel(mlp(), network=ring(), profile_steps=2, policy=STAGES["keeps the plan"])
+    plannings, before = 0, ""
+    for step in range(60):
+        model(batch(rank, step)).sum().backward()
+        stage_line = model.explain().splitlines()[0]
+        plannings += "profiling" in stage_line and "profiling" not in before
+        before = stage_line
+        if rank == 0 and step == 30:
+            model.replan()
+    dist.barrier()
+    model.close()
     return plannings
 
 

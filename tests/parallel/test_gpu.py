@@ -4,6 +4,7 @@ Run where there is one: pytest -m gpu tests/runtime/test_gpu.py
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.comm.dense import COLLECTIVES
+from anabranch.comm.collectives import Collectives
+from anabranch.comm.dense import COLLECTIVES, DenseExchanges
 from anabranch.comm.lanes import Lanes, Message
+from anabranch.comm.launcher import BucketLauncher
 from anabranch.ddp.hook import PlanHook
-from anabranch.ddp.reducer import layout_in_force, layout_of, reduced_parameters, relayout
+from anabranch.ddp.reducer import reduced_parameters, relayout
 from anabranch.observe.clock import CudaClock
 from anabranch.observe.measure import measure
 from anabranch.observe.recorder import record
 from anabranch.observe.step_timer import StepTimer
 from anabranch.tuning.trial import Trial
+from ddp.inspection import layout_in_force
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,15 +85,16 @@ def test_a_plan_runs_on_nccl_as_ddp_does(device: torch.device) -> None:
     assert dist.group.WORLD is not None
     lanes = Lanes(dist.group.WORLD, device)
     lanes.grow(2)
-    watch = StepTimer(CudaClock(device), lambda: None)
-    hook = PlanHook(plan, lanes, watch, lambda lane: None)
-    hook.look = True
-    relayout(ddp, layout_of(plan, names), hook.run)
+    timer = StepTimer(CudaClock(device))
+    timing = ExitStack()
+    timing.enter_context(timer.bucket_timing())
+    launcher = BucketLauncher(plan, lanes, Collectives(DenseExchanges()), timer.mark_bucket)
+    relayout(ddp, plan.indices(names), PlanHook(launcher, lambda lane: None).run)
     for _ in range(4):
         inputs = torch.randn(32, 256, device=device)
-        watch.forward_begins()
+        timer.forward_begins()
         output = ddp(inputs)
-        watch.forward_ended(output)
+        timer.forward_ended(output)
         for result in (output, stock(inputs)):
             result.square().mean().backward()
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
@@ -97,13 +102,14 @@ def test_a_plan_runs_on_nccl_as_ddp_does(device: torch.device) -> None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
         ddp.zero_grad()
         stock.zero_grad()
-    assert layout_in_force(ddp) == layout_of(plan, names)
-    watch.clock.settle()
-    trial = Trial.of("a test", plan, watch.take(3), watch.clock)
+    assert layout_in_force(ddp) == plan.indices(names)
+    timer.clock.settle()
+    trial = Trial.of("a test", plan, timer.last_steps(3), timer.clock, detailed_steps=3)
     assert len(trial.timeline.communication) == len(plan)
-    # A message among one rank is over within the lookout's period or two, but nothing ends before it began.
+    # A message among one rank is over within the poller's period or two, but nothing ends before it began.
     assert all(0 <= span.seconds < 1 for span in trial.timeline.communication)
     assert trial.timeline.finish_s < trial.step_s + 0.1
+    timing.close()
     lanes.close()
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import DataParallel
-from parallel.twins import WIDTH, Feature, Model, batch, bits, different, mlp, plain_train, scatter, stage, twins
+from parallel.twins import WIDTH, Feature, Model, batch, bits, different, mlp, plain_train, scatter, twins
 from ranks import on_ranks
 
 
@@ -33,19 +33,18 @@ def joined_epochs(rank: int, build: str, options: dict[str, Any], told: bool) ->
     """Epochs under join() with either divisor, and plain steps in between, while plans come and go."""
     feature = Feature({"mlp": mlp, "normed": normed}[build], options=options)
     apart = []
-    with stage("plans again and again"):
-        theirs, ours = twins(feature, "is told the plan" if told else "plans again and again")
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
-        plans = set()
-        tolerance = 0.0 if dist.get_world_size() == 2 else 1e-5
-        for number in range(8):
-            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-                for step in range(5):
-                    plain_train(model, optimizer, 100 * number + step)
-                epoch(model, optimizer, 100 * number + 50, divide=number % 2 == 0)
-            plans.add(ours.plan is not None)
-            apart += [f"epoch {number}: {what}" for what in different(theirs, ours, tolerance)]
-        return {"apart": apart[:5], "plans": sorted(plans), "digest": digest(ours)}
+    theirs, ours = twins(feature, "is told the plan" if told else "plans again and again")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
+    plans = set()
+    tolerance = 0.0 if dist.get_world_size() == 2 else 1e-5
+    for number in range(8):
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            for step in range(5):
+                plain_train(model, optimizer, 100 * number + step)
+            epoch(model, optimizer, 100 * number + 50, divide=number % 2 == 0)
+        plans.add(ours.plan is not None)
+        apart += [f"epoch {number}: {what}" for what in different(theirs, ours, tolerance)]
+    return {"apart": apart[:5], "plans": sorted(plans), "digest": digest(ours)}
 
 
 def digest(model: Model) -> str:
@@ -69,10 +68,9 @@ def halved_by_those_who_remain(rank: int, collective: str, divide: bool) -> list
     module = nn.Linear(5, 1, bias=False)
     plan = scatter({"weight": ""}, lanes=1)
     model = DataParallel(module, plan=plan if collective == "dense" else _bf16(plan))
-    with stage("is told the plan"):
-        for _ in range(4):
-            model(torch.ones(1, 5)).sum().backward()
-            module.zero_grad()
+    for _ in range(4):
+        model(torch.ones(1, 5)).sum().backward()
+        module.zero_grad()
     assert model.plan is not None
     seen: list[float] = []
     with join(model, divide):
@@ -100,19 +98,18 @@ def test_divides_by_the_ranks_that_remain_if_asked_to(divide: bool, collective: 
 
 def evaluate_then_train(rank: int) -> list[str]:
     """join() in the middle of profiling does not disturb what is recorded around it."""
-    with stage("keeps the plan"):
-        theirs, ours = twins(Feature())
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
-        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-            for number in range(12):
-                plain_train(model, optimizer, number)
-                plain_train(model, optimizer, 50 + number)
-                with join(model, True):
-                    for step in range(1 + rank):
-                        model(batch(step)).sum().backward()
-        assert ours.plan is not None and ours.timeline is not None
-        assert len(ours.timeline.communication) == len(ours.plan)
-        return different(theirs, ours, 0.0)
+    theirs, ours = twins(Feature())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
+    for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+        for number in range(12):
+            plain_train(model, optimizer, number)
+            plain_train(model, optimizer, 50 + number)
+            with join(model, True):
+                for step in range(1 + rank):
+                    model(batch(step)).sum().backward()
+    assert ours.plan is not None and ours.timeline is not None
+    assert len(ours.timeline.communication) == len(ours.plan)
+    return different(theirs, ours, 0.0)
 
 
 def test_join_between_profiled_steps() -> None:

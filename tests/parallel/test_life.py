@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from anabranch import DataParallel
 from parallel.twins import (
+    STAGES,
     WIDTH,
     Feature,
     batch,
@@ -24,7 +25,6 @@ from parallel.twins import (
     ring,
     scattered,
     sgd,
-    stage,
     stage_of,
     steps,
     twins,
@@ -35,24 +35,23 @@ from ranks import on_ranks
 def to_ddp_and_back(rank: int) -> list[str]:
     """A checkpoint of either loads into the other, in mid-course, and training goes on alike."""
     apart = []
-    with stage("plans again and again"):
-        theirs, ours = twins(Feature())
-        optimizers = [sgd(theirs), sgd(ours)]
-        for step in steps(ours, 2):
-            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-                plain_train(model, optimizer, step)
-            if step % 3 == 2:
-                states = [copy.deepcopy(model.state_dict()) for model in (theirs, ours)]
-                optimizer_states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
-                assert list(states[0]) == list(states[1])
-                saved = io.BytesIO()
-                torch.save(states[1], saved)
-                saved.seek(0)
-                theirs.load_state_dict(torch.load(saved, weights_only=True))
-                ours.load_state_dict(states[0])
-                optimizers[0].load_state_dict(optimizer_states[1])
-                optimizers[1].load_state_dict(optimizer_states[0])
-            apart += different(theirs, ours, 0.0)
+    theirs, ours = twins(Feature(), "plans again and again")
+    optimizers = [sgd(theirs), sgd(ours)]
+    for step in steps(ours, 2):
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            plain_train(model, optimizer, step)
+        if step % 3 == 2:
+            states = [copy.deepcopy(model.state_dict()) for model in (theirs, ours)]
+            optimizer_states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+            assert list(states[0]) == list(states[1])
+            saved = io.BytesIO()
+            torch.save(states[1], saved)
+            saved.seek(0)
+            theirs.load_state_dict(torch.load(saved, weights_only=True))
+            ours.load_state_dict(states[0])
+            optimizers[0].load_state_dict(optimizer_states[1])
+            optimizers[1].load_state_dict(optimizer_states[0])
+        apart += different(theirs, ours, 0.0)
     return apart
 
 
@@ -63,29 +62,26 @@ def test_state_dict_loads_into_ddp_and_back() -> None:
 def averaged_copy(rank: int) -> list[str]:
     """An exponential average of the wrapper itself, made before and after there is a plan."""
     early_apart = []
-    with stage("keeps the plan"):
-        theirs, ours = twins(Feature())
-        optimizers = [sgd(theirs), sgd(ours)]
-        averages: list[list[AveragedModel]] = []
-        for step in steps(ours):
-            if step in (1, 20):
-                averages.append(
-                    [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model in (theirs, ours)]
-                )
-            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-                plain_train(model, optimizer, step)
-            for pair in averages:
-                for average, model in zip(pair, (theirs, ours), strict=True):
-                    average.update_parameters(model)
-        assert ours.plan is not None
-        late = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model in (theirs, ours)]
-        for pair in [*averages, late]:
-            with torch.no_grad():
-                expected, found = (average(batch(0)) for average in pair)
-            if not torch.equal(expected, found):
-                early_apart.append("outputs")
-            copied = pair[1].module
-            assert isinstance(copied, DataParallel) and "it is a copy" in copied.explain()
+    theirs, ours = twins(Feature())
+    optimizers = [sgd(theirs), sgd(ours)]
+    averages: list[list[AveragedModel]] = []
+    for step in steps(ours):
+        if step in (1, 20):
+            averages.append([AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model in (theirs, ours)])
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            plain_train(model, optimizer, step)
+        for pair in averages:
+            for average, model in zip(pair, (theirs, ours), strict=True):
+                average.update_parameters(model)
+    assert ours.plan is not None
+    late = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model in (theirs, ours)]
+    for pair in [*averages, late]:
+        with torch.no_grad():
+            expected, found = (average(batch(0)) for average in pair)
+        if not torch.equal(expected, found):
+            early_apart.append("outputs")
+        copied = pair[1].module
+        assert isinstance(copied, DataParallel) and "it is a copy" in copied.explain()
     return early_apart
 
 
@@ -114,22 +110,21 @@ def replanned(rank: int) -> dict[str, Any]:
     """replan() on demand: no step is lost, and the losses stay those of DDP."""
     said: list[str] = []
     apart: list[str] = []
-    with stage("keeps the plan"):
-        theirs, ours = twins(Feature())
-        optimizers = [sgd(theirs), sgd(ours)]
-        asked = 0
-        for step in range(70):
-            losses = [plain_train(m, o, step) for m, o in zip((theirs, ours), optimizers, strict=True)]
-            apart += different(theirs, ours, 0.0)
-            assert isinstance(losses[0], torch.Tensor) and isinstance(losses[1], torch.Tensor)
-            if not torch.equal(losses[0], losses[1]):
-                apart.append(f"loss {step}")
-            if stage_of(ours) not in said[-1:]:
-                said.append(stage_of(ours))
-            if "running" in stage_of(ours) and step % 5 == 0 and asked < 2:
-                ours.replan()
-                asked += 1
-        return {"said": said, "apart": apart, "asked": asked}
+    theirs, ours = twins(Feature())
+    optimizers = [sgd(theirs), sgd(ours)]
+    asked = 0
+    for step in range(70):
+        losses = [plain_train(m, o, step) for m, o in zip((theirs, ours), optimizers, strict=True)]
+        apart += different(theirs, ours, 0.0)
+        assert isinstance(losses[0], torch.Tensor) and isinstance(losses[1], torch.Tensor)
+        if not torch.equal(losses[0], losses[1]):
+            apart.append(f"loss {step}")
+        if stage_of(ours) not in said[-1:]:
+            said.append(stage_of(ours))
+        if "running" in stage_of(ours) and step % 5 == 0 and asked < 2:
+            ours.replan()
+            asked += 1
+    return {"said": said, "apart": apart, "asked": asked}
 
 
 def test_replan_on_demand() -> None:
@@ -144,29 +139,28 @@ def test_replan_on_demand() -> None:
 def alone_on_rank_0(rank: int, kind: str) -> list[str]:
     """Rank 0 runs forwards of its own after every step, then everyone meets at a barrier; through all stages."""
     apart = []
-    with stage("plans again and again"):
-        theirs, ours = twins(Feature())
-        optimizers = [sgd(theirs), sgd(ours)]
-        for step in steps(ours, 2):
-            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-                plain_train(model, optimizer, step)
-                if rank == 0 and step > 1:  # before, DDP itself rebuilds its buckets in the forward
-                    model.eval()
-                    if kind == "no_grad":
-                        with torch.no_grad():
-                            model(batch(step))
-                    elif kind == "with grad":
+    theirs, ours = twins(Feature(), "plans again and again")
+    optimizers = [sgd(theirs), sgd(ours)]
+    for step in steps(ours, 2):
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            plain_train(model, optimizer, step)
+            if rank == 0 and step > 1:  # before, DDP itself rebuilds its buckets in the forward
+                model.eval()
+                if kind == "no_grad":
+                    with torch.no_grad():
                         model(batch(step))
-                    elif kind == "autograd.grad":
-                        x = batch(step).requires_grad_()
-                        torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
-                    else:
-                        with model.no_sync():
-                            model(batch(step)).sum().backward()
-                        optimizer.zero_grad()
-                    model.train()
-                dist.barrier()
-            apart += [name for name in different(theirs, ours, 0.0) if kind != "no_sync" or "gradient" not in name]
+                elif kind == "with grad":
+                    model(batch(step))
+                elif kind == "autograd.grad":
+                    x = batch(step).requires_grad_()
+                    torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+                else:
+                    with model.no_sync():
+                        model(batch(step)).sum().backward()
+                    optimizer.zero_grad()
+                model.train()
+            dist.barrier()
+        apart += [name for name in different(theirs, ours, 0.0) if kind != "no_sync" or "gradient" not in name]
     return apart
 
 
@@ -187,21 +181,20 @@ def curve(rank: int) -> dict[str, Any]:
         )  # fmt: skip
 
     losses: list[list[float]] = [[], []]
-    with stage("plans again and again"):
-        models = twins(Feature(build))
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
-        plans = set()
-        for step in range(200):
-            chance = torch.Generator().manual_seed(2 * step + rank)
-            labels = torch.randint(0, 10, (16,), generator=chance)
-            images = templates[labels] + torch.randn(16, 1, 8, 8, generator=chance)
-            for model, optimizer, seen in zip(models, optimizers, losses, strict=True):
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(images), labels)
-                loss.backward()
-                optimizer.step()
-                seen.append(loss.item())
-            plans.add(models[1].plan.fingerprint if models[1].plan is not None else None)
+    models = twins(Feature(build), "plans again and again")
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    plans = set()
+    for step in range(200):
+        chance = torch.Generator().manual_seed(2 * step + rank)
+        labels = torch.randint(0, 10, (16,), generator=chance)
+        images = templates[labels] + torch.randn(16, 1, 8, 8, generator=chance)
+        for model, optimizer, seen in zip(models, optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+        plans.add(models[1].plan.fingerprint if models[1].plan is not None else None)
     return {"losses": losses, "plans": len(plans), "weights": b"".join(map(bits, models[1].parameters())).hex()}
 
 
@@ -222,19 +215,25 @@ def in_a_subgroup(rank: int) -> list[str]:
     if rank == 1:
         return []
     feature = Feature(options={"process_group": group})
-    with stage("keeps the plan"):
-        torch.manual_seed(7)
-        theirs = DistributedDataParallel(mlp(), process_group=group)
-        torch.manual_seed(7)
-        ours = DataParallel(mlp(), planner=scattered, profile_steps=2, network=ring().at(2), **feature.options)
-        optimizers = [sgd(theirs), sgd(ours)]
-        apart = []
-        for step in steps(ours):
-            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-                plain_train(model, optimizer, step)
-            apart += different(theirs, ours, 0.0)
-        assert ours.plan is not None
-        ours.close()
+    torch.manual_seed(7)
+    theirs = DistributedDataParallel(mlp(), process_group=group)
+    torch.manual_seed(7)
+    ours = DataParallel(
+        mlp(),
+        planner=scattered,
+        profile_steps=2,
+        network=ring().at(2),
+        **feature.options,
+        policy=STAGES["keeps the plan"],
+    )
+    optimizers = [sgd(theirs), sgd(ours)]
+    apart = []
+    for step in steps(ours):
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            plain_train(model, optimizer, step)
+        apart += different(theirs, ours, 0.0)
+    assert ours.plan is not None
+    ours.close()
     return apart
 
 
@@ -244,21 +243,21 @@ def test_a_process_group_of_some_ranks() -> None:
 
 def two_models(rank: int) -> list[str]:
     """Two planned models in one program, trained in turns: their messages never meet."""
-    with stage("plans again and again"):
-        pairs = [twins(Feature()), twins(Feature(lambda: nn.Linear(WIDTH, WIDTH)))]
-        optimizers = [[sgd(model) for model in pair] for pair in pairs]
-        apart = []
-        for step in steps(pairs[0][1], 2):
-            for which in (0, 1):
-                inputs = [model(batch(step)).square().mean() for model in pairs[0] + pairs[1]]
-                if which == 0:
-                    (inputs[0] + inputs[2]).backward()
-                    (inputs[1] + inputs[3]).backward()
-                    for pair in optimizers:
-                        for optimizer in pair:
-                            optimizer.step()
-                            optimizer.zero_grad()
-            apart += [name for pair in pairs for name in different(*pair, 0.0)]
+    features = (Feature(), Feature(lambda: nn.Linear(WIDTH, WIDTH)))
+    pairs = [twins(feature, "plans again and again") for feature in features]
+    optimizers = [[sgd(model) for model in pair] for pair in pairs]
+    apart = []
+    for step in steps(pairs[0][1], 2):
+        for which in (0, 1):
+            inputs = [model(batch(step)).square().mean() for model in pairs[0] + pairs[1]]
+            if which == 0:
+                (inputs[0] + inputs[2]).backward()
+                (inputs[1] + inputs[3]).backward()
+                for pair in optimizers:
+                    for optimizer in pair:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        apart += [name for pair in pairs for name in different(*pair, 0.0)]
     return apart
 
 
@@ -269,19 +268,18 @@ def test_two_models_in_one_program() -> None:
 def held(rank: int, early: bool) -> dict[str, object]:
     """Where it would plan again and again, it is told to hold: before its first choice, or in the midst of the next."""
     apart = []
-    with stage("plans again and again"):
-        theirs, ours = twins(Feature())
-        optimizers = [sgd(theirs), sgd(ours)]
-        for step in range(120):
-            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-                plain_train(model, optimizer, step)
-            apart += different(theirs, ours, 0.0)
-            if step == (5 if early else 80):
-                ours.hold()
-                chosen = ours.plan
-        explained = ours.explain().partition("\n")[0]
-        same = ours.plan == chosen
-        ours.close()
+    theirs, ours = twins(Feature(), "plans again and again")
+    optimizers = [sgd(theirs), sgd(ours)]
+    for step in range(120):
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            plain_train(model, optimizer, step)
+        apart += different(theirs, ours, 0.0)
+        if step == (5 if early else 80):
+            ours.hold()
+            chosen = ours.plan
+    explained = ours.explain().partition("\n")[0]
+    same = ours.plan == chosen
+    ours.close()
     return {"apart": apart, "same": same, "explained": explained, "planned": chosen is not None}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, DataParallel, Network, Plan, Trace
-from parallel.twins import WIDTH, Feature, batch, dtypes_of, mlp, plain_train, ring, scatter, scattered, stage, twins
+from parallel.twins import STAGES, WIDTH, Feature, batch, dtypes_of, mlp, plain_train, ring, scatter, scattered, twins
 from ranks import on_ranks
 
 
@@ -178,14 +178,15 @@ def half_a_plan(trace: Trace, network: Network) -> Plan:
 
 def planner_fails(rank: int, planner: str) -> str:
     """Training goes on under DDP's own buckets on every rank, and explain() says why."""
-    with stage("keeps the plan"):
-        model = DataParallel(mlp(), planner=globals()[planner], network=ring(), profile_steps=2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(30):
-            plain_train(model, optimizer, step)
-        assert model.plan is None
-        said = model.explain().splitlines()[0]
-        model.close()
+    model = DataParallel(
+        mlp(), planner=globals()[planner], network=ring(), profile_steps=2, policy=STAGES["keeps the plan"]
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(30):
+        plain_train(model, optimizer, step)
+    assert model.plan is None
+    said = model.explain().splitlines()[0]
+    model.close()
     return said
 
 
@@ -199,12 +200,11 @@ def test_a_planner_that_fails(planner: str, said: str) -> None:
 
 
 def hook_in_force(rank: int) -> str:
-    with stage("is told the plan"):
-        _, model = twins(Feature(), "is told the plan")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(4):
-            plain_train(model, optimizer, step)
-        return refusal(lambda: model.register_comm_hook(None, lambda state, bucket: None))
+    _, model = twins(Feature(), "is told the plan")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(4):
+        plain_train(model, optimizer, step)
+    return refusal(lambda: model.register_comm_hook(None, lambda state, bucket: None))
 
 
 def test_a_comm_hook_that_comes_too_late() -> None:
@@ -213,20 +213,19 @@ def test_a_comm_hook_that_comes_too_late() -> None:
 
 def unfinished(rank: int) -> str:
     """A backward that raises on every rank leaves DDP's own message at the next forward, in every stage."""
-    with stage("is told the plan"):
-        theirs, ours = twins(Feature(), "is told the plan")
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
-        for step in range(4):
-            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
-                plain_train(model, optimizer, step)
-        for model in (theirs, ours):
-            handle = model.module[0].weight.register_hook(_raise)
-            with pytest.raises(ZeroDivisionError):
-                model(batch(0)).sum().backward()
-            handle.remove()
-        said = [refusal(lambda m=model: m(batch(0)))[:60] for model in (theirs, ours)]  # type: ignore[misc]
-        assert said[0] == said[1]
-        return said[1]
+    theirs, ours = twins(Feature(), "is told the plan")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
+    for step in range(4):
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            plain_train(model, optimizer, step)
+    for model in (theirs, ours):
+        handle = model.module[0].weight.register_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            model(batch(0)).sum().backward()
+        handle.remove()
+    said = [refusal(lambda m=model: m(batch(0)))[:60] for model in (theirs, ours)]  # type: ignore[misc]
+    assert said[0] == said[1]
+    return said[1]
 
 
 def _raise(gradient: torch.Tensor) -> torch.Tensor:

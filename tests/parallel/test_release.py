@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
 from parallel.twins import (
+    STAGES,
     batch,
     different,
     mlp,
@@ -20,7 +21,6 @@ from parallel.twins import (
     ring,
     scattered,
     sgd,
-    stage,
 )
 from ranks import on_ranks
 
@@ -63,15 +63,14 @@ def closed_on_the_way(rank: int) -> int:
     """close() in every stage, with messages on their way; what was wrapped trains on alone."""
     closed = 0
     for count in range(1, 14, 2):
-        with stage("keeps the plan"):
-            model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2)
-            optimizer = sgd(model)
-            for step in range(count):
-                plain_train(model, optimizer, step)
-            module = model.module
-            model.close()
-            module(batch(0)).sum().backward()
-            closed += not threads()
+        model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=STAGES["keeps the plan"])
+        optimizer = sgd(model)
+        for step in range(count):
+            plain_train(model, optimizer, step)
+        module = model.module
+        model.close()
+        module(batch(0)).sum().backward()
+        closed += not threads()
     return closed
 
 

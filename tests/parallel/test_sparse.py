@@ -11,7 +11,7 @@ import anabranch as ab
 from anabranch.sparse.naming import LADDER, kind_of
 from anabranch.tuning import explain, tuner
 from parallel.told import COLUMNS, ROWS, Told, gradients, two_buckets
-from parallel.twins import stage
+from parallel.twins import STAGES
 from ranks import on_ranks
 
 
@@ -65,26 +65,25 @@ def course(rank: int, density: float | str, margin_stage: str) -> dict[str, Any]
     sparse = [density] if isinstance(density, float) else LADDER
     curves = {kind_of(d): ab.Curve.linear(1e-3, 1e-6 * d) for d in sparse}
     network = ab.Network(2, {"dense": ab.Curve.linear(1e-3, 1e-6), **curves})
-    with stage(margin_stage):
-        parallel = ab.DataParallel(model, compress=options, network=network, profile_steps=2)
-        for step in range(200):
-            model.zero_grad()
-            inputs = gradients(step, rank)
-            parallel(*inputs).backward()
-            assert model.first.grad is not None and model.second.grad is not None
-            computed += torch.stack(inputs)
-            applied += torch.stack([model.first.grad, model.second.grad])
-            if parallel.plan is not None:
-                kinds |= {bucket.collective for bucket in parallel.plan.buckets}
-            if parallel.timeline is not None and (decided := decided + 1) == 2:
-                break  # after one step of what was chosen, with which goes what waited
-        residuals = parallel.comm_state_dict()["residuals"]
-        waiting = torch.zeros(2, ROWS, COLUMNS)
-        for index, name in enumerate(("first", "second")):
-            if name in residuals:
-                waiting[index] = residuals[name].view(ROWS, COLUMNS)
-        explained, steps = parallel.explain(), step
-        parallel.close()
+    parallel = ab.DataParallel(model, compress=options, network=network, profile_steps=2, policy=STAGES[margin_stage])
+    for step in range(200):
+        model.zero_grad()
+        inputs = gradients(step, rank)
+        parallel(*inputs).backward()
+        assert model.first.grad is not None and model.second.grad is not None
+        computed += torch.stack(inputs)
+        applied += torch.stack([model.first.grad, model.second.grad])
+        if parallel.plan is not None:
+            kinds |= {bucket.collective for bucket in parallel.plan.buckets}
+        if parallel.timeline is not None and (decided := decided + 1) == 2:
+            break  # after one step of what was chosen, with which goes what waited
+    residuals = parallel.comm_state_dict()["residuals"]
+    waiting = torch.zeros(2, ROWS, COLUMNS)
+    for index, name in enumerate(("first", "second")):
+        if name in residuals:
+            waiting[index] = residuals[name].view(ROWS, COLUMNS)
+    explained, steps = parallel.explain(), step
+    parallel.close()
     return {"computed": computed, "applied": applied, "waiting": waiting, "explained": explained,
             "kinds": sorted(kinds), "steps": steps}  # fmt: skip
 

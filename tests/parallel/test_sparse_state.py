@@ -92,7 +92,7 @@ def test_another_number_of_ranks_takes_over_the_sum_and_says_so(tmp_path: Path) 
     torch.testing.assert_close(sum(one["before"].double() for one in told), total, rtol=1e-5, atol=1e-5)
     accounted = 2 * told[0]["applied"].double() + sum(one["after"].double() for one in told)
     torch.testing.assert_close(accounted, total + computed(2, 9, 10), rtol=1e-5, atol=1e-5)
-    assert any("waited on 4 ranks now waits on 2: its sum is conserved" in line for line in told[0]["said"])
+    assert any("residuals of 4 ranks were loaded on 2: their sum is conserved" in line for line in told[0]["said"])
 
 
 def no_such_entry(rank: int, folder: str) -> str:
@@ -168,7 +168,7 @@ def test_ranks_that_load_different_things_are_told_and_do_not_hang(planned: bool
     for message in on_ranks(mixed_up, 2, [states[0], older], planned):
         assert "step 6 of 2 ranks" in message and "step 4 of 2 ranks" in message
     told = on_ranks(mixed_up, 2, [states[0], states[0]], planned)
-    assert "give its own" in told[1] and all("what it refused" in message for message in told)
+    assert "give its own" in told[1] and all("a state that was refused" in message for message in told)
     assert on_ranks(mixed_up, 2, states, planned) == ["no error"] * 2
 
 

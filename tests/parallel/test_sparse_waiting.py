@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.sparse.residual_monitor import Look
+from anabranch.sparse.residual_monitor import ResidualSample
 from parallel.told import COLUMNS, ROWS, computed, fresh, gradients, one_step, stopped, two_buckets, waiting
 from ranks import on_ranks
 
@@ -60,7 +60,7 @@ def left_through_nan(rank: int) -> dict[str, Any]:
     for step in range(8):
         one_step(model, parallel, step, rank)
     assert parallel._tuner is not None
-    parallel._tuner.live.want(None)
+    parallel._tuner.runner.use_plan(None)
     before = waiting(parallel)
     poisons = 0
     for step in range(8, 12):
@@ -90,7 +90,7 @@ def fewer_sparse(rank: int) -> dict[str, Any]:
         sums += one_step(model, parallel, step, rank)
     assert parallel._tuner is not None
     sparse = ab.Bucket(("second",), collective="oktopk:0.1")
-    parallel._tuner.live.want(ab.Plan((sparse, ab.Bucket(("first",)), ab.Bucket(("bias",)))))
+    parallel._tuner.runner.use_plan(ab.Plan((sparse, ab.Bucket(("first",)), ab.Bucket(("bias",)))))
     for step in range(6, 8):
         sums += one_step(model, parallel, step, rank)
     answer = {"applied": sums, "waiting": waiting(parallel)}
@@ -125,7 +125,7 @@ def channels_last(rank: int) -> dict[str, torch.Tensor]:
     for step in range(5):
         if step == 4:
             assert parallel._tuner is not None
-            parallel._tuner.live.want(None)
+            parallel._tuner.runner.use_plan(None)
         told = torch.randn(6, 5, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
         model.zero_grad()
         parallel(told).backward()
@@ -147,8 +147,10 @@ def warned(rank: int) -> list[str]:
         one_step(model, parallel, step, rank)
     said = [parallel.explain()]
     assert parallel._tuner is not None
-    (bucket,) = parallel._tuner.collectives._state.buckets()  # type: ignore[attr-defined]
-    bucket.waiting.looks = lambda: [Look(step, 2.0 * step, 0.5 * step) for step in range(0, 1280, 64)]
+    (bucket,) = parallel._tuner.collectives._memory._state.buckets()  # type: ignore[union-attr]
+    bucket.residual_monitor.samples = lambda: [
+        ResidualSample(step, 2.0 * step, 0.5 * step) for step in range(0, 1280, 64)
+    ]
     said.append(parallel.explain())
     parallel.close()
     return said
@@ -156,8 +158,8 @@ def warned(rank: int) -> list[str]:
 
 def test_explain_tells_what_waits_and_warns_when_it_grows() -> None:
     for calm, alarmed in on_ranks(warned, 2):
-        assert "applied in its last step, |waiting|" in calm and ", for about" in calm and "WARNING" not in calm
-        assert "WARNING: what waits in the bucket to first grows without bound: |waiting|" in alarmed
+        assert "applied in its last step, |residual|" in calm and " steps old" in calm and "WARNING" not in calm
+        assert "WARNING: the residual of the bucket to first grows without bound: its norm was" in alarmed
         assert "at step 1216, 320.0 and 608.0 steps of gradients: give OkTopk a higher density" in alarmed
 
 

@@ -2,8 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -12,37 +11,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch import Bucket, DataParallel, Network, Plan, Trace
-from anabranch.tuning import tuner
+from anabranch import Bucket, DataParallel, Network, Plan, Trace, TuningPolicy
 
 Model = DistributedDataParallel
 Train = Callable[[Model, torch.optim.Optimizer, int], object]
 
 WIDTH = 6
-SHORT = {"SETTLE_STEPS": 2, "WATCH_STEPS": 3}
-# What makes each stage certain to come, on a machine whose times are noise.
-STAGES: Mapping[str, Mapping[str, Any]] = {
-    "keeps the plan": {**SHORT, "MARGIN": -1e9, "DRIFT": 1e9},
-    "goes back": {**SHORT, "MARGIN": 2.0, "DRIFT": 1e9},
-    "plans again and again": {**SHORT, "MARGIN": -1e9, "DRIFT": -1.0},
+SHORT = TuningPolicy(settle_steps=2, drift_check_steps=3)
+# Policies that make each stage certain to come, on a machine whose times are noise.
+STAGES: Mapping[str, TuningPolicy] = {
+    "keeps the plan": replace(SHORT, min_gain=-1e9, max_drift=1e9),
+    "goes back": replace(SHORT, min_gain=2.0, max_drift=1e9),
+    "plans again and again": replace(SHORT, min_gain=-1e9, max_drift=-1.0),
     "is told the plan": SHORT,
 }
 DECISIONS = {"plans again and again": 2}  # after so many, the twins are trained a little longer; one, if not named
 STEPS_AFTER = 4
 STEPS_AT_MOST = 100
-
-
-@contextmanager
-def stage(name: str) -> Iterator[None]:
-    """Pilots of this process take this course."""
-    before = {key: getattr(tuner, key) for key in STAGES[name]}
-    for key, value in STAGES[name].items():
-        setattr(tuner, key, value)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            setattr(tuner, key, value)
 
 
 def scattered(trace: Trace, network: Network) -> Plan:
@@ -122,33 +107,31 @@ class Outcome:
 
 def run(rank: int, feature: Feature, stage_name: str) -> dict[str, Any]:
     """Train the twins through a stage; names what differed, and hashes what DataParallel held after every step."""
-    with stage(stage_name):
-        theirs, ours = twins(feature, stage_name)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5) for model in (theirs, ours)]
-        apart: list[str] = []
-        digest = sha256()
-        layouts: set[str] = set()
-        tolerance = 0.0 if dist.get_world_size() == 2 else feature.rounding
-        for step in steps(ours, DECISIONS.get(stage_name, 1)):
-            expected, found = (
-                feature.train(model, optimizer, step)
-                for model, optimizer in zip((theirs, ours), optimizers, strict=True)
-            )
-            apart += [f"step {step} ({stage_of(ours)}): {what}" for what in different(theirs, ours, tolerance)]
-            if not close(expected, found, tolerance):
-                apart.append(f"step {step} ({stage_of(ours)}): returned {found}, not {expected}")
-            layouts.add(ours.plan.fingerprint if ours.plan is not None else "DDP's own")
-            for tensor in state(ours).values():
-                digest.update(bits(tensor))
-        answer = {
-            "apart": apart[:10],
-            "digest": digest.hexdigest(),
-            "explained": ours.explain(),
-            "planned": ours.plan is not None,
-            "layouts": len(layouts),
-        }
-        ours.close()
-        return answer
+    theirs, ours = twins(feature, stage_name)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5) for model in (theirs, ours)]
+    apart: list[str] = []
+    digest = sha256()
+    layouts: set[str] = set()
+    tolerance = 0.0 if dist.get_world_size() == 2 else feature.rounding
+    for step in steps(ours, DECISIONS.get(stage_name, 1)):
+        expected, found = (
+            feature.train(model, optimizer, step) for model, optimizer in zip((theirs, ours), optimizers, strict=True)
+        )
+        apart += [f"step {step} ({stage_of(ours)}): {what}" for what in different(theirs, ours, tolerance)]
+        if not close(expected, found, tolerance):
+            apart.append(f"step {step} ({stage_of(ours)}): returned {found}, not {expected}")
+        layouts.add(ours.plan.fingerprint if ours.plan is not None else "DDP's own")
+        for tensor in state(ours).values():
+            digest.update(bits(tensor))
+    answer = {
+        "apart": apart[:10],
+        "digest": digest.hexdigest(),
+        "explained": ours.explain(),
+        "planned": ours.plan is not None,
+        "layouts": len(layouts),
+    }
+    ours.close()
+    return answer
 
 
 def steps(model: DataParallel, decisions: int = 1) -> Iterator[int]:
@@ -175,7 +158,7 @@ def twins(feature: Feature, stage_name: str = "keeps the plan") -> tuple[Model, 
     ours = dict(feature.ours)
     if stage_name == "is told the plan":
         ours.setdefault("plan", scatter(dtypes_of(module)))
-    ours = {"planner": scattered, "profile_steps": 2, "network": ring(), **ours}
+    ours = {"planner": scattered, "profile_steps": 2, "network": ring(), "policy": STAGES[stage_name], **ours}
     return theirs, DataParallel(module, **feature.options, **ours)
 
 
@@ -188,12 +171,16 @@ def planned(module: nn.Module | None = None, **options: Any) -> DataParallel:
     """A model that has decided for a plan."""
     torch.manual_seed(7)
     model = DataParallel(
-        module if module is not None else mlp(), planner=scattered, network=ring(), profile_steps=2, **options
+        module if module is not None else mlp(),
+        planner=scattered,
+        network=ring(),
+        profile_steps=2,
+        policy=STAGES["keeps the plan"],
+        **options,
     )
     optimizer = sgd(model)
-    with stage("keeps the plan"):
-        for step in steps(model):
-            plain_train(model, optimizer, step)
+    for step in steps(model):
+        plain_train(model, optimizer, step)
     assert model.plan is not None
     return model
 

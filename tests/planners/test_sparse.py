@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import Curve, Network, NetworkError, Plan, TensorSpec, Trace, planners
-from anabranch.planners.sparse import FREE, densest, sparse, where_it_gains
+from anabranch.planners.sparse import FREE, densest, sparse, sparse_if_faster
 from anabranch.sim import finish_s
 
 LADDER = ["s:0.01", "s:0.1"]
@@ -74,17 +74,17 @@ def test_an_unknown_collective_is_named() -> None:
 
 def test_sparse_where_it_gains_and_dense_where_it_does_not() -> None:
     told = trace(*[10 << 20] * 4)
-    assert where_it_gains(told, SLOW, ["s:0.01"], ["t1"]) == sparse(told, SLOW, "s:0.01", ["t1"])
-    assert where_it_gains(told, SLOW, LADDER) == densest(told, SLOW, LADDER)
+    assert sparse_if_faster(told, SLOW, ["s:0.01"], ["t1"]) == sparse(told, SLOW, "s:0.01", ["t1"])
+    assert sparse_if_faster(told, SLOW, LADDER) == densest(told, SLOW, LADDER)
     fast = network(dense=(1e-6, 1e-12), s_01=(2e-3, 1e-13))
-    assert where_it_gains(told, fast, ["s:0.01"]) == planners.optimal(told, fast)
+    assert sparse_if_faster(told, fast, ["s:0.01"]) == planners.optimal(told, fast)
 
 
 def test_many_start_ups_can_cost_more_than_sparse_buckets_save() -> None:
     """Each bucket gains by itself, but what must stay dense then travels apart, with a start-up of its own."""
     told = trace(1 << 20, 1 << 20, apart_s=1e-5)
-    dear = network(dense=(1e-2, 1e-9), s_01=(9.9e-3, 1e-10))
-    assert finish_s(told, sparse(told, dear, "s:0.01", ["t1"]), dear) > finish_s(
-        told, planners.optimal(told, dear), dear
+    expensive = network(dense=(1e-2, 1e-9), s_01=(9.9e-3, 1e-10))
+    assert finish_s(told, sparse(told, expensive, "s:0.01", ["t1"]), expensive) > finish_s(
+        told, planners.optimal(told, expensive), expensive
     )
-    assert where_it_gains(told, dear, ["s:0.01"], ["t1"]) == planners.optimal(told, dear)
+    assert sparse_if_faster(told, expensive, ["s:0.01"], ["t1"]) == planners.optimal(told, expensive)

@@ -1,12 +1,15 @@
 """What a sweep rests on is said: batches, extrapolation, and networks that share a name."""
 
-from dataclasses import replace
+import doctest
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from anabranch import Network, save
-from anabranch.scaling.compression import density_of
+from anabranch import Network, save, scaling
+from anabranch.network_presets import NetworkRange
+from anabranch.scaling import Compute, scale, strategy_kinds
 from cli.nouns import RING, json_of, measured, small_trace, trace_file
 
 QUICK = ["--planners", "by_bytes,optimal", "--compress", "none"]
@@ -59,7 +62,62 @@ def test_a_batch_that_cannot_be_shared_is_on_paper(tmp_path: Path, capsys: pytes
     assert "only on paper" not in assumptions(capsys, *weak)
 
 
-def test_messages_need_room_for_the_greatest_density_that_may_be_chosen() -> None:
-    assert density_of("oktopk:0.01") == density_of("lean:0.01") == 0.01
-    assert density_of("oktopk") == density_of("lean") == 0.2  # the top of the ladder
-    assert density_of("optimal") == 1.0
+def test_the_example_of_the_documentation_is_true() -> None:
+    assert doctest.testmod(scaling) == doctest.TestResults(failed=0, attempted=5)
+
+
+def test_the_command_is_the_python_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--trace", trace_file(tmp_path), "--network", "10gbe", "--world-sizes", "4,16", "--planners", "optimal"]
+    found = scale(small_trace(), ["10gbe"], [4, 16], ["optimal"], compute=Compute(straggler_factor=2.0))
+    assert json_of(capsys, "scale", *argv) == json.loads(json.dumps(asdict(found)))
+
+
+def test_networks_may_be_given_in_three_ways() -> None:
+    ring = Network.ring(4, 5e-5, 8e-10)
+    found = scale(
+        small_trace(), [ring, "25gbe", NetworkRange.given("mine", ring, "a guess", 0.2)], [8], ["optimal"], []
+    )
+    assert [(network.name, network.source.partition(":")[0]) for network in found.networks] == [
+        ("network 1", "as given"),
+        ("25gbe", "measured"),
+        ("mine", "a guess"),
+    ]
+    plain, _, banded = found.points
+    assert plain.iteration_s == banded.iteration_s == plain.iteration_low_s > banded.iteration_low_s
+
+
+def test_every_point_is_announced() -> None:
+    seen: list[tuple[str, int, int]] = []
+    found = scale(small_trace(), ["10gbe", "25gbe"], [4, 8], ["optimal"], [], on_point=lambda *told: seen.append(told))
+    assert seen == [("10gbe", 1, 2), ("10gbe", 2, 2), ("25gbe", 1, 2), ("25gbe", 2, 2)]
+    assert len(found.points) == 4
+
+
+def test_batches_by_strategy() -> None:
+    trace = replace(small_trace(), meta={"batch": 8})
+    batch = {"by_bytes": 8, "optimal": 16}
+    found = scale(trace, ["10gbe"], [4], list(batch), [], batch=batch, assumptions=["chosen by hand"])
+    assert {strategy.name: strategy.batch for strategy in found.strategies} == batch
+    assert "chosen by hand" in found.assumptions and any("in proportion" in said for said in found.assumptions)
+    with pytest.raises(ValueError, match="no entry for the strategy 'single'"):
+        scale(trace, ["10gbe"], [4], ["by_bytes", "single"], [], batch=batch)
+    with pytest.raises(ValueError, match="the trace's meta has batch None"):
+        scale(small_trace(), ["10gbe"], [4], ["by_bytes"], [], batch=8)
+
+
+def test_arguments_that_make_no_sense_are_named() -> None:
+    trace = small_trace()
+    for sizes in ([], [0, 4], [8, 4], [4, 4]):
+        with pytest.raises(ValueError, match="expected rising whole numbers from 1 on"):
+            scale(trace, ["10gbe"], sizes)
+    with pytest.raises(ValueError, match="networks is empty"):
+        scale(trace, [], [4])
+    with pytest.raises(ValueError, match="network 'lan': no such name"):
+        scale(trace, ["lan"], [4])
+    with pytest.raises(ValueError, match="planner is 'magic'"):
+        scale(trace, ["10gbe"], [4], ["magic"])
+
+
+def test_strategies_by_kind() -> None:
+    kinds = strategy_kinds(["optimal"], ["oktopk", "lean:0.01"])
+    assert kinds == {"optimal": "dense", "oktopk": "sparse", "lean:0.01": "lean"}

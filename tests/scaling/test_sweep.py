@@ -113,10 +113,10 @@ def test_a_band_contains_its_middle(trace: Trace, size: int, low: Network, high:
 
 
 def test_a_band_is_the_same_plan_elsewhere() -> None:
-    cheap, dear = Network.ring(4, 1e-5, 1e-11), Network.ring(4, 1e-3, 1e-8)
-    for point in sweep(TRACE, RING, [4, 64], CHOSEN, around=[dear, cheap]):
+    cheap, expensive = Network.ring(4, 1e-5, 1e-11), Network.ring(4, 1e-3, 1e-8)
+    for point in sweep(TRACE, RING, [4, 64], CHOSEN, around=[expensive, cheap]):
         plan = CHOSEN[point.planner](TRACE, RING.at(point.world_size))
-        found = [simulate(TRACE, plan, links.at(point.world_size)).iteration_s for links in (cheap, dear)]
+        found = [simulate(TRACE, plan, links.at(point.world_size)).iteration_s for links in (cheap, expensive)]
         assert [point.iteration_low_s, point.iteration_high_s] == pytest.approx(found)
 
 

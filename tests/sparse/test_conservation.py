@@ -1,4 +1,4 @@
-"""Nothing is lost: the sum over the ranks of what accumulated is what was applied plus what waits, at every element."""
+"""Nothing is lost: summed over the ranks, accumulated = applied + residual, at every element."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_on_adversarial_gradients(name: str, make: "object") -> None:
 
 @pytest.mark.parametrize("name", OK_TOPK)
 def test_all_large_values_at_the_end_of_many_ranks(name: str) -> None:
-    """More ranks than ``regions.WIDEST``: the first regions would be wider than what owners have room for."""
+    """More ranks than ``sizes.WIDEST_FACTOR``: the first regions would be wider than what owners have room for."""
 
     def at_the_end(number: int) -> Gradients:
         made = gradients(16, 3200, number, scale=1e-3)

@@ -23,21 +23,21 @@ def test_the_formula_is_what_virtual_ranks_count(ranks: int, numel: int, wire: s
     held, world = states(ranks, numel), VirtualWorld(ranks)
 
     def exchanged() -> set[str]:
-        world.traffic.clear()
+        world.word_counts.clear()
         given = gradients(ranks, numel, held[0].step)
         world.run([
             fixed_exchange(gradient, state, comm, float(ranks), DENSITY, options)
             for gradient, state, comm in zip(given, held, world.comms, strict=True)
         ])  # fmt: skip
-        return set(world.traffic.phases)
+        return set(world.word_counts.phases)
 
     told = phases(numel, ranks, DENSITY, options)
     assert exchanged() == set(told)
     for name, phase in told.items():
         share = options.region_period if name == "regions" else 1  # which this step has, and every second has not
-        assert world.traffic.sent([name]).tolist() == pytest.approx([share * phase.words] * ranks)
-        assert world.traffic.received([name]).tolist() == pytest.approx([share * phase.words] * ranks)
-        assert world.traffic.messages([name]).tolist() == pytest.approx([share * phase.messages] * ranks)
+        assert world.word_counts.sent([name]).tolist() == pytest.approx([share * phase.words] * ranks)
+        assert world.word_counts.received([name]).tolist() == pytest.approx([share * phase.words] * ranks)
+        assert world.word_counts.messages([name]).tolist() == pytest.approx([share * phase.messages] * ranks)
     assert exchanged() == set(told) - {"regions"}
 
 

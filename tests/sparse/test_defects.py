@@ -12,7 +12,7 @@ from sparse.worlds import EXCHANGES, OK_TOPK, WHOLE, check_step, gradients, stat
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_common_place_is_cleared_when_thresholds_are_new(name: str) -> None:
-    """There: indices by magnitude where sorted ones were expected; of 7007 common places one was found."""
+    """There: indices by magnitude where sorted ones were expected; of 7007 common positions one was found."""
     held, world = states(4, 4000), VirtualWorld(4)
     made = gradients(4, 4000, 0)
     before = [gradient.clone() for gradient in made]
@@ -30,25 +30,29 @@ def test_every_common_place_is_cleared_when_thresholds_are_new(name: str) -> Non
 def test_places_beyond_float32(name: str) -> None:
     """There: indices in float32 buffers; 2²⁴ + 1 arrived as 2²⁴."""
     numel = 2**24 + 64
-    places = torch.tensor([5, 2**24 - 1, 2**24 + 1, 2**24 + 3, numel - 1])
+    positions = torch.tensor([5, 2**24 - 1, 2**24 + 1, 2**24 + 3, numel - 1])
     made = [torch.zeros(numel)]
-    made[0][places] = torch.tensor([1.0, 2.0, -3.0, 4.0, 5.0])
+    made[0][positions] = torch.tensor([1.0, 2.0, -3.0, 4.0, 5.0])
     held, world = states(1, numel), VirtualWorld(1)
     step(EXCHANGES[name], made, held, world, 8 / numel)
-    assert made[0].nonzero().flatten().tolist() == places.tolist()
-    assert made[0][places].tolist() == [1.0, 2.0, -3.0, 4.0, 5.0]
+    assert made[0].nonzero().flatten().tolist() == positions.tolist()
+    assert made[0][positions].tolist() == [1.0, 2.0, -3.0, 4.0, 5.0]
     assert not held[0].residual.any()
 
 
 def test_sums_of_boundaries_beyond_int32() -> None:
     """There: boundaries summed as int32, which overflowed from 146 ranks on for 14.7 million elements."""
     numel, ranks = 14_728_266, 256
-    assert regions.wanted(torch.tensor(1000), ranks).dtype == regions.even(numel, ranks).dtype == torch.int64
+    assert (
+        regions.first_ordinals(torch.tensor(1000), ranks).dtype
+        == regions.uniform_inner(numel, ranks).dtype
+        == torch.int64
+    )
     last = torch.full((ranks - 1,), numel - 1, dtype=torch.int64)
     proposals = torch.minimum(last, torch.arange(1, ranks) * (numel // ranks))
     summed = proposals * ranks
     assert int(summed.max()) > 2**31
-    bounds = regions.agreed(summed, numel, ranks)
+    bounds = regions.mean_boundaries(summed, numel, ranks)
     assert torch.equal(bounds[1:-1], proposals)
 
 
@@ -56,7 +60,7 @@ def test_more_than_two_to_the_31_elements_in_all() -> None:
     """Boundaries, their sums and their differences, without the elements themselves."""
     numel, ranks = 3 * 2**31, 64
     even = regions.uniform(numel, ranks)
-    assert torch.equal(regions.agreed(even[1:-1] * ranks, numel, ranks), even)
+    assert torch.equal(regions.mean_boundaries(even[1:-1] * ranks, numel, ranks), even)
 
 
 @pytest.mark.parametrize("name", sorted(EXCHANGES))

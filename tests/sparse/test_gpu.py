@@ -1,4 +1,4 @@
-"""On a GPU: the same bits as on the CPU, and not one wait for the host."""
+"""On a GPU: the same bits as on the CPU, and never a synchronisation with the host."""
 
 from functools import partial
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from anabranch.bench.virtual import VirtualWorld
-from anabranch.sparse.encoding import unframed
-from anabranch.sparse.fixed import fixed_exchange, fusible
+from anabranch.sparse.encoding import unframe_messages
+from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.oktopk import exchange, version_for
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import unpack
 from anabranch.sparse.sizes import FP32, Sizes
@@ -44,11 +45,12 @@ def test_fixed_exchange_never_waits_and_gives_the_same_bits(wire: str) -> None:
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: str) -> None:
-    """In the first step residuals, samples and regions are the same; what owners take is sampled in no fixed order."""
+    """In the first step residuals, samples and regions are equal; what owners select is sampled in no fixed order."""
     pytest.importorskip("triton")
+    from anabranch.sparse.triton_exchange import triton_exchange
+
     ranks, numel, density = 4, 1_000_003, 0.01
     options = OkTopk(wire="bf16" if wire == "bf16" else "fp32", region_period=3)
-    way = partial(fixed_exchange, options=options)
     host, world = states(ranks, numel), VirtualWorld(ranks)
     device = [BucketState.of(torch.zeros(numel, device="cuda"), ranks) for _ in range(ranks)]
     for number in range(5):
@@ -56,10 +58,10 @@ def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: str) -> None:
         if number == 3:
             made[1][numel - 1] = float("inf")
         sent = [gradient.cuda() for gradient in made]
-        assert fusible(sent[0], options)
-        step(way, made, host, world, density)
+        assert version_for(sent[0], options) is triton_exchange
+        step(partial(fixed_exchange, options=options), made, host, world, density)
         with no_waiting():
-            step(way, sent, device, world, density)
+            step(partial(exchange, options=options), sent, device, world, density)
         for a, b, x, y in zip(made, sent, host, device, strict=True):
             assert torch.equal(a.isnan(), b.cpu().isnan())
             assert bool(a.isnan().all()) == (number == 3)
@@ -76,7 +78,7 @@ def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: str) -> None:
 def test_kernels_lose_nothing(wire: str, density: float) -> None:
     pytest.importorskip("triton")
     ranks, numel = 4, 2_000_001
-    way = partial(fixed_exchange, options=OkTopk(wire="bf16" if wire == "bf16" else "fp32", region_period=2))
+    way = partial(exchange, options=OkTopk(wire="bf16" if wire == "bf16" else "fp32", region_period=2))
     device, world = (
         [BucketState.of(torch.zeros(numel, device="cuda"), ranks) for _ in range(ranks)],
         VirtualWorld(ranks),
@@ -91,22 +93,22 @@ def test_kernels_lose_nothing(wire: str, density: float) -> None:
 def test_kernels_reach_beyond_two_to_the_31() -> None:
     """One rank of eight, alone: what it offers it also receives, and all of that is applied."""
     pytest.importorskip("triton")
-    from anabranch.sparse.triton_exchange import Fused
+    from anabranch.sparse.triton_exchange import TritonStep
 
     numel, ranks = 2**31 + 5000, 8
     gradient, residual = torch.zeros(numel, device="cuda"), torch.zeros(numel, device="cuda")
-    places = torch.tensor([0, 2**28 - 1, 2**31 - 1, 2**31, numel - 1], device="cuda")
-    gradient[places] = torch.arange(1.0, 6.0, device="cuda")
+    positions = torch.tensor([0, 2**28 - 1, 2**31 - 1, 2**31, numel - 1], device="cuda")
+    gradient[positions] = torch.arange(1.0, 6.0, device="cuda")
     state = BucketState.of(residual, ranks)
     state.local_threshold.fill_(0.5)
-    work = Fused(gradient, state, VirtualWorld(ranks).comms[0], Sizes(8, 4, FP32, False))
+    work = TritonStep(gradient, state, VirtualWorld(ranks).comms[0], Sizes(8, 4, FP32, False))
     work.offer()
-    heads, packed = unframed(work.sent, FP32)
+    heads, packed = unframe_messages(work.sent, FP32)
     assert int(heads[:, 0].sum()) == 5
     found, values = unpack(packed, state.boundaries)
-    assert sorted(found[values != 0].tolist()) == places.tolist()
-    assert float(residual[places].sum()) == 0
-    work.end(work.sent, 2.0)
-    assert gradient[places].tolist() == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert sorted(found[values != 0].tolist()) == positions.tolist()
+    assert float(residual[positions].sum()) == 0
+    work.finish(work.sent, 2.0)
+    assert gradient[positions].tolist() == [0.5, 1.0, 1.5, 2.0, 2.5]
     assert not residual.any()
     assert int(gradient.count_nonzero()) == 5

@@ -10,9 +10,8 @@ import torch
 
 from anabranch.comm.communicator import ZeroBuffer
 from anabranch.sparse import select, thresholds
-from anabranch.sparse.encoding import framed, unframed
-from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import Sizes, wire_for
+from anabranch.sparse.encoding import frame_messages, unframe_messages
+from anabranch.sparse.sizes import Sizes, encoding_for
 from anabranch.sparse.state import BucketState
 from sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
 from sparse.worlds import gradients
@@ -31,18 +30,18 @@ class Ranks(ZeroBuffer):
         self.rank, self.size = rank, size
 
 
-def fused_for(
+def step_for(
     gradient: torch.Tensor, state: BucketState, sizes: Sizes, threshold: float, bounds: list[int], rank: int = 0
-) -> "triton_exchange.Fused":
+) -> "triton_exchange.TritonStep":
     state.local_threshold.fill_(threshold)
     state.boundaries.copy_(torch.tensor(bounds))
     comm: Any = Ranks(rank, len(bounds) - 1)
-    return triton_exchange.Fused(gradient, state, comm, sizes)
+    return triton_exchange.TritonStep(gradient, state, comm, sizes)
 
 
 def pairs_of(message: torch.Tensor) -> set[tuple[int, int]]:
     """Of int32 pairs [m, 2], those used."""
-    return {(bits, place) for bits, place in message.tolist() if place >= 0}
+    return {(bits, position) for bits, position in message.tolist() if position >= 0}
 
 
 def twin_of(
@@ -50,7 +49,7 @@ def twin_of(
 ) -> select.Offer:
     return select.offer(
         gradient.cpu().clone(), residual.cpu().clone(), torch.tensor(threshold), torch.tensor(bounds),
-        sizes.capacity, sizes.wire,
+        sizes.capacity, sizes.encoding,
     )  # fmt: skip
 
 
@@ -67,14 +66,14 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_offer_packs_what_the_twin_packs(case: str, precision: Any) -> None:
     numel, bounds = CASES[case]
-    sizes = Sizes(1, numel + numel % 2, wire_for(precision, numel), False)
+    sizes = Sizes(1, numel + numel % 2, encoding_for(precision, numel), False)
     gradient, held = (made.to(DEVICE) for made in gradients(2, numel, 1))
     gradient[::7] = -held[::7]  # zeros
     state = BucketState.of(held.clone(), len(bounds) - 1)
     before = gradient.clone()
-    work = fused_for(gradient, state, sizes, 1.5, bounds)
+    work = step_for(gradient, state, sizes, 1.5, bounds)
     work.offer()
-    heads, packed = unframed(work.sent.cpu(), sizes.wire)
+    heads, packed = unframe_messages(work.sent.cpu(), sizes.encoding)
     twin = twin_of(gradient, held, 1.5, bounds, sizes)
     assert heads[:, 0].tolist() == twin.counts.tolist()
     for mine, theirs in zip(packed, twin.packed, strict=True):
@@ -85,21 +84,21 @@ def test_offer_packs_what_the_twin_packs(case: str, precision: Any) -> None:
 
 def test_offer_at_threshold_zero_leaves_zeros_out() -> None:
     gradient = torch.tensor([0.0, 1e-45, -0.0, -2.0], device=DEVICE)
-    sizes = Sizes(4, 4, wire_for("fp32", 4), False)
-    work = fused_for(gradient, BucketState.of(torch.zeros(4, device=DEVICE), 1), sizes, 0.0, [0, 4])
+    sizes = Sizes(4, 4, encoding_for("fp32", 4), False)
+    work = step_for(gradient, BucketState.of(torch.zeros(4, device=DEVICE), 1), sizes, 0.0, [0, 4])
     work.offer()
-    heads, packed = unframed(work.sent.cpu(), sizes.wire)
+    heads, packed = unframe_messages(work.sent.cpu(), sizes.encoding)
     assert heads[0].tolist() == [2, 0]
-    assert {place for _, place in pairs_of(packed[0])} == {1, 3}
+    assert {position for _, position in pairs_of(packed[0])} == {1, 3}
 
 
 def test_offer_beyond_the_capacity_counts_all_and_stores_some() -> None:
     bounds = [0, 1500, 3000]
     gradient, held = (made.to(DEVICE) for made in gradients(2, 3000, 2))
-    sizes = Sizes(1, 10, wire_for("fp32", 3000), False)
-    work = fused_for(gradient, BucketState.of(held, 2), sizes, 1.0, bounds)
+    sizes = Sizes(1, 10, encoding_for("fp32", 3000), False)
+    work = step_for(gradient, BucketState.of(held, 2), sizes, 1.0, bounds)
     work.offer()
-    heads, packed = unframed(work.sent.cpu(), sizes.wire)
+    heads, packed = unframe_messages(work.sent.cpu(), sizes.encoding)
     everything = twin_of(gradient, held, 1.0, bounds, sizes._replace(capacity=1500))
     assert heads[:, 0].tolist() == everything.counts.tolist()
     for mine, theirs in zip(packed, everything.packed, strict=True):
@@ -112,64 +111,64 @@ def test_offer_beyond_the_capacity_counts_all_and_stores_some() -> None:
 def test_offer_marks_every_message_if_anything_is_not_finite(bad: float, threshold: float) -> None:
     gradient = torch.zeros(1500, device=DEVICE)
     gradient[1300] = bad
-    sizes = Sizes(1, 2, wire_for("fp32", 1500), False)
-    work = fused_for(gradient, BucketState.of(torch.zeros(1500, device=DEVICE), 3), sizes, threshold, [0, 9, 900, 1500])
+    sizes = Sizes(1, 2, encoding_for("fp32", 1500), False)
+    work = step_for(gradient, BucketState.of(torch.zeros(1500, device=DEVICE), 3), sizes, threshold, [0, 9, 900, 1500])
     work.offer()
-    assert bool((unframed(work.sent.cpu(), sizes.wire)[0][:, 0] < 0).all())
+    assert bool((unframe_messages(work.sent.cpu(), sizes.encoding)[0][:, 0] < 0).all())
 
 
 def messages(pairs: list[list[tuple[float, int]]], sizes: Sizes) -> torch.Tensor:
     """As they would arrive: one row per rank."""
     packed = torch.tensor([[0, -1]], dtype=torch.int32).repeat(len(pairs), sizes.capacity, 1)
     for row, own in enumerate(pairs):
-        for slot, (value, place) in enumerate(own):
-            packed[row, slot] = torch.tensor([struct.unpack("<i", struct.pack("<f", value))[0], place])
+        for slot, (value, position) in enumerate(own):
+            packed[row, slot] = torch.tensor([struct.unpack("<i", struct.pack("<f", value))[0], position])
     heads = torch.zeros(len(pairs), 2, dtype=torch.int32)
-    return framed(heads, packed, sizes.wire).to(DEVICE)
+    return frame_messages(heads, packed, sizes.encoding).to(DEVICE)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_owner_adds_takes_once_and_leaves_a_clean_buffer(precision: Any) -> None:
     chance = torch.Generator().manual_seed(5)
     ranks, numel = 3, 2000
-    sizes = Sizes(600, 400, wire_for(precision, numel), False)
+    sizes = Sizes(600, 400, encoding_for(precision, numel), False)
     pairs = []
     for _ in range(ranks):
-        places = torch.randperm(500, generator=chance)[:390].tolist()
+        positions = torch.randperm(500, generator=chance)[:390].tolist()
         pairs.append(
-            [(float(v), p) for v, p in zip(torch.randint(-255, 256, (390,), generator=chance), places, strict=True)]
+            [(float(v), p) for v, p in zip(torch.randint(-255, 256, (390,), generator=chance), positions, strict=True)]
         )
     received = messages(pairs, sizes)
     state = BucketState.of(torch.zeros(numel, device=DEVICE), ranks)
-    work = fused_for(torch.zeros(numel, device=DEVICE), state, sizes, 0.0, [0, 700, 1400, 2000])
+    work = step_for(torch.zeros(numel, device=DEVICE), state, sizes, 0.0, [0, 700, 1400, 2000])
     work.reduce(received)
-    assert not work.zeros.any()
-    heads, packed = unframed(work.part.cpu(), sizes.wire)
-    sums = select.sums_at_owner(unframed(received.cpu(), sizes.wire)[1], torch.zeros(numel))
+    assert not work.region_buffer.any()
+    heads, packed = unframe_messages(work.part.cpu(), sizes.encoding)
+    sums = select.sums_at_owner(unframe_messages(received.cpu(), sizes.encoding)[1], torch.zeros(numel))
     values = sums[:, 0].contiguous().view(torch.float32)
-    assert thresholds.sample_places(len(sums), 200, 0, torch.device("cpu")) is None  # so both look at all sums
+    assert thresholds.sample_positions(len(sums), 200, 0, torch.device("cpu")) is None  # so both look at all sums
     found = heads[0, 1:].view(torch.float32)[0]
     assert found == thresholds.sampled_magnitude((values,), 200, 0)
-    taken = select.take(sums, found, sizes.capacity, sizes.wire)
+    taken = select.select_sums(sums, found, sizes.capacity, sizes.encoding)
     assert int(heads[0, 0]) == int(taken.passed) > 0
     assert pairs_of(packed[0]) == pairs_of(taken.packed)
-    if sizes.wire.rounds:
-        mine = work.leftover[: int(taken.passed)].cpu()
+    if sizes.encoding.rounds:
+        mine = work.rounding_error[: int(taken.passed)].cpu()
         assert mine.any()
-        assert sorted(mine.tolist()) == sorted(taken.leftover[: int(taken.passed)].tolist())
+        assert sorted(mine.tolist()) == sorted(taken.rounding_error[: int(taken.passed)].tolist())
 
 
 @pytest.mark.parametrize("cause", ["sum", "head"])
 def test_owner_passes_poison_on(cause: str) -> None:
-    sizes = Sizes(4, 4, wire_for("fp32", 100), False)
+    sizes = Sizes(4, 4, encoding_for("fp32", 100), False)
     received = messages([[(1.0, 3)], [(3e38, 5)], [(3e38 if cause == "sum" else 1.0, 5)]], sizes)
     if cause == "head":
         received.view(-1).view(torch.int32)[0] = -1
     state = BucketState.of(torch.zeros(100, device=DEVICE), 3)
-    work = fused_for(torch.zeros(100, device=DEVICE), state, sizes, 0.0, [0, 30, 60, 100])
+    work = step_for(torch.zeros(100, device=DEVICE), state, sizes, 0.0, [0, 30, 60, 100])
     work.reduce(received)
-    assert int(unframed(work.part.cpu(), sizes.wire)[0][0, 0]) < 0
-    assert not work.zeros.any()
+    assert int(unframe_messages(work.part.cpu(), sizes.encoding)[0][0, 0]) < 0
+    assert not work.region_buffer.any()
 
 
 @pytest.mark.parametrize(("numel", "k"), [(9000, 5000), (3000, 20), (40_000, 30_000)])
@@ -177,11 +176,11 @@ def test_the_sampled_threshold_is_the_twins_bit_by_bit(numel: int, k: int, monke
     gradient, held = (made.to(DEVICE) for made in gradients(2, numel, 3))
     state = BucketState.of(held, 2)
     state.step = 11
-    work = fused_for(gradient, state, Sizes(k, 8, wire_for("fp32", numel), False), 0.0, [0, 5, numel])
+    work = step_for(gradient, state, Sizes(k, 8, encoding_for("fp32", numel), False), 0.0, [0, 5, numel])
     work.local_threshold()
     wanted = thresholds.sampled_magnitude((gradient.cpu(), held.cpu()), k, 11)
     assert state.local_threshold.item() == wanted.item() > 0
-    monkeypatch.setattr(triton_exchange, "MOST_SAMPLE", 0)
+    monkeypatch.setattr(triton_exchange, "MAX_SAMPLE_NUMEL", 0)
     state.local_threshold.zero_()
     work.local_threshold()
     assert state.local_threshold.item() == wanted.item()
@@ -189,12 +188,12 @@ def test_the_sampled_threshold_is_the_twins_bit_by_bit(numel: int, k: int, monke
 
 def test_places_of_samples_beyond_two_to_the_31() -> None:
     numel = 2**35 + 12345
-    places = thresholds.sample_places(numel, numel // 8, 3, torch.device("cpu"))
-    assert places is not None
-    for at, place in enumerate(places.tolist()):
+    positions = thresholds.sample_positions(numel, numel // 8, 3, torch.device("cpu"))
+    assert positions is not None
+    for at, position in enumerate(positions.tolist()):
         turn = (at * thresholds.GOLDEN + 3 * thresholds.ROOT) % thresholds.TURN
-        assert 0 <= turn * numel // thresholds.TURN - place <= 1
-        assert 0 <= place < numel
+        assert 0 <= turn * numel // thresholds.TURN - position <= 1
+        assert 0 <= position < numel
 
 
 class Far:
@@ -214,13 +213,13 @@ def test_pairs_beyond_two_to_the_31_are_applied_and_cleared(monkeypatch: pytest.
     numel, ranks = 2**31 + 5000, 8
     bounds = [rank * 2**28 for rank in range(ranks)] + [numel]
     gradient, residual = Far(numel), Far(numel)
-    sizes = Sizes(8, 2, wire_for("fp32", 2**29), False)
-    work = fused_for(gradient.first, BucketState.of(residual.first, ranks), sizes, 0.0, bounds)
+    sizes = Sizes(8, 2, encoding_for("fp32", 2**29), False)
+    work = step_for(gradient.first, BucketState.of(residual.first, ranks), sizes, 0.0, bounds)
     end = numel - 1 - bounds[-2]
     work.sent.copy_(messages([[]] * (ranks - 1) + [[(6.0, end), (2.0, end - 1)]], sizes))
     residual.last.copy_(torch.tensor([2.0, 6.0]))
-    monkeypatch.setattr("anabranch.sparse.kernels.step.settle", Nothing())
-    work.end(messages([[]] * (ranks - 1) + [[(12.0, end)]], sizes), 4.0)
+    monkeypatch.setattr("anabranch.sparse.kernels.step.accumulate", Nothing())
+    work.finish(messages([[]] * (ranks - 1) + [[(12.0, end)]], sizes), 4.0)
     assert gradient.last.tolist() == [0.0, 3.0]
     assert residual.last.tolist() == [2.0, 0.0]
 
@@ -234,18 +233,9 @@ class Nothing:
 
 def test_an_average_too_small_for_float32_still_clears() -> None:
     gradient = torch.tensor([1e-45, 0.0], device=DEVICE)
-    state, sizes = BucketState.of(torch.zeros(2, device=DEVICE), 1), Sizes(2, 2, wire_for("fp32", 2), False)
-    work = fused_for(gradient, state, sizes, 0.0, [0, 2])
+    state, sizes = BucketState.of(torch.zeros(2, device=DEVICE), 1), Sizes(2, 2, encoding_for("fp32", 2), False)
+    work = step_for(gradient, state, sizes, 0.0, [0, 2])
     work.offer()
-    work.end(work.sent, 8.0)
+    work.finish(work.sent, 8.0)
     assert gradient.tolist() == [0, 0]
     assert state.residual.tolist() == [0, 0]
-
-
-def test_messages_are_whole_words() -> None:
-    """Heads are counted in by atomic operations, which need them on a word's boundary."""
-    for numel in range(90_000, 90_100, 7):
-        for precision in ("fp32", "bf16"):
-            options = OkTopk(wire="bf16" if precision == "bf16" else "fp32")
-            for ranks, density in ((1, 0.01), (2, 0.013), (7, 0.02), (3, 1.0)):
-                assert Sizes.of(numel, ranks, density, options).message_nbytes % 4 == 0

@@ -1,4 +1,4 @@
-"""Momentum before sending: what is sent is conserved, what was sent begins anew, and it belongs to parameters."""
+"""Momentum before sending: what is sent is conserved, velocities of sent values restart, and belong to parameters."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ RANKS, NUMEL, SHARE = 3, 600, 0.9
 
 
 def test_naive_twin() -> None:
-    """Velocities, one rank after another, by hand; then what was sent is what was applied and what waits."""
+    """Velocities, one rank after another, by hand; then their sum is what was applied plus the residuals."""
     world, held = VirtualWorld(RANKS), states(RANKS, NUMEL)
     momenta = [Momentum(SHARE) for _ in range(RANKS)]
     velocities = [torch.zeros(NUMEL) for _ in range(RANKS)]
@@ -30,7 +30,7 @@ def test_naive_twin() -> None:
         velocities = [SHARE * v + (1 - SHARE) * g for v, g in zip(velocities, made, strict=True)]
         sent += sum(v.double() for v in velocities)
         world.run([
-            momentum.around(exchange(g, state, comm, 1.0, 0.05, options), g, state)
+            momentum.wrap(exchange(g, state, comm, 1.0, 0.05, options), g, state)
             for momentum, g, state, comm in zip(momenta, made, held, world.comms, strict=True)
         ])  # fmt: skip
         applied += made[0].double()
@@ -38,15 +38,15 @@ def test_naive_twin() -> None:
         for momentum, velocity in zip(momenta, velocities, strict=True):
             torch.testing.assert_close(momentum.state_dict()[""], velocity)
         assert any(bool((state.residual == 0).any()) for state in held)
-    waiting = sum(state.residual.double() for state in held)
-    torch.testing.assert_close(applied + waiting, sent, rtol=1e-4, atol=1e-5)
+    residual = sum(state.residual.double() for state in held)
+    torch.testing.assert_close(applied + residual, sent, rtol=1e-4, atol=1e-5)
 
 
 def test_none_changes_nothing() -> None:
     world, held = VirtualWorld(1), states(1, 50)
     momentum = Momentum(0.0)
     gradient = torch.randn(50)
-    world.run([momentum.around(exchange(gradient, held[0], world.comms[0], 1.0, 0.5, OkTopk()), gradient, held[0])])
+    world.run([momentum.wrap(exchange(gradient, held[0], world.comms[0], 1.0, 0.5, OkTopk()), gradient, held[0])])
     assert momentum.state_dict() == {}
 
 
@@ -59,7 +59,7 @@ def test_what_is_not_finite_leaves_no_trace(wire: Any) -> None:
         if step == 1:
             made[1][7] = float("nan")
         world.run([
-            momentum.around(exchange(g, state, comm, 2.0, 0.05, OkTopk(warmup_steps=0, wire=wire)), g, state)
+            momentum.wrap(exchange(g, state, comm, 2.0, 0.05, OkTopk(warmup_steps=0, wire=wire)), g, state)
             for momentum, g, state, comm in zip(momenta, made, held, world.comms, strict=True)
         ])  # fmt: skip
         assert bool(made[0].isnan().all()) == (step == 1)
@@ -75,16 +75,16 @@ def test_it_belongs_to_parameters() -> None:
         return BucketState.of(torch.zeros(sum(own)), 1, names, own)
 
     for names in (("a", "b"), ("c",)):
-        momentum._of(bucket(*names)).normal_()
+        momentum._velocity(bucket(*names)).normal_()
     before = {name: piece.clone() for name, piece in momentum.state_dict().items()}
-    joined = momentum._of(bucket("c", "a"))
+    joined = momentum._velocity(bucket("c", "a"))
     assert torch.equal(joined, torch.cat([before["c"], before["a"]]))
     other = Momentum(SHARE)
     other.load_state_dict(momentum.state_dict())
     assert other.state_dict().keys() == before.keys()
     assert all(torch.equal(other.state_dict()[name], piece) for name, piece in before.items())
     other.rescale(2.0)
-    assert torch.equal(other._of(bucket("b")), 2 * before["b"])
+    assert torch.equal(other._velocity(bucket("b")), 2 * before["b"])
 
 
 class Two(torch.nn.Module):
@@ -130,9 +130,3 @@ def resumed(rank: int) -> None:
 
 def test_resuming_is_exact() -> None:
     on_ranks(resumed, 2)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.0])
-def test_shares_that_make_no_sense(share: float) -> None:
-    with pytest.raises(ValueError, match="momentum"):
-        OkTopk(momentum=share)

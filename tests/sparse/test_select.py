@@ -2,21 +2,13 @@
 
 import struct
 from itertools import pairwise
-from typing import Literal
 
-import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.bench.virtual import VirtualWork
-from anabranch.comm.communicator import ZeroBuffer
 from anabranch.sparse import select
-from anabranch.sparse.fixed import fixed_exchange
-from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import FP32, wire_for
-from anabranch.sparse.state import BucketState
+from anabranch.sparse.sizes import FP32, encoding_for
 
 
 def bits(value: float) -> int:
@@ -65,36 +57,36 @@ def test_owner_adds_and_takes_like_the_loop(data: st.DataObject, ranks: int, slo
     width = 8
     received, sums = [], [0.0] * width
     for _ in range(ranks):
-        places = data.draw(st.lists(st.integers(0, width - 1), unique=True, max_size=slots))
-        values = data.draw(st.lists(st.integers(-8, 8), min_size=len(places), max_size=len(places)))
-        for place, number in zip(places, values, strict=True):
-            sums[place] += number
-        pairs = [[bits(float(v)), p] for v, p in zip(values, places, strict=True)]
+        positions = data.draw(st.lists(st.integers(0, width - 1), unique=True, max_size=slots))
+        values = data.draw(st.lists(st.integers(-8, 8), min_size=len(positions), max_size=len(positions)))
+        for position, number in zip(positions, values, strict=True):
+            sums[position] += number
+        pairs = [[bits(float(v)), p] for v, p in zip(values, positions, strict=True)]
         received.append((pairs + [[0, -1]] * slots)[:slots])
     threshold = data.draw(st.integers(0, 8))
     buffer = torch.zeros(width)
     packed = select.sums_at_owner(torch.tensor(received, dtype=torch.int32), buffer)
-    there = [[bits(s), place] for place, s in enumerate(sums) if s != 0]
+    there = [[bits(s), position] for position, s in enumerate(sums) if s != 0]
     assert packed.tolist() == there + [[0, -1]] * (ranks * slots - len(there))
     assert not buffer.any()
-    taken = select.take(packed, torch.tensor(float(threshold)), capacity)
+    taken = select.select_sums(packed, torch.tensor(float(threshold)), capacity)
     passed = [pair for pair in there if abs(value(pair[0])) >= threshold]
     assert int(taken.passed) == len(passed)
     assert taken.packed.tolist() == (passed + [[0, -1]] * capacity)[:capacity]
-    assert not taken.leftover.any()
+    assert not taken.rounding_error.any()
 
 
 def test_a_rounded_sum_leaves_what_it_lost() -> None:
-    wire = wire_for("bf16", 2**20)
+    encoding = encoding_for("bf16", 2**20)
     sums = torch.tensor([[bits(1.001), 3], [bits(-2.5), 9], [0, -1]], dtype=torch.int32)
-    taken = select.take(sums, torch.tensor(0.5), 2, wire)
+    taken = select.select_sums(sums, torch.tensor(0.5), 2, encoding)
     arrived = taken.packed[:, 0].contiguous().view(torch.float32)
     assert arrived.tolist() == [1.0, -2.5]
-    assert torch.equal(arrived + taken.leftover, torch.tensor([1.001, -2.5]))
+    assert torch.equal(arrived + taken.rounding_error, torch.tensor([1.001, -2.5]))
 
 
 def finished(poisoned: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two regions of three; this rank offered places 0 and 4, and 4 and 5 are applied."""
+    """Two regions of three; this rank offered positions 0 and 4, and 4 and 5 are applied."""
     gradient, residual = torch.tensor([0.5, 0, 0, 0, 0, 0]), torch.tensor([0.5, 1, 1, 0, 6, 1])
     old = residual.clone()
     bounds = torch.tensor([0, 3, 6])
@@ -117,35 +109,12 @@ def test_finish_of_a_poisoned_step_undoes_it() -> None:
 
 
 def test_an_average_too_small_for_float32_still_clears() -> None:
-    """Clearing looks at what was applied, not at what is left of it after the division."""
+    """Clearing samples at what was applied, not at what is left of it after the division."""
     gradient, residual, bounds = torch.tensor([1e-45]), torch.zeros(1), torch.tensor([0, 1])
     offered = select.offer(gradient, residual, torch.tensor(0.0), bounds, 1)
     select.finish(offered.packed, offered.packed, gradient, residual, bounds, 8.0, torch.tensor(False))
     assert gradient.item() == 0
     assert residual.item() == 0
-
-
-class Nowhere(ZeroBuffer):
-    """A group of four that sends nothing: for tensors without values."""
-
-    rank, size = 1, 4
-
-    def all_to_all(self, *args: object) -> dist.Work:
-        return VirtualWork()
-
-    all_gather = all_gather_uneven = all_reduce = all_to_all
-
-
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_the_fixed_exchange_never_asks_for_a_value(wire: Literal["fp32", "bf16"]) -> None:
-    """On the meta device a look at a value is an error."""
-    meta = torch.device("meta")
-    state = BucketState.of(torch.zeros(9000, device=meta), 4)
-    options = OkTopk(wire=wire, region_period=2)
-    for density in (0.01, 0.2, 1.0):
-        works = list(fixed_exchange(torch.zeros(9000, device=meta), state, Nowhere(), 4.0, density, options))
-        assert len(works) in (2, 3)
-    assert state.step == 3
 
 
 def test_nothing_in_the_fixed_path_asks_for_a_size() -> None:
@@ -156,7 +125,7 @@ def test_nothing_in_the_fixed_path_asks_for_a_size() -> None:
     bounds, threshold = torch.zeros(ranks + 1, dtype=torch.int64, device=meta), torch.zeros((), device=meta)
     offered = select.offer(gradient, residual, threshold, bounds, capacity, FP32)
     sums = select.sums_at_owner(offered.packed, torch.zeros(50, device=meta))
-    taken = select.take(sums, threshold, capacity)
+    taken = select.select_sums(sums, threshold, capacity)
     gathered = taken.packed.expand(ranks, capacity, 2)
     select.finish(gathered, offered.packed, gradient, residual, bounds, 4.0, offered.poison)
-    select.keep_leftover(taken.packed, taken.leftover, residual, bounds[1], offered.poison)
+    select.keep_rounding_error(taken.packed, taken.rounding_error, residual, bounds[1], offered.poison)

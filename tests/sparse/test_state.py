@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.fixed import fixed_exchange
-from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import SparseState
 from sparse.worlds import EXCHANGES, gradients, step
 
@@ -48,7 +47,7 @@ def test_the_same_bucket_is_the_same_state() -> None:
     assert state.bucket(["e", "d"], [12, 7]).fresh
 
 
-def test_what_is_sent_dense_for_a_while_waits() -> None:
+def test_what_is_sent_dense_for_a_while_keeps_its_residual() -> None:
     state = filled()
     before = state.residuals()["a"].clone()
     state.bucket(["b", "c"], [1, 40])
@@ -120,35 +119,35 @@ def test_states_of_different_checkpoints_are_refused() -> None:
         SparseState(0, 1).load_state_dict(*(state.state_dict() for state in states))
 
 
-def test_what_was_lent_is_gone_or_waits_again() -> None:
+def test_a_flushed_residual_is_gone_or_a_residual_again() -> None:
     state = filled()
     before = {name: piece.clone() for name, piece in state.residuals().items()}
-    state.release(["d", "e"])
-    assert sorted(state.loose) == ["a", "b", "c"] and state.lend("d") is None
+    state.keep_buckets_of(["d", "e"])
+    assert sorted(state.unbucketed) == ["a", "b", "c"] and state.begin_flush("d") is None
     for name in ("a", "c"):
-        lent = state.lend(name)
-        assert lent is not None and torch.equal(lent, before[name]) and state.lend(name) is None
+        flushed = state.begin_flush(name)
+        assert flushed is not None and torch.equal(flushed, before[name]) and state.begin_flush(name) is None
     kept = state.state_dict()["residuals"]
-    assert all(torch.equal(kept[name], piece) for name, piece in before.items()), "what is lent is still to be kept"
+    assert all(torch.equal(kept[name], piece) for name, piece in before.items()), "what is being flushed is still saved"
     bucket = state.bucket(["c"], [40])
     assert not bucket.residual.any()
     bucket.residual.fill_(1.0)
-    state.settle(sent=())
+    state.end_flush(sent=())
     assert torch.equal(state.residuals()["a"], before["a"])
     assert torch.equal(state.residuals()["c"], before["c"] + 1)
-    state.release([])
-    assert state.lend("a") is not None
-    state.settle(sent=state.lent)
+    state.keep_buckets_of([])
+    assert state.begin_flush("a") is not None
+    state.end_flush(sent=state.flushing)
     assert "a" not in state.residuals()
 
 
-def test_everything_that_waits_follows_the_scale() -> None:
+def test_all_residuals_follow_the_loss_scale() -> None:
     state = filled()
     before = {name: piece.clone() for name, piece in state.residuals().items()}
     state.rescale(8.0)
     assert all(torch.equal(piece, before[name]) for name, piece in state.residuals().items()), "nothing to compare with"
-    state.release(["d", "e"])
-    state.lend("a")
+    state.keep_buckets_of(["d", "e"])
+    state.begin_flush("a")
     state.rescale(2.0)
     kept = state.state_dict()
     assert all(torch.equal(kept["residuals"][name], piece / 4) for name, piece in before.items()) and kept["scale"] == 2
@@ -174,27 +173,6 @@ def test_bad_states_are_refused() -> None:
         filled().bucket(["a", "b", "c"], [5, 1, 41])
     with pytest.raises(ValueError, match="parameter a has 6"):
         filled().bucket(["a"], [6])
-
-
-def test_settings() -> None:
-    options = OkTopk(density=0.01, warmup_steps=10, start_density=0.25, decay_steps=100)
-    assert options.density_at(9, 0.01) == 1.0
-    assert options.density_at(10, 0.01) == 0.25
-    assert options.density_at(60, 0.01) == pytest.approx(0.05)
-    assert options.density_at(110, 0.01) == options.density_at(9999, 0.01) == 0.01
-    assert OkTopk(warmup_steps=0).density_at(0, 0.03) == 0.03
-    bad: list[dict[str, Any]] = [
-        {"density": 0.0},
-        {"density": 2},
-        {"start_density": -1},
-        {"wire": "fp8"},
-        {"region_period": 0},
-    ]
-    for wrong in bad:
-        with pytest.raises(ValueError, match="OkTopk"):
-            OkTopk(**wrong)
-    with pytest.raises(ValueError, match="capacity_factor"):
-        OkTopk(capacity_factor=0.5)
 
 
 def test_falling_density_goes_on_conserving() -> None:

@@ -1,20 +1,20 @@
 """Whole exchanges with the Triton kernels: nothing is lost, and they end where their twins do."""
 
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anabranch.bench.baselines import Exchange
+from anabranch.bench.baselines import ExchangeFunction
 from anabranch.bench.virtual import VirtualWorld
-from anabranch.comm.communicator import Comm
-from anabranch.comm.dense import Steps
-from anabranch.sparse.fixed import fixed_exchange, fusible
+from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.oktopk import version_for
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
 from sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
 from sparse.worlds import check_step, gradients, step
@@ -25,19 +25,12 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_blocks(monkeypatch)
 
 
-def with_kernels(options: OkTopk) -> Exchange:
-    def exchange(gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, density: float) -> Steps:
-        sizes = Sizes.of(len(gradient), comm.size, density, options)
-        return triton_exchange.fused_exchange(gradient, state, comm, divisor, sizes, options)
-
-    return exchange
+def with_kernels(options: OkTopk) -> ExchangeFunction:
+    return partial(triton_exchange.triton_exchange, options=options)
 
 
-def without(options: OkTopk) -> Exchange:
-    def exchange(gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, density: float) -> Steps:
-        return fixed_exchange(gradient, state, comm, divisor, density, options)
-
-    return exchange
+def without(options: OkTopk) -> ExchangeFunction:
+    return partial(fixed_exchange, options=options)
 
 
 def worlds(ranks: int, numel: int) -> Iterator[tuple[VirtualWorld, list[BucketState]]]:
@@ -79,7 +72,7 @@ def compare(mine: BucketState, theirs: BucketState) -> None:
     assert torch.equal(mine.residual.cpu(), theirs.residual)
     assert torch.equal(mine.boundaries.cpu(), theirs.boundaries)
     assert (int(mine.offered), int(mine.applied), mine.step) == (int(theirs.offered), int(theirs.applied), theirs.step)
-    for name in ("tilt", "local_threshold", "global_threshold"):
+    for name in ("threshold_bias", "local_threshold", "global_threshold"):
         assert getattr(mine, name).item() == pytest.approx(getattr(theirs, name).item(), rel=1e-4, abs=1e-6)
 
 
@@ -106,13 +99,13 @@ def test_a_poisoned_step_changes_no_residual(bad: float) -> None:
     way = with_kernels(OkTopk(wire="bf16"))
     step(way, [gradient.to(DEVICE) for gradient in gradients(2, 1100, 0)], held, world, 0.02)
     old = [state.residual.clone() for state in held]
-    tilts = [state.tilt.item() for state in held]
+    biases = [state.threshold_bias.item() for state in held]
     made = [gradient.to(DEVICE) for gradient in gradients(2, 1100, 1)]
     made[1][1099] = bad
     step(way, made, held, world, 0.02)
     assert all(bool(gradient.isnan().all()) for gradient in made)
     assert all(torch.equal(state.residual, before) for state, before in zip(held, old, strict=True))
-    assert [state.tilt.item() for state in held] == tilts
+    assert [state.threshold_bias.item() for state in held] == biases
     check_step(way, [gradient.to(DEVICE) for gradient in gradients(2, 1100, 2)], held, world, 0.02)
 
 
@@ -145,7 +138,7 @@ def test_an_exchange_takes_a_dozen_launches(precision: Any, most: int, monkeypat
     world, (state,) = next(worlds(1, 800))
     state.fresh, state.step = False, 1
     world.comms[0].zeros(800, DEVICE)
-    kind = type(import_module("anabranch.sparse.kernels.message").blank)
+    kind = type(import_module("anabranch.sparse.kernels.message").reset)
     monkeypatch.setattr(kind, "run", lambda self, *args, **kwargs: launched.append(self))
     with Counted() as counted:
         world.run([with_kernels(options)(bucket, state, world.comms[0], 1.0, 0.05)])
@@ -154,10 +147,9 @@ def test_an_exchange_takes_a_dozen_launches(precision: Any, most: int, monkeypat
 
 
 def test_kernels_are_for_gpus_and_sums_in_any_order() -> None:
-    assert not fusible(torch.zeros(3), OkTopk())
-    if DEVICE.type == "cuda":
-        assert fusible(torch.zeros(3, device=DEVICE), OkTopk())
-        assert not fusible(torch.zeros(3, device=DEVICE), OkTopk(deterministic=True))
+    gpu: Any = SimpleNamespace(is_cuda=True)
+    assert version_for(gpu, OkTopk()) is triton_exchange.triton_exchange
+    assert version_for(gpu, OkTopk(deterministic=True)) is fixed_exchange
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter, at inf − inf
@@ -166,7 +158,7 @@ def test_kernels_are_for_gpus_and_sums_in_any_order() -> None:
 def test_sums_may_be_added_up_in_the_gradients_place(
     ranks: int, numel: int, density: float, precision: Any, poisoned: bool
 ) -> None:
-    """Gradients that were added to what waits as they came, in a memory of zeros: the same bits, nothing borrowed."""
+    """Gradients that were added to the residual as they came, in a memory of zeros: the same bits, no zero buffer."""
     options = OkTopk(region_period=2, wire=precision, capacity_factor=4.0)
     (world, held), (twins, twin_held) = (next(worlds(ranks, numel)) for _ in range(2))
     for number in range(3):
@@ -174,7 +166,7 @@ def test_sums_may_be_added_up_in_the_gradients_place(
         zeros = [torch.zeros_like(gradient) for gradient in given]
         for state, gradient in zip(held, given, strict=True):
             state.residual.add_(gradient)
-            state.spare = True
+            state.accumulates_in_place = True
         if poisoned and number == 1:
             zeros[-1][0] = given[-1][0] = torch.inf
         runs = [(world, held, zeros), (twins, twin_held, given)]

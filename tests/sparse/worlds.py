@@ -1,29 +1,33 @@
-"""Gradients as training gives them, one step of many virtual ranks, and the conservation that every step must keep."""
+"""Gradients as training gives them, steps of many virtual ranks, and the conservation that every step must keep."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
-from anabranch.bench.baselines import RIVALS, Exchange
+from anabranch.bench.baselines import BASELINES, ExchangeFunction
 from anabranch.bench.virtual import VirtualWorld
+from anabranch.bench.word_counts import WordCounts
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
 
 SOON = OkTopk(threshold_period=3, region_period=2)  # so that few steps see refreshes and steps without
-EXCHANGES: dict[str, Exchange] = {
+EXCHANGES: dict[str, ExchangeFunction] = {
     "exact": partial(exact_exchange, options=SOON),
     "exact bf16": partial(exact_exchange, options=OkTopk(threshold_period=3, region_period=2, wire="bf16")),
     "fixed": partial(fixed_exchange, options=SOON),
     "fixed bf16": partial(fixed_exchange, options=OkTopk(region_period=2, wire="bf16")),
     "fixed in order": partial(fixed_exchange, options=OkTopk(region_period=2, deterministic=True)),
     "fixed and roomy": partial(fixed_exchange, options=OkTopk(region_period=2, capacity_factor=3.0)),
-    **RIVALS,
+    **BASELINES,
 }
-OK_TOPK = [name for name in EXCHANGES if name not in RIVALS]
+OK_TOPK = [name for name in EXCHANGES if name not in BASELINES]
 WHOLE = [name for name in OK_TOPK if "bf16" not in name]
+
+NUMEL, DENSITY = 40_000, 0.01  # of worlds whose words are counted
 
 Gradients = list[torch.Tensor]
 
@@ -42,7 +46,7 @@ def states(ranks: int, numel: int) -> list[BucketState]:
 
 
 def step(
-    exchange: Exchange, given: Gradients, held: Sequence[BucketState], world: VirtualWorld, density: float
+    exchange: ExchangeFunction, given: Gradients, held: Sequence[BucketState], world: VirtualWorld, density: float
 ) -> None:
     """One step of all ranks; every rank's gradient becomes the average."""
     world.run(
@@ -54,7 +58,7 @@ def step(
 
 
 def check_step(
-    exchange: Exchange, given: Gradients, held: Sequence[BucketState], world: VirtualWorld, density: float
+    exchange: ExchangeFunction, given: Gradients, held: Sequence[BucketState], world: VirtualWorld, density: float
 ) -> None:
     """A step that ends with the same bits everywhere and loses nothing, element by element."""
     accumulated = [gradient + state.residual for gradient, state in zip(given, held, strict=True)]
@@ -64,18 +68,36 @@ def check_step(
     total = sum((a.double() for a in accumulated), torch.zeros_like(given[0], dtype=torch.float64))
     size = sum((a.double().abs() for a in accumulated), torch.zeros_like(total))
     applied = given[0].double() * world.size
-    waiting = sum((state.residual.double() for state in held), torch.zeros_like(total))
+    residual = sum((state.residual.double() for state in held), torch.zeros_like(total))
     # float32 sums of at most P values, one division, one product: each rounds once
     allowed = 2.0**-24 * (world.size + 3) * size + 1e-44 * world.size
-    lost = (total - applied - waiting).abs()
+    lost = (total - applied - residual).abs()
     assert bool((lost <= allowed).all()), f"lost up to {float((lost / size.clamp(min=1e-30)).max()):.2e} of an element"
 
 
 def check_steps(
-    exchange: Exchange, ranks: int, numel: int, density: float, count: int, make: Callable[[int], Gradients]
+    exchange: ExchangeFunction, ranks: int, numel: int, density: float, count: int, make: Callable[[int], Gradients]
 ) -> list[BucketState]:
     """Several such steps from nothing; the states after them."""
     held, world = states(ranks, numel), VirtualWorld(ranks)
     for number in range(count):
         check_step(exchange, make(number), held, world, density)
     return held
+
+
+def settled(name: str, ranks: int, numel: int = NUMEL, density: float = DENSITY, before: int = 2) -> VirtualWorld:
+    """A world after one counted step without refreshes, which follows a few that are not counted."""
+    held, world = states(ranks, numel), VirtualWorld(ranks)
+    for number in range(before + 1):
+        world.word_counts.clear()
+        for state in held:
+            state.step += state.step == 2  # 2 is a step of new regions, 1 and 4 … are none
+        step(EXCHANGES[name], gradients(ranks, numel, number), held, world, density)
+    return world
+
+
+def imbalance(counts: WordCounts, phases: Iterable[str] | None = None) -> float:
+    """The busiest rank's volume over the mean; 1 when all ranks have the same."""
+    chosen = None if phases is None else list(phases)
+    each = np.maximum(counts.sent(chosen), counts.received(chosen))
+    return float(each.max() / each.mean())

@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from anabranch import Bucket, Network, Plan, Span, TensorSpec, Timeline, Trace
 from anabranch.sim import finish_s
-from anabranch.tuning.calibration import FACTORS, MOST_ETA, bucket_seconds, contended, refined
+from anabranch.tuning.calibration import (
+    FACTORS,
+    MAX_ETA,
+    bucket_seconds,
+    with_calibrated_contention,
+    with_calibrated_costs,
+)
 
 KIB = 1 << 10
 
@@ -31,7 +37,7 @@ def test_a_factor_and_an_extra_are_found_again(factor: float, extra_s: float) ->
     network = Network.linear(4, 1e-3, 1e-8)
     trace, plan = case([KIB << k for k in range(0, 14, 2)])
     took_s = [factor * network.allreduce_s(tensor.nbytes) + extra_s for tensor in trace.tensors]
-    better = refined(network, trace, plan, took_s)
+    better = with_calibrated_costs(network, trace, plan, took_s)
     for tensor, seconds in zip(trace.tensors, took_s, strict=True):
         assert better.allreduce_s(tensor.nbytes) == pytest.approx(seconds, rel=1e-6)
     assert "refined" in better.meta and better.contention == network.contention
@@ -42,14 +48,14 @@ def test_what_is_not_plausible_is_not_believed(wild: float, bound: float) -> Non
     network = Network.linear(4, 1e-3, 1e-8)
     trace, plan = case([KIB << k for k in range(0, 14, 2)])
     took_s = [wild * network.allreduce_s(tensor.nbytes) for tensor in trace.tensors]
-    better = refined(network, trace, plan, took_s)
+    better = with_calibrated_costs(network, trace, plan, took_s)
     assert better.curve("dense").tail_s_per_byte == pytest.approx(bound * 1e-8)
 
 
 def test_equal_buckets_tell_only_what_a_message_costs_more() -> None:
     network = Network.linear(4, 1e-3, 1e-8)
     trace, plan = case([KIB] * 5)
-    better = refined(network, trace, plan, [network.allreduce_s(KIB) + 2e-3] * 5)
+    better = with_calibrated_costs(network, trace, plan, [network.allreduce_s(KIB) + 2e-3] * 5)
     assert better.curve("dense").tail_s_per_byte == pytest.approx(1e-8)
     assert better.allreduce_s(0) == pytest.approx(3e-3)
 
@@ -68,18 +74,18 @@ def test_several_steps_give_the_median_of_each_message() -> None:
 def test_where_messages_cost_less_than_measured_the_bytes_do() -> None:
     network = Network.linear(4, 1e-3, 1e-8)
     trace, plan = case([KIB << k for k in range(0, 14, 2)])
-    better = refined(network, trace, plan, [0.9 * network.allreduce_s(t.nbytes) for t in trace.tensors])
+    better = with_calibrated_costs(network, trace, plan, [0.9 * network.allreduce_s(t.nbytes) for t in trace.tensors])
     assert sum(better.allreduce_s(t.nbytes) for t in trace.tensors) == pytest.approx(
         0.9 * sum(network.allreduce_s(t.nbytes) for t in trace.tensors)
     )
 
 
-@given(st.floats(0.0, MOST_ETA))
+@given(st.floats(0.0, MAX_ETA))
 def test_the_contention_of_a_step_is_found_again(eta: float) -> None:
     trace, plan = case([1 << 20] * 6)
     plan = Plan(tuple(Bucket(bucket.names, lane=i % 2) for i, bucket in enumerate(plan.buckets)))
     real = Network.linear(4, 1e-3, 1e-6, eta=eta)  # a second a message, as often as one is ready: lanes meet
-    found = contended(Network.linear(4, 1e-3, 1e-6, eta=0.3), trace, plan, finish_s(trace, plan, real))
+    found = with_calibrated_contention(Network.linear(4, 1e-3, 1e-6, eta=0.3), trace, plan, finish_s(trace, plan, real))
     assert finish_s(trace, plan, found) == pytest.approx(finish_s(trace, plan, real))
     if found.contention.slowdown(2) > 1:
         assert "refined_contention" in found.meta
@@ -89,11 +95,11 @@ def test_messages_that_never_meet_say_nothing_of_contention() -> None:
     trace, plan = case([KIB] * 4)
     plan = Plan(tuple(Bucket(bucket.names, lane=i % 2) for i, bucket in enumerate(plan.buckets)))
     network = Network.linear(4, 1e-3, 1e-8, eta=0.3)
-    assert contended(network, trace, plan, 100.0) is network
+    assert with_calibrated_contention(network, trace, plan, 100.0) is network
 
 
 def test_contention_beyond_what_is_plausible_is_not_believed() -> None:
     trace, plan = case([1 << 20] * 6)
     plan = Plan(tuple(Bucket(bucket.names, lane=i % 2) for i, bucket in enumerate(plan.buckets)))
     network = Network.linear(4, 1e-3, 1e-6, eta=0.3)
-    assert contended(network, trace, plan, 1e6).contention.slowdown(2) == pytest.approx(1 + MOST_ETA)
+    assert with_calibrated_contention(network, trace, plan, 1e6).contention.slowdown(2) == pytest.approx(1 + MAX_ETA)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from anabranch import Network, Plan, TensorSpec, Trace, planners
-from anabranch.tuning.candidates import candidates, least_s, predicted_s
+from anabranch.tuning.candidates import candidates, lower_bound_step_s, predicted_s
 from anabranch.tuning.options import TuningOptions
 
 TRACE = Trace(tuple(TensorSpec(f"t{i}", 1 << 16, 4, 1e-3 * (i + 1), "float32") for i in range(12)), 5e-3)
@@ -11,23 +11,23 @@ SHARED = Network.linear(4, 1e-6, 5e-9, eta=1.0)
 ROOMY = Network.linear(4, 1e-3, 5e-9, eta=0.1)
 
 
-def wishes(planner: str = "optimal", lanes: int | None = None, compress: str | None = None) -> TuningOptions:
+def options(planner: str = "optimal", lanes: int | None = None, compress: str | None = None) -> TuningOptions:
     return TuningOptions(planner, None, None, lanes, 5, () if compress is None else (compress,))
 
 
 def test_lanes_are_offered_only_where_they_are_predicted_to_pay() -> None:
-    assert [label for label, _ in candidates(wishes(), TRACE, SHARED)] == ["optimal"]
-    offered = candidates(wishes(), TRACE, ROOMY)
+    assert [label for label, _ in candidates(options(), TRACE, SHARED)] == ["optimal"]
+    offered = candidates(options(), TRACE, ROOMY)
     assert [label for label, _ in offered] == ["optimal", "2 lanes"]
     assert offered[1][1].lanes == 2
     assert predicted_s(TRACE, offered[1][1], ROOMY) < predicted_s(TRACE, offered[0][1], ROOMY)
-    assert [label for label, _ in candidates(wishes(lanes=1), TRACE, ROOMY)] == ["optimal"]
-    assert max(plan.lanes for _, plan in candidates(wishes(lanes=4), TRACE, ROOMY)) > 2
+    assert [label for label, _ in candidates(options(lanes=1), TRACE, ROOMY)] == ["optimal"]
+    assert max(plan.lanes for _, plan in candidates(options(lanes=4), TRACE, ROOMY)) > 2
 
 
 def test_compressed_and_dense_are_both_offered() -> None:
     both = Network(4, {kind: SHARED.curve("dense") for kind in ("dense", "bf16")}, SHARED.contention)
-    offered = candidates(wishes(compress="bf16"), TRACE, both)
+    offered = candidates(options(compress="bf16"), TRACE, both)
     assert [label for label, _ in offered] == ["optimal, bf16", "optimal"]
     assert {bucket.collective for bucket in offered[0][1].buckets} == {"bf16"}
 
@@ -43,11 +43,11 @@ def test_a_planner_of_ones_own() -> None:
 def test_no_plan_means_ddps_own_buckets_and_none_beats_the_bound() -> None:
     stock = planners.by_bytes(TRACE, SHARED)
     assert predicted_s(TRACE, None, SHARED) == predicted_s(TRACE, stock, SHARED)
-    assert least_s(TRACE, SHARED) <= predicted_s(TRACE, planners.optimal(TRACE, SHARED), SHARED)
+    assert lower_bound_step_s(TRACE, SHARED) <= predicted_s(TRACE, planners.optimal(TRACE, SHARED), SHARED)
 
 
 def test_labels_say_how_often_the_network_was_corrected() -> None:
     once = replace(ROOMY, meta={"refined": "costs × 1.1"})
     twice = replace(ROOMY, meta={"refined": "costs × 1.1", "refined_contention": "1 + 0.5"})
-    assert [label for label, _ in candidates(wishes(), TRACE, once)] == ["optimal, refined", "2 lanes, refined"]
-    assert [label for label, _ in candidates(wishes(), TRACE, twice)] == ["optimal, refined", "2 lanes, refined twice"]
+    assert [label for label, _ in candidates(options(), TRACE, once)] == ["optimal, refined", "2 lanes, refined"]
+    assert [label for label, _ in candidates(options(), TRACE, twice)] == ["optimal, refined", "2 lanes, refined twice"]

@@ -5,7 +5,7 @@ import pytest
 from anabranch import Bucket, Plan
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepMarks
-from anabranch.tuning.trial import LOOKED, Trial
+from anabranch.tuning.trial import Trial
 
 PLAN = Plan((Bucket(("a",)), Bucket(("b",)), Bucket(("c",), lane=1)))
 
@@ -13,20 +13,23 @@ PLAN = Plan((Bucket(("a",)), Bucket(("b",)), Bucket(("c",), lane=1)))
 def step(seconds: float, at: float = 100.0) -> StepMarks:
     """Forward takes 1 s, backward 2 s; the rest of the step is exposed communication."""
     marks = StepMarks(at, at + 1.0, at + 3.0, at + seconds)
-    marks.buckets = [(1, at + 2.0, at + 3.5), (0, at + 1.5, at + 2.5), (2, at + 2.0, at + 2.25)]
+    marks.buckets = [(1, at + 2.0, at + seconds - 1.5), (0, at + 1.5, at + 2.5), (2, at + 2.0, at + 2.25)]
     return marks
 
 
 def test_the_step_is_the_median_and_the_detail_is_of_one_that_was_looked_at() -> None:
     steps = [step(seconds) for seconds in (9.0, 9.0, 9.0, 4.0, 5.0, 6.0)]
-    trial = Trial.of("a plan", PLAN, steps, HostClock())
+    trial = Trial.of("a plan", PLAN, steps, HostClock(), 3)
     assert trial.steps_s == pytest.approx((9.0, 9.0, 9.0, 4.0, 5.0, 6.0))
     assert trial.step_s == pytest.approx(7.5)
-    assert LOOKED == 3 and all(not marks.buckets for marks in steps), "works that are done with are let go"
+    # The last three, the fastest first.
+    assert [look.iteration_s for look in trial.detailed] == pytest.approx([3.0, 3.5, 4.5])
+    assert trial.timeline is trial.detailed[2], "of these, the one most like the median"
+    assert all(not marks.buckets for marks in steps), "works that are done with are let go"
 
 
 def test_buckets_are_on_their_lanes_one_after_another() -> None:
-    timeline = Trial.of("a plan", PLAN, [step(5.0)], HostClock()).timeline
+    timeline = Trial.of("a plan", PLAN, [step(5.0)], HostClock(), 3).timeline
     spans = [(span.track, round(span.start_s, 6), round(span.end_s, 6)) for span in timeline.spans]
     assert spans == [
         ("compute", -1.0, 0.0),
@@ -39,6 +42,6 @@ def test_buckets_are_on_their_lanes_one_after_another() -> None:
 
 
 def test_without_a_plan_only_what_is_exposed_is_known() -> None:
-    timeline = Trial.of("DDP", None, [step(5.0)], HostClock()).timeline
+    timeline = Trial.of("DDP", None, [step(5.0)], HostClock(), 3).timeline
     assert timeline.exposed_s == pytest.approx(2.0) and timeline.iteration_s == pytest.approx(5.0)
     assert timeline.meta["source"] == "measured"

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,29 +11,28 @@ import torch
 from torch import nn
 
 from anabranch import DataParallel, Network, simulate
-from anabranch.ddp.reducer import layout_in_force, layout_of, reduced_parameters
-from anabranch.tuning import tuner
-from parallel.twins import WIDTH, Feature, mlp, plain_train, ring, scattered, stage, stage_of, steps, twins
+from anabranch.ddp.reducer import reduced_parameters
+from ddp.inspection import layout_in_force
+from parallel.twins import STAGES, WIDTH, Feature, mlp, plain_train, ring, scattered, stage_of, steps, twins
 from ranks import on_ranks
 
 
 def course(rank: int, stage_name: str) -> dict[str, Any]:
     """What it says after every step, until it has decided, and whether its nouns fit each other all the time."""
     said: list[str] = []
-    with stage(stage_name):
-        _, model = twins(Feature(), stage_name)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in steps(model, 1):
-            plain_train(model, optimizer, step)
-            said.append(stage_of(model))
-            _check_nouns(model)
+    _, model = twins(Feature(), stage_name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps(model, 1):
+        plain_train(model, optimizer, step)
+        said.append(stage_of(model))
+        _check_nouns(model)
     stock = layout_in_force(model)
     return {
         "said": list(dict.fromkeys(said)),
         "explained": model.explain(),
         "plan": model.plan.fingerprint if model.plan is not None else None,
         "layout": stock,
-        "planned": layout_of(model.plan, list(reduced_parameters(model))) if model.plan is not None else None,
+        "planned": model.plan.indices(list(reduced_parameters(model))) if model.plan is not None else None,
         "trace": [t.name for t in model.trace.tensors] if model.trace is not None else [],
         "network": model.network.world_size if model.network is not None else 0,
         "lanes": Counter(span.track for span in model.timeline.spans) if model.timeline is not None else {},
@@ -102,9 +102,9 @@ def test_runs_the_plan_it_is_told() -> None:
 
 def measured(rank: int) -> dict[str, Any]:
     """Without a network it measures one, lanes included, and everyone holds the same."""
-    with stage("keeps the plan"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the network's costs vary")
-        model = DataParallel(mlp(), profile_steps=2, lanes=2, compress="bf16")
+        model = DataParallel(mlp(), profile_steps=2, lanes=2, compress="bf16", policy=STAGES["keeps the plan"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in steps(model):
             plain_train(model, optimizer, step)
@@ -132,14 +132,18 @@ def test_measures_the_network_if_none_is_given() -> None:
 
 def lanes_tried(rank: int, start_s: float, s_per_byte: float, eta: float) -> list[int]:
     """How many lanes the plans have that are tried on such a network; 0 for DDP's own buckets."""
-    with stage("keeps the plan"):
-        given = Network.ring(2, start_s, s_per_byte, eta=eta)
-        model = DataParallel(nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))), profile_steps=2, network=given)
-        tried = set()
-        for step in steps(model):
-            model.zero_grad()
-            model(torch.ones(2, 50) * step).sum().backward()
-            tried.add(model.plan.lanes if model.plan is not None else 0)
+    given = Network.ring(2, start_s, s_per_byte, eta=eta)
+    model = DataParallel(
+        nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))),
+        profile_steps=2,
+        network=given,
+        policy=STAGES["keeps the plan"],
+    )
+    tried = set()
+    for step in steps(model):
+        model.zero_grad()
+        model(torch.ones(2, 50) * step).sum().backward()
+        tried.add(model.plan.lanes if model.plan is not None else 0)
     return sorted(tried)
 
 
@@ -154,21 +158,20 @@ def test_lanes_are_not_tried_on_a_link_that_one_message_fills() -> None:
 def drift(rank: int) -> list[str]:
     """Steps become much slower on rank 0 only, by its own clock: everyone plans again."""
     said: list[str] = []
-    with stage("keeps the plan"):
-        tuner.DRIFT, tuner.WATCH_STEPS = 0.9, 5
-        _, model = twins(Feature(Sleepy))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        slow_from = None
-        for step in range(120):
-            plain_train(model, optimizer, step)
-            if stage_of(model) not in said[-1:]:
-                said.append(stage_of(model))
-            if slow_from is None and "running" in said[-1]:
-                slow_from = step + 12
-            if slow_from is not None and step == slow_from and rank == 0:
-                model.module.pause_s = 0.3
-            if slow_from is not None and step > slow_from and "profiling" in said[-1]:
-                break
+    policy = replace(STAGES["keeps the plan"], max_drift=0.9, drift_check_steps=5)
+    _, model = twins(Feature(Sleepy, ours={"policy": policy}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    slow_from = None
+    for step in range(120):
+        plain_train(model, optimizer, step)
+        if stage_of(model) not in said[-1:]:
+            said.append(stage_of(model))
+        if slow_from is None and "running" in said[-1]:
+            slow_from = step + 12
+        if slow_from is not None and step == slow_from and rank == 0:
+            model.module.pause_s = 0.3
+        if slow_from is not None and step > slow_from and "profiling" in said[-1]:
+            break
     return said
 
 
@@ -197,15 +200,21 @@ def test_drift_on_rank_0_makes_everyone_plan_again() -> None:
 
 def frozen(rank: int) -> str:
     """A layer frozen before there is a plan: DDP's buckets stay, and it says why."""
-    with stage("keeps the plan"):
-        model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, find_unused_parameters=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(12):
-            if step == 1:
-                model.module[0].requires_grad_(False)
-            plain_train(model, optimizer, step)
-        assert model.plan is None
-        return stage_of(model)
+    model = DataParallel(
+        mlp(),
+        planner=scattered,
+        network=ring(),
+        profile_steps=2,
+        find_unused_parameters=True,
+        policy=STAGES["keeps the plan"],
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(12):
+        if step == 1:
+            model.module[0].requires_grad_(False)
+        plain_train(model, optimizer, step)
+    assert model.plan is None
+    return stage_of(model)
 
 
 def test_frozen_before_there_is_a_plan() -> None:
@@ -231,13 +240,12 @@ class Hiding(nn.Linear):
 
 def opaque(rank: int) -> str:
     """An output that DDP cannot look into either: it trains, and nothing is planned."""
-    with stage("keeps the plan"):
-        model = DataParallel(Hiding(), planner=scattered, network=ring(), profile_steps=2)
-        for step in range(12):
-            model.zero_grad()
-            model(torch.ones(2, WIDTH) * step).value.sum().backward()
-        assert model.plan is None
-        return stage_of(model)
+    model = DataParallel(Hiding(), planner=scattered, network=ring(), profile_steps=2, policy=STAGES["keeps the plan"])
+    for step in range(12):
+        model.zero_grad()
+        model(torch.ones(2, WIDTH) * step).value.sum().backward()
+    assert model.plan is None
+    return stage_of(model)
 
 
 def test_an_output_without_visible_tensors() -> None:

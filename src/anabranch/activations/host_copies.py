@@ -1,102 +1,126 @@
-"""Copies between a device and host buffers, ordered by events alone: the host never waits for one."""
+"""Copies between a device and host memory, ordered by events: the host waits only in ``synchronize``."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
-from anabranch.activations.host_pool import Buffer
-
-Done = torch.cuda.Event | None  # None: it was done when it was asked for
+CopyDone = torch.cuda.Event | None  # when a copy has finished; None: it had when the call returned
 
 
-class Copies(Protocol):
-    """Copies of raw bytes out to the host and back, each of which says when it is done."""
+class HostCopies(Protocol):
+    """Copies to host memory and back. The caller allocates both sides and keeps them until the copy is done."""
 
-    def out(self, source: torch.Tensor, buffer: Buffer) -> Done:
-        """Copy bytes that the work issued so far produces."""
+    def to_host(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[CopyDone] = ()) -> CopyDone:
+        """Copy to the host, behind the work issued so far on the current stream and behind ``after``."""
         ...
 
-    def back(self, buffer: Buffer, nbytes: int, written: Done) -> tuple[torch.Tensor, Done]:
-        """Copy bytes to new memory on the device, once they have been written."""
+    def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[CopyDone] = ()) -> CopyDone:
+        """Copy to the device, behind ``after`` alone: not behind the current stream."""
         ...
 
-    def wait(self, done: Done) -> None:
-        """Let all work issued from now on come after a copy."""
+    def after_current_stream(self) -> None:
+        """Let later copies to the device start behind the work issued so far on the current stream.
+
+        Needed where their target is new: its memory may have been freed by work that still runs.
+        """
         ...
 
-    def is_done(self, done: Done) -> bool:
-        """Whether a copy is over; does not wait."""
+    def on_device_copy_stream(self) -> AbstractContextManager[object]:
+        """Make the stream of copies to the device the current one: it then waits for what is waited for inside."""
+        ...
+
+    def wait(self, done: CopyDone) -> None:
+        """Let the work issued from now on, on the current stream, start behind a copy."""
+        ...
+
+    def is_done(self, done: CopyDone) -> bool:
+        """Whether a copy has finished; does not wait."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until every copy to the host has finished."""
         ...
 
 
-class HostCopies:
-    """The twin for models on the CPU: the same life cycle with copies that are done at once."""
+class BlockingCopies:
+    """For models on the CPU, and the twin of ``CudaCopies`` in tests: every copy is done when its call returns."""
 
-    def out(self, source: torch.Tensor, buffer: Buffer) -> Done:
-        """Copy now."""
-        buffer.space[: source.numel()].copy_(source)
+    def to_host(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[CopyDone] = ()) -> CopyDone:  # noqa: ARG002
+        target.copy_(source)
         return None
 
-    def back(self, buffer: Buffer, nbytes: int, written: Done) -> tuple[torch.Tensor, Done]:  # noqa: ARG002
-        """Copy now."""
-        return buffer.space[:nbytes].clone(), None
+    def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[CopyDone] = ()) -> CopyDone:  # noqa: ARG002
+        target.copy_(source)
+        return None
 
-    def wait(self, done: Done) -> None:
-        """Nothing is under way."""
+    def after_current_stream(self) -> None:
+        pass
 
-    def is_done(self, done: Done) -> bool:  # noqa: ARG002
-        """Always."""
+    def on_device_copy_stream(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def wait(self, done: CopyDone) -> None:
+        pass
+
+    def is_done(self, done: CopyDone) -> bool:  # noqa: ARG002
         return True
+
+    def synchronize(self) -> None:
+        pass
 
 
 class CudaCopies:
-    """One stream for each direction, as the link carries both at once.
+    """One stream for each direction, since the link carries both at once.
 
-    Memory on the device is always allocated and freed in the order of the stream that computes, and that stream waits
-    for the copies: so how much is in use follows from the program and not from how far ahead the host is.
-    ``record_stream`` would free memory only when the host looks and finds the copy over; a host that is a whole
-    forward ahead finds none of them over, and allocates everything anew.
+    Callers allocate and free device memory in the order of the stream that computes, and let that stream wait for
+    the copies: so memory in use follows from the program, not from how far ahead the host is. ``record_stream`` is not
+    used: it frees memory only when the host finds the copy finished. A host that is a whole forward ahead finds none
+    of them finished and allocates everything anew.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._outward: torch.cuda.Stream = torch.cuda.Stream(device)
-        self._backward: torch.cuda.Stream = torch.cuda.Stream(device)
+        self._to_host: torch.cuda.Stream = torch.cuda.Stream(device)
+        self._to_device: torch.cuda.Stream = torch.cuda.Stream(device)
 
-    def out(self, source: torch.Tensor, buffer: Buffer) -> Done:
-        """Behind the work issued so far, and behind whatever still reads the buffer."""
-        stream = self._outward
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        if buffer.read is not None:
-            stream.wait_event(buffer.read)
-            buffer.read = None
-        with torch.cuda.stream(stream):
-            buffer.space[: source.numel()].copy_(source, non_blocking=True)
-        done: torch.cuda.Event = stream.record_event()
-        return done
+    def to_host(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[CopyDone] = ()) -> CopyDone:
+        self._to_host.wait_stream(torch.cuda.current_stream(self._device))
+        return _copy_on(self._to_host, source, target, after)
 
-    def back(self, buffer: Buffer, nbytes: int, written: Done) -> tuple[torch.Tensor, Done]:
-        """Behind the work issued so far: it may still use the memory that is handed out anew."""
-        space = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        stream = self._backward
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        if written is not None:
-            stream.wait_event(written)
-        with torch.cuda.stream(stream):
-            space.copy_(buffer.space[:nbytes], non_blocking=True)
-        buffer.read = stream.record_event()
-        return space, buffer.read
+    def to_device(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[CopyDone] = ()) -> CopyDone:
+        return _copy_on(self._to_device, source, target, after)
 
-    def wait(self, done: Done) -> None:
-        """Only the current stream does; the host goes on."""
+    def after_current_stream(self) -> None:
+        self._to_device.wait_stream(torch.cuda.current_stream(self._device))
+
+    def on_device_copy_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._to_device)
+
+    def wait(self, done: CopyDone) -> None:
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
 
-    def is_done(self, done: Done) -> bool:
-        """Ask the driver."""
+    def is_done(self, done: CopyDone) -> bool:
         return done is None or done.query()
 
+    def synchronize(self) -> None:
+        self._to_host.synchronize()
 
-def copies_for(device: torch.device) -> Copies:
-    """The copies that reach ``device``."""
-    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+
+def _copy_on(
+    stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, after: Sequence[CopyDone]
+) -> CopyDone:
+    for done in after:
+        if done is not None:
+            stream.wait_event(done)
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    finished: torch.cuda.Event = stream.record_event()
+    return finished
+
+
+def copies_for(device: torch.device) -> HostCopies:
+    """Return the copies that reach ``device``."""
+    return CudaCopies(device) if device.type == "cuda" else BlockingCopies()

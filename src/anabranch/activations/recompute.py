@@ -1,133 +1,151 @@
-"""Carries out what was chosen for a model's blocks, in place of their forward: no wrappers, so no names change."""
+"""Carries out the actions chosen for a model's blocks by replacing their forward: no wrappers, so no names change."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from anabranch.activations.blocks import END, REST, Unit, blocks_of
+from anabranch.activations.blocks import END, REST, Block, blocks_of
+from anabranch.activations.cost_model import ACTIONS, OFFLOADED, RECOMPUTED, Action
 from anabranch.activations.offloader import Offloader
-from anabranch.activations.side_effects import Buffers, Call, StatisticsHeld
-from anabranch.activations.solver import ACTIONS, OFFLOADED, Action
+from anabranch.activations.side_effects import BufferSnapshot, FrozenStatistics, ReplayableCall
 
-Last = tuple[str, int]  # the name of the block that is the last to run in a forward, and how often it runs in it
+Run = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]  # calls a function with its arguments
 
 
-class Stretch:
-    """One or more units that are treated as one."""
+class LastBlock(NamedTuple):
+    """The block that runs last in a forward, and how often it runs in it."""
 
-    def __init__(self, action: Action, units: Sequence[Unit], offloader: Offloader | None) -> None:
-        self.action, self.units, self._offloader = action, list(units), offloader
-        self.then: Callable[[], None] | None = None  # called when they have run
-        self._held: StatisticsHeld | None = None
+    name: str
+    runs: int
+
+
+class BlockRange:
+    """Consecutive blocks that have one action together: one block, and those that join it."""
+
+    def __init__(self, action: Action, blocks: Sequence[Block], offloader: Offloader | None) -> None:
+        self.action = action
+        self.blocks = list(blocks)
+        self.after_run: Callable[[], None] | None = None
+        self._offloader = offloader
+        self._statistics: FrozenStatistics | None = None  # made in the first run
 
     @property
-    def parts(self) -> list[nn.Module]:
-        """The modules that it runs."""
-        return [part for unit in self.units for part in unit.parts]
+    def modules(self) -> list[nn.Module]:
+        """The modules that it runs, in order."""
+        return [module for block in self.blocks for module in block.modules]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function that runs the units, with their activations treated as chosen."""
+        """Call a function that runs the blocks, and carry out the action; without gradients, only call it."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        output = self._treated(function, args, kwargs)
-        if self.then is not None:
-            self.then()
+        with self._offloader_hooks():
+            if self.action in RECOMPUTED:
+                output = self._checkpointed(function, args, kwargs)
+            else:
+                output = function(*args, **kwargs)
+        if self.after_run is not None:
+            self.after_run()
         return output
 
-    def _treated(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with self._hooks():
-            if self.action in ("keep", "offload"):
-                return function(*args, **kwargs)
-            before = None if self._held is not None else Buffers(self.parts)
-            held = self._held = self._held or StatisticsHeld(self.parts)
-            call = Call(function, args, kwargs)  # so that no name of theirs can meet one of checkpoint's own
-            output = checkpoint(
-                call, *call.take_tensors(), use_reentrant=False, context_fn=lambda: (nullcontext(), held)
+    def _checkpointed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        buffers = BufferSnapshot(self.modules) if self._statistics is None else None  # checked in the first run only
+        statistics = self._statistics = self._statistics or FrozenStatistics(self.modules)
+        call = ReplayableCall(function, args, kwargs)  # so that no keyword can clash with one of checkpoint's own
+        output = checkpoint(
+            call, *call.take_tensors(), use_reentrant=False, context_fn=lambda: (nullcontext(), statistics)
+        )
+        if buffers is not None and (changed := buffers.changed()) is not None:
+            raise ValueError(
+                f"block {self.blocks[0].name!r} changes its buffer {changed!r} in forward, so that computing it "
+                "again gives something else: use Activations with mode 'keep', 'offload' or 'auto'"
             )
-            if before is not None and (changed := before.changed()) is not None:
-                raise ValueError(
-                    f"block {self.units[0].name!r} changes its buffer {changed!r} in forward, so that computing it "
-                    "again gives something else: use Activations with mode 'keep', 'offload' or 'auto'"
-                )
-            return output
+        return output
 
-    def _hooks(self) -> AbstractContextManager[None]:
+    def _offloader_hooks(self) -> AbstractContextManager[None]:
         if self._offloader is None:
             return nullcontext()
         if self.action in OFFLOADED:
-            return self._offloader.hooks(*self.parts)
+            return self._offloader.hooks(*self.modules)
         return self._offloader.keep()
 
 
-class Outside(Stretch):
-    """What is saved outside all units: offloaded, but kept once ``ran`` was called ``runs`` times in a forward."""
+class OutsideBlocks:
+    """The model's own forward: offloads what is saved outside all blocks, but keeps what the end of forward saves.
 
-    def __init__(self, model: nn.Module, offloader: Offloader | None, runs: int) -> None:
-        super().__init__("offload", [Unit(REST, model)], offloader)
-        self._runs, self._left = runs, 0
+    The end begins when ``last_block_ran`` was called ``runs`` times in a forward; with 0 everything is offloaded.
+    """
+
+    def __init__(self, model: nn.Module, offloader: Offloader, runs: int) -> None:
+        self._model = model
+        self._offloader = offloader
+        self._runs = runs
+        self._runs_left = 0
         self._open: ExitStack | None = None  # while the model's forward runs
 
-    def ran(self) -> None:
-        """The unit that is the last to run has; that was the last time, if it has run as often as it does."""
-        self._left -= 1
-        if self._left == 0 and self._open is not None and self._offloader is not None:
+    def last_block_ran(self) -> None:
+        """Note a run of the block that runs last."""
+        self._runs_left -= 1
+        if self._runs_left == 0 and self._open is not None:
             self._open.enter_context(self._offloader.keep())
 
-    def _treated(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self._left = self._runs
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model's forward."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        self._runs_left = self._runs
         try:
-            with self._hooks(), ExitStack() as self._open:
+            with self._offloader.hooks(self._model), ExitStack() as self._open:
                 return function(*args, **kwargs)
         finally:
             self._open = None
 
 
 class ModuleForward:
-    """The forward of a module that is a unit; an object, not a closure, so that a deep copy calls the copied module."""
+    """Replaces the forward of a module; an object and not a closure, so that a deep copy calls the copied module."""
 
-    def __init__(self, module: nn.Module, stretch: Stretch) -> None:
-        self._module, self._stretch = module, stretch
+    def __init__(self, module: nn.Module, run: Run) -> None:
+        self._module = module
+        self._run = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
-        return self._stretch.run(partial(type(self._module).forward, self._module), args, kwargs)
+        return self._run(partial(type(self._module).forward, self._module), args, kwargs)
 
 
 class SequentialForward:
-    """The forward of a Sequential whose children are treated in stretches; those in none run as they are."""
+    """Replaces the forward of a Sequential whose children are run in ranges; children in no range run as they are."""
 
-    def __init__(self, module: nn.Module, stretches: Sequence[Stretch]) -> None:
+    def __init__(self, module: nn.Module, ranges: Sequence[tuple[BlockRange, Run]]) -> None:
         self._module = module
-        self._stretches = {unit.children[0]: stretch for stretch in stretches for unit in stretch.units[:1]}
-        self._in_stretches = {name for stretch in stretches for unit in stretch.units for name in unit.children}
+        self._ranges = {blocks.blocks[0].children[0]: (blocks, run) for blocks, run in ranges}
+        self._in_ranges = {name for blocks, _ in ranges for block in blocks.blocks for name in block.children}
 
     def __call__(self, input: Any) -> Any:
-        """Run them in order."""
         for name, child in self._module._modules.items():  # named_children() leaves out a layer that is used again
-            if name in self._stretches:
-                stretch = self._stretches[name]
-                input = stretch.run(partial(_in_order, stretch.parts), (input,), {})
-            elif child is not None and name not in self._in_stretches:
+            if name in self._ranges:
+                blocks, run = self._ranges[name]
+                input = run(partial(_run_in_order, blocks.modules), (input,), {})
+            elif child is not None and name not in self._in_ranges:
                 input = child(input)
         return input
 
 
-def _in_order(parts: Sequence[nn.Module], value: Any) -> Any:
-    for part in parts:
-        value = part(value)
+def _run_in_order(modules: Sequence[nn.Module], value: Any) -> Any:
+    for module in modules:
+        value = module(value)
     return value
 
 
 class PatchedModel:
-    """A model whose blocks' activations are treated as chosen until ``undo()``; blocks without an action are let be.
+    """A model whose blocks' activations are treated as chosen until ``undo()``; blocks without an action run as before.
 
-    What is saved outside all blocks has an action as ``REST``. What is saved after the last block has run can be kept
-    all the same, as ``END``: ``last`` says which block that is.
+    What is saved outside all blocks has an action under the name ``REST``. What is saved after the last block has run
+    can be kept all the same, under the name ``END``: ``last`` says which block that is. ``run`` runs a range of blocks;
+    the profiler puts its own measurement around it.
     """
 
     def __init__(
@@ -135,41 +153,48 @@ class PatchedModel:
         model: nn.Module,
         actions: Mapping[str, Action],
         offloader: Offloader | None = None,
-        stretch: Callable[[Action, Sequence[Unit], Offloader | None], Stretch] = Stretch,
-        last: Last | None = None,
+        run: Callable[..., Any] = BlockRange.run,
+        last: LastBlock | None = None,
     ) -> None:
-        units = {unit.name: unit for unit in blocks_of(model)}
-        _check(units, actions, offloader)
+        blocks = {block.name: block for block in blocks_of(model)}
+        _check(blocks, actions, offloader)
         self.actions = dict(actions)
         self._patched: list[nn.Module] = []
-        sequentials: dict[nn.Module, list[Stretch]] = {}
-        stretches_of: dict[str, Stretch] = {}
-        for name, unit in units.items():
-            action = actions.get(name)
-            if action is None:
-                continue
-            if action == "join":
-                stretches_of[name] = sequentials[unit.module][-1]
-                stretches_of[name].units.append(unit)
-                continue
-            own = stretches_of[name] = stretch(action, [unit], offloader)
-            if unit.children:
-                sequentials.setdefault(unit.module, []).append(own)
-            else:
-                self._patch(unit.module, ModuleForward(unit.module, own))
-        for module, stretches in sequentials.items():
-            self._patch(module, SequentialForward(module, stretches))
+        range_of = self._patch_blocks(blocks, offloader, run)
         if actions.get(REST, "keep") == "offload" and model not in self._patched:  # else nothing is outside
-            name, runs = last or ("", 0)
-            outside = Outside(model, offloader, runs)
-            self._patch(model, ModuleForward(model, outside))
-            if name in stretches_of and actions.get(END) == "keep":
-                stretches_of[name].then = outside.ran
+            assert offloader is not None
+            outside = OutsideBlocks(model, offloader, last.runs if last is not None else 0)
+            self._patch(model, ModuleForward(model, outside.run))
+            if last is not None and last.name in range_of and actions.get(END) == "keep":
+                range_of[last.name].after_run = outside.last_block_ran
 
     def undo(self) -> None:
         """Give every module its own forward back."""
         while self._patched:
             del self._patched.pop().__dict__["forward"]
+
+    def _patch_blocks(
+        self, blocks: Mapping[str, Block], offloader: Offloader | None, run: Callable[..., Any]
+    ) -> dict[str, BlockRange]:
+        """Replace the forwards of all blocks that have an action; return the range that each block is in."""
+        range_of: dict[str, BlockRange] = {}
+        in_sequential: dict[nn.Module, list[BlockRange]] = {}
+        for name, block in blocks.items():
+            action = self.actions.get(name)
+            if action is None:
+                continue
+            if action == "join":
+                range_of[name] = in_sequential[block.module][-1]
+                range_of[name].blocks.append(block)
+                continue
+            own = range_of[name] = BlockRange(action, [block], offloader)
+            if block.children:
+                in_sequential.setdefault(block.module, []).append(own)
+            else:
+                self._patch(block.module, ModuleForward(block.module, partial(run, own)))
+        for module, ranges in in_sequential.items():
+            self._patch(module, SequentialForward(module, [(each, partial(run, each)) for each in ranges]))
+        return range_of
 
     def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         if "forward" in module.__dict__:
@@ -182,26 +207,25 @@ class PatchedModel:
         self._patched.append(module)
 
 
-def recompute(model: nn.Module, names: Sequence[str] | None = None) -> PatchedModel:
-    """Recompute the named units in backward, all of them if no names are given, each from its own input."""
-    chosen = [unit.name for unit in blocks_of(model)] if names is None else names
-    return PatchedModel(model, dict.fromkeys(chosen, "recompute"))
+def recompute(model: nn.Module) -> PatchedModel:
+    """Recompute every block of ``model`` in backward, each from its own input."""
+    return PatchedModel(model, dict.fromkeys((block.name for block in blocks_of(model)), "recompute"))
 
 
-def _check(units: Mapping[str, Unit], actions: Mapping[str, Action], offloader: Offloader | None) -> None:
+def _check(blocks: Mapping[str, Block], actions: Mapping[str, Action], offloader: Offloader | None) -> None:
     for name, action in actions.items():
         if name in (REST, END) and action not in ("keep", "offload"):
             raise ValueError(f"action of what is outside all blocks is {action!r}: expected 'keep' or 'offload'")
-        if name not in (REST, END) and name not in units:
-            known = ", ".join(units) or "none: it has no repeated blocks"
+        if name not in (REST, END) and name not in blocks:
+            known = ", ".join(blocks) or "none: it has no repeated blocks"
             raise ValueError(f"no block is called {name!r}: expected one of blocks_of(model), which are {known}")
         if action not in ACTIONS:
             raise ValueError(f"action of block {name!r} is {action!r}: expected one of {', '.join(ACTIONS)}")
         if offloader is None and action in OFFLOADED:
             raise ValueError(f"action of block {name!r} is {action!r}, but there is no offloader: give one")
     before: Action | None = None
-    for name, unit in units.items():
+    for name, block in blocks.items():
         chosen = actions.get(name)
-        if chosen == "join" and not (unit.joins and before in ("recompute", "recompute+offload", "join")):
+        if chosen == "join" and not (block.joins and before in RECOMPUTED):
             raise ValueError(f"block {name!r} cannot join the one before it: expected that to be recomputed too")
         before = chosen

@@ -1,53 +1,53 @@
-"""What a second run of a block must leave as it is: statistics, buffers, what hooks of others see, its arguments."""
+"""Runs a block a second time without side effects: on statistics, buffers, other code's hooks, and its arguments."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+_Statistics = Mapping[str, torch.Tensor | None]
 
-class StatisticsHeld:
-    """Within it, norms compute the same but do not count the batch: they have seen it in the forward.
 
-    Their statistics are others for that time, which nobody reads: without any, autograd would save fewer tensors than
-    in the forward, and checkpointing would refuse that.
+class FrozenStatistics:
+    """A context in which norms compute as in training but do not update their running statistics.
+
+    The statistics are replaced by scratch tensors for that time. With no statistics at all, autograd would save fewer
+    tensors than in the forward, and torch's checkpoint would refuse that.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._norms = [inner for module in modules for inner in module.modules() if isinstance(inner, _NormBase)]
-        self._others: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
-        self._own: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
+        self._scratch: dict[nn.Module, _Statistics] = {}
+        self._replaced: dict[nn.Module, _Statistics] = {}
 
     def __enter__(self) -> None:
-        """Set aside the statistics of those that count."""
         for norm in self._norms:
-            if norm.training and norm.track_running_stats and norm not in self._own:
-                own = self._own[norm] = dict(norm._buffers)
-                norm._buffers.update(self._others_for(norm, own))
+            if norm.training and norm.track_running_stats and norm not in self._replaced:
+                own = self._replaced[norm] = dict(norm._buffers)
+                norm._buffers.update(self._scratch_for(norm, own))
 
     def __exit__(self, *exception: object) -> None:
-        """Put them back."""
-        for norm, own in self._own.items():
+        for norm, own in self._replaced.items():
             norm._buffers.update(own)
-        self._own = {}
+        self._replaced = {}
 
-    def _others_for(self, norm: nn.Module, own: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor | None]:
-        others = self._others.get(norm)
-        if others is None or any(
+    def _scratch_for(self, norm: nn.Module, own: _Statistics) -> _Statistics:
+        scratch = self._scratch.get(norm)
+        if scratch is None or any(
             mine is not None and (other is None or other.device != mine.device or other.dtype != mine.dtype)
-            for mine, other in ((own[name], others.get(name)) for name in own)
+            for mine, other in ((own[name], scratch.get(name)) for name in own)
         ):  # also when the model has moved
-            others = {name: None if mine is None else torch.zeros_like(mine) for name, mine in own.items()}
-            self._others[norm] = others
-        return others
+            scratch = {name: None if mine is None else torch.zeros_like(mine) for name, mine in own.items()}
+            self._scratch[norm] = scratch
+        return scratch
 
 
-class Seen(NamedTuple):
-    """A buffer as it was."""
+class BufferState(NamedTuple):
+    """A buffer at the time of a snapshot."""
 
     module: nn.Module
     name: str
@@ -57,15 +57,22 @@ class Seen(NamedTuple):
     content: torch.Tensor | None
 
 
-class Buffers:
-    """The buffers of modules as they are now, but for the statistics of norms, which are held aside.
+class BufferSnapshot:
+    """The buffers of modules as they are now, except for statistics of norms, which ``FrozenStatistics`` protects.
 
-    With ``contents`` they can be put back.
+    Only a snapshot with ``contents`` can be restored.
     """
 
     def __init__(self, modules: Sequence[nn.Module], contents: bool = False) -> None:
-        self._seen = [
-            Seen(inner, name, f"{prefix}.{name}".lstrip("."), buffer, buffer._version, _copy(buffer, contents))
+        self._states = [
+            BufferState(
+                inner,
+                name,
+                f"{prefix}.{name}".lstrip("."),
+                buffer,
+                buffer._version,
+                buffer.detach().clone() if contents else None,
+            )
             for module in modules
             for prefix, inner in module.named_modules()
             if not isinstance(inner, _NormBase)
@@ -74,89 +81,83 @@ class Buffers:
         ]
 
     def changed(self) -> str | None:
-        """The name of one that is another by now, or has another content."""
-        for seen in self._seen:
-            if seen.module._buffers.get(seen.name) is not seen.buffer or seen.buffer._version != seen.version:
-                return seen.path
+        """Return the name of a buffer that was replaced or written to since the snapshot; None if there is none."""
+        for state in self._states:
+            if state.module._buffers.get(state.name) is not state.buffer or state.buffer._version != state.version:
+                return state.path
         return None
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """All of them, with what they held."""
-        for seen in self._seen:
-            seen.module._buffers[seen.name] = seen.buffer
-            if seen.content is not None:
-                seen.buffer.copy_(seen.content)
+    def restore(self) -> None:
+        """Give the modules these buffers back, with the contents of then."""
+        for state in self._states:
+            state.module._buffers[state.name] = state.buffer
+            if state.content is not None:
+                state.buffer.copy_(state.content)
 
 
-class Aside:
-    """A run of modules within it leaves nothing behind, also in hooks, which others use to capture what passes.
+class NoSideEffects:
+    """A context in which a run of modules changes neither statistics nor buffers and calls no forward hooks.
 
-    ``changed`` names a buffer that it would have changed.
+    Others use forward hooks to capture outputs. ``changed`` names a buffer that the run would have changed.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.changed: str | None = None
-        self._modules = list(dict.fromkeys(inner for module in modules for inner in module.modules()))
-        self._parts, self._held = modules, StatisticsHeld(modules)
+        self._outer = modules
+        self._all = list(dict.fromkeys(inner for module in modules for inner in module.modules()))
+        self._statistics = FrozenStatistics(modules)
 
-    def __enter__(self) -> "Aside":
-        """Take note of everything."""
-        self._held.__enter__()
-        self._before = Buffers(self._parts, contents=True)
-        self._hooks = [inner._forward_hooks for inner in self._modules]
-        for inner in self._modules:
+    def __enter__(self) -> Self:
+        self._statistics.__enter__()
+        self._buffers = BufferSnapshot(self._outer, contents=True)
+        self._hooks = [inner._forward_hooks for inner in self._all]
+        for inner in self._all:
             inner._forward_hooks = OrderedDict()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Put everything back."""
-        self.changed = self._before.changed()
-        for inner, hooks in zip(self._modules, self._hooks, strict=True):
+        self.changed = self._buffers.changed()
+        for inner, hooks in zip(self._all, self._hooks, strict=True):
             inner._forward_hooks = hooks
         if self.changed is not None:
-            self._before.put_back()
-        self._held.__exit__()
+            self._buffers.restore()
+        self._statistics.__exit__()
 
 
-def _copy(buffer: torch.Tensor, wanted: bool) -> torch.Tensor | None:
-    return buffer.detach().clone() if wanted else None
+class ReplayableCall:
+    """A call that torch's checkpoint can repeat: its tensors, which checkpoint keeps, are passed one by one.
 
-
-class Call:
-    """A call that can be made again with its tensors given one by one, as torch's checkpoint sees to those.
-
-    The first is made with what was given itself, since a function may put something into a list that it was given;
-    later ones with lists and dicts of the same. Of the tensors it keeps none once they were taken and it was called.
+    The first call gets the original arguments, since a function may append to a list that it was given. Later calls get
+    lists and dicts of their own. Once the tensors were taken and the first call was made, it refers to no tensor.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._function = function
-        self._given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = (args, dict(kwargs))
-        leaves, self._spec = tree_flatten(self._given)
+        self._original: tuple[tuple[Any, ...], Mapping[str, Any]] | None = (args, dict(kwargs))
+        leaves, self._spec = tree_flatten(self._original)
         self._tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._other_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def take_tensors(self) -> list[torch.Tensor]:
-        """To call it with."""
+        """Return the tensors to call it with, and let go of them."""
         taken, self._tensors = self._tensors, []
         return taken
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """Call the function."""
-        if self._given is not None:
-            (args, kwargs), self._given = self._given, None
+        if self._original is not None:
+            (args, kwargs), self._original = self._original, None
         else:
-            leaves = list(self._leaves)
-            for place, tensor in zip(self._places, tensors, strict=True):
-                leaves[place] = tensor
+            leaves = list(self._other_leaves)
+            for position, tensor in zip(self._positions, tensors, strict=True):
+                leaves[position] = tensor
             args, kwargs = tree_unflatten(leaves, self._spec)
         return self._function(*args, **kwargs)
 
 
-def containers_copied(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same in lists and dicts of their own."""
+def copy_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the same tensors and values in new lists and dicts."""
     leaves, spec = tree_flatten((args, dict(kwargs)))
     copied: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, spec)
     return copied

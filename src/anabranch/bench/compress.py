@@ -3,19 +3,19 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from anabranch.bench.baselines import RIVALS
+from anabranch.bench.baselines import BASELINES
 from anabranch.comm.dense import COLLECTIVES
 from anabranch.sparse.naming import KIND, given_density
 from anabranch.sparse.options import OkTopk
 
 WIRES = [kind for kind in COLLECTIVES if kind != "dense"]
-OTHERS = [name for name in RIVALS if name != "dense"]
+OTHERS = [name for name in BASELINES if name != "dense"]
 OURS = [*WIRES, KIND, f"{KIND}:bf16", f"{KIND}:0.01", f"{KIND}:0.01:bf16"]
 ALLOWED = f"{', '.join(OURS)}, or a rival: {', '.join(f'{name}:0.01' for name in OTHERS)}"
 
 
 class Rival(NamedTuple):
-    """An exchange of ``sparse.rivals`` by name, and the share of the elements that it selects."""
+    """An exchange of ``bench.baselines`` by name, and the share of the elements that it selects."""
 
     name: str
     density: float

@@ -21,11 +21,12 @@ from anabranch.plan import Plan
 from anabranch.report.benchmark import BASELINE, COMPUTE
 from anabranch.trace import Trace
 from anabranch.tuning.candidates import predicted_s
-from anabranch.tuning.tuner import SETTLE_STEPS
+from anabranch.tuning.policy import DEFAULT_POLICY
 
 MIB = 1 << 20
 ALL_REDUCE = "one all-reduce"
 POWER_SGD_FROM = 2  # the first step that torch lets it compress
+SETTLE_STEPS = DEFAULT_POLICY.settle_steps
 PLANNED_AFTER = 2 * SETTLE_STEPS + 1  # a given plan is in force from the step after the first few, and settles then
 FEWEST_MIB, MOST_MIB = 1e-6, 1e6  # no merging and one bucket, as a size for DDP
 # For all alike: it saves a copy, and everyone who is after speed sets it.

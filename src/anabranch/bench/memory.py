@@ -20,15 +20,15 @@ from anabranch.bench import zoo
 from anabranch.bench.contestants import PLANNED_AFTER
 from anabranch.bench.trainings import Subject, training_of
 from anabranch.estimate.account import BUCKET_NBYTES, LEAN, MODES
-from anabranch.estimate.probe import Factory, Loss, probe
-from anabranch.estimate.profile import by_bytes
-from anabranch.lean.options import KEPT
+from anabranch.estimate.probe import Loss, probe
+from anabranch.estimate.step_profile import buckets_by_size
+from anabranch.lean.options import KEPT, OptimizerFactory
 from anabranch.plan import Bucket, Plan
 from anabranch.sparse.naming import kind_of
 
 FIRST, STEPS = 2 * PLANNED_AFTER, 3  # a plan is in force, and nothing is left of what was before
 # foreach is a GPU's default, and must be said where tensors have no device.
-OPTIMIZERS: Mapping[str, Factory] = {
+OPTIMIZERS: Mapping[str, OptimizerFactory] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, foreach=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
@@ -45,9 +45,9 @@ def of_zoo(name: str, batch: int) -> Build:
 def sparse_plan(build: Build, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
     """Buckets in the order of backward, those of matrices sparse; of the size that ``account`` takes for granted."""
     profile = probe(build)
-    buckets = sorted(by_bytes(profile, bucket_nbytes, sparsely=True), key=lambda bucket: bucket.complete)
+    buckets = sorted(buckets_by_size(profile, bucket_nbytes), key=lambda bucket: bucket.last_index)
     kinds = {True: kind_of(density), False: "dense"}
-    return Plan(tuple(Bucket(tuple(profile.arrivals[i].name for i in b.arrivals), 0, kinds[b.sparse]) for b in buckets))
+    return Plan(tuple(Bucket(tuple(profile.gradients[i].name for i in b.indices), 0, kinds[b.sparse]) for b in buckets))
 
 
 def runnable() -> list[str]:
@@ -63,7 +63,7 @@ class Peak(NamedTuple):
 
 
 def peak(
-    build: Build, mode: str, optimizer: Factory, ranks: int, density: float, activations: Activations = KEPT
+    build: Build, mode: str, optimizer: OptimizerFactory, ranks: int, density: float, activations: Activations = KEPT
 ) -> Peak:
     """What a mode needs on this GPU; ``activations`` as Lean's modes treat them.
 

@@ -1,4 +1,4 @@
-"""The other sparse exchanges as contestants: on lanes and beside backward, as Ok-Topk runs, in the same buckets."""
+"""Contestants made of the baseline exchanges: they run as Ok-Topk does, on lanes, in the same buckets."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import planners
-from anabranch.bench.baselines import RIVALS
+from anabranch.bench.baselines import BASELINES
 from anabranch.bench.compress import Rival
 from anabranch.bench.contestants import OPTIONS, PLANNED_AFTER, Contestant
 from anabranch.bench.zoo import Step
-from anabranch.comm.collectives import Collectives, DenseCollectives
-from anabranch.comm.communicator import GroupComm
-from anabranch.comm.dense import COLLECTIVES, Group, Steps, dense
+from anabranch.comm.collectives import Collectives
+from anabranch.comm.communicator import GroupCommunicator
+from anabranch.comm.dense import DenseExchanges, dense
+from anabranch.comm.exchange import Collective, Group, Steps, Traffic
 from anabranch.network import Network
 from anabranch.parallel import DataParallel
 from anabranch.plan import Bucket, Plan
@@ -26,44 +27,52 @@ from anabranch.sparse.state import SparseState
 from anabranch.trace import Trace
 
 
-class RivalCollectives(DenseCollectives):
-    """A rival's exchange for every bucket that names it, with what was not sent kept for the next step.
+class BaselineExchanges:
+    """The family of one baseline exchange, with error feedback.
 
-    Buckets of other dtypes than float32, which no exchange knows, travel dense.
+    Buckets that are not float32 are sent dense, because the exchanges need float32.
     """
 
+    kinds: tuple[str, ...] = ()  # it runs the plans it is given, and is not planned with
+
     def __init__(self, kind: str, rival: Rival, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._kind, self._rival = kind, rival
+        self._kind = kind
+        self._rival = rival
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         device = next(iter(parameters.values())).device
         self._state = SparseState(dist.get_rank(), dist.get_world_size(), device)
 
-    def runs(self, kind: str, dtype: torch.dtype) -> bool:
-        """See ``Collectives``."""
-        return kind == self._kind or super().runs(kind, dtype)
+    def handles(self, kind: str) -> bool:
+        return kind == self._kind
 
-    def aside(self, kind: str) -> bool:
-        """It selects before it sends."""
+    def supports(self, kind: str, dtype: torch.dtype) -> bool:  # noqa: ARG002 - what is not float32 goes dense
+        return kind == self._kind
+
+    def on_side_stream(self, kind: str) -> bool:
         return kind == self._kind
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """See ``Collectives``."""
-        if bucket.collective != self._kind or buffer.dtype != torch.float32:
-            return COLLECTIVES.get(bucket.collective, dense)(buffer, group, divisor)
+        if buffer.dtype != torch.float32:
+            return dense(buffer, group, divisor)
         state = self._state.bucket(bucket.names, [self._numels[name] for name in bucket.names])
-        return RIVALS[self._rival.name](buffer, state, GroupComm(group), divisor, self._rival.density)
+        return BASELINES[self._rival.name](buffer, state, GroupCommunicator(group), divisor, self._rival.density)
+
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:  # noqa: ARG002
+        return None  # it is counted on the wire
+
+    def probe(self, kind: str) -> Collective:
+        raise NotImplementedError(f"{kind} is not planned with, so it is not timed by itself")
 
 
-class RivalParallel(DataParallel):
-    """DataParallel, told what to run and with whose exchange."""
+class BaselineParallel(DataParallel):
+    """A DataParallel that runs the given plan with the given collectives."""
 
     def __init__(self, module: nn.Module, plan: Plan, collectives: Collectives) -> None:
-        self._theirs = collectives  # before nn.Module is set up, which takes attributes that are no modules
+        self._given_collectives = collectives  # DataParallel.__init__ asks for it, so it comes first
         super().__init__(module, plan=plan, profile_steps=0, **OPTIONS)
 
-    def _collectives(self, compress: Any) -> Collectives:  # noqa: ARG002
-        return self._theirs
+    def _make_collectives(self, compress: Any) -> Collectives:  # noqa: ARG002
+        return self._given_collectives
 
 
 def sparse_rivals(
@@ -74,18 +83,18 @@ def sparse_rivals(
     asked: Mapping[str, Rival],
     plans: Sequence[Plan | None],
 ) -> list[Contestant]:
-    """A contestant for each, by the text that asked for it.
+    """One contestant for each baseline in ``asked``, whose keys are the --compress arguments.
 
-    They send what Ok-Topk sends sparsely in the first of ``plans`` that has any such bucket, in the same buckets; if
-    none has, everything in DDP's own.
+    They send the sparse buckets of the first of ``plans`` that has any. If none has, they send everything, in DDP's own
+    buckets.
     """
     sparse = [plan for plan in plans if plan is not None and any(_sparse(bucket) for bucket in plan.buckets)]
     found = []
     for kind, rival in asked.items():
         plan = _sent_by(kind, sparse[0]) if sparse else planners.using(planners.by_bytes(trace, network), kind)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # One for all its turns: like a DataParallel that lives on, it goes on with what waits.
-        collectives = RivalCollectives(kind, rival, parameters)
+        # One for all turns of the contestant, so that residuals are kept between them, as in one DataParallel.
+        collectives = Collectives(BaselineExchanges(kind, rival, parameters), DenseExchanges())
         found.append(Contestant(kind, partial(_raced, model, step, plan, collectives), plan, warmup=PLANNED_AFTER))
     return found
 
@@ -95,13 +104,13 @@ def _sparse(bucket: Bucket) -> bool:
 
 
 def _sent_by(kind: str, plan: Plan) -> Plan:
-    """The same plan with this exchange for its sparse buckets."""
+    """The same plan with the collective ``kind`` for its sparse buckets."""
     return Plan(tuple(replace(b, collective=kind) if _sparse(b) else b for b in plan.buckets))
 
 
 @contextmanager
 def _raced(model: nn.Module, step: Step, plan: Plan, collectives: Collectives) -> Iterator[Callable[[], None]]:
-    wrapped = RivalParallel(model, plan, collectives)
+    wrapped = BaselineParallel(model, plan, collectives)
     try:
         yield partial(step, wrapped)
     finally:

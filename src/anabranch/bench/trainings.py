@@ -15,17 +15,17 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.activations.policy import Activations
-from anabranch.bench.allgather import top_pairs, wanted
-from anabranch.comm.communicator import Comm, ZeroBuffer
+from anabranch.bench.baselines import top_count, top_pairs
+from anabranch.comm.communicator import Communicator, ZeroBuffer
 from anabranch.ddp.reducer import unwrap
 from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, OKTOPK
-from anabranch.estimate.probe import Factory, Loss
-from anabranch.lean.options import KEPT, Lean, Residuals
+from anabranch.estimate.probe import Loss
+from anabranch.lean.options import KEPT, Lean, OptimizerFactory, ResidualPlacement
 from anabranch.parallel import DataParallel
 from anabranch.plan import Plan
-from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.oktopk import fixed_size_version
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.select import add
+from anabranch.sparse.select import add_pairs
 from anabranch.sparse.state import BucketState
 
 
@@ -34,7 +34,7 @@ class Subject(NamedTuple):
 
     model: nn.Module
     loss: Loss
-    optimizer: Factory
+    optimizer: OptimizerFactory
     ranks: int
     density: float
     plan: Plan | None = None
@@ -50,7 +50,7 @@ class _Done:
 
 
 class Mirror(ZeroBuffer):
-    """A ``Comm`` of ``size`` ranks that all offer what this one does: every message has its size, none travels."""
+    """A ``Communicator`` of ``size`` ranks that all offer what this one does. Messages have their size; none leaves."""
 
     rank = 0
 
@@ -92,7 +92,7 @@ def naive(subject: Subject) -> Generator[None, None, None]:
     while True:
         optimizer.zero_grad(set_to_none=True)
         subject.loss(subject.model).backward()
-        naive_exchange(parameters, residual, subject.ranks, wanted(numel, subject.density), subject.group)
+        naive_exchange(parameters, residual, subject.ranks, top_count(numel, subject.density), subject.group)
         optimizer.step()
         yield
 
@@ -118,7 +118,7 @@ def naive_exchange(
     else:
         everyone.copy_(pairs)
     update = torch.zeros_like(residual)
-    add(update, everyone, in_order=False)
+    add_pairs(update, everyone, in_order=False)
     update.div_(ranks)
     for parameter, piece in zip(parameters, update.split([p.numel() for p in parameters]), strict=True):
         cast(torch.Tensor, parameter.grad).copy_(piece.view_as(parameter))
@@ -144,7 +144,8 @@ def _mirrored(subject: Subject) -> Generator[None, None, None]:
     wrapped = DistributedDataParallel(subject.model, gradient_as_bucket_view=True)
     states: dict[int, BucketState] = {}
     parted = False
-    ranks, density, comm = subject.ranks, subject.density, cast(Comm, Mirror(subject.ranks))
+    ranks, density, comm = subject.ranks, subject.density, cast(Communicator, Mirror(subject.ranks))
+    options = OkTopk(density=density)
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG001
         nonlocal parted
@@ -152,7 +153,8 @@ def _mirrored(subject: Subject) -> Generator[None, None, None]:
         if parted:
             if buffer.data_ptr() not in states:
                 states[buffer.data_ptr()] = BucketState.of(torch.zeros_like(buffer), ranks)
-            for work in fixed_exchange(buffer, states[buffer.data_ptr()], comm, float(ranks), density):
+            run = fixed_size_version(buffer, options)
+            for work in run(buffer, states[buffer.data_ptr()], comm, float(ranks), density, options):
                 work.wait()
         parted = parted or bucket.is_last()
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
@@ -168,7 +170,7 @@ def _mirrored(subject: Subject) -> Generator[None, None, None]:
 
 
 def lean(
-    subject: Subject, residuals: Residuals = "in place", activations: Activations = KEPT
+    subject: Subject, residuals: ResidualPlacement = "in place", activations: Activations = KEPT
 ) -> Generator[None, None, None]:
     """DataParallel with Lean."""
     wrapped = _sparse(subject, memory=Lean(subject.optimizer, residuals, activations))

@@ -1,10 +1,10 @@
-"""Many ranks in one process: the same exchanges at 256 and 2048 ranks, with every word counted.
+"""Virtual ranks in one process: the same exchanges at 256 and 2048 ranks, with every word counted.
 
     world = VirtualWorld(64)
     world.run([exchange(gradients[c.rank], states[c.rank], c, 64.0, 0.01) for c in world.comms])
-    world.traffic.volume()
+    world.word_counts.volume()
 
-An operation completes when all ranks have issued theirs; then it is done for all at once, as a few tensor operations.
+An operation completes when all ranks have issued it; it is then done for all ranks at once, in a few tensor operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,21 +15,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from anabranch.bench.word_counts import Traffic
+from anabranch.bench.word_counts import WordCounts
 from anabranch.comm.communicator import MAX, SUM, ZeroBuffer
-from anabranch.comm.dense import Steps
+from anabranch.comm.exchange import Steps
 from anabranch.errors import DisagreementError
 
 
 class VirtualWork(dist.Work):
-    """Done once all ranks have issued their part; only the world can wait for that."""
+    """Done once all ranks have issued their part; ``VirtualWorld.run`` completes it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.done = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002
-        """True if it is done; a virtual rank that waits before that would wait for ever."""
+        """True if it is done. Raises RuntimeError if not, because a virtual rank would wait for ever."""
         if not self.done:
             raise RuntimeError(
                 "a virtual rank waited for its own operation: yield it, and VirtualWorld.run completes it"
@@ -51,14 +51,14 @@ class _Request:
 
     @property
     def like(self) -> tuple[object, ...]:
-        """What must be the same on all ranks."""
+        """What must be equal on all ranks."""
         even = self.given_counts is None and self.output_counts is None
         shape = tuple(self.given.shape[0 if even else 1 :])
         return self.kind, self.phase, self.given.dtype, shape, even
 
 
-class VirtualComm(ZeroBuffer):
-    """One rank of a ``VirtualWorld``; a ``Comm``."""
+class VirtualCommunicator(ZeroBuffer):
+    """One rank of a ``VirtualWorld``; a ``Communicator``."""
 
     def __init__(self, world: "VirtualWorld", rank: int) -> None:
         super().__init__()
@@ -66,12 +66,10 @@ class VirtualComm(ZeroBuffer):
 
     @property
     def rank(self) -> int:
-        """See ``Comm``."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """See ``Comm``."""
         return self._world.size
 
     def all_to_all(
@@ -82,23 +80,19 @@ class VirtualComm(ZeroBuffer):
         output_counts: Sequence[int] | None = None,
         given_counts: Sequence[int] | None = None,
     ) -> dist.Work:
-        """See ``Comm``."""
         return self._issue("all_to_all", phase, output, given, output_counts, given_counts)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> dist.Work:
-        """See ``Comm``."""
         return self._issue("all_gather", phase, output, part)
 
     def all_gather_uneven(
         self, output: torch.Tensor, part: torch.Tensor, counts: Sequence[int], phase: str
     ) -> dist.Work:
-        """See ``Comm``."""
         if counts[self._rank] != len(part):
             raise ValueError(f"rank {self._rank} gathers {len(part)} rows and announced {counts[self._rank]} ({phase})")
         return self._issue("all_gather", phase, output, part, counts, (len(part),))
 
     def all_reduce(self, tensor: torch.Tensor, phase: str, op: dist.ReduceOp.RedOpType = SUM) -> dist.Work:
-        """See ``Comm``."""
         return self._issue("maximum" if op == MAX else "sum", phase, tensor, tensor)
 
     def _issue(
@@ -116,20 +110,20 @@ class VirtualComm(ZeroBuffer):
 
 
 class VirtualWorld:
-    """``size`` ranks, their ``comms``, and the ``traffic`` between them."""
+    """``size`` virtual ranks: their communicators (``comms``), and the words sent between them (``word_counts``)."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ValueError(f"a world has at least one rank, not {size}")
+            raise ValueError(f"a virtual world of {size} ranks: expected at least one rank")
         self.size = size
-        self.comms = [VirtualComm(self, rank) for rank in range(size)]
-        self.traffic = Traffic(size)
+        self.comms = [VirtualCommunicator(self, rank) for rank in range(size)]
+        self.word_counts = WordCounts(size)
         self._pending: dict[int, _Request] = {}
 
     def run(self, ranks: Sequence[Steps]) -> None:
-        """Drive one generator per rank, in rank order, to their common end.
+        """Drive one generator per rank, in rank order, until all have ended.
 
-        Raises ``DisagreementError`` if ranks issue different operations, or some end while others still wait.
+        Raises ``DisagreementError`` if ranks issue different operations, or some end before the others.
         """
         if len(ranks) != self.size:
             raise ValueError(f"{len(ranks)} generators for {self.size} virtual ranks: give one per rank")
@@ -147,7 +141,7 @@ class VirtualWorld:
             self._complete()
 
     def issue(self, rank: int, request: _Request) -> None:
-        """Note a rank's part of the next operation."""
+        """Register a rank's part of the next operation."""
         if rank in self._pending:
             raise DisagreementError(
                 f"virtual rank {rank} issued {request.kind} ({request.phase}) before its {self._pending[rank].kind} "
@@ -166,12 +160,12 @@ class VirtualWorld:
                     "every rank must issue the same operations"
                 )
         self._pending.clear()
-        _DO[requests[0].kind](requests, self.traffic)
+        _OPERATIONS[requests[0].kind](requests, self.word_counts)
         for request in requests:
             request.work.done = True
 
 
-def _all_to_all(requests: Sequence[_Request], traffic: Traffic) -> None:
+def _all_to_all(requests: Sequence[_Request], words: WordCounts) -> None:
     size = len(requests)
     row_nbytes = _row_nbytes(requests[0].given)
     if requests[0].like[-1]:
@@ -179,7 +173,7 @@ def _all_to_all(requests: Sequence[_Request], traffic: Traffic) -> None:
         sent = torch.stack([r.given.reshape(size, rows, *r.given.shape[1:]) for r in requests])
         for rank, request in enumerate(requests):
             request.output.view(size, rows, *request.output.shape[1:]).copy_(sent[:, rank])
-        traffic.add_pairs(requests[0].phase, np.full((size, size), float(rows * row_nbytes)))
+        words.add_pairs(requests[0].phase, np.full((size, size), float(rows * row_nbytes)))
         return
     counts = np.array([r.given_counts for r in requests], dtype=np.int64)
     expected = np.array([r.output_counts for r in requests], dtype=np.int64)
@@ -197,36 +191,36 @@ def _all_to_all(requests: Sequence[_Request], traffic: Traffic) -> None:
     outputs = everything[order.to(everything.device)].split(counts.sum(axis=0).tolist())
     for request, output in zip(requests, outputs, strict=True):
         request.output.copy_(output)
-    traffic.add_pairs(requests[0].phase, counts.astype(np.float64) * row_nbytes)
+    words.add_pairs(requests[0].phase, counts.astype(np.float64) * row_nbytes)
 
 
-def _all_gather(requests: Sequence[_Request], traffic: Traffic) -> None:
+def _all_gather(requests: Sequence[_Request], words: WordCounts) -> None:
     if any(r.output_counts != requests[0].output_counts for r in requests):
         raise DisagreementError(f"virtual ranks expect different parts of an all-gather ({requests[0].phase})")
     everything = torch.cat([r.given for r in requests])
     for request in requests:
         request.output.copy_(everything.view_as(request.output))
-    traffic.add_ring_gather(requests[0].phase, np.array([float(r.given.nbytes) for r in requests]))
+    words.add_ring_gather(requests[0].phase, np.array([float(r.given.nbytes) for r in requests]))
 
 
-def _sum(requests: Sequence[_Request], traffic: Traffic) -> None:
+def _sum(requests: Sequence[_Request], words: WordCounts) -> None:
     total = requests[0].given.clone()
     for request in requests[1:]:
         total += request.given
-    _share(total, requests, traffic)
+    _share(total, requests, words)
 
 
-def _maximum(requests: Sequence[_Request], traffic: Traffic) -> None:
-    _share(torch.stack([r.given for r in requests]).amax(dim=0), requests, traffic)
+def _maximum(requests: Sequence[_Request], words: WordCounts) -> None:
+    _share(torch.stack([r.given for r in requests]).amax(dim=0), requests, words)
 
 
-def _share(result: torch.Tensor, requests: Sequence[_Request], traffic: Traffic) -> None:
+def _share(result: torch.Tensor, requests: Sequence[_Request], words: WordCounts) -> None:
     for request in requests:
         request.output.copy_(result)
-    traffic.add_ring_reduce(requests[0].phase, float(result.nbytes))
+    words.add_ring_reduce(requests[0].phase, float(result.nbytes))
 
 
-_DO: dict[str, Callable[[Sequence[_Request], Traffic], None]] = {
+_OPERATIONS: dict[str, Callable[[Sequence[_Request], WordCounts], None]] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
     "sum": _sum,
@@ -241,5 +235,5 @@ def _row_nbytes(tensor: torch.Tensor) -> int:
 def _even_rows(request: _Request, size: int) -> int:
     rows, rest = divmod(len(request.given), size)
     if rest:
-        raise ValueError(f"{len(request.given)} rows cannot be parted evenly among {size} ranks ({request.phase})")
+        raise ValueError(f"{len(request.given)} rows cannot be divided evenly among {size} ranks ({request.phase})")
     return rows

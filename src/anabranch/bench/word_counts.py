@@ -1,4 +1,4 @@
-"""What ranks sent and received, word by word: the measure by which sparse exchanges are compared."""
+"""Words and messages that each rank sent and received: the measure by which sparse exchanges are compared."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -7,56 +7,50 @@ import numpy as np
 import numpy.typing as npt
 
 WORD_NBYTES = 4
-Words = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 
 
-class Traffic:
-    """Words of 4 bytes and messages per rank and phase. What a rank keeps for itself is not traffic.
+class WordCounts:
+    """Words of 4 bytes and messages, per rank and phase. What a rank keeps for itself is not counted.
 
-    Collectives count as their usual algorithms move them: an all-to-all goes directly, an all-gather around the ring
-    (a rank passes on everything but its successor's own part), an all-reduce twice around it.
+    Collectives count as their usual algorithms send them: an all-to-all directly, an all-gather around the ring (a rank
+    passes on everything except its successor's own part), an all-reduce twice around the ring.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._sent: dict[str, Words] = defaultdict(lambda: np.zeros(size))
-        self._received: dict[str, Words] = defaultdict(lambda: np.zeros(size))
-        self._messages: dict[str, Words] = defaultdict(lambda: np.zeros(size))
+        self._sent: dict[str, FloatArray] = defaultdict(lambda: np.zeros(size))
+        self._received: dict[str, FloatArray] = defaultdict(lambda: np.zeros(size))
+        self._messages: dict[str, FloatArray] = defaultdict(lambda: np.zeros(size))
 
     @property
     def phases(self) -> list[str]:
         """The phases seen so far, in order of their first message."""
         return list(self._sent)
 
-    def sent(self, phases: Iterable[str] | None = None) -> Words:
-        """Words sent by each rank, in some phases or in all."""
+    def sent(self, phases: Iterable[str] | None = None) -> FloatArray:
+        """Words sent by each rank, in these phases or in all."""
         return self._total(self._sent, phases)
 
-    def received(self, phases: Iterable[str] | None = None) -> Words:
+    def received(self, phases: Iterable[str] | None = None) -> FloatArray:
         """Words received by each rank."""
         return self._total(self._received, phases)
 
-    def messages(self, phases: Iterable[str] | None = None) -> Words:
-        """Messages sent by each rank: what latency is paid for."""
+    def messages(self, phases: Iterable[str] | None = None) -> FloatArray:
+        """Messages sent by each rank. Each costs the latency of the network once."""
         return self._total(self._messages, phases)
 
     def volume(self, phases: Iterable[str] | None = None) -> float:
-        """The words on the busiest side of the busiest rank: links are full duplex, so the larger of out and in."""
+        """The most words that any rank sent, or received: links are full duplex, so the larger of the two counts."""
         wanted = None if phases is None else list(phases)
         return float(np.maximum(self.sent(wanted), self.received(wanted)).max(initial=0.0))
 
-    def imbalance(self, phases: Iterable[str] | None = None) -> float:
-        """The busiest rank's volume over the mean; 1 when all carry the same."""
-        wanted = None if phases is None else list(phases)
-        each = np.maximum(self.sent(wanted), self.received(wanted))
-        return float(each.max() / each.mean()) if each.any() else 1.0
-
     def clear(self) -> None:
-        """Start counting anew."""
+        """Reset all counts."""
         for table in (self._sent, self._received, self._messages):
             table.clear()
 
-    def add_pairs(self, phase: str, nbytes: Words) -> None:
+    def add_pairs(self, phase: str, nbytes: FloatArray) -> None:
         """Messages of ``nbytes[i, j]`` from rank i to rank j, sent directly."""
         between = nbytes / WORD_NBYTES
         np.fill_diagonal(between, 0.0)
@@ -64,8 +58,8 @@ class Traffic:
         self._received[phase] += between.sum(axis=0)
         self._messages[phase] += (between > 0).sum(axis=1)
 
-    def add_ring_gather(self, phase: str, nbytes: Words) -> None:
-        """An all-gather around a ring of a part of ``nbytes[i]`` from each rank."""
+    def add_ring_gather(self, phase: str, nbytes: FloatArray) -> None:
+        """An all-gather around a ring; the part of rank i has ``nbytes[i]``."""
         words = nbytes / WORD_NBYTES
         self._sent[phase] += words.sum() - np.roll(words, -1)
         self._received[phase] += words.sum() - words
@@ -79,6 +73,6 @@ class Traffic:
         self._messages[phase] += 2 * (self.size - 1)
 
     @staticmethod
-    def _total(table: dict[str, Words], phases: Iterable[str] | None) -> Words:
+    def _total(table: dict[str, FloatArray], phases: Iterable[str] | None) -> FloatArray:
         chosen = [table[phase] for phase in (list(table) if phases is None else phases)]
         return np.sum(chosen, axis=0) if chosen else np.zeros(0)

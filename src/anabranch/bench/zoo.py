@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from anabranch.checks import Scalar
+from anabranch.extras import require
 
 # Batch per rank: images, or sequences with their length. The sizes that the literature and our lab use.
 IMAGES = {
@@ -126,11 +127,5 @@ def _language_model(name: str, device: torch.device, batch: int, length: int) ->
 
 
 def _needs(library: str, name: str) -> Any:
-    try:
-        return import_module(library)
-    except ImportError as error:
-        package = library.partition(".")[0]
-        raise ValueError(
-            f"the model {name} needs {package}, which is not installed: pip install {package} "
-            f"'torch=={torch.__version__}' (without the second, pip may replace your torch)"
-        ) from error
+    require(library.partition(".")[0], "models", f"the model {name}", pin=f"torch=={torch.__version__}")
+    return import_module(library)

@@ -1,11 +1,9 @@
-"""What --trace, --network and FILE mean: a path, a bundled trace, or a network by name or in a line."""
+"""The values of --trace, --network and FILE: a path, a bundled trace, or a network by name or description."""
 
 import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,23 +11,24 @@ import typer
 
 from anabranch.cli import network_text
 from anabranch.errors import FileError
-from anabranch.files import Noun, load, loads
+from anabranch.files import Noun, bundled_traces, load, load_bundled_trace
 from anabranch.network import Network
 from anabranch.network_presets import PRESETS, NetworkRange
 from anabranch.plan import Plan
 from anabranch.trace import Trace
 
-LEAST_RANKS = 2  # that have a link between them
+LEAST_RANKS = 2  # with a link between them
 
 TraceOption = Annotated[
-    str, typer.Option("--trace", metavar="T", help="A trace file, or the name of a trace that comes with anabranch.")
+    str, typer.Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")
 ]
 NetworkOption = Annotated[
     str,
     typer.Option(
         "--network",
         metavar="N",
-        help=f"A network file, a description: {network_text.EXAMPLES['ring']}, or a name: 10gbe:ranks=16.",
+        help=f"A network file, a description: {network_text.EXAMPLES['ring']}, or a name that anabranch list shows: "
+        "10gbe:ranks=16.",
     ),
 ]
 
@@ -43,11 +42,11 @@ def trace(text: str) -> Trace:
 
 
 def network(text: str) -> Network:
-    """The network in a file, the one that the text describes, or that of this name among so many ranks."""
+    """The network in a file, the one that the text describes, or a named one such as 10gbe:ranks=16."""
     name, _, rest = text.partition(":")
     if name in PRESETS:
         return NetworkRange.preset(name, network_text.ranks_of(name, rest)).middle
-    if network_text.is_spec(text):
+    if network_text.is_description(text):
         return network_text.network(text)
     if not _is_file(text):
         raise FileError(
@@ -62,21 +61,21 @@ def network(text: str) -> Network:
 
 
 def network_ranges(texts: Iterable[str], spread: float | None) -> list[NetworkRange]:
-    """One for each text by its short name, or as it was given where two would share it: a/net.json and b/net.json."""
+    """A range for each text, under its short name, or under the whole text if two would share a name."""
     found = {text: network_range(text, spread) for text in texts}
     shared = Counter(known.name for known in found.values())
     return [replace(known, name=text) if shared[known.name] > 1 else known for text, known in found.items()]
 
 
 def network_range(text: str, spread: float | None) -> NetworkRange:
-    """The network of ``network`` with its band; one known by name needs no number of ranks, and has its own band."""
+    """The network that the text means, with its band. A named network needs no number of ranks and has its own band."""
     name, _, rest = text.partition(":")
     if name in PRESETS:
         if spread is not None:
             raise ValueError(f"--spread is {spread:g}, but {name} brings its own: leave it out, or describe the links")
         return NetworkRange.preset(name, network_text.ranks_of(name, rest) if rest else LEAST_RANKS)
     found = network(text)
-    if network_text.is_spec(text):
+    if network_text.is_description(text):
         return NetworkRange.given(text, found, "as described", spread)
     name = Path(text).name
     measured = found.model is None and len(found.curve("dense").points) > 1
@@ -91,27 +90,18 @@ def plan(path: Path) -> Plan:
     return noun
 
 
-def anything(text: str) -> Noun:
-    """Whatever a file, a bundled name or a description of a network says."""
-    described = network_text.is_spec(text) or text.partition(":")[0] in PRESETS
+def noun(text: str) -> Noun:
+    """The noun in a file, the bundled trace of this name, or the network that the text means."""
+    described = network_text.is_description(text) or text.partition(":")[0] in PRESETS
     return network(text) if described else _file_or_bundled(text)
-
-
-def bundled() -> dict[str, Traversable]:
-    """The traces that come with the package, by name."""
-    folder = resources.files("anabranch") / "traces"
-    if not folder.is_dir():
-        return {}
-    found = {entry.name.removesuffix(".json"): entry for entry in folder.iterdir() if entry.name.endswith(".json")}
-    return dict(sorted(found.items()))
 
 
 def _file_or_bundled(text: str) -> Noun:
     if _is_file(text):
         return load(text)
-    names = bundled()
+    names = bundled_traces()
     if text in names:
-        return loads(names[text].read_bytes(), f"bundled trace {text}")
+        return load_bundled_trace(text)
     if os.path.isdir(text):  # noqa: PTH112 (unlike Path.is_dir, answers for a name too long to be one)
         raise FileError(f"{text}: is a folder, expected a file")
     listed = f"anabranch brings {', '.join(names)}" if names else "anabranch brings none"
@@ -119,7 +109,7 @@ def _file_or_bundled(text: str) -> Noun:
 
 
 def _is_file(text: str) -> bool:
-    """Not ``isfile``: the shell's <(...) is a pipe. Not ``Path`` either, which fails on a very long name."""
+    """Also true for a pipe, as the shell makes for <(...). ``Path`` would fail on a very long name."""
     return os.path.exists(text) and not os.path.isdir(text)  # noqa: PTH110, PTH112
 
 

@@ -41,10 +41,10 @@ def compare(trace: arguments.TraceOption, network: arguments.NetworkOption, as_j
 def _rows(trace: Trace, network: Network) -> "list[Row]":
     from anabranch.report.figures import has_spread
 
-    ddp = line_up.LINEUP[line_up.DDP_DEFAULT].function(trace, network)
+    ddp = line_up.LINE_UP[line_up.DDP_DEFAULT](trace, network)
     ddp_s = trace.forward_s + finish_s(trace, ddp, network)
     around = (network.shifted(-1), network.shifted(+1)) if has_spread(network) else None
-    names = progress(list(line_up.LINEUP), len(line_up.LINEUP), "planning")
+    names = progress(list(line_up.LINE_UP), len(line_up.LINE_UP), "planning")
     return [_row(name, trace, network, ddp_s, around) for name in names]
 
 
@@ -52,15 +52,15 @@ def _row(name: str, trace: Trace, network: Network, ddp_s: float, around: tuple[
     from anabranch.report.comparison import Row
     from anabranch.report.figures import ratio
 
-    entry = line_up.LINEUP[name]
-    made = entry.function(trace, network)
+    planner = line_up.LINE_UP[name]
+    made = planner(trace, network)
     timeline = predict(trace, made, network)
     bound_s = lower_bound_s(trace, network, made.lanes)
     low_s, high_s = (trace.forward_s + finish_s(trace, made, at) for at in around) if around else (None, None)
     return Row(
         name=name,
-        planner=entry.planner,
-        options=dict(entry.options),
+        planner=planner.planner,
+        options=dict(planner.options),
         fingerprint=made.fingerprint,
         buckets=len(made),
         lanes=made.lanes,

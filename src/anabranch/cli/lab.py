@@ -1,4 +1,4 @@
-"""anabranch lab: a program on a cluster made on this machine, with links of a rate of one's choice."""
+"""anabranch lab: run a program on a cluster made on this machine, with links of a chosen rate."""
 
 import math
 from enum import StrEnum
@@ -14,7 +14,7 @@ DEFAULT_ALPHA = "50us"
 
 
 class Backend(StrEnum):
-    """What the program's process group runs on."""
+    """Backend of the program's process group."""
 
     GLOO = "gloo"
     NCCL = "nccl"
@@ -23,15 +23,18 @@ class Backend(StrEnum):
 CommandArgument = Annotated[list[str], typer.Argument(metavar="PROGRAM", help="The program, with its arguments.")]
 HostsOption = Annotated[int, typer.Option(min=1, max=MAX_HOSTS, help="Machines in the cluster.")]
 RateOption = Annotated[
-    str, typer.Option(help="Rate of the links, such as 10gbit, or of each host's: 10gbit,10gbit,1gbit; or: unshaped.")
+    str,
+    typer.Option(help="Rate of all links, such as 10gbit, or one rate per host: 10gbit,10gbit,1gbit; or: unshaped."),
 ]
 BackendOption = Annotated[Backend, typer.Option(help="With nccl, hosts share this machine's GPUs (through MPS).")]
 RanksOption = Annotated[int, typer.Option(min=1, help="Ranks on each host; more than one are started by torchrun.")]
-EmulateOption = Annotated[bool, typer.Option("--emulate", help="Emulate the links inside the ranks: needs no root.")]
+EmulateOption = Annotated[bool, typer.Option("--emulate", help="Emulate the links inside the ranks; needs no root.")]
 AlphaOption = Annotated[
-    str | None, typer.Option(help=f"Latency of an emulated link, {DEFAULT_ALPHA} if not given; with --emulate only.")
+    str | None, typer.Option(help=f"Latency of an emulated link, by default {DEFAULT_ALPHA}; only with --emulate.")
 ]
-TimeoutOption = Annotated[float | None, typer.Option(help="End the program after so many seconds, with exit code 124.")]
+TimeoutOption = Annotated[
+    float | None, typer.Option(help="End the program after this many seconds, with exit code 124.")
+]
 
 
 def lab(
@@ -61,7 +64,7 @@ def lab(
 
 
 def _rates(text: str, hosts: int) -> list[float | None]:
-    """One rate per host, in bit/s; None where nothing shapes its link."""
+    """One rate per host, in bit/s; None for an unshaped link."""
     rates = [_rate(part.strip()) for part in text.split(",")]
     if len(rates) == 1:
         return rates * hosts

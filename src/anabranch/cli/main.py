@@ -12,6 +12,7 @@ from anabranch.cli.compare import compare
 from anabranch.cli.demo import demo
 from anabranch.cli.import_trace import import_trace
 from anabranch.cli.lab import lab
+from anabranch.cli.list import list_
 from anabranch.cli.measure import measure
 from anabranch.cli.memory import memory
 from anabranch.cli.plan import plan
@@ -53,6 +54,7 @@ for verb in (
     demo,
 ):
     app.command()(verb)
+app.command("list")(list_)
 # Options after the first word of its program are the program's, also where "--" is left out.
 app.command(context_settings={"allow_interspersed_args": False})(lab)
 
@@ -70,7 +72,7 @@ def _help(context: typer.Context, wanted: bool) -> None:
 
 
 VERSION = typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
-# Our own instead of typer's, which imports pydantic to learn that nobody asked for it.
+# Our own instead of typer's, which would import pydantic at every start.
 HELP = typer.Option("--help", "-h", help="Show this message and exit.", callback=_help, is_eager=True)
 
 
@@ -85,7 +87,7 @@ def _start(
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 after an error, 130 after Ctrl-C, 1 if the reader went away."""
-    if sys.stdout is None:  # closed by whoever started us
+    if sys.stdout is None:  # closed by the parent process
         return PIPE_CLOSED
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

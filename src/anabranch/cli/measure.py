@@ -5,29 +5,46 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from time import sleep
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
 from anabranch.cli.ranks import join
 from anabranch.files import save
-from anabranch.network import Network
+from anabranch.network import ALL_GATHER, BUS_FACTORS, REDUCE_SCATTER, Network
 from anabranch.plan import MAX_LANES
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # torchrun sets these for every rank.
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MIB = 1 << 20
+BUS_TITLES = {"dense": "all-reduce", ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
+BUS_NOTE = (
+    "Bus bandwidth as nccl-tests define it: bytes per second times 2(n-1)/n for an all-reduce among n ranks, times "
+    "(n-1)/n for an all-gather or a reduce-scatter, whose message is the whole tensor."
+)
 MAX_BUDGET_S = 3600.0
 
-OutputOption = Annotated[Path, typer.Option("-o", "--output", help="Write the network to this file, on rank 0.")]
-BudgetOption = Annotated[float, typer.Option(help="About how many seconds to take.")]
-LargestOption = Annotated[float, typer.Option(help="Largest message in MiB: the largest bucket that a plan may have.")]
-LanesOption = Annotated[int, typer.Option(min=1, max=MAX_LANES, help="Send up to so many messages at once, too.")]
-CollectiveOption = Annotated[
-    list[str] | None, typer.Option(help="Measure this beside dense, such as bf16; repeatable.")
+OutputOption = Annotated[
+    Path, typer.Option("-o", "--output", metavar="FILE", help="Write the network to this file, on rank 0.")
 ]
-BackendOption = Annotated[str | None, typer.Option(help="gloo or nccl; nccl where there is a GPU.")]
+BudgetOption = Annotated[float, typer.Option(metavar="S", help="About how many seconds to take.")]
+LargestOption = Annotated[
+    float, typer.Option(metavar="MIB", help="Largest message in MiB: the largest bucket that a plan may have.")
+]
+LanesOption = Annotated[
+    int, typer.Option(metavar="N", min=1, max=MAX_LANES, help="Also send up to so many messages at once.")
+]
+CollectiveOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="C", help="Measure this beside dense, all_gather and reduce_scatter, such as bf16; may be repeated."
+    ),
+]
+BackendOption = Annotated[str | None, typer.Option(metavar="B", help="gloo or nccl. Default: nccl with a GPU.")]
 
 
 def measure(
@@ -60,20 +77,26 @@ def measure(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kinds = ["dense", *(kind for kind in collective or [] if kind != "dense")]
-        network = _measured(backend, lanes, round(largest_mb * MIB), budget_s, kinds)
+        network, notes = _measured(backend, lanes, round(largest_mb * MIB), budget_s, kinds)
     if not leader:
         return
     save(network, output, force)
-    notes = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    notes += [str(warning.message) for warning in caught if warning.category is UserWarning]
     _print(network, output, notes, as_json)
 
 
-def _measured(backend: str | None, lanes: int, largest_nbytes: int, budget_s: float, kinds: Sequence[str]) -> Network:
-    """The network among all ranks, with process groups that exist for as long as this takes."""
+def _measured(
+    backend: str | None, lanes: int, largest_nbytes: int, budget_s: float, kinds: Sequence[str]
+) -> tuple[Network, list[str]]:
+    """The network among all ranks, and notes on collectives that the backend cannot do.
+
+    The process groups exist for as long as this takes.
+    """
     import torch.distributed as dist
 
     from anabranch.comm.dense import COLLECTIVES
     from anabranch.comm.lanes import GRACE_S, same_ranks
+    from anabranch.observe.measure import SHARDED, unsupported
     from anabranch.observe.measure import measure as measured
 
     if unknown := [kind for kind in kinds if kind not in COLLECTIVES]:
@@ -83,8 +106,12 @@ def _measured(backend: str | None, lanes: int, largest_nbytes: int, budget_s: fl
         everyone = dist.group.WORLD
         assert everyone is not None
         more = [same_ranks(everyone, dist.get_backend(), f"anabranch lane {lane}") for lane in range(1, lanes)]
-        timed = {kind: COLLECTIVES[kind] for kind in kinds}
-        return measured([everyone, *more], device, largest_nbytes, budget_s, timed)
+        missing = unsupported(SHARDED, everyone, device)
+        sharded = {kind: collective for kind, collective in SHARDED.items() if kind not in missing}
+        timed = {**{kind: COLLECTIVES[kind] for kind in kinds}, **sharded}
+        network = measured([everyone, *more], device, largest_nbytes, budget_s, timed)
+        name = dist.get_backend(everyone)
+        return network, [f"{kind} was not measured: {name} cannot do it here ({why})" for kind, why in missing.items()]
     finally:
         dist.destroy_process_group()
         sleep(GRACE_S)
@@ -94,8 +121,32 @@ def _print(network: Network, output: Path, notes: Sequence[str], as_json: bool) 
     from anabranch.report import figures, tables
 
     if as_json:
-        summary = figures.network_figures(network)
+        bus = {"bus_bytes_per_s": {kind: _bus_points(network, kind) for kind in _bus_kinds(network)}}
+        summary = {**figures.network_figures(network), **bus}
         print_json({"command": "measure", **summary, "notes": list(notes), "written": str(output)})
     else:
         lines = [*(f"Note: {note}." for note in notes), f"Written to {output}."]
-        show_tables(tables.network_report(network), "\n".join(lines))
+        show_tables(tables.network_report(network), _bus_table(network), BUS_NOTE, *lines)
+
+
+def _bus_kinds(network: Network) -> list[str]:
+    return [kind for kind in BUS_FACTORS if kind in network.curves]
+
+
+def _bus_points(network: Network, kind: str) -> list[dict[str, float | None]]:
+    sizes = [point.nbytes for point in network.curve(kind).points]
+    return [{"nbytes": nbytes, "bytes_per_s": network.bus_bytes_per_s(kind, nbytes)} for nbytes in sizes]
+
+
+def _bus_table(network: Network) -> "Table":
+    """Bus bandwidth by size and collective, in GB/s (1e9 bytes per second) as nccl-tests print it."""
+    from anabranch.report.formatting import size
+    from anabranch.report.tables import columns
+
+    kinds = _bus_kinds(network)
+    headers = [BUS_TITLES[kind] for kind in kinds]
+    table = columns("Bus bandwidth, GB/s", "message", *headers)
+    for nbytes in (point.nbytes for point in network.curve("dense").points):
+        speeds = [network.bus_bytes_per_s(kind, nbytes) for kind in kinds]
+        table.add_row(size(nbytes), *("-" if speed is None else f"{speed / 1e9:.3g}" for speed in speeds))
+    return table

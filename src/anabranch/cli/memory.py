@@ -1,8 +1,8 @@
-"""anabranch memory: what a model holds in memory, trained in every way; the largest batch that fits, and how fast."""
+"""anabranch memory: predicted peak memory of every mode of training, the largest batch that fits, and throughput."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,27 +10,21 @@ import typer
 
 from anabranch.cli import arguments, network_text, user_function
 from anabranch.cli.output import JsonOption, print_json, show_tables
+from anabranch.files import bundled_traces
 from anabranch.network_presets import PRESETS
-from anabranch.scaling.throughput import ASSUMPTIONS, samples_per_s
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from anabranch.estimate.account import Footprint, Setting
-    from anabranch.estimate.probe import Build, Loss
+    from anabranch.estimate.estimator import BuildAt, MemoryEstimator
     from anabranch.network import Network
 
-MAX_NBYTES = 2.0**60  # no machine has as much
-SIZE_NBYTES: Mapping[str, float] = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6}
 RATE_ALPHA = "30us"
-DDPS_BUCKETS = "25 MiB in the order of backward"
-# What torch's allocator has but cannot use, because its free pieces are too small.
-FRAGMENTED = 0.05
+DEFAULT_RANKS = 4
+ZOO_DTYPE = "float32, as in torchvision or transformers"
 
 
 class Optimizer(StrEnum):
-    """What remembers how much: nothing, one number per parameter, or two."""
+    """The optimizer by its state: none, one number per parameter, or two."""
 
     sgd = "sgd"
     momentum = "momentum"
@@ -47,19 +41,34 @@ class Activations(StrEnum):
 
 EXAMPLE = "module:function, where function(batch, device) returns a model and its loss as a function of the model"
 ModelOption = Annotated[
-    str, typer.Option(help="Of torchvision or transformers, such as resnet152 or gpt2; or your own, module:function.")
+    str,
+    typer.Option(
+        metavar="M",
+        help="A model of torchvision or transformers, such as resnet152 or gpt2; or your own, as module:function.",
+    ),
 ]
-BatchOption = Annotated[int, typer.Option("--batch-size", min=1, help="Images or sequences per rank.")]
-RanksOption = Annotated[int | None, typer.Option(min=1, help="How many ranks; 4 unless a network says.")]
-DensityOption = Annotated[float, typer.Option(help="Which share of the gradients the sparse ways send.")]
+BatchOption = Annotated[int, typer.Option("--batch-size", metavar="B", min=1, help="Images or sequences per rank.")]
+RanksOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Number of ranks. Default: the network's, or 4 without one.")
+]
+DensityOption = Annotated[float, typer.Option(metavar="D", help="Share of the elements that the sparse modes send.")]
 OptimizerOption = Annotated[Optimizer, typer.Option(help="Whose state to count.")]
-ActivationsOption = Annotated[Activations, typer.Option(help="In which way lean keeps activations.")]
-WithinOption = Annotated[str | None, typer.Option(metavar="SIZE", help="Find the largest batch in this: 16GiB.")]
+ActivationsOption = Annotated[Activations, typer.Option(help="How the Lean modes keep activations.")]
+WithinOption = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Find the largest batch that fits in this: 16GiB.")
+]
 NetworkOption = Annotated[str | None, typer.Option(metavar="N", help="For throughput: a network, as in scale.")]
-RateOption = Annotated[str | None, typer.Option(help="Instead of a network: a ring of links of this rate, 10gbit.")]
-TraceOption = Annotated[str | None, typer.Option(metavar="T", help="For throughput: a trace, where none is bundled.")]
-PlanOption = Annotated[Path | None, typer.Option(help="In whose buckets oktopk and lean exchange; else 25 MiB each.")]
-MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run a few steps of each way on this GPU.")]
+RateOption = Annotated[
+    str | None, typer.Option(metavar="R", help="Instead of a network: a ring of links of this rate, such as 10gbit.")
+]
+TraceOption = Annotated[
+    str | None, typer.Option(metavar="T", help="For throughput: a trace. Default: the bundled one of the model.")
+]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A plan whose buckets oktopk and lean exchange. Default: 25 MiB each."),
+]
+MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run a few steps of each mode on this GPU.")]
 
 
 def memory(
@@ -78,120 +87,81 @@ def memory(
     as_json: JsonOption = False,
 ) -> None:
     """Predict peak memory by kind of object: for DDP, naive sparse, Ok-Topk and Lean; the largest batch that fits."""
-    limit_nbytes = within_nbytes(within)
-    wire = _network(network, rate, ranks)
-    ranks = ranks or (wire.world_size if wire else 4)
+    limit_nbytes = None if within is None else network_text.size_nbytes("--within", within)
+    links = throughput_network(network, rate, ranks)
+    ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
     from anabranch.estimate.account import Setting
 
     if plan is not None and measure:
         raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
     buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
     setting = Setting(ranks=ranks, density=density, buckets=buckets)
-    account = Account(model, optimizer, activations, DDPS_BUCKETS if plan is None else f"those of {plan}")
-    footprints = account.at(batch_size, setting)
+    estimator = estimator_of(model, optimizer, activations, plan)
+    footprints = estimator.footprints(batch_size, setting)
     found: dict[str, Any] = {
         "command": "memory", "model": model, "batch_size": batch_size, "ranks": ranks, "density": density,
-        "optimizer": optimizer.value, "activations": activations.value, "assumptions": list(account.assumptions),
-        "modes": {
-            mode: {"kinds": dict(f.kinds), "predicted_nbytes": f.nbytes, "at": f.at, "host_nbytes": f.host}
-            for mode, f in footprints.items()
-        },
+        "optimizer": optimizer.value, "activations": activations.value, "assumptions": list(estimator.assumptions),
+        "modes": {mode: _figures(footprint) for mode, footprint in footprints.items()},
     }  # fmt: skip
     if measure:
         for mode, nbytes in _measured(model, batch_size, optimizer, activations, setting).items():
             found["modes"][mode]["measured_nbytes"] = nbytes
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
-        from anabranch.estimate.largest_batch import MOST
-
-        batches = {mode: account.largest(mode, setting, limit_nbytes) for mode in footprints}
-        found["within_nbytes"], found["largest_batch"] = limit_nbytes, batches
-        found["assumptions"].append(f"{FRAGMENTED:.0%} of the memory is lost between torch's blocks")
-        if max(batches.values()) == MOST:
-            found["assumptions"].append(f"no batch above {MOST} was looked at")
-    if wire is not None:
-        ways = {mode: account.way(mode) for mode in batches}
-        found["samples_per_s"] = _speeds(trace or model, wire, batches, density, ways, found["assumptions"])
+        batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
+        found["within_nbytes"] = limit_nbytes
+        found["largest_batch"] = batches
+        found["assumptions"] += _limits(batches)
+    if links is not None:
+        kept: dict[str, str] = {mode: estimator.activations_of(mode) for mode in batches}
+        found["samples_per_s"], assumptions = _throughputs(trace or model, links, batches, density, kept)
+        found["assumptions"] += assumptions
     if as_json:
         print_json(found)
     else:
         _print(found)
 
 
-class Account:
-    """Footprints of one model at any batch; each batch is run on tensors without data once."""
-
-    def __init__(self, model: str, optimizer: Optimizer, activations: Activations, buckets: str = DDPS_BUCKETS) -> None:
-        from anabranch.estimate.probe import CONVOLUTION_WORKSPACE, probe
-
-        factory, build_of = _factory(optimizer), _builder(model)
-        self._activations = activations
-
-        @cache
-        def profile(batch: int, activations: Activations) -> Any:
-            build = build_of(batch)
-            build = _recomputed(build) if activations is Activations.recompute else build
-            return probe(build, factory, offload=activations is Activations.offload)
-
-        self._profile = profile
-        self.assumptions = [
-            "the model in the type it is built in" if ":" in model else "float32, as in torchvision or transformers",
-            "operations keep what they keep on a GPU",
-            f"cuDNN takes {CONVOLUTION_WORKSPACE:g} times the bytes of a convolution's tensors, cuBLAS 64 MiB",
-            "what NCCL, the CUDA context and fragmentation take is not counted",
-            f"buckets: {buckets}; naive sparse exchanges the whole model after backward",
-        ]
-        if activations is Activations.offload:
-            self.assumptions.append("lean's activations are fetched one by one; prefetching keeps some more")
-
-    def at(self, batch: int, setting: "Setting") -> "dict[str, Footprint]":
-        """Every mode at one batch."""
-        from anabranch.estimate.account import MODES, predict
-
-        return {mode: predict(self._profile(batch, self.way(mode)), mode, setting) for mode in MODES}
-
-    def largest(self, mode: str, setting: "Setting", limit_nbytes: int) -> int:
-        """The largest batch of a mode within the limit."""
-        from anabranch.estimate.account import predict
-        from anabranch.estimate.largest_batch import largest_batch
-
-        def nbytes(batch: int) -> int:
-            return predict(self._profile(batch, self.way(mode)), mode, setting).nbytes
-
-        return largest_batch(nbytes, int(limit_nbytes * (1 - FRAGMENTED)))
-
-    def way(self, mode: str) -> Activations:
-        """What a mode does with activations: only lean's do anything."""
-        return self._activations if mode.startswith("lean") else Activations.keep
+def _figures(footprint: "Footprint") -> dict[str, Any]:
+    return {
+        "kinds": dict(footprint.kinds),
+        "predicted_nbytes": footprint.nbytes,
+        "at": footprint.at,
+        "host_nbytes": footprint.host_nbytes,
+    }
 
 
-def _builder(model: str) -> "Callable[[int], Build]":
-    """By batch, what makes the model; a function of the user's own is looked up once."""
+def estimator_of(
+    model: str, optimizer: Optimizer, activations: Activations, plan: Path | None = None
+) -> "MemoryEstimator":
+    """The estimator of a model of torchvision or transformers, or of the user's own as module:function."""
+    from anabranch.bench.memory import OPTIMIZERS
+    from anabranch.estimate.estimator import MemoryEstimator
+
+    words = {} if plan is None else {"buckets": f"those of {plan}"}
+    if ":" not in model:
+        words["dtype"] = ZOO_DTYPE
+    return MemoryEstimator(_build_at(model), OPTIMIZERS[optimizer.value], activations.value, **words)
+
+
+def _build_at(model: str) -> "BuildAt":
+    """By batch, what makes the model. A function of the user's own is looked up once."""
     if ":" in model:
-        function = user_function.function(model, EXAMPLE)
+        function = user_function.load_function(model, EXAMPLE)
         second = "loss): a torch module and a function of it"
-        return lambda batch: lambda device: user_function.checked(model, function(batch, device), second)
+        return lambda batch: lambda device: user_function.check_returned(model, function(batch, device), second)
     from anabranch.bench.memory import of_zoo
 
     return partial(of_zoo, model)
 
 
-def _recomputed(build: "Build") -> "Build":
-    """The same model, whose blocks are computed again in backward."""
-    from anabranch.activations.recompute import recompute
+def _limits(batches: Mapping[str, int]) -> list[str]:
+    """What the search for the largest batches assumes."""
+    from anabranch.estimate.estimator import FRAGMENTATION
+    from anabranch.estimate.largest_batch import MAX_BATCH
 
-    def rebuilt(device: "torch.device") -> "tuple[nn.Module, Loss]":
-        model, loss = build(device)
-        recompute(model)
-        return model, loss
-
-    return rebuilt
-
-
-def _factory(optimizer: Optimizer) -> Any:
-    from anabranch.bench.memory import OPTIMIZERS
-
-    return OPTIMIZERS[optimizer.value]
+    limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
+    return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits
 
 
 def _measured(
@@ -203,61 +173,42 @@ def _measured(
     if not torch.cuda.is_available():
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.activations import policy
-    from anabranch.bench.memory import peak, runnable, world
+    from anabranch.bench.memory import OPTIMIZERS, peak, runnable, world
 
+    build, factory = _build_at(model)(batch), OPTIMIZERS[optimizer.value]
+    options = policy.Activations(activations.value)
     with world() as ranks:
         if ranks not in (1, setting.ranks):
             raise ValueError(f"--measure runs on {ranks} ranks and --ranks is {setting.ranks}: leave out --ranks")
-        build, factory, treated = _builder(model)(batch), _factory(optimizer), policy.Activations(activations.value)
-        return {mode: peak(build, mode, factory, setting.ranks, setting.density, treated).steady for mode in runnable()}
+        return {mode: peak(build, mode, factory, setting.ranks, setting.density, options).steady for mode in runnable()}
 
 
-def _speeds(
-    name: str,
-    network: "Network",
-    batches: Mapping[str, int],
-    density: float,
-    ways: Mapping[str, Activations],
-    assumptions: list[str],
-) -> dict[str, float]:
-    """Samples per second of each mode at its batch, with activations its way; nothing for a model without a trace.
+def _throughputs(
+    name: str, network: "Network", batches: Mapping[str, int], density: float, activations: Mapping[str, str]
+) -> tuple[dict[str, float], list[str]]:
+    """Samples per second by mode and what they assume; no numbers for a model without a trace."""
+    if name not in bundled_traces() and not Path(name).is_file():
+        return {}, [f"no throughput: anabranch brings no trace of {name}; record one, and give it by --trace"]
+    from anabranch.estimate.throughput import ASSUMPTIONS, throughputs
 
-    Nor for a mode with all activations offloaded: the link to the host is slower than computing, and not in a trace.
-    """
-    if name not in arguments.bundled() and not Path(name).is_file():
-        assumptions.append(f"no throughput: anabranch brings no trace of {name}; record one, and give it by --trace")
-        return {}
-    trace = arguments.trace(name)
-    assumptions += ASSUMPTIONS
-    if Activations.recompute in ways.values():
+    assumptions = list(ASSUMPTIONS)
+    if "recompute" in activations.values():
         assumptions.append("lean's forward runs twice")
-    if Activations.offload in ways.values():
+    if "offload" in activations.values():
         assumptions.append("no throughput of lean: its activations wait for the link to the host, which no trace knows")
-    return {
-        mode: samples_per_s(trace, network, mode, batch, density, ways[mode] is Activations.recompute)
-        for mode, batch in batches.items()
-        if batch and ways[mode] is not Activations.offload
-    }
+    return throughputs(arguments.trace(name), network, batches, density, activations), assumptions
 
 
-def within_nbytes(text: str | None) -> int | None:
-    """What --within says, in bytes."""
-    if text is None:
-        return None
-    nbytes = network_text.quantity(text, SIZE_NBYTES)
-    if not 1 <= nbytes <= MAX_NBYTES:
-        raise ValueError(f"--within is {text!r}: expected a size in GiB, MiB, GB or MB, such as 16GiB")
-    return int(nbytes)
-
-
-def _network(text: str | None, rate: str | None, ranks: int | None) -> "Network | None":
+def throughput_network(text: str | None, rate: str | None, ranks: int | None) -> "Network | None":
+    """The network for throughput: --network, or a ring of links of --rate; None if neither was given."""
     if text is not None and rate is not None:
         raise ValueError(f"--network is {text} and --rate is {rate}: expected one of them")
+    world_size = ranks or DEFAULT_RANKS
     if rate is not None:
-        return network_text.network(f"ring:ranks={ranks or 4},alpha={RATE_ALPHA},rate={rate}")
+        return network_text.network(f"ring:ranks={world_size},alpha={RATE_ALPHA},rate={rate}")
     if text is None:
         return None
-    network = arguments.network(f"{text}:ranks={ranks or 4}" if text in PRESETS else text)
+    network = arguments.network(f"{text}:ranks={world_size}" if text in PRESETS else text)
     return network if ranks is None else network.at(ranks)
 
 

@@ -1,4 +1,4 @@
-"""A network in one line, such as ring:ranks=16,alpha=50us,rate=10gbit.
+"""A network described in one line, such as ring:ranks=16,alpha=50us,rate=10gbit.
 
 kind:name=value,... where times carry s, ms, us or ns, rates bit, kbit, mbit or gbit (per second), and the rest are
 plain numbers; every ``rate`` may be given as ``beta``, in seconds per byte, instead.
@@ -20,12 +20,15 @@ EXAMPLES: Mapping[str, str] = {
 }
 TIME_S: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 RATE_BIT: Mapping[str, float] = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+SIZE_NBYTES: Mapping[str, float] = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6}
 MAX_RANKS = 1 << 24
+MAX_NBYTES = 2.0**60  # more memory than any machine has
+SHORT_EXAMPLE = "ring:ranks=16,..."  # for help texts, whose columns are narrow
 
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?")
 
 
-def is_spec(text: str) -> bool:
+def is_description(text: str) -> bool:
     """Whether the text starts like a description, right or wrong; a file of such a name can be given as ./name."""
     return text.partition(":")[0] in EXAMPLES
 
@@ -71,8 +74,16 @@ def quantity(text: str, units: Mapping[str, float]) -> float:
     return value if not unit and value == 0 else math.nan  # zero is zero in every unit
 
 
+def size_nbytes(option: str, text: str) -> int:
+    """A size of memory in bytes, such as 16GiB; ValueError naming the option if it is none."""
+    nbytes = quantity(text, SIZE_NBYTES)
+    if not 1 <= nbytes <= MAX_NBYTES:
+        raise ValueError(f"{option} is {text!r}: expected a size in GiB, MiB, GB or MB, such as 16GiB")
+    return int(nbytes)
+
+
 class _Parts:
-    """The name=value parts of a description; each is taken once, and ``done`` refuses what nobody took."""
+    """The name=value parts of a description. Each is taken once; ``done`` refuses parts that were not taken."""
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
@@ -122,7 +133,7 @@ class _Parts:
         return AlphaBeta(algorithm, alpha_s, beta_s, gamma_s)  # type: ignore[arg-type]  # one of our own literals
 
     def done(self) -> tuple[float, float | None]:
-        """What every kind may say of simultaneous messages, (eta, link_cap); nothing else may be left."""
+        """(eta, link_cap), which every kind may have; ValueError if any other part is left."""
         eta = self.number("eta", 1.0)
         link_cap = self.number("link_cap") if "link_cap" in self.left else None
         if self.left:

@@ -19,7 +19,7 @@ from anabranch.trace import Trace
 def plan(
     trace: arguments.TraceOption,
     network: arguments.NetworkOption,
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(line_up.LINEUP)}.")] = "optimal",
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(line_up.LINE_UP)}.")] = "optimal",
     lanes: Annotated[int | None, typer.Option(help="How many lanes (lanes: at most); for asc and lanes.")] = None,
     cap_mb: Annotated[float | None, typer.Option(help="Bucket cap in MiB, as DDP's; for by_bytes and optimal.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
@@ -28,13 +28,13 @@ def plan(
 ) -> None:
     """Make a plan: which gradients travel together, on which lane, in which order, and what that should cost."""
     check_free([output], force)
-    entry = line_up.entry(planner, lanes, cap_mb)
+    chosen = line_up.configured_planner(planner, lanes, cap_mb)
     gradients, links = arguments.trace(trace), arguments.network(network)
-    made = entry.function(gradients, links)
+    made = chosen(gradients, links)
     document = {
         "command": "plan",
-        "planner": entry.planner,
-        "options": dict(entry.options),
+        "planner": chosen.planner,
+        "options": dict(chosen.options),
         **_prediction(gradients, made, links),
         "written": str(output) if output else None,
     }
@@ -52,7 +52,7 @@ def _prediction(trace: Trace, made: Plan, network: Network) -> dict[str, Any]:
 
     timeline = predict(trace, made, network)
     over = {
-        name: trace.forward_s + finish_s(trace, line_up.LINEUP[name].function(trace, network), network)
+        name: trace.forward_s + finish_s(trace, line_up.LINE_UP[name](trace, network), network)
         for name in (line_up.DDP_DEFAULT, line_up.NO_MERGING)
     }
     return {

@@ -1,4 +1,4 @@
-"""A command that runs on ranks: which backend and device this one has, and its process group."""
+"""The process group of commands that run on ranks, with the backend and device of this rank."""
 
 import os
 from typing import TYPE_CHECKING
@@ -8,9 +8,10 @@ if TYPE_CHECKING:
 
 
 def join(backend: str | None, on_gpu: bool = True) -> "torch.device":
-    """Join the default process group, on the backend asked for, else the lab's, else NCCL where there is a GPU.
+    """Join the default process group and return the device of this rank.
 
-    Returns the device of this rank. With ``on_gpu`` false nothing is to be done on a GPU, so that Gloo will do.
+    The backend is the one asked for, else the lab's, else NCCL where there is a GPU. With ``on_gpu`` false the command
+    uses no GPU, and the backend is Gloo.
     """
     import torch
     import torch.distributed as dist

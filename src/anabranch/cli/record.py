@@ -1,4 +1,4 @@
-"""anabranch record: the trace of your own model, or of a well-known one."""
+"""anabranch record: the trace of the user's model, or of a well-known one."""
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -61,8 +61,8 @@ def record(
         given = {"--device": device, "--precision": precision}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{wrong[0]} is for named models: your own function decides that for {what}")
-        model, step = user_function.checked(
-            what, user_function.function(what, EXAMPLE)(), "step): a torch module and a function"
+        model, step = user_function.check_returned(
+            what, user_function.load_function(what, EXAMPLE)(), "step): a torch module and a function"
         )
         user_function.check_call(what, "step", step)
         noted: Mapping[str, Scalar] = {} if batch is None else {"batch": batch}
@@ -79,7 +79,7 @@ def record(
         step()
 
     trace = recorded(model, counted, steps, warmup, meta)
-    next(calls, None)  # which takes the bar away
+    next(calls, None)  # ends the generator, which removes the bar
     save(trace, output, force)
     if as_json:
         print_json({"command": "record", **figures.trace_figures(trace), "written": str(output)})

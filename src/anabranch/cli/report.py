@@ -60,7 +60,7 @@ def _predicted(runs: "Runs") -> "list[Predicted]":
         wanted += [(name, plan, trace) for _, trace in runs.traces if fits(plan, trace)][:1]
     if not runs.plans and not runs.steps:
         trace, network = runs.traces[0][1], runs.networks[0][1]
-        plan = line_up.LINEUP[line_up.DDP_DEFAULT].function(trace, network)
+        plan = line_up.LINE_UP[line_up.DDP_DEFAULT](trace, network)
         wanted = [("DDP's default buckets, as no plan was given,", plan, trace)]
     for name, plan, trace in wanted:
         for network_name, network in runs.networks:

@@ -1,38 +1,39 @@
-"""anabranch scale: the same step at many world sizes, on several networks, as tables, words and a picture."""
+"""anabranch scale: the same step at many world sizes, on several networks, as tables, sentences and a plot."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from anabranch.cli import arguments
+from anabranch.cli import arguments, network_text
+from anabranch.cli.memory import Activations, Optimizer, estimator_of
 from anabranch.cli.network_text import MAX_RANKS
-from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, show_tables
+from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, progress_bar, show_tables
 from anabranch.files import write_bytes
-from anabranch.network_presets import PRESETS
-from anabranch.scaling import line_up
+from anabranch.scaling import Compute, Scaling, line_up, strategy_kinds
+from anabranch.scaling import scale as predict
 from anabranch.scaling.compression import LEAN
-from anabranch.scaling.result import Scaling
-from anabranch.scaling.study import Sweep
-from anabranch.scaling.sweep import Compute
+from anabranch.scaling.study import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
 from anabranch.sim.ranks import MAX_JITTER
+from anabranch.trace import Trace
 
 if TYPE_CHECKING:
     from anabranch.report.plot import Format
 
 STRAGGLER_FACTOR = 2.0
-MAX_FACTOR = 1e3
+MAX_STRAGGLER_FACTOR = 1e3
 MAX_BATCH = 1 << 30
-MAX_DRAWN = 1 << 17  # ranks: some seconds
-NETWORKS = ("10gbe", "nvlink+100gbe")
-COMPRESS = ("oktopk:0.01",)
+MAX_RANKS_WITH_JITTER = 1 << 17  # every rank is drawn: some seconds
 NO_COMPRESSION = "none"
+OPTIMIZER = Optimizer.momentum  # whose state --within counts
+DEFAULT_SIZES, DEFAULT_PLANNERS = ",".join(map(str, WORLD_SIZES)), ",".join(PLANNERS)
 
 
 class Basis(StrEnum):
-    """What stays the same as ranks are added: the batch of each rank, or the batch of all."""
+    """Which batch stays the same as ranks are added: that of each rank, or the global one."""
 
     weak = "weak"
     strong = "strong"
@@ -43,29 +44,47 @@ NetworksOption = Annotated[
     typer.Option(
         "--network",
         metavar="N",
-        help=f"A name ({', '.join(PRESETS)}), a file of anabranch measure, or a description: "
-        f"{arguments.network_text.EXAMPLES['ring']}; may be repeated. Unless told: {', '.join(NETWORKS)}.",
+        help="A name that anabranch list shows, a file of anabranch measure, or a description, as in "
+        f"{network_text.SHORT_EXAMPLE}; may be repeated. Default: {', '.join(NETWORKS)}.",
     ),
 ]
 SpreadOption = Annotated[
-    float | None, typer.Option(help="For networks that bring no spread: all costs this share lower and higher, 0.2.")
+    float | None, typer.Option(help="For networks without a spread: all costs this share lower and higher, as in 0.2.")
 ]
-SizesOption = Annotated[str, typer.Option(help="Numbers of ranks, rising.")]
-PlannersOption = Annotated[str, typer.Option(help=f"Some of {', '.join(line_up.LINEUP)}.")]
+SizesOption = Annotated[
+    str,
+    typer.Option(
+        metavar="N,...",
+        help=f"Numbers of ranks, rising. Default: {', '.join(map(str, WORLD_SIZES))}.",
+        show_default=False,
+    ),
+]
+PlannersOption = Annotated[
+    str,
+    typer.Option(
+        metavar="P,...",
+        help=f"Some of {', '.join(line_up.LINE_UP)}. Default: all but "
+        f"{', '.join(name for name in line_up.LINE_UP if name not in PLANNERS)}.",
+        show_default=False,
+    ),
+]
 CompressOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
         help="Also the exact plan with sparse buckets where they gain: oktopk:0.01 (1 % of the elements), or oktopk "
-        f"(as dense as the backward pass hides), lean alike; may be repeated; {NO_COMPRESSION} for neither.",
+        f"(as dense as the backward pass hides), lean alike; may be repeated; {NO_COMPRESSION} for neither. Default: "
+        f"{', '.join(COMPRESS)}.",
     ),
 ]
-ScalingOption = Annotated[Basis, typer.Option(help="Keep the batch of each rank (weak) or of all (strong).")]
+ScalingOption = Annotated[Basis, typer.Option(help="Keep the batch of each rank (weak) or the global batch (strong).")]
 BatchOption = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_BATCH, help="Samples per rank (weak) or in all (strong); as recorded unless told."),
+    typer.Option(metavar="B", help="Samples per rank (weak) or in all (strong). Default: as recorded."),
 ]
-FixedOption = Annotated[float, typer.Option(help="Share of the recorded computing that does not grow with the batch.")]
+FixedOption = Annotated[
+    float, typer.Option(help="Share of the recorded compute time that does not grow with the batch.")
+]
 WithinOption = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Every strategy, and Lean, at the largest batch that fits in this: 16GiB."),
@@ -73,9 +92,11 @@ WithinOption = Annotated[
 JitterOption = Annotated[float, typer.Option(help="Each piece of work takes exp(jitter·z) as long, z standard normal.")]
 StragglersOption = Annotated[int, typer.Option(help="How many ranks compute slower than the others.")]
 FactorOption = Annotated[
-    float | None, typer.Option(help=f"How many times as long a straggler computes; {STRAGGLER_FACTOR:g} unless told.")
+    float | None, typer.Option(help=f"How many times as long a straggler computes. Default: {STRAGGLER_FACTOR:g}.")
 ]
-SeedOption = Annotated[int, typer.Option(help="Of the jitter: the same seed gives the same numbers.", min=0)]
+SeedOption = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Of the jitter: the same seed gives the same numbers.")
+]
 PlotOption = Annotated[Path | None, typer.Option(help="Write a plot to this .png or .svg file.")]
 
 
@@ -83,8 +104,8 @@ def scale(
     trace: arguments.TraceOption,
     network: NetworksOption = None,
     spread: SpreadOption = None,
-    world_sizes: SizesOption = "4,8,16,32,64,128,256,512,1024,2048",
-    planners: PlannersOption = "per_tensor,single,by_bytes,mgwfbp,optimal,asc,lanes",
+    world_sizes: SizesOption = DEFAULT_SIZES,
+    planners: PlannersOption = DEFAULT_PLANNERS,
     compress: CompressOption = None,
     scaling: ScalingOption = Basis.weak,
     batch: BatchOption = None,
@@ -101,36 +122,98 @@ def scale(
     """Predict which strategy wins at which world size on which network, and by how much, with bands."""
     form = plot_format(plot)
     check_free([plot], force)
-    if straggler_factor is not None and not stragglers:
-        raise ValueError(f"--straggler-factor is {straggler_factor:g} but --stragglers is 0: say how many there are")
-    if not 0 <= jitter <= MAX_JITTER:
-        raise ValueError(f"--jitter is {jitter:g}: expected 0 to {MAX_JITTER:g}; 0.05 varies most pieces by about 5 %")
-    if straggler_factor is not None and not 0 < straggler_factor <= MAX_FACTOR:
-        raise ValueError(f"--straggler-factor is {straggler_factor:g}: expected above 0 to {MAX_FACTOR:g}, such as 2")
-    slow = STRAGGLER_FACTOR if straggler_factor is None else straggler_factor
-    compute = Compute(fixed_share, jitter, stragglers, slow, seed)
     sizes = _sizes(world_sizes)
-    if (jitter or stragglers) and sizes[-1] > MAX_DRAWN:
-        raise ValueError(
-            f"--world-sizes has {sizes[-1]}: expected {MAX_DRAWN} at most with --jitter or --stragglers, "
-            "for which every rank is drawn by itself"
-        )
-    gradients = arguments.trace(trace)
+    compute = _compute(fixed_share, jitter, stragglers, straggler_factor, seed, sizes[-1])
+    recorded = arguments.trace(trace)
     ranges = arguments.network_ranges(network or NETWORKS, spread)
-    ways = list(dict.fromkeys(compress or (COMPRESS if within is None else (*COMPRESS, f"{LEAN}:0.01"))))
-    ways = [] if ways == [NO_COMPRESSION] else ways
-    swept = Sweep(gradients, sizes, _names(planners), ways, scaling.value, compute)
-    swept.set_batches(batch, within)
-    found = swept.run(ranges)
-    from anabranch.report.scaling_answer import answer
-
-    found = replace(found, answer=tuple(answer(found)), written=str(plot) if plot else None)
+    chosen = _chosen(planners, compress, batch, within)
+    if within is not None:
+        chosen = _fitting(recorded, chosen, within, scaling, sizes[-1])
+    with progress_bar() as on_point:
+        found = predict(
+            recorded, ranges, sizes, chosen.planners, chosen.compress, scaling=scaling.value, batch=chosen.batch,
+            compute=compute, assumptions=chosen.assumptions, on_point=on_point,
+        )  # fmt: skip
+    found = replace(found, written=str(plot) if plot else None)
     if plot and form:
         write_bytes(_drawn(found, form), plot, force)
     if as_json:
         print_json(asdict(found))
     else:
         _print(found)
+
+
+class _Strategies(NamedTuple):
+    """What is compared, at which batch, and what choosing that batch assumes."""
+
+    planners: Sequence[str]
+    compress: Sequence[str]
+    batch: int | Mapping[str, int] | None = None
+    assumptions: Sequence[str] = ()
+
+
+def _chosen(planners: str, compress: Sequence[str] | None, batch: int | None, within: str | None) -> _Strategies:
+    if batch is not None and not 1 <= batch <= MAX_BATCH:
+        raise ValueError(f"--batch is {batch}: expected 1 to {MAX_BATCH} samples")
+    if batch is not None and within is not None:
+        raise ValueError(f"--batch is {batch} and --within is {within}: expected one of them")
+    default = COMPRESS if within is None else (*COMPRESS, f"{LEAN}:0.01")
+    compressed = list(dict.fromkeys(compress or default))
+    names = list(dict.fromkeys(name.strip() for name in planners.split(",")))
+    return _Strategies(names, [] if compressed == [NO_COMPRESSION] else compressed, batch)
+
+
+def _fitting(trace: Trace, chosen: _Strategies, within: str, scaling: Basis, ranks: int) -> _Strategies:
+    """The strategies of which at least one sample fits in ``within``, each at the largest batch that does.
+
+    The model of the trace must be one that anabranch can build: a trace does not hold activations.
+    """
+    if scaling is Basis.strong:
+        raise ValueError(f"--within is {within}: it finds the batch of each rank, which --scaling strong does not keep")
+    limit_nbytes = network_text.size_nbytes("--within", within)
+    from anabranch.bench import zoo
+    from anabranch.estimate.fitting import largest_batches
+    from anabranch.report.formatting import count, size
+
+    model = trace.meta.get("model")
+    if not isinstance(model, str) or model not in zoo.MODELS:
+        raise ValueError(
+            f"--within: a trace holds no activations, and its model ({model!r}) is none that anabranch can build "
+            f"({', '.join(zoo.MODELS)}): leave --within out, or give the batch by --batch"
+        )
+    kinds = strategy_kinds(chosen.planners, chosen.compress)
+    estimator = estimator_of(model, OPTIMIZER, Activations.keep)
+    fitting = largest_batches(estimator, kinds, limit_nbytes, ranks, OPTIMIZER.value)
+    if not fitting.batches:
+        raise ValueError(f"--within is {within}: not one sample fits, whatever the strategy; give more")
+    largest = (
+        f"every strategy at the largest batch per rank that fits in {size(limit_nbytes)} at {count(ranks, 'rank')}"
+    )
+    return _Strategies(
+        [name for name in chosen.planners if name in fitting.batches],
+        [name for name in chosen.compress if name in fitting.batches],
+        fitting.batches,
+        [largest, *fitting.assumptions],
+    )
+
+
+def _compute(
+    fixed_share: float, jitter: float, stragglers: int, straggler_factor: float | None, seed: int, most_ranks: int
+) -> Compute:
+    if straggler_factor is not None and not stragglers:
+        raise ValueError(f"--straggler-factor is {straggler_factor:g} but --stragglers is 0: say how many there are")
+    if not 0 <= jitter <= MAX_JITTER:
+        raise ValueError(f"--jitter is {jitter:g}: expected 0 to {MAX_JITTER:g}; 0.05 varies most pieces by about 5 %")
+    if straggler_factor is not None and not 0 < straggler_factor <= MAX_STRAGGLER_FACTOR:
+        raise ValueError(
+            f"--straggler-factor is {straggler_factor:g}: expected above 0 to {MAX_STRAGGLER_FACTOR:g}, such as 2"
+        )
+    if (jitter or stragglers) and most_ranks > MAX_RANKS_WITH_JITTER:
+        raise ValueError(
+            f"--world-sizes has {most_ranks}: expected {MAX_RANKS_WITH_JITTER} at most with --jitter or --stragglers, "
+            "for which every rank is drawn by itself"
+        )
+    return Compute(fixed_share, jitter, stragglers, straggler_factor or STRAGGLER_FACTOR, seed)
 
 
 def _sizes(text: str) -> list[int]:
@@ -142,10 +225,6 @@ def _sizes(text: str) -> list[int]:
                 f"--world-sizes has {piece!r}: expected rising whole numbers to {MAX_RANKS}, such as 4,8,16"
             )
     return sizes
-
-
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def _drawn(found: Scaling, form: "Format") -> bytes:

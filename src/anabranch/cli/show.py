@@ -1,4 +1,4 @@
-"""anabranch show: any of the four files, readable."""
+"""anabranch show: the content of a trace, network, plan or timeline file."""
 
 import json
 from typing import Annotated
@@ -22,7 +22,7 @@ def show(file: FileArgument, as_json: JsonOption = False) -> None:
     """Show a trace, network, plan or timeline; with --json its summary and its content."""
     from anabranch.report import figures, tables
 
-    noun = arguments.anything(file)
+    noun = arguments.noun(file)
     if isinstance(noun, Trace):
         summary, report = figures.trace_figures(noun), tables.trace_report(noun)
     elif isinstance(noun, Network):

@@ -29,7 +29,7 @@ def simulate(
         raise ValueError(f"--plan {plan} and --planner {planner} are both given: expected one of them")
     check_free([output, chrome], force)
     gradients, links = arguments.trace(trace), arguments.network(network)
-    made = arguments.plan(plan) if plan else line_up.entry(planner or "optimal").function(gradients, links)
+    made = arguments.plan(plan) if plan else line_up.configured_planner(planner or "optimal")(gradients, links)
     timeline = predict(gradients, made, links)
     written = _write(timeline, output, chrome, force)
     from anabranch.report.figures import bucket_figures, timeline_figures

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def function(what: str, expected: str) -> Callable[..., Any]:
-    """The function; its module is looked for in the working directory too. ``expected`` is for those who err."""
+def load_function(what: str, expected: str) -> Callable[..., Any]:
+    """The function ``module:function``; modules in the working directory are found, too. Errors say ``expected``."""
     module_name, _, name = what.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # for good: the function may import more of what lies there
+    sys.path.insert(0, str(Path.cwd()))  # stays there: the function may import more modules from it
     try:
         module = import_module(module_name)
     except (ImportError, ValueError) as error:  # ValueError: an empty name
@@ -27,7 +27,7 @@ def function(what: str, expected: str) -> Callable[..., Any]:
 
 
 def check_call(what: str, name: str, call: Callable[..., Any]) -> None:
-    """Refuse a function that needs arguments, before it is called: a builtin that does not tell is believed."""
+    """Refuse a function that needs arguments before it is called; a builtin without a signature is accepted."""
     try:
         inspect.signature(call).bind()
     except TypeError as error:
@@ -36,8 +36,8 @@ def check_call(what: str, name: str, call: Callable[..., Any]) -> None:
         pass
 
 
-def checked(what: str, made: Any, second: str) -> "tuple[nn.Module, Callable[..., Any]]":
-    """What it returned: a model, and a function that ``second`` says more of."""
+def check_returned(what: str, made: Any, second: str) -> "tuple[nn.Module, Callable[..., Any]]":
+    """``made``, if it is a pair of a model and a function; ``second`` describes the function in the error."""
     from torch import nn
 
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):

@@ -1,87 +1,66 @@
-"""Collectives: what the buckets of a live model can name, from a plain all-reduce to exchanges that remember."""
+"""Collectives: all exchanges that the buckets of one model can name, and what they keep between steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
-from anabranch.comm.dense import COLLECTIVES, Collective, Group, Steps, Traffic, traffic
+from anabranch.comm.exchange import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.plan import Bucket, Plan
 
 
 class Scaler(Protocol):
-    """What torch.amp.GradScaler is, too."""
+    """A loss scaler, such as torch.amp.GradScaler."""
 
     def get_scale(self) -> float:
-        """What losses are multiplied by."""
+        """The factor by which losses are multiplied."""
         ...
 
 
 class ResidualState(Protocol):
-    """What the exchange of one bucket remembers: what waits, one parameter after another.
+    """What the exchange of one bucket keeps: the residual, one parameter after another.
 
-    ``spare``: gradients are added to it as they come, and the memory of the gradient may be used for something else.
+    ``accumulates_in_place``: gradients are added to the residual as they come (Lean), so that the exchange may use the
+    gradient's memory for something else.
     """
 
     names: tuple[str, ...]
     residual: torch.Tensor
-    spare: bool
+    accumulates_in_place: bool
 
     def pieces(self) -> Mapping[str, torch.Tensor]:
-        """What waits of each parameter; views."""
+        """The residual of each parameter; views."""
         ...
 
-    def look(self, gradient: torch.Tensor) -> None:
-        """Part of this step's gradient is about to be added to what waits: note both, if it is time to."""
+    def record_norms(self, gradient: torch.Tensor) -> None:
+        """Record the norms of a part of this step's gradient before it joins the residual, if a sample is due."""
         ...
 
 
-class Collectives(Protocol):
-    """The collectives of one model. What they remember between steps they keep by the names of parameters.
+class ExchangeMemory(Protocol):
+    """What exchanges keep between steps, by the names of parameters: residuals, thresholds, momentum.
 
-    kinds         those to measure and to plan with beside "dense", cheapest first
-    dense_names   gradients that must travel dense
-    warmup_steps  steps of training before any of ``kinds`` is tried
+    dense_names    gradients that must travel dense
+    warmup_steps   steps of training before anything but dense exchanges is tried
     """
 
-    kinds: Sequence[str]
     dense_names: frozenset[str]
     warmup_steps: int
 
-    def runs(self, kind: str, dtype: torch.dtype) -> bool:
-        """Whether a bucket of this dtype may name this."""
-        ...
-
-    def aside(self, kind: str) -> bool:
-        """Whether it computes before it sends, so that on a GPU it should begin on a stream of its own."""
-        ...
-
-    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """The exchange of one bucket in this step."""
-        ...
-
-    def remembered(self, bucket: Bucket) -> ResidualState | None:
-        """What the exchange of this bucket remembers; None if it forgets everything."""
+    def residual_state(self, bucket: Bucket) -> ResidualState | None:
+        """The residual of this bucket; None if its exchange has none."""
         ...
 
     def on_step_end(self) -> None:
         """All gradients of a step are averaged, on all ranks."""
         ...
 
-    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
-        """What the last exchange of this bucket sent, computed without waiting for a device; None if nobody knows."""
-        ...
-
-    def probe(self, kind: str) -> Collective:
-        """An exchange of this kind that belongs to no bucket, to be timed; called again and again, it remembers."""
-        ...
-
     def use_plan(self, plan: Plan | None) -> None:
-        """The next step is run by this plan, or by DDP's own buckets: send in it what waits and is not the plan's."""
+        """The next step runs this plan, or DDP's own buckets: residuals that it would not send go with that step."""
         ...
 
-    def words(self) -> list[str]:
-        """What a person should know of their state, line by line."""
+    def summary(self) -> list[str]:
+        """Lines for ``explain()``."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,78 +72,100 @@ class Collectives(Protocol):
         ...
 
     def loaded(self) -> list[str]:
-        """What was, line by line, as far as it must be the same on all ranks."""
+        """What was loaded, as lines that must be the same on all ranks."""
         ...
 
     def rescale(self, scale: float) -> None:
-        """From now on gradients are those of a loss times this: so becomes what waits."""
+        """From now on gradients are those of a loss times ``scale``; residuals are multiplied to match."""
         ...
 
     def close(self) -> None:
-        """Let go of hooks."""
+        """Remove hooks."""
         ...
 
 
-class DenseCollectives:
-    """All-reduces in full precision, and one that sends bfloat16 where that was asked for; none remembers anything."""
+class Collectives:
+    """All exchanges of one model: finds the family of each bucket's kind, so that a plan may mix families.
 
-    def __init__(self, compress: str | None = None) -> None:
-        self.kinds: Sequence[str] = () if compress is None else (compress,)
-        self.dense_names: frozenset[str] = frozenset()
-        self.warmup_steps = 0
+    ``families`` come in order of preference. ``memory`` holds residuals and checkpoints for all of them; None if no
+    family keeps anything.
+    """
 
-    def runs(self, kind: str, dtype: torch.dtype) -> bool:  # noqa: ARG002
-        """See ``Collectives``."""
-        return kind in COLLECTIVES
+    def __init__(self, *families: ExchangeFamily, memory: ExchangeMemory | None = None) -> None:
+        self._families = families
+        self._memory = memory
+        self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)
+        self.dense_names: frozenset[str] = frozenset() if memory is None else memory.dense_names
+        self.warmup_steps = 0 if memory is None else memory.warmup_steps
 
-    def aside(self, kind: str) -> bool:  # noqa: ARG002
-        """None does."""
-        return False
+    def supports(self, kind: str, dtype: torch.dtype) -> bool:
+        """Whether a bucket of this dtype may name this kind."""
+        return any(family.supports(kind, dtype) for family in self._families if family.handles(kind))
+
+    def on_side_stream(self, kind: str) -> bool:
+        return self._family(kind).on_side_stream(kind)
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """See ``Collectives``."""
-        return COLLECTIVES[bucket.collective](buffer, group, divisor)
-
-    def remembered(self, bucket: Bucket) -> ResidualState | None:  # noqa: ARG002
-        """See ``Collectives``."""
-        return None
-
-    def on_step_end(self) -> None:
-        """Nothing to do."""
+        return self._family(bucket.collective).steps(bucket, buffer, group, divisor)
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
-        """See ``Collectives``."""
-        return traffic(bucket.collective, numel, dtype, ranks)
+        """What the last exchange of this bucket sent, computed without waiting for a device; None if unknown."""
+        return self._family(bucket.collective).traffic(bucket, numel, dtype, ranks)
 
     def probe(self, kind: str) -> Collective:
-        """See ``Collectives``."""
-        return COLLECTIVES[kind]
+        """An exchange of this kind for timing; it leaves the model's residuals alone."""
+        return self._family(kind).probe(kind)
+
+    def residual_state(self, bucket: Bucket) -> ResidualState | None:
+        """The residual of this bucket; None if its exchange has none."""
+        return None if self._memory is None else self._memory.residual_state(bucket)
+
+    def on_step_end(self) -> None:
+        """All gradients of a step are averaged, on all ranks."""
+        if self._memory is not None:
+            self._memory.on_step_end()
 
     def use_plan(self, plan: Plan | None) -> None:
-        """Nothing waits."""
+        """The next step runs this plan, or DDP's own buckets: residuals that it would not send go with that step."""
+        if self._memory is not None:
+            self._memory.use_plan(plan)
 
-    def words(self) -> list[str]:
-        """Nothing to tell."""
-        return []
+    def summary(self) -> list[str]:
+        """Lines for ``explain()``."""
+        return [] if self._memory is None else self._memory.summary()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep."""
-        return {}
+        """What a checkpoint of this rank must hold; empty if nothing is kept between steps."""
+        return {} if self._memory is None else self._memory.state_dict()
 
     def load_state_dict(self, *states: Any) -> None:
-        """Nothing can be taken over: a checkpoint with sparse state needs ``compress=OkTopk(...)`` again."""
-        if any(states):
+        """Take over what ``state_dict`` gave, of this rank or of all ranks; before the first step."""
+        if self._memory is not None:
+            self._memory.load_state_dict(*states)
+        elif any(states):
             raise ValueError(
                 "the checkpoint holds the state of a compression, and this DataParallel has none: make it with the "
                 "compress= that the checkpoint was written with, or leave the state out"
             )
 
     def loaded(self) -> list[str]:
-        """Nothing."""
-        return []
+        """What was loaded, as lines that must be the same on all ranks."""
+        return [] if self._memory is None else self._memory.loaded()
 
     def rescale(self, scale: float) -> None:
-        """Nothing waits."""
+        """From now on gradients are those of a loss times ``scale``; residuals are multiplied to match."""
+        if self._memory is not None:
+            self._memory.rescale(scale)
 
     def close(self) -> None:
-        """No hooks."""
+        """Remove hooks."""
+        if self._memory is not None:
+            self._memory.close()
+
+    def _family(self, kind: str) -> ExchangeFamily:
+        for family in self._families:
+            if family.handles(kind):
+                return family
+        raise ValueError(
+            f"no exchange of this model is called {kind!r}: expected one of {', '.join(self.kinds)}, dense"
+        )

@@ -1,4 +1,4 @@
-"""What a sparse exchange needs of a process group, so that the same exchange runs on real ranks and on virtual ones."""
+"""Communicator: what a sparse exchange needs of a process group, so that it also runs on virtual ranks."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.dense import Group, gather, issued
+from anabranch.comm.exchange import Group, all_gather, issued
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
@@ -18,17 +18,18 @@ class ZeroBuffer:
         self._zeros = torch.zeros(0)
 
     def zeros(self, numel: int, device: torch.device) -> torch.Tensor:
-        """So many, float32."""
+        """The first ``numel`` elements of the buffer, float32. The buffer grows where it is too small."""
         if len(self._zeros) < numel or self._zeros.device != device:
             self._zeros = torch.zeros(numel, dtype=torch.float32, device=device)
         return self._zeros[:numel]
 
 
-class Comm(Protocol):
-    """A rank's view of its group. Every operation is issued at once and returns the work to yield.
+class Communicator(Protocol):
+    """One rank's view of its process group. Every operation is issued at once and returns the work to yield.
 
-    ``phase`` says what a message is for: tables of traffic and errors name it. Tensors are split along their first
-    dimension; without counts, into equal parts.
+    ``phase`` says what a message is for: word counts and errors name it. Tensors are split along their first
+    dimension; without counts, into equal parts. Exchanges on one communicator run one after another, so they may
+    share its zero buffer.
     """
 
     @property
@@ -38,11 +39,11 @@ class Comm(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         ...
 
     def zeros(self, numel: int, device: torch.device) -> torch.Tensor:
-        """See ``ZeroBuffer``; exchanges on one ``Comm`` follow each other."""
+        """A shared float32 buffer of zeros (``ZeroBuffer``). Whoever writes to it must zero it again."""
         ...
 
     def all_to_all(
@@ -53,40 +54,39 @@ class Comm(Protocol):
         output_counts: Sequence[int] | None = None,
         given_counts: Sequence[int] | None = None,
     ) -> dist.Work:
-        """Part j of ``given`` goes to rank j; ``output`` holds what the ranks sent here, in rank order."""
+        """Send part j of ``given`` to rank j; ``output`` receives the parts from all ranks, in rank order."""
         ...
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> dist.Work:
-        """Everyone's part, all of one size, in rank order."""
+        """Gather the parts of all ranks, all of one size, in rank order."""
         ...
 
     def all_gather_uneven(
         self, output: torch.Tensor, part: torch.Tensor, counts: Sequence[int], phase: str
     ) -> dist.Work:
-        """Everyone's part in rank order, where rank r's has ``counts[r]`` rows."""
+        """Gather the parts of all ranks in rank order, where the part of rank r has ``counts[r]`` rows."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, phase: str, op: dist.ReduceOp.RedOpType = SUM) -> dist.Work:
-        """The sum (or maximum) over the ranks, in place."""
+        """Replace ``tensor`` by its sum (or maximum) over the ranks."""
         ...
 
 
-class GroupComm(ZeroBuffer):
-    """A ``Comm`` over a process group of torch.distributed: Gloo or NCCL."""
+class GroupCommunicator(ZeroBuffer):
+    """A ``Communicator`` on a process group of torch.distributed (Gloo or NCCL)."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
         self._group = group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
 
     @property
     def rank(self) -> int:
-        """See ``Comm``."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """See ``Comm``."""
         return self._size
 
     def all_to_all(
@@ -97,21 +97,18 @@ class GroupComm(ZeroBuffer):
         output_counts: Sequence[int] | None = None,
         given_counts: Sequence[int] | None = None,
     ) -> dist.Work:
-        """See ``Comm``."""
         outputs, inputs = (None if counts is None else list(counts) for counts in (output_counts, given_counts))
         return issued(dist.all_to_all_single(output, given, outputs, inputs, group=self._group, async_op=True), phase)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> dist.Work:
-        """See ``Comm``."""
-        return issued(gather(output, part, self._group), phase)
+        return issued(all_gather(output, part, self._group), phase)
 
     def all_gather_uneven(
         self, output: torch.Tensor, part: torch.Tensor, counts: Sequence[int], phase: str
     ) -> dist.Work:
-        """See ``Comm``. Sent as one all-to-all of copies: Gloo has no uneven all-gather, and padding costs bytes."""
+        # One all-to-all of copies: Gloo has no uneven all-gather, and padding would send more bytes.
         copies = part.repeat(self._size, *[1] * (part.dim() - 1))
         return self.all_to_all(output, copies, phase, counts, [len(part)] * self._size)
 
     def all_reduce(self, tensor: torch.Tensor, phase: str, op: dist.ReduceOp.RedOpType = SUM) -> dist.Work:
-        """See ``Comm``."""
         return issued(dist.all_reduce(tensor, op=op, group=self._group, async_op=True), phase)

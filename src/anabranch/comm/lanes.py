@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from anabranch.comm.dense import Group, Steps
+from anabranch.comm.exchange import Group, Steps
 from anabranch.errors import CollectiveError, UpdateError
 from anabranch.plan import MAX_LANES
 
@@ -28,21 +28,21 @@ GRACE_S = 0.05
 
 
 class Message(NamedTuple):
-    """A collective to run: its steps, the tensor that will hold its result, what to call it in errors, whom to tell.
+    """An exchange to run: its steps, the tensor that will hold its result, and its name in errors.
 
-    ``on_end`` gets the works of the collective: when they are done on a host lane, when they are issued on a stream
-    lane. ``aside``: it computes before it sends, which on a stream lane is done beside the caller's own computation.
+    ``on_end`` gets the works of the exchange: when they are done on a host lane, when they are issued on a stream
+    lane. ``on_side_stream``: it computes before it sends; on a stream lane that runs beside the caller's computation.
     """
 
     steps: Steps
     result: torch.Tensor
     label: str
     on_end: Callable[[list[dist.Work]], None] | None = None
-    aside: bool = False
+    on_side_stream: bool = False
 
 
 class Lane(Protocol):
-    """One message after another."""
+    """Carries one message after another over one process group."""
 
     group: Group
 
@@ -51,7 +51,7 @@ class Lane(Protocol):
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Let the lane go; False if it still waits in a collective after that time."""
+        """End the lane; False if it still waits in a collective after that time."""
         ...
 
 
@@ -68,7 +68,6 @@ class HostLane:
         self._thread.start()
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
-        """See ``Lane``."""
         if self._failures:
             raise self._failures[0]
         done: Future[torch.Tensor] = Future()
@@ -78,7 +77,6 @@ class HostLane:
         return shown
 
     def close(self, timeout_s: float) -> bool:
-        """See ``Lane``. The thread is a daemon: a program's exit does not wait for it."""
         self._queue.put(None)
         if self._thread is not threading.current_thread():  # where the garbage collector may have run
             self._thread.join(timeout_s)
@@ -132,9 +130,8 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
-        """See ``Lane``."""
-        works = [] if message.aside else [next(message.steps)]
-        if message.aside:
+        works = [] if message.on_side_stream else [next(message.steps)]
+        if message.on_side_stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for work in works:
@@ -149,7 +146,6 @@ class StreamLane:
         return done
 
     def close(self, timeout_s: float) -> bool:  # noqa: ARG002
-        """See ``Lane``."""
         return True
 
 
@@ -158,13 +154,13 @@ class Lanes:
 
     A host lane issues from its own thread, at no fixed point of the program, so it must have a group to itself: on
     the user's group, a loss that the program all-reduces after backward could meet a bucket. A stream lane issues
-    where the program is, and the first one uses the user's group, as DDP does; ``slim`` ones have communicators of
-    their own, on one multiprocessor each. Little data needs no more, and NCCL's blocks keep theirs busy while they
-    wait for the network: an all-to-all takes as many of them from backward as it can get.
+    where the program is, and the first one uses the user's group, as DDP does. ``single_cta`` lanes have communicators
+    of their own that run on one multiprocessor each: little data needs no more, and NCCL's blocks occupy theirs while
+    they wait for the network, so a full all-to-all would take multiprocessors away from backward.
     """
 
-    def __init__(self, group: Group, device: torch.device, slim: bool = False) -> None:
-        self._main, self._device, self._slim = group, device, slim
+    def __init__(self, group: Group, device: torch.device, single_cta: bool = False) -> None:
+        self._main, self._device, self._single_cta = group, device, single_cta
         self._made: list[Group] = []
         self._lanes: list[Lane] = []
         self._failures: list[CollectiveError] = []  # on NCCL failures show in torch's own watchdog instead
@@ -181,7 +177,7 @@ class Lanes:
         return [lane.group for lane in self._lanes]
 
     def check(self) -> None:
-        """Raise what stopped a lane, if anything did."""
+        """Raise the error that stopped a lane, if one did."""
         if self._failures:
             raise self._failures[0]
 
@@ -198,7 +194,7 @@ class Lanes:
         while len(self._lanes) < count:
             number = len(self._lanes)
             if self._device.type == "cuda":
-                shared = number == 0 and not (self._slim and self.most > 1)
+                shared = number == 0 and not (self._single_cta and self.most > 1)
                 group = self._main if shared else self._made_group(number)
                 self._lanes.append(StreamLane(group, self._device))
             else:
@@ -217,13 +213,14 @@ class Lanes:
 
     def _made_group(self, number: int) -> Group:
         backend = dist.get_backend(self._main)
-        options = _one_block(timeout_of(self._main)) if self._slim and self._device.type == "cuda" else None
+        single_cta = self._single_cta and self._device.type == "cuda"
+        options = _single_cta_options(timeout_of(self._main)) if single_cta else None
         group = same_ranks(self._main, backend, f"anabranch lane {number}", options)
         self._made.append(group)
         return group
 
 
-def _one_block(timeout: timedelta | None) -> Any:
+def _single_cta_options(timeout: timedelta | None) -> Any:
     """Options of an NCCL communicator that runs on one multiprocessor."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = 1

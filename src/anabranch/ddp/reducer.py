@@ -1,11 +1,11 @@
-"""Bucket layouts of a live DDP: the one place that touches private names of torch's DDP and its reducer.
+"""Every private name of torch's DistributedDataParallel that we use: its bucket layout and its extension points.
 
 torch builds buckets from sizes, once, and rebuilds them from rank 0's observed order before the second step. Here
 that one rebuild is spent on a layout of our choosing, so that it holds from the next step on, for any partition of
-the gradients. Tested against every supported torch version.
+the gradients. Tested against every supported torch version; a test checks that no other file has such a name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,11 +13,8 @@ import torch
 import torch.distributed
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
-
-from anabranch.errors import PlanError
-from anabranch.plan import Plan
 
 dist: Any = torch.distributed  # its private names are in no type stub
 
@@ -25,21 +22,96 @@ Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 Layout = list[list[int]]  # buckets of indices into the reducer's parameters, in launch order
 
 
+class ExtensibleDDP(DistributedDataParallel):
+    """A DistributedDataParallel whose extension points have names of our own, for a subclass to override."""
+
+    _joining = False
+
+    def _before_forward(self) -> None:
+        """Called before each forward, before DDP prepares for it."""
+
+    def _after_forward(self, output: Any) -> None:
+        """Called with the output of each forward, after DDP has prepared for its backward."""
+
+    def _install_buffers(self) -> bool:
+        """Called where DDP would broadcast buffers; True if that is done already."""
+        return False
+
+    def _discard_buffers(self) -> None:
+        """Called instead where a buffer hook or join() broadcasts buffers."""
+
+    def _use_divisor(self, divisor: Callable[[], int] | None) -> bool:  # noqa: ARG002
+        """Called under join() with what averages must be divided by, None for the world size; False if no one asks."""
+        return False
+
+    @property
+    def _inside_join(self) -> bool:
+        return self._joining and bool(self._join_config.enable)  # which torch leaves enabled when a join() has ended
+
+    @property
+    def _has_sparse_gradients(self) -> bool:
+        return any(self._build_params_for_reducer()[1])
+
+    def _sends_deferred_buffers(self) -> bool:
+        """Whether DDP itself would broadcast buffers before the next forward."""
+        return (
+            bool(self.will_sync_module_buffers()) and not hasattr(self, "buffer_hook") and not self._join_config.enable
+        )
+
+    def _current_buffers(self) -> list[torch.Tensor]:
+        self._assign_modules_buffers()  # as DDP does before it sends them: they may have been replaced
+        return list(self.modules_buffers)
+
+    def _drop_comm_hooks(self, attributes: dict[str, Any]) -> None:
+        attributes["_comm_hooks"] = []
+
+    @_disable_dynamo(recursive=False)
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._before_forward()
+        return super()._pre_forward(*inputs, **kwargs)
+
+    @_disable_dynamo(recursive=False)
+    def _post_forward(self, output: Any) -> Any:
+        output = super()._post_forward(output)
+        self._after_forward(output)
+        return output
+
+    def _sync_buffers(self) -> None:
+        if self._join_config.enable or hasattr(self, "buffer_hook"):
+            self._discard_buffers()
+        elif self._install_buffers():
+            return
+        super()._sync_buffers()
+
+    def join_hook(self, **options: Any) -> Any:
+        """As DDP's; called when a join() begins."""
+        self._joining = True
+        return super().join_hook(**options)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        super()._sync_final_model(is_last_joiner)
+        self._joining = False
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
+        """As DDP's, but keeps the sum: in a synchronised step it is the number of ranks that have not joined."""
+        if not self._use_divisor(None):
+            return super()._check_global_requires_backward_grad_sync(is_joined_rank)
+        active = torch.full((1,), float(self.require_backward_grad_sync and not is_joined_rank), device=self.device)
+        work = torch.distributed.all_reduce(active, group=self.process_group, async_op=True)
+        assert work is not None
+
+        def remaining() -> int:
+            work.wait()
+            return int(active.item())
+
+        self._use_divisor(None if self._divide_by_initial_world_size else remaining)
+        return remaining() != 0 if is_joined_rank else None
+
+
 def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters whose gradients the reducer averages, by name, in its own order; shared ones once."""
     names = {parameter: name for name, parameter in ddp.module.named_parameters()}
     return {names[parameter]: parameter for parameter in ddp._build_params_for_reducer()[0]}
-
-
-def layout_of(plan: Plan, names: Sequence[str]) -> Layout:
-    """The buckets of ``plan`` as indices into ``names``, which it must partition."""
-    index = {name: i for i, name in enumerate(names)}
-    planned = [name for bucket in plan.buckets for name in bucket.names]
-    if unknown := [name for name in planned if name not in index]:
-        raise PlanError(f"the plan names {unknown[0]}, which this model does not train; plan for this model")
-    if missing := sorted(index.keys() - set(planned)):
-        raise PlanError(f"the plan leaves out {missing[0]} and {len(missing) - 1} more; plan for this model")
-    return [[index[name] for name in bucket.names] for bucket in plan.buckets]
 
 
 def relayout(ddp: Any, layout: Layout | None, hook: Hook | None) -> None:
@@ -77,11 +149,6 @@ def unwrap(ddp: Any) -> None:
     ddp._remove_autograd_hooks()
 
 
-def tensors_in(output: object) -> list[torch.Tensor]:
-    """The tensors in whatever a model returned, found as DDP finds them."""
-    return list(_find_tensors(output))
-
-
 def gradients_seen(ddp: Any) -> list[int]:
     """When the reducer has last seen each gradient, on no clock in particular: it changes with every gradient."""
     return list(ddp.reducer.get_backward_stats())
@@ -94,12 +161,6 @@ def built_by_ddp(ddp: DistributedDataParallel) -> Layout | None:
     """
     told = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
     return [[int(index) for index in bucket.split()] for bucket in told.split(",")] if told else None
-
-
-def layout_in_force(ddp: DistributedDataParallel) -> Layout:
-    """The buckets as the reducer holds them now. Allocates them once more: for tests, not for every step."""
-    index = {parameter: i for i, parameter in enumerate(ddp._build_params_for_reducer()[0])}
-    return [[index[p] for p in bucket.parameters()] for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
 
 
 @contextmanager

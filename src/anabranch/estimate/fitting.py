@@ -1,46 +1,49 @@
-"""What --within does to a sweep: every strategy at the largest batch that fits, by the account of memory."""
+"""The largest batch that fits in memory for each strategy of a scaling study."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from anabranch.cli.memory import FRAGMENTED, Account, Activations, Optimizer
-from anabranch.report.formatting import count, size
-from anabranch.scaling.compression import density_of
+from anabranch.estimate.account import DDP, LEAN, OKTOPK, Setting
+from anabranch.estimate.estimator import FRAGMENTATION, MemoryEstimator
+from anabranch.scaling.compression import highest_density
 from anabranch.scaling.result import Kind
-from anabranch.trace import Trace
 
-OPTIMIZER = Optimizer.momentum
+MODE_OF_KIND: Mapping[Kind, str] = {"dense": DDP, "sparse": OKTOPK, "lean": LEAN}
 
 
 class Fitting(NamedTuple):
-    """The batch of each rank by strategy (0: not even one sample fits), and what that rests on."""
+    """The largest batch per rank of each strategy that fits with at least one sample, and what that assumes.
+
+    ``assumptions`` also names the strategies that were left out because not even one sample fits.
+    """
 
     batches: Mapping[str, int]
-    words: list[str]
+    assumptions: list[str]
 
 
-def largest_batches(trace: Trace, kinds: Mapping[str, Kind], limit_nbytes: int, ranks: int) -> Fitting:
-    """A model that anabranch knows by name is run on tensors without data: a trace says nothing of activations."""
-    from anabranch.bench import zoo
-    from anabranch.estimate.account import DDP, LEAN, OKTOPK, Setting
+def largest_batches(
+    estimator: MemoryEstimator, kinds: Mapping[str, Kind], limit_nbytes: int, ranks: int, optimizer_name: str
+) -> Fitting:
+    """The batch of each strategy of ``kinds`` (``scaling.strategy_kinds``) in ``limit_nbytes`` per rank.
 
-    model = trace.meta.get("model")
-    if not isinstance(model, str) or model not in zoo.MODELS:
-        raise ValueError(
-            f"--within: a trace holds no activations, and its model ({model!r}) is none that anabranch can build "
-            f"({', '.join(zoo.MODELS)}): leave --within out, or give the batch by --batch"
-        )
-    mode_of: Mapping[Kind, str] = {"dense": DDP, "sparse": OKTOPK, "lean": LEAN}
+    ``optimizer_name`` is the word for the estimator's optimizer in the assumptions.
+    """
+    largest: dict[tuple[str, float], int] = {}
     batches: dict[str, int] = {}
-    found: dict[tuple[str, float], int] = {}
-    account = Account(model, OPTIMIZER, Activations.keep)
     for name, kind in kinds.items():
-        where = (mode_of[kind], density_of(name))
-        if where not in found:
-            found[where] = account.largest(where[0], Setting(ranks=ranks, density=where[1]), limit_nbytes)
-        batches[name] = found[where]
-    words = [
-        f"every strategy at the largest batch per rank that fits in {size(limit_nbytes)} at {count(ranks, 'rank')}"
+        mode, density = MODE_OF_KIND[kind], highest_density(name)
+        if (mode, density) not in largest:
+            setting = Setting(ranks=ranks, density=density)
+            largest[mode, density] = estimator.largest_batch(mode, setting, limit_nbytes)
+        batches[name] = largest[mode, density]
+    assumptions = [
+        *(f"memory: {said}" for said in estimator.assumptions),
+        f"memory: {optimizer_name} as the optimizer",
+        f"memory: {FRAGMENTATION:.0%} of it is lost between torch's blocks",
     ]
-    words += [f"memory: {said}" for said in (*account.assumptions, f"{OPTIMIZER.value} as the optimizer")]
-    return Fitting(batches, [*words, f"memory: {FRAGMENTED:.0%} of it is lost between torch's blocks"])
+    if left_out := [name for name, batch in batches.items() if not batch]:
+        assumptions.append(f"left out, since not even one sample fits: {', '.join(left_out)}")
+    batches = {name: batch for name, batch in batches.items() if batch}
+    shown = {"dense" if kinds[name] == "dense" else name: batch for name, batch in batches.items()}
+    assumptions.append(f"batch per rank: {', '.join(f'{name} {batch:,}' for name, batch in shown.items())}")
+    return Fitting(batches, assumptions)

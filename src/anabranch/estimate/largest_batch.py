@@ -1,24 +1,24 @@
-"""The largest batch that fits: a search that looks at few batches, since each look runs a model."""
+"""Searches the largest batch that fits in memory, with few predictions or runs, since each may be slow."""
 
 import math
 from collections.abc import Callable, Mapping
 
-MOST = 1 << 16  # no larger batch is looked at
+MAX_BATCH = 1 << 16  # no larger batch is tried
 
 
 def largest_batch(
     nbytes_at: Callable[[int], int],
     limit_nbytes: int,
     first: int = 8,
-    most: int = MOST,
+    max_batch: int = MAX_BATCH,
     enough_nbytes: float = math.inf,
     growth: float = math.inf,
 ) -> int:
-    """The largest batch up to ``most`` whose peak is at most the limit; 0 if none is. ``nbytes_at`` never falls.
+    """Return the largest batch up to ``max_batch`` whose peak is at most the limit; 0 if none is.
 
-    Peaks are nearly straight lines, so a line through the two nearest batches known says where to look next; both
-    neighbours of the answer are looked at, whatever the line said. Where looks are dear, a batch that takes
-    ``enough_nbytes`` will do, and none is ``growth`` times as large as one that is known to fit.
+    ``nbytes_at`` gives the peak of a batch, and never falls. Peaks are nearly straight lines, so a line through the two
+    nearest known batches says which to try next; both neighbours of the answer are tried in any case. Where a try is
+    slow, a batch that takes ``enough_nbytes`` is accepted, and no try is ``growth`` times as large as a known fit.
     """
     known = {0: 0}
 
@@ -28,35 +28,40 @@ def largest_batch(
         return known[batch] <= limit_nbytes
 
     low, high = 0, first
-    while high <= most and fits(high):
+    while high <= max_batch and fits(high):
         if known[high] >= enough_nbytes:
             return high
         further = 2 * high if low == 0 else max(high + 1, _crossing(known, low, high, limit_nbytes))
         low, high = high, int(min(further, growth * high))
-    if high > most:
-        if low == most or fits(most):
-            return most
-        high = most
+    if high > max_batch:
+        if low == max_batch or fits(max_batch):
+            return max_batch
+        high = max_batch
     return _between(fits, known, low, high, limit_nbytes, enough_nbytes)
 
 
 def _between(
-    fits: Callable[[int], bool], known: Mapping[int, int], low: int, high: int, limit: int, enough: float
+    fits: Callable[[int], bool],
+    known: Mapping[int, int],
+    low: int,
+    high: int,
+    limit_nbytes: int,
+    enough_nbytes: float,
 ) -> int:
-    """``low`` fits and ``high`` does not."""
-    while high - low > 1 and known[low] < enough:
-        guess = _crossing(known, low, high, limit) if low else (low + high) // 2
+    """Return the largest batch that fits from ``low``, which does, to ``high``, which does not."""
+    while high - low > 1 and known[low] < enough_nbytes:
+        guess = _crossing(known, low, high, limit_nbytes) if low else (low + high) // 2
         middle = min(high - 1, max(low + 1, guess))
         if fits(middle):
             low = middle
-            if enough == math.inf and middle + 1 < high and not fits(middle + 1):
+            if enough_nbytes == math.inf and middle + 1 < high and not fits(middle + 1):
                 high = middle + 1
         else:
             high = middle
     return low
 
 
-def _crossing(known: Mapping[int, int], low: int, high: int, limit: int) -> int:
-    """Where the line through two known batches reaches the limit."""
+def _crossing(known: Mapping[int, int], low: int, high: int, limit_nbytes: int) -> int:
+    """Return the batch at which the line through two known batches reaches the limit."""
     slope = (known[high] - known[low]) / (high - low)
-    return low + int((limit - known[low]) / slope) if slope > 0 else 2 * high
+    return low + int((limit_nbytes - known[low]) / slope) if slope > 0 else 2 * high

@@ -1,10 +1,10 @@
-"""What waits on every rank, as entries of a torch.distributed.checkpoint: tensors alone, under keys of their rank.
+"""The communication state of every rank as entries of a torch.distributed.checkpoint: tensors, by rank.
 
-    anabranch/rank3/residuals/layer.weight  what waits there of that parameter
+    anabranch/rank3/residuals/layer.weight  the residual of that parameter on rank 3
     anabranch/rank3/numbers                 the rest of ``comm_state_dict()``: JSON, as bytes in a uint8 tensor
 
-There one key on two ranks is one entry, and the other rank's is dropped without a word: hence the rank in the key. What
-is no tensor would be pickled there: hence the bytes.
+torch.distributed.checkpoint takes one key on two ranks for one entry and silently drops one of them: hence the rank in
+the key. It would pickle what is not a tensor: hence the bytes.
 """
 
 import json
@@ -22,20 +22,20 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 
 class Model(Protocol):
-    """A ``DataParallel``."""
+    """The part of a ``DataParallel`` that is used here."""
 
     process_group: dist.ProcessGroup
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """What this rank must keep."""
+        """This rank's communication state."""
         ...
 
     def load_comm_state_dict(self, *states: Any) -> None:
-        """Take it over, from this rank or from all."""
+        """Load the state of this rank, or those of all ranks."""
         ...
 
 
-TENSORS = ("residuals", "velocities")  # by parameter; all else is numbers and texts
+TENSORS = ("residuals", "velocities")  # by parameter; everything else is numbers and strings
 
 
 class CommState(Stateful):
@@ -44,17 +44,24 @@ class CommState(Stateful):
         dcp.save({"model": ..., "comm": ab.CommState(model)}, checkpoint_id=path)
         dcp.load({"model": ..., "comm": ab.CommState(model, path)}, checkpoint_id=path)
 
-    model: the DataParallel. saved_at: to load, where the checkpoint is, or its ``StorageReader``: what there is to read
-    depends on how many ranks wrote it. name: what keys begin with, for checkpoints of several models.
+    model      the DataParallel
+    saved_at   only to load: the checkpoint's path, or its ``StorageReader``. Which entries to read depends on how many
+               ranks wrote it
+    name       the prefix of the keys, for checkpoints of several models
     """
 
     def __init__(
         self, model: Model, saved_at: str | os.PathLike[str] | StorageReader | None = None, name: str = "anabranch"
     ) -> None:
-        self._model, self._name, self._saved_at = model, name, saved_at
+        self._model = model
+        self._saved_at = saved_at
+        self._name = name
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What to save; with ``saved_at``, room for what is to be read: this rank's, or all if their number changed."""
+        """The entries to save; with ``saved_at``, empty entries to read into.
+
+        Those are this rank's, or all ranks' if the world size has changed.
+        """
         if self._saved_at is None:
             rank = dist.get_rank(self._model.process_group)
             return {f"{self._name}/rank{rank}/{key}": value for key, value in packed(self._model.comm_state_dict())}
@@ -64,7 +71,7 @@ class CommState(Stateful):
         if not saved:
             raise ValueError(
                 f"the checkpoint at {here} has no entry {self._name}/rank…: it was saved without CommState(model, "
-                f"name={self._name!r}); leave it out here, too"
+                f"name={self._name!r}); load it without one, too"
             )
         ranks = 1 + max(saved)
         same = ranks == dist.get_world_size(self._model.process_group)
@@ -76,7 +83,7 @@ class CommState(Stateful):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Give the model what was read."""
+        """Load the entries that were read into the model."""
         ranks: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in state_dict.items():
             if (parts := self._parts(key)) is not None:
@@ -84,7 +91,7 @@ class CommState(Stateful):
         self._model.load_comm_state_dict(*(unpacked(ranks[rank]) for rank in sorted(ranks)))
 
     def _entries(self, metadata: Metadata) -> dict[int, dict[str, TensorStorageMetadata]]:
-        """By rank, then by key."""
+        """The entries by rank, then by key."""
         found: dict[int, dict[str, TensorStorageMetadata]] = {}
         for key, entry in metadata.state_dict_metadata.items():
             if (parts := self._parts(key)) is not None and isinstance(entry, TensorStorageMetadata):
@@ -92,13 +99,13 @@ class CommState(Stateful):
         return found
 
     def _parts(self, key: str) -> tuple[int, str] | None:
-        """Rank and the rest of one of our keys, wherever the user's dictionary holds them; None if it is another's."""
+        """Rank and rest of a key of ours, at any depth of the user's dictionary; None for any other key."""
         match = re.search(rf"(?:^|\.){re.escape(self._name)}/rank(\d+)/(.*)$", key)
         return (int(match[1]), match[2]) if match is not None else None
 
 
 def packed(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A rank's ``comm_state_dict()`` as tensors."""
+    """The tensors that hold a rank's ``comm_state_dict()``, by key."""
     numbers = {name: value for name, value in state.items() if name not in TENSORS}
     yield "numbers", torch.frombuffer(bytearray(json.dumps(numbers).encode()), dtype=torch.uint8).clone()
     for kind in TENSORS:
@@ -107,7 +114,7 @@ def packed(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def unpacked(entries: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The same ``comm_state_dict()`` again."""
+    """The ``comm_state_dict()`` that ``packed`` was given."""
     numbers: dict[str, Any] = json.loads(entries["numbers"].cpu().numpy().tobytes())
     found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in TENSORS}
     for key, value in entries.items():

@@ -1,4 +1,4 @@
-"""Cluster: what a lab is asked to be, checked and in words, before anything of it exists."""
+"""Cluster: the description of a lab's hosts and links, checked before anything is created."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ SLOWEST_BIT_S, FASTEST_BIT_S = 1 * MBIT, 34 * GBIT
 class Cluster:
     """Hosts, each with one full-duplex link to one switch.
 
-    ``rates_bit_s`` has one rate per host, None for a link that nothing slows down. ``alpha_s`` is the latency of an
-    emulated link; None asks for real ones, between network namespaces.
+    ``rates_bit_s`` has one rate per host; None leaves that host's link unshaped. ``alpha_s`` is the latency of emulated
+    links; None means real links, between network namespaces.
     """
 
     rates_bit_s: Sequence[float | None]
@@ -34,19 +34,19 @@ class Cluster:
         for rate in self.rates_bit_s:
             if rate is not None and not self.emulated and not SLOWEST_BIT_S <= rate <= FASTEST_BIT_S:
                 raise ValueError(
-                    f"a link's rate is {_rate(rate)}: expected {_rate(SLOWEST_BIT_S)} to {_rate(FASTEST_BIT_S)}, which "
-                    "is what the kernel's shaper (tbf) can hold; a faster link is better left unshaped"
+                    f"a link's rate is {_rate(rate)}: expected {_rate(SLOWEST_BIT_S)} to {_rate(FASTEST_BIT_S)}, the "
+                    "range of the kernel's shaper (tbf); leave a faster link unshaped"
                 )
         if self.emulated and self.backend != "gloo":
-            raise ValueError("an emulated link carries gloo alone: leave --emulate or --backend nccl away")
+            raise ValueError("emulated links support gloo only: drop --emulate or --backend nccl")
         if self.emulated and self.ranks_per_host > 1:
-            raise ValueError(f"an emulated host has one rank, not {self.ranks_per_host}: say more --hosts instead")
+            raise ValueError(f"an emulated host has one rank, not {self.ranks_per_host}: use more --hosts instead")
         if self.emulated and None in self.rates_bit_s:
-            raise ValueError("an emulated link needs a rate: unshaped links exist between network namespaces alone")
+            raise ValueError("an emulated link needs a rate: only links between network namespaces can be unshaped")
 
     @property
     def hosts(self) -> int:
-        """How many there are."""
+        """Number of hosts."""
         return len(self.rates_bit_s)
 
     @property
@@ -56,7 +56,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all hosts together."""
+        """Number of ranks on all hosts together."""
         return self.hosts * self.ranks_per_host
 
     def __str__(self) -> str:

@@ -1,29 +1,32 @@
-"""Variables: what each rank's program finds in its environment, as torchrun would set it."""
+"""The environment of each rank's program, as torchrun would set it, with the variables that the lab adds."""
 
 import os
 import socket
 from collections.abc import Mapping, Sequence
 
 from anabranch.lab.cluster import Cluster
+from anabranch.lab.emulation import environment as emulation_environment
 from anabranch.lab.hosts import Host
 
-MASTER_PORT = 29500  # free in a namespace of its own
-LAB, LAB_ID = "ANABRANCH_LAB", "ANABRANCH_LAB_ID"
-LAB_BACKEND, LAB_BIT_S = "ANABRANCH_LAB_BACKEND", "ANABRANCH_LAB_BIT_S"
+MASTER_PORT = 29500  # always free in a new namespace
+LAB = "ANABRANCH_LAB"
+LAB_ID = "ANABRANCH_LAB_ID"
+LAB_BACKEND = "ANABRANCH_LAB_BACKEND"
+LAB_BIT_S = "ANABRANCH_LAB_BIT_S"
 
 
-def variables(cluster: Cluster, host: Host, master: Host, master_port: int, lab_id: str) -> dict[str, str]:
-    """The environment of one host's process: this process's own, and what the lab adds.
+def host_environment(cluster: Cluster, host: Host, master: Host, master_port: int, lab_id: str) -> dict[str, str]:
+    """The environment of one host's process: that of this process, and the lab's own variables.
 
-    With one rank per host that is all a rank needs; with several, torchrun adds theirs.
+    With one rank per host it is complete; with several ranks, torchrun adds the variables of each.
     """
     ours = {
         "MASTER_ADDR": master.address,
         "MASTER_PORT": str(master_port),
         "GLOO_SOCKET_IFNAME": host.interface,
         "NCCL_SOCKET_IFNAME": host.interface,
-        # NCCL takes ranks of one host id for neighbours on one machine. Different ones, and no way but sockets, make
-        # it use the link; they also let several ranks share a GPU, which it refuses on one machine.
+        # NCCL takes ranks with the same host id for neighbours on one machine. Different ids, and only sockets to
+        # communicate, make it use the link; they also let several ranks share a GPU, which it refuses on one machine.
         "NCCL_HOSTID": f"lab{host.index}",
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
@@ -43,24 +46,18 @@ def variables(cluster: Cluster, host: Host, master: Host, master_port: int, lab_
             "LOCAL_WORLD_SIZE": "1",
             "GROUP_RANK": str(host.index),
         }
-    # What another torchrun has said to this process is not meant for the lab's ranks: they would wait for its store.
+    if cluster.alpha_s is not None:
+        ours |= emulation_environment([rate for rate in cluster.rates_bit_s if rate is not None], cluster.alpha_s)
+    # Variables from a torchrun around this process are not meant for the lab's ranks: they would wait for its store.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    return {**inherited, **ours, **_emulation(cluster)}
+    return {**inherited, **ours}
 
 
-def free_port() -> int:
-    """A port of this machine that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def gpu_environment(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Mapping[str, str]:
+    """The variable that gives a host as many GPUs as it has ranks, in turn; hosts share where there are too few.
 
-
-def gpus_of(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Mapping[str, str]:
-    """Which GPUs a host has: as many as its ranks, dealt out in turn, so that hosts share where there are too few.
-
-    The only GPU of a machine is left as it is: everybody finds it as number 0. One of several, that the user has chosen
-    by its number, is not: behind an MPS daemon numbers count anew.
+    On a machine with one GPU nothing is set: every rank finds it as number 0. But where the user has chosen one of
+    several by its number, the variable gives its id, because an MPS daemon counts GPUs anew.
     """
     if not gpus or (len(gpus) == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ):
         return {}
@@ -69,9 +66,9 @@ def gpus_of(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Mapping[str
     return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
 
 
-def _emulation(cluster: Cluster) -> dict[str, str]:
-    if cluster.alpha_s is None:
-        return {}
-    from anabranch.lab.emulation import environment
-
-    return environment([rate for rate in cluster.rates_bit_s if rate is not None], cluster.alpha_s)
+def free_port() -> int:
+    """A port of this machine that is not in use now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,8 +1,8 @@
-"""The janitor: a process that outlives the lab's own and ends everything that is in the lab, however the lab ended.
+"""The janitor: a process that outlives the lab's own process and ends everything in the lab, however the lab ended.
 
-It is the only way in which a lab is taken down. It is started before the first rank, waits for the end of a pipe that
-nobody but the lab's process can write to, and so learns of a normal end, Ctrl-C, a crash and SIGKILL in the same way.
-It is run as a file by itself, so it imports nothing but the standard library.
+A lab is taken down in no other way. The janitor is started before the first rank and reads from a pipe whose other end
+only the lab's process holds. So it notices a normal end, Ctrl-C, a crash and SIGKILL in the same way. It is run as a
+file by itself, and therefore imports only the standard library.
 """
 
 import os
@@ -23,48 +23,48 @@ PAUSE_S = 0.02
 
 
 @dataclass(frozen=True)
-class Remains:
+class LabResources:
     """What belongs to a lab: processes in its namespaces or started with ``mark``, and the daemon in ``mps_folder``.
 
-    ``mark`` is an entry of the environment, NAME=value. Namespaces are given by open descriptors: as long as one is
-    open, the kernel gives its number to no other namespace.
+    ``mark`` is an entry of the environment, NAME=value. Namespaces are given by open descriptors: while one is open,
+    the kernel gives its number to no other namespace.
     """
 
     mark: str
     mps_folder: str | None = None
     namespaces: Sequence[int] = ()
 
-    def tidy(self) -> list[int]:
-        """End all of it at once and without asking; the ids of processes that would not die."""
-        places = {_identity(os.fstat(descriptor)) for descriptor in self.namespaces}
-        assert _identity(Path("/proc/thread-self/ns/net").stat()) not in places, "the janitor must stand outside"
-        left = _sweep(lambda pid: _place(pid) in places or _has(pid, self.mark))
+    def clean_up(self) -> list[int]:
+        """Kill all processes and remove the daemon's folder; returns the ids of processes that did not die."""
+        inside = {_identity(os.fstat(descriptor)) for descriptor in self.namespaces}
+        assert _identity(Path("/proc/thread-self/ns/net").stat()) not in inside, "the janitor must be outside"
+        left = _kill_all(lambda pid: _namespace_of(pid) in inside or _has_entry(pid, self.mark))
         if self.mps_folder is not None:
             entry = mps_entry(self.mps_folder)
             _quit_mps(entry)
-            left += _sweep(lambda pid: _has(pid, entry))
+            left += _kill_all(lambda pid: _has_entry(pid, entry))
             shutil.rmtree(self.mps_folder, ignore_errors=True)
         return left
 
 
 class Janitor:
-    """A janitor at work, as a context: what remains of the lab is tidied up after it, or when this process dies."""
+    """A running janitor, as a context: it cleans up when the context ends, or when this process dies."""
 
-    def __init__(self, remains: Remains) -> None:
-        self.remains = remains
-        waits, self._holds = os.pipe()
-        arguments = [remains.mark, remains.mps_folder or "", *map(str, remains.namespaces)]
+    def __init__(self, resources: LabResources) -> None:
+        self.resources = resources
+        read_end, self._write_end = os.pipe()
+        arguments = [resources.mark, resources.mps_folder or "", *map(str, resources.namespaces)]
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, *arguments],
-                stdin=waits,
+                stdin=read_end,
                 stdout=subprocess.DEVNULL,
-                pass_fds=tuple(remains.namespaces),
+                pass_fds=tuple(resources.namespaces),
                 cwd="/",
-                start_new_session=True,  # Ctrl-C in the terminal is not meant for it
+                start_new_session=True,  # Ctrl-C in the terminal must not reach it
             )
         finally:
-            os.close(waits)
+            os.close(read_end)
 
     def __enter__(self) -> "Janitor":
         return self
@@ -73,21 +73,21 @@ class Janitor:
         self.finish()
 
     def finish(self) -> None:
-        """Have it done now, once; a second call does nothing."""
-        if self._holds >= 0:
-            os.close(self._holds)
-            self._holds = -1
-            if self._process.wait() != 0:  # somebody has ended it
-                self.remains.tidy()
+        """Clean up now and wait for it; a second call does nothing."""
+        if self._write_end >= 0:
+            os.close(self._write_end)
+            self._write_end = -1
+            if self.process.wait() != 0:  # the janitor itself was killed
+                self.resources.clean_up()
 
 
 def mps_entry(folder: str) -> str:
-    """The entry of the environment that leads to the MPS daemon in this folder."""
+    """The entry of the environment by which processes find the MPS daemon in this folder."""
     return f"{MPS_PIPES}={folder}/pipe"
 
 
 def _quit_mps(entry: str) -> None:
-    """Ask the daemon to end, as its manual says; one that does not answer is swept away."""
+    """Ask the daemon to end, as its manual says. One that does not answer is killed afterwards."""
     name, _, value = entry.partition("=")
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
@@ -101,15 +101,15 @@ def _quit_mps(entry: str) -> None:
         )
 
 
-def _sweep(belongs: Callable[[int], bool]) -> list[int]:
-    """Kill until nobody is found twice in a row: a process may have forked behind the first look."""
+def _kill_all(belongs: Callable[[int], bool]) -> list[int]:
+    """Kill until two searches in a row find no process, because one may have forked during the first search."""
     deadline = time.monotonic() + PATIENCE_S
-    looks_without = 0
-    while looks_without < 2:
-        found = [pid for pid in _processes() if _killed(pid, belongs)]
+    empty_searches = 0
+    while empty_searches < 2:
+        found = [pid for pid in _processes() if _kill_if(pid, belongs)]
         if found and time.monotonic() > deadline:
             return found
-        looks_without = 0 if found else looks_without + 1
+        empty_searches = 0 if found else empty_searches + 1
         time.sleep(PAUSE_S if found else 0)
     return []
 
@@ -118,11 +118,11 @@ def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]  # noqa: PTH208
 
 
-def _killed(pid: int, belongs: Callable[[int], bool]) -> bool:
-    """Whether this process belonged to the lab, and was sent SIGKILL."""
+def _kill_if(pid: int, belongs: Callable[[int], bool]) -> bool:
+    """Kill this process if it belongs to the lab; returns whether it does."""
     if not belongs(pid):
         return False
-    # The number may have gone to another process since. A descriptor stays with one, so ask again once it is open.
+    # The id may be another process's by now. A descriptor stays with one process, so ask again once it is open.
     with suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         try:
@@ -133,15 +133,15 @@ def _killed(pid: int, belongs: Callable[[int], bool]) -> bool:
     return True
 
 
-def _place(pid: int) -> tuple[int, int] | None:
-    """The network namespace of a process; None for one that is gone, or not ours to see."""
+def _namespace_of(pid: int) -> tuple[int, int] | None:
+    """The network namespace of a process; None if the process has ended or may not be inspected."""
     try:
         return _identity(Path(f"/proc/{pid}/ns/net").stat())
     except OSError:
         return None
 
 
-def _has(pid: int, entry: str) -> bool:
+def _has_entry(pid: int, entry: str) -> bool:
     """Whether a process was started with this entry in its environment."""
     try:
         return entry.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -154,15 +154,15 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Wait for the lab to end, whatever signals come meanwhile, and tidy up: 1 if something is left."""
+    """Wait for the lab to end, ignoring signals, then clean up; returns 1 if a process is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     mark, mps_folder, *namespaces = arguments
     while os.read(0, 1):
         pass
-    left = Remains(mark, mps_folder or None, [int(number) for number in namespaces]).tidy()
+    left = LabResources(mark, mps_folder or None, [int(number) for number in namespaces]).clean_up()
     if left:
-        print(f"anabranch lab: processes {left} of the lab do not end: kill them by hand", file=sys.stderr)
+        print(f"anabranch lab: processes {left} of the lab did not end: kill them by hand", file=sys.stderr)
     return 1 if left else 0
 
 

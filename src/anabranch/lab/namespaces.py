@@ -1,4 +1,4 @@
-"""Anonymous network namespaces: made, entered and held by file descriptors alone, so that none outlives its users."""
+"""Anonymous network namespaces: created, entered and held by file descriptors, so that none outlives its users."""
 
 import ctypes
 import os
@@ -13,21 +13,21 @@ CURRENT = "/proc/thread-self/ns/net"
 
 @dataclass(frozen=True)
 class Namespace:
-    """A network namespace, alive for as long as this process holds its descriptor or any process is in it.
+    """A network namespace; it exists as long as this process holds its descriptor or any process runs in it.
 
-    Its inode names it among all namespaces of the machine.
+    Its inode identifies it among all namespaces of the machine.
     """
 
     descriptor: int = field(repr=False)
     inode: int
 
     def close(self) -> None:
-        """Let go of it; the kernel removes it, and all that is in it, with its last process."""
+        """Close the descriptor; the kernel removes the namespace, and everything in it, with its last process."""
         os.close(self.descriptor)
 
 
 def create() -> Namespace:
-    """A new network namespace with nothing in it; the calling thread stays where it is. OSError without permission."""
+    """A new, empty network namespace; the calling thread does not enter it. OSError without permission."""
     home = current()
     try:
         _call("unshare", CLONE_NEWNET)
@@ -40,14 +40,14 @@ def create() -> Namespace:
 
 
 def current() -> Namespace:
-    """The calling thread's own namespace."""
+    """The namespace of the calling thread."""
     descriptor = os.open(CURRENT, os.O_RDONLY | os.O_CLOEXEC)
     return Namespace(descriptor, os.fstat(descriptor).st_ino)
 
 
 @contextmanager
 def inside(namespace: Namespace) -> Iterator[None]:
-    """The calling thread is in ``namespace`` meanwhile, and with it every socket and every process that it starts."""
+    """A context in which the calling thread, and every socket and process that it creates, is in ``namespace``."""
     home = current()
     try:
         _call("setns", namespace.descriptor, CLONE_NEWNET)

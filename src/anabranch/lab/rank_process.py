@@ -1,4 +1,4 @@
-"""RankProcess: the process that the lab has started on one host, and what is known of it."""
+"""RankProcess: the process that the lab has started on one host, its output and its end."""
 
 import os
 import signal
@@ -15,80 +15,85 @@ from anabranch.lab.namespaces import inside
 
 LAST_LINES = 30
 LAST_NBYTES = 64 << 10
-DEATH_S = 1.0
-
-
-def _signal(number: int) -> str:
-    """Its name; real-time signals have none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+DEATH_S = 1.0  # for the kernel to hand over the exit code of a process that was killed
 
 
 @dataclass(eq=False)
 class RankProcess:
     """One rank, or torchrun with all ranks of one host.
 
-    ``words`` holds what it prints; None if that goes where the lab's own words go. ``swept`` says that it was still
-    running when the lab came to an end, ``several`` that it is torchrun with several ranks.
+    ``output`` is the file that holds what it prints; None if it prints where the lab's own process prints.
+    ``runs_torchrun`` says that it is torchrun with several ranks, ``ended_by_lab`` that it was still running when the
+    lab stopped waiting.
     """
 
     name: str
     process: subprocess.Popen[bytes]
-    words: IO[bytes] | None
-    swept: bool = False
-    several: bool = False
+    output: IO[bytes] | None
+    runs_torchrun: bool = False
+    ended_by_lab: bool = False
 
     @property
-    def code(self) -> int | None:
-        """Its exit code as a shell would tell it, 128 and the signal's number after a signal; None while it runs."""
+    def exit_code(self) -> int | None:
+        """Its exit code as a shell reports it: 128 plus the signal's number after a signal; None while it runs."""
         code = self.process.returncode
         return 128 - code if code is not None and code < 0 else code
 
     @property
-    def fate(self) -> str:
-        """How it ended, as the rest of a sentence."""
-        if self.swept:
+    def ending(self) -> str:
+        """How it ended, such as "exit code 1" or "killed by SIGSEGV"."""
+        if self.ended_by_lab:
             return "still running, so ended by the lab"
         code = self.process.returncode
-        return f"killed by {_signal(-code)}" if code is not None and code < 0 else f"exit code {code}"
+        return f"killed by {_signal_name(-code)}" if code is not None and code < 0 else f"exit code {code}"
 
-    def send(self, number: int) -> None:
-        """A signal to it and to the processes beside it, as a terminal would send it; nothing if it has ended."""
+    def send_signal(self, number: int) -> None:
+        """Send a signal to its process group, as a terminal would; nothing happens if it has ended."""
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
     def last_lines(self) -> list[str]:
-        """The end of what it printed."""
-        if self.words is None:
+        """The end of its output; empty if the lab does not keep it."""
+        if self.output is None:
             return []
-        size = self.words.seek(0, os.SEEK_END)
-        self.words.seek(max(0, size - LAST_NBYTES))
-        return self.words.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        size = self.output.seek(0, os.SEEK_END)
+        self.output.seek(max(0, size - LAST_NBYTES))
+        return self.output.read().decode(errors="replace").splitlines()[-LAST_LINES:]
 
     def close(self) -> None:
-        """Take its exit code, once it is known to have ended, and let go of what it printed."""
-        with suppress(subprocess.TimeoutExpired):  # the janitor has told of those that do not end
+        """Reap the process, which the janitor has ended by now, and discard its output."""
+        with suppress(subprocess.TimeoutExpired):  # the janitor has reported those that do not end
             self.process.wait(DEATH_S)
-        if self.words is not None:
-            self.words.close()
+        if self.output is not None:
+            self.output.close()
 
 
-def start(host: Host, name: str, command: Sequence[str], environment: Mapping[str, str], loud: bool) -> RankProcess:
-    """Start ``command`` on a host, in a session of its own; if ``loud``, it prints where this process prints."""
-    # An unnamed file: nobody has to read while the program runs, and nobody has to remove it.
-    words = None if loud else tempfile.TemporaryFile()  # noqa: SIM115 (close() ends it)
-    if loud and sys.stdout is not None:
-        sys.stdout.flush()  # what came before it shall stand before it
+def start_process(
+    host: Host, name: str, command: Sequence[str], environment: Mapping[str, str], keep_output: bool
+) -> RankProcess:
+    """Start ``command`` on a host, in a session of its own.
+
+    With ``keep_output`` its output goes to a file for ``last_lines``; otherwise it prints where this process prints.
+    """
+    # An unnamed file: nobody has to read it while the program runs, and nobody has to remove it.
+    output = tempfile.TemporaryFile() if keep_output else None  # noqa: SIM115 (close() closes it)
+    if not keep_output and sys.stdout is not None:
+        sys.stdout.flush()  # our own output comes before the program's
     with nullcontext() if host.namespace is None else inside(host.namespace):
         process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=words,
-            stderr=None if words is None else subprocess.STDOUT,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
         )
-    return RankProcess(name, process, words)
+    return RankProcess(name, process, output)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name
+        return f"signal {number}"

@@ -1,4 +1,4 @@
-"""Run a program on a cluster made on this machine: the lab from its first check to its last word."""
+"""Run a program on a cluster made on this machine, from the first check to the report of a failure."""
 
 import os
 import secrets
@@ -8,50 +8,51 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from anabranch.errors import LabError
-from anabranch.lab import mps, preflight
+from anabranch.lab import gpus, preflight
 from anabranch.lab.cluster import Cluster
-from anabranch.lab.environment import LAB_ID, MASTER_PORT, free_port, gpus_of, variables
-from anabranch.lab.failure_report import tell
-from anabranch.lab.gpus import gpus
-from anabranch.lab.hosts import Host, linked, local
-from anabranch.lab.janitor import Janitor, Remains
-from anabranch.lab.rank_process import start
-from anabranch.lab.signals import Signals
-from anabranch.lab.supervisor import Ending, Supervisor
+from anabranch.lab.environment import LAB_ID, MASTER_PORT, free_port, gpu_environment, host_environment
+from anabranch.lab.hosts import Host, linked_hosts, local_hosts
+from anabranch.lab.janitor import Janitor, LabResources
+from anabranch.lab.rank_process import start_process
+from anabranch.lab.supervisor import Outcome, SignalReceiver, Supervisor, report_failure
 
 
 def run(cluster: Cluster, command: Sequence[str], timeout_s: float | None = None) -> int:
-    """The exit code of ``command``, run on every host: 0, or that of the first rank that failed.
+    """Run ``command`` on every host; returns 0, or the exit code of the first rank that failed.
 
-    124 after ``timeout_s`` seconds, 128 and the signal's number after a signal. Rank 0 prints where this process
-    prints; of the others the one that failed first is quoted on stderr. When this returns, or soon after this process
-    dies, nothing of the lab is left.
+    The exit code is 124 after ``timeout_s`` seconds, and 128 plus the signal's number after a signal. Rank 0 prints
+    where this process prints; if another rank fails first, its last output is quoted on stderr. When this returns, or
+    soon after this process dies, nothing of the lab is left.
     """
-    found = gpus() if cluster.backend == "nccl" else []
-    _check(command)
-    preflight.check(cluster, found)
-    if remark := preflight.note(cluster):
-        print(f"anabranch lab: note: {remark}", file=sys.stderr)
+    available = gpus.available_gpus() if cluster.backend == "nccl" else []
+    _check_command(command)
+    preflight.check(cluster, available)
+    if caveats := preflight.caveats(cluster):
+        print(f"anabranch lab: note: {caveats}", file=sys.stderr)
     lab_id = secrets.token_hex(8)
     with ExitStack() as stack:
-        hosts = local(cluster.hosts) if cluster.emulated else stack.enter_context(linked(cluster.rates_bit_s))
-        mps_folder = mps.folder() if preflight.shares(cluster, found) and not mps.running() else None
-        places = [host.namespace.descriptor for host in hosts if host.namespace is not None]
-        janitor = stack.enter_context(Janitor(Remains(f"{LAB_ID}={lab_id}", mps_folder, places)))
-        leads = mps.start(mps_folder) if mps_folder is not None else {}
+        if cluster.emulated:
+            hosts = local_hosts(cluster.hosts)
+        else:
+            hosts = stack.enter_context(linked_hosts(cluster.rates_bit_s))
+        needs_mps = preflight.shares_gpus(cluster, available) and not gpus.user_mps_answers()
+        mps_folder = gpus.new_mps_folder() if needs_mps else None
+        namespaces = [host.namespace.descriptor for host in hosts if host.namespace is not None]
+        janitor = stack.enter_context(Janitor(LabResources(f"{LAB_ID}={lab_id}", mps_folder, namespaces)))
+        mps_environment = gpus.start_mps(mps_folder) if mps_folder is not None else {}
         port = free_port() if cluster.emulated else MASTER_PORT
         environments = [
             {
-                **variables(cluster, host, hosts[0], port, lab_id),
-                **gpus_of(host, cluster.ranks_per_host, found),
-                **leads,
+                **host_environment(cluster, host, hosts[0], port, lab_id),
+                **gpu_environment(host, cluster.ranks_per_host, available),
+                **mps_environment,
             }
             for host in hosts
         ]
-        return _supervised(cluster, hosts, environments, command, janitor, timeout_s)
+        return _run_processes(cluster, hosts, environments, command, janitor, timeout_s)
 
 
-def _supervised(
+def _run_processes(
     cluster: Cluster,
     hosts: Sequence[Host],
     environments: Sequence[Mapping[str, str]],
@@ -59,23 +60,23 @@ def _supervised(
     janitor: Janitor,
     timeout_s: float | None,
 ) -> int:
-    """Start all members, wait for their end, see to it, and tell of it."""
-    with Signals() as signals, closing(Supervisor(signals)) as watch:
-        ending = Ending()
+    """Start a process on every host, wait for their end, clean up and report a failure."""
+    with SignalReceiver() as signals, closing(Supervisor(signals)) as supervisor:
+        outcome = Outcome()
         try:
             for host, environment in zip(hosts, environments, strict=True):
                 name = f"{'rank' if cluster.ranks_per_host == 1 else 'host'} {host.index}"
                 program = _program(cluster, host, environment, command)
-                member = start(host, name, program, environment, loud=host.index == 0)
-                member.several = cluster.ranks_per_host > 1
-                watch.add(member)
-            ending = watch.wait(timeout_s)
+                process = start_process(host, name, program, environment, keep_output=host.index != 0)
+                process.runs_torchrun = cluster.ranks_per_host > 1
+                supervisor.add(process)
+            outcome = supervisor.wait(timeout_s)
         finally:
             janitor.finish()
-            tell(ending, watch.members, timeout_s)
-            for member in watch.members:
-                member.close()
-    return ending.code
+            report_failure(outcome, supervisor.processes, timeout_s)
+            for process in supervisor.processes:
+                process.close()
+    return outcome.exit_code
 
 
 def _program(cluster: Cluster, host: Host, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
@@ -88,13 +89,13 @@ def _program(cluster: Cluster, host: Host, environment: Mapping[str, str], comma
         "--nproc-per-node": str(cluster.ranks_per_host),
         "--master-addr": environment["MASTER_ADDR"],
         "--master-port": environment["MASTER_PORT"],
-        "--local-addr": host.address,  # else it asks a name server, which a namespace does not have
+        "--local-addr": host.address,  # else torchrun asks a name server, which a namespace does not have
     }
     flat = [part for option in options.items() for part in option]
     return [sys.executable, "-m", "torch.distributed.run", *flat, "--no-python", *command]
 
 
-def _check(command: Sequence[str]) -> None:
+def _check_command(command: Sequence[str]) -> None:
     if LAB_ID in os.environ:
         raise LabError(f"{LAB_ID} is set, so this is a rank of a lab: a lab inside a lab is not supported")
     if not command:

@@ -2,19 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.comm.collectives import Collectives, ResidualState
-from anabranch.comm.dense import Group, Steps, all_finite, hold, issued
+from anabranch.comm.collectives import ResidualState
+from anabranch.comm.dense import all_finite
+from anabranch.comm.exchange import BucketExchange, Group, Steps, issued, record_stream
+from anabranch.comm.flat import shaped
 from anabranch.lean.optimizers import BucketOptimizer
-from anabranch.lean.residuals import Residuals
-from anabranch.lean.update import Updates
+from anabranch.lean.residuals import ResidualStore
+from anabranch.lean.update import BucketUpdater
 from anabranch.plan import Bucket
-from anabranch.sparse.residual_flush import shaped
 
 # Of the largest number there is: what is larger would stay for ever, since no sum over ranks that it is in is finite.
 HUGE = 1 << 20
@@ -82,7 +82,7 @@ class LiveBucket:
         waiting = torch.atleast_1d(shaped(self.waiting[name], parameter))
         finite = all_finite(gradient, below=torch.finfo(gradient.dtype).max / HUGE)
         self.finite.append(finite)
-        self.state.look(gradient)
+        self.state.record_norms(gradient)
         rows = max(1, CHUNK_NUMEL * len(gradient) // max(1, gradient.numel()))
         for part, onto in zip(gradient.split(rows), waiting.split(rows), strict=True):
             torch.where(finite, part + onto, onto, out=onto)
@@ -102,37 +102,28 @@ class LiveBucket:
                 parameter.grad = None
 
 
-class SlotBucket(NamedTuple):
-    """A slot as the hook of plans wants to see it."""
+class UpdatingExchange:
+    """An exchange with the update of the bucket's parameters behind it.
 
-    slot: torch.Tensor
-
-    def buffer(self) -> torch.Tensor:
-        """See ``GradBucket``."""
-        return self.slot
-
-
-class Updating:
-    """The collectives of a model, each with the update of its bucket behind it.
-
-    ``find_unused``: ranks tell each other behind each exchange which parameters they have used.
+    ``find_unused``: after each exchange ranks tell each other which parameters they have used. ``buckets`` are those of
+    the plan in force, by the names of their parameters; the engine sets them.
     """
 
     def __init__(
-        self, collectives: Collectives, updates: Updates, residuals: Residuals, find_unused: bool = False
+        self, exchange: BucketExchange, updates: BucketUpdater, residuals: ResidualStore, find_unused: bool = False
     ) -> None:
-        self._collectives, self._updates, self._residuals = collectives, updates, residuals
+        self._exchange = exchange
+        self._updates = updates
+        self._residuals = residuals
         self._find_unused = find_unused
         self.buckets: Mapping[tuple[str, ...], LiveBucket] = {}
 
-    def aside(self, kind: str) -> bool:
-        """See ``Collectives``."""
-        return self._collectives.aside(kind)
+    def on_side_stream(self, kind: str) -> bool:
+        return self._exchange.on_side_stream(kind)
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """See ``Collectives``."""
         live = self.buckets[bucket.names]
-        exchange = self._collectives.steps(bucket, buffer, group, divisor)
+        exchange = self._exchange.steps(bucket, buffer, group, divisor)
         if live.state is not None:
             exchange = self._around(exchange, live.state, buffer, live.all_finite())
         used = None
@@ -143,23 +134,23 @@ class Updating:
                 used[bucket.names.index(name)] = 0.0
             exchange = _most(exchange, used, group)
         # Where none is missing, this rank knows that every one was used, and need not read what the others say.
-        return self._updates.after(exchange, buffer, live.optimizer, used if live.missing else None)
+        return self._updates.exchange_and_step(exchange, buffer, live.optimizer, used if live.missing else None)
 
     def _around(
         self, exchange: Steps, state: ResidualState, buffer: torch.Tensor, finite: torch.Tensor | None
     ) -> Steps:
         """Gradients have been added to what waits, so there are none in the slot; it tells whether they were finite."""
         buffer.zero_()
-        state.spare = True
+        state.accumulates_in_place = True
         if finite is not None and len(buffer):
-            hold(finite)
+            record_stream(finite)
             buffer[0] = torch.where(finite, 0.0, float("inf"))
         yield from exchange
-        self._residuals.put_back(state)
+        self._residuals.store(state)
 
 
 def _most(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:
     """An exchange, and behind it the largest of each number on any rank."""
     yield from exchange
-    hold(numbers)
+    record_stream(numbers)
     yield issued(dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group, async_op=True))

@@ -1,8 +1,8 @@
-"""The life of gradients under Lean: from their backward to their exchange, and to the update of their parameters.
+"""Takes gradients from autograd, exchanges complete buckets, and updates their parameters, all inside backward.
 
-Autograd hands over a gradient, and the hook on its parameter takes it. Where its bucket travels sparsely, it is added
-to what waits, at once, and is gone. Else it stays until its bucket is complete, which then moves to a slot. The lane
-runs the exchange and right behind it the step of the bucket's optimizer; then the slot goes to the next bucket.
+A hook on each parameter takes its gradient. If the bucket travels sparsely, the gradient is added to the residual at
+once and is freed. Else it stays until its bucket is complete, which then moves to a slot. The lane runs the exchange
+and behind it the step of the bucket's optimizer; then the slot goes to the next bucket.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -12,59 +12,65 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.futures import Future
 
 from anabranch.comm.collectives import Collectives
-from anabranch.ddp.hook import PlanHook
-from anabranch.ddp.reducer import tensors_in
-from anabranch.lean.buckets import LiveBucket, SlotBucket, Updating
+from anabranch.comm.launcher import BucketLauncher
+from anabranch.lean.buckets import LiveBucket, UpdatingExchange
 from anabranch.lean.optimizers import BucketOptimizers
-from anabranch.lean.residuals import Residuals
-from anabranch.lean.slots import Slots
-from anabranch.lean.update import Updates
+from anabranch.lean.residuals import ResidualStore
+from anabranch.lean.slots import SlotRing
+from anabranch.lean.update import BucketUpdater
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is under way, and a forward now is one that it has called, to compute it again."""
+    """Whether a backward pass is running, so that a forward now is a recomputation that it has called."""
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
 class Engine:
     """Runs one plan on one model: hooks on its parameters, two slots, and an optimizer per bucket.
 
-    ``hook`` launches a bucket on its lane; ``averaging`` says whether this backward pass is to be averaged: under
-    no_sync() gradients stay where autograd puts them. ``find_unused``: parameters without a gradient on this rank count
-    as zeros, and those without one on any rank are left alone; else a missing gradient is an error. ``_expected``: a
-    forward has made what will be averaged; a backward pass through anything else is the caller's own affair.
-    ``awaited``: such a backward pass has begun.
+    launcher      starts the exchange of a bucket on its lane
+    exchange      what the launcher runs; it is given the buckets
+    averaging     whether this backward pass is to be averaged: under no_sync() gradients stay where autograd puts them
+    find_unused   parameters without a gradient on this rank count as zeros, and those without one on any rank are left
+                  alone; else a missing gradient is an error
+
+    ``awaited``: a backward pass that is to be averaged has begun.
     """
 
     def __init__(
         self,
-        hook: Callable[[Collectives], PlanHook],
+        launcher: BucketLauncher,
+        exchange: UpdatingExchange,
         collectives: Collectives,
         parameters: Mapping[str, nn.Parameter],
         optimizers: BucketOptimizers,
-        updates: Updates,
-        residuals: Residuals,
+        updates: BucketUpdater,
+        residuals: ResidualStore,
         averaging: Callable[[], bool],
         find_unused: bool = False,
     ) -> None:
         self.steps_done = 0
-        self._collectives, self._updates, self._averaging = collectives, updates, averaging
-        self._residuals, self._find_unused = residuals, find_unused
-        updating = Updating(collectives, updates, residuals, find_unused)
-        self.hook = hook(cast(Collectives, updating))
-        optimizers.forget()
+        self.awaited = False
+        self._launcher = launcher
+        self._collectives = collectives
+        self._updates = updates
+        self._residuals = residuals
+        self._averaging = averaging
+        self._find_unused = find_unused
+        optimizers.forget_buckets()
         self._buckets = [
-            LiveBucket(bucket, own, optimizers.over(own), collectives.aside(bucket.collective))
-            for bucket in self.hook.plan.buckets
+            LiveBucket(bucket, own, optimizers.for_bucket(own), collectives.on_side_stream(bucket.collective))
+            for bucket in launcher.plan.buckets
             if (own := [parameters[name] for name in bucket.names])
         ]
-        updating.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
-        self._slots = Slots([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
-        residuals.lay_out([bucket.nbytes for bucket in self._buckets if bucket.sparse])
-        self._launched, self._begun, self.awaited, self._expected = 0, False, False, False
+        exchange.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
+        self._slots = SlotRing([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
+        residuals.allocate([bucket.nbytes for bucket in self._buckets if bucket.sparse])
+        self._launched = 0  # buckets, in this backward pass
+        self._begun = False  # a gradient of this backward pass has come
+        self._expected = False  # a forward has made what will be averaged; other backward passes are the caller's own
         self._handles: list[Any] = [
             parameters[name].register_post_accumulate_grad_hook(partial(self._take, bucket, name))
             for bucket in self._buckets
@@ -72,12 +78,12 @@ class Engine:
         ]
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
     def before_forward(self) -> None:
-        """Refuse to go on where a backward pass was broken off: other ranks may stand at another bucket."""
+        """Raise if a backward pass was broken off: other ranks may be at another bucket."""
         if in_backward():
             return
         if self._begun:
@@ -87,23 +93,22 @@ class Engine:
             )
         self.awaited = False
 
-    def after_forward(self, output: object) -> None:
-        """Have the backward pass of this output end with ``_finish``.
-
-        The first gradient may come inside a part that reentrant checkpointing differentiates by itself, and a callback
-        that is queued there runs when that part is over.
-        """
+    def on_forward_end(self) -> Callable[[], None]:
+        """A forward whose gradients will be averaged has ended; what is returned is called when its backward begins."""
         self._expected = True
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._await, self.steps_done))
+        return partial(self._backward_begins, self.steps_done)
 
     def applied(self, names: Collection[str]) -> list[str]:
         """Those of these parameters that the last backward pass has updated."""
-        updated = [bucket for bucket in self._buckets if self._updates.applied(bucket.optimizer)]
+        updated = [bucket for bucket in self._buckets if self._updates.was_applied(bucket.optimizer)]
         return [name for bucket in updated for name in bucket.planned.names if name in names]
 
-    def _await(self, steps_done: int, gradient: torch.Tensor) -> None:  # noqa: ARG002
+    def _backward_begins(self, steps_done: int) -> None:
+        """Have this backward pass end with ``_finish``; ``steps_done`` were done at its forward.
+
+        It is queued here and not at the first gradient, which may come inside a part that reentrant checkpointing
+        differentiates by itself: a callback queued there runs when that part is over.
+        """
         if self._averaging():
             if steps_done != self.steps_done:
                 raise RuntimeError(
@@ -116,7 +121,7 @@ class Engine:
 
     @torch.no_grad()
     def _take(self, bucket: LiveBucket, name: str, parameter: torch.Tensor) -> None:
-        """A gradient has come."""
+        """A gradient was accumulated."""
         if not (self._expected and self._averaging()):
             return
         if not self._begun:
@@ -143,11 +148,11 @@ class Engine:
             Variable._execution_engine.queue_callback(self._finish)
         for bucket in self._buckets:
             bucket.expect()
-            bucket.state = self._collectives.remembered(bucket.planned)
-            bucket.waiting = None if bucket.state is None else self._residuals.at_hand(bucket.state)
+            bucket.state = self._collectives.residual_state(bucket.planned)
+            bucket.waiting = None if bucket.state is None else self._residuals.resident(bucket.state)
 
     def _launch(self) -> None:
-        """Hand the next bucket to its lane."""
+        """Launch the next bucket on its lane."""
         bucket = self._buckets[self._launched]
         bucket.look_for_missing()
         if bucket.missing and not self._find_unused:
@@ -157,32 +162,32 @@ class Engine:
                 "find_unused_parameters=True to DataParallel: then what no rank has used is left alone"
             )
         self._launched += 1
-        self._updates.settle(keep=1)  # the slot that comes next is the one before the last
-        slot = self._slots.take(bucket.numel, bucket.dtype)
+        self._updates.launch_pending(keep=1)  # the slot that comes next is the one before the last
+        slot = self._slots.acquire(bucket.numel, bucket.dtype)
         if bucket.state is None:
             bucket.move_to(slot.tensor)
         else:
             bucket.waiting = self._residuals.fetch(bucket.state)
             for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
                 bucket.add(name, parameter)
-        future: Future[torch.Tensor] = self.hook.run(None, SlotBucket(slot.tensor))  # type: ignore[arg-type]
-        self._slots.lend(slot, future)
+        future = self._launcher.launch(self._launched - 1, slot.tensor)
+        self._slots.release_after(slot, future)
         if bucket.state is not None:
-            self._residuals.lend(bucket.state, future)
+            self._residuals.release_after(bucket.state, future)
         following = self._buckets[self._launched].state if self._launched < len(self._buckets) else None
         if following is not None:
             self._residuals.prefetch(following)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Backward is over: launch what is left, gradients that did not come being zeros, and wait for all."""
+        """Backward is over: launch the remaining buckets, with zeros for missing gradients, and wait for all."""
         self.awaited = False
         if not self._begun:  # autograd.grad(), which updates nothing; or another output of the same step
             return
         while self._launched < len(self._buckets):
             self._launch()
-        self._slots.settle()
-        self._updates.settle()
+        self._slots.wait()
+        self._updates.launch_pending()
         for bucket in self._buckets:
             bucket.come.clear()
         self._launched, self._begun, self._expected = 0, False, False

@@ -1,9 +1,9 @@
-"""An optimizer per bucket, all with one memory: whatever the buckets are, each parameter keeps its own state.
+"""One optimizer per bucket, all with one shared state: each parameter keeps its own state whatever the buckets are.
 
-The user sees one optimizer of the class that he asked for, over all parameters: learning-rate schedulers change its
-groups, and its ``state_dict`` is an ordinary one. Its ``step`` does nothing more, since backward has done it all. A
-bucket's optimizer has the bucket's parameters, in the groups that the user sees, with their current settings, and the
-same ``state``.
+The user sees one optimizer of the class that was asked for, over all parameters. Learning-rate schedulers change its
+groups, and its ``state_dict`` is an ordinary one. Its ``step`` does nothing, since backward has updated every bucket.
+A bucket's optimizer has the bucket's parameters, in the groups of the user's optimizer, with their current settings and
+the same ``state``.
 """
 
 import inspect
@@ -14,41 +14,41 @@ from typing import Any
 import torch
 from torch import nn
 
+from anabranch.comm.flat import shaped
 from anabranch.lean.options import OptimizerFactory
-from anabranch.sparse.residual_flush import shaped
 
 
 class BucketOptimizers:
-    """Makes and keeps the optimizers of one model. ``shown`` is the one for the user."""
+    """Makes the optimizers of one model's buckets. ``user_optimizer`` is the one that the user sees."""
 
     def __init__(self, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> None:
         self._factory = factory
         self._parameters = parameters
         self._made: list[torch.optim.Optimizer] = []
-        self.shown = self._make(list(parameters.values()))
-        self.shown.step = MethodType(_already_done, self.shown)  # type: ignore[method-assign]
-        self.shown._opt_called = True  # type: ignore[attr-defined] # else schedulers warn of a step() that nobody called
-        self.shown._step_supports_amp_scaling = True  # type: ignore[attr-defined] # a scaler's step() comes to ours
-        self.shown.add_param_group = MethodType(_too_late, self.shown)  # type: ignore[method-assign]
-        groups = enumerate(self.shown.param_groups)
+        self.user_optimizer = user = self._make(list(parameters.values()))
+        user.step = MethodType(_step_of_user, user)  # type: ignore[method-assign]
+        user._opt_called = True  # type: ignore[attr-defined] # else schedulers warn that step() was not called
+        user._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a scaler calls our step()
+        user.add_param_group = MethodType(_refuse_new_group, user)  # type: ignore[method-assign]
+        groups = enumerate(user.param_groups)
         self._group_of = {parameter: index for index, group in groups for parameter in group["params"]}
 
-    def over(self, parameters: Sequence[nn.Parameter]) -> "BucketOptimizer":
-        """One for the parameters of a bucket; those of buckets that are no more go with them."""
-        return BucketOptimizer(self._make(parameters), parameters, self.shown, self._group_of)
+    def for_bucket(self, parameters: Sequence[nn.Parameter]) -> "BucketOptimizer":
+        """Make the optimizer of one bucket."""
+        return BucketOptimizer(self._make(parameters), parameters, self.user_optimizer, self._group_of)
 
     def described(self) -> list[str]:
-        """A line per group and per parameter, such that ranks with equal lines update alike."""
+        """Return a line per group and per parameter. Ranks with equal lines update alike."""
         groups = [
-            f"{type(self.shown).__name__}, group {index} of {len(group['params'])} parameters "
+            f"{type(self.user_optimizer).__name__}, group {index} of {len(group['params'])} parameters "
             f"({', '.join(f'{name} {_comparable(value)}' for name, value in group.items() if name != 'params')})"
-            for index, group in enumerate(self.shown.param_groups)
+            for index, group in enumerate(self.user_optimizer.param_groups)
         ]
         return [*(f"{name} in group {self._group_of[p]}" for name, p in self._parameters.items()), *groups]
 
-    def forget(self) -> None:
-        """The buckets are no more; what their optimizers remember stays."""
-        self._made = [self.shown]
+    def forget_buckets(self) -> None:
+        """Drop the buckets' optimizers, since the plan changes; their state stays in ``user_optimizer``."""
+        self._made = [self.user_optimizer]
 
     def _make(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         made = self._factory(list(parameters))
@@ -81,63 +81,68 @@ class BucketOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
-        shown: torch.optim.Optimizer,
+        user_optimizer: torch.optim.Optimizer,
         group_of: Mapping[nn.Parameter, int],
     ) -> None:
-        self._optimizer, self._parameters, self._shown = optimizer, parameters, shown
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._user_optimizer = user_optimizer
         self._numels = [parameter.numel() for parameter in parameters]
-        self._all = [True] * len(parameters)
-        self._checked = False
-        # Not as the function has grouped these few: it may have done so by their places among those it was given.
+        self._all_used = [True] * len(parameters)
+        self._state_checked = False
+        # The factory's own groups of these few parameters do not count: it may have grouped by position.
         members: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             members.setdefault(group_of[parameter], []).append(parameter)
-        optimizer.param_groups = [shown.param_groups[index] | {"params": own} for index, own in members.items()]
+        optimizer.param_groups = [
+            user_optimizer.param_groups[index] | {"params": own} for index, own in members.items()
+        ]
         self._groups = list(zip(optimizer.param_groups, members, strict=True))
 
     @property
     def takes_found_inf(self) -> bool:
-        """Whether its step can be told on the device to do nothing: fused ones can."""
+        """Whether a flag on the device can make its step do nothing, as in fused optimizers."""
         return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
 
-    def touched(self, update: torch.Tensor) -> torch.Tensor:
-        """For each parameter, whether anything is there for it."""
-        return torch.stack([piece.any() for piece in update.split(self._numels)])
+    def nonzero(self, average: torch.Tensor) -> torch.Tensor:
+        """For each parameter, whether its part of the bucket's average has an element that is not 0."""
+        return torch.stack([piece.any() for piece in average.split(self._numels)])
 
     def step(
-        self, update: torch.Tensor, found_inf: torch.Tensor | None = None, used: Sequence[bool] | None = None
+        self, average: torch.Tensor, found_inf: torch.Tensor | None = None, used: Sequence[bool] | None = None
     ) -> None:
-        """One step with ``update``, the bucket's average gradient; afterwards no parameter has a gradient.
+        """Step once with ``average``, the bucket's average gradient; afterwards no parameter has a gradient.
 
-        ``found_inf`` (a float on the device, for those that take it): where it is not 0, nothing changes. ``used``: the
-        other parameters are left alone, as without a gradient.
+        ``found_inf`` (a float on the device, if ``takes_found_inf``): where it is not 0, nothing changes. ``used``:
+        parameters for which it is False are left alone, as without a gradient.
         """
         if self.takes_found_inf:
-            self._optimizer.found_inf, self._optimizer.grad_scale = found_inf, None  # type: ignore[attr-defined]
+            self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         # Both are looked up in every step: schedulers change the settings, load_state_dict() replaces both.
-        self._optimizer.state = self._shown.state
+        self._optimizer.state = self._user_optimizer.state
         for group, index in self._groups:
-            chosen = self._shown.param_groups[index]
-            group.update((name, value) for name, value in chosen.items() if name != "params")
-        pieces = zip(self._parameters, update.split(self._numels), used or self._all, strict=True)
-        for parameter, piece, wanted in pieces:
-            if wanted and parameter.requires_grad:  # one that was frozen must not decay, or go on by its momentum
+            settings = self._user_optimizer.param_groups[index]
+            group.update((name, value) for name, value in settings.items() if name != "params")
+        pieces = zip(self._parameters, average.split(self._numels), used or self._all_used, strict=True)
+        for parameter, piece, is_used in pieces:
+            if is_used and parameter.requires_grad:  # a frozen parameter must neither decay nor follow its momentum
                 parameter.grad = shaped(piece, parameter)  # fused optimizers see memory, not shapes
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
         for group, index in self._groups:
-            _check_settings(self._optimizer, group, self._shown.param_groups[index])
-        if not self._checked:
-            self._checked = True
+            _check_settings(self._optimizer, group, self._user_optimizer.param_groups[index])
+        if not self._state_checked:
+            self._state_checked = True
             _check_state(self._optimizer)
 
 
-def _check_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any], shown: dict[str, Any]) -> None:
-    """Refuse a step that has changed its group: the next one would get the user's settings again."""
+def _check_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Refuse a step that changed its group: the next step would get the user's settings again."""
     for name, value in group.items():
-        was = shown.get(name) if name != "params" else value
-        if value is not was and (isinstance(value, torch.Tensor) or value != was):
+        before = settings.get(name) if name != "params" else value
+        if value is not before and (isinstance(value, torch.Tensor) or value != before):
             raise ValueError(
                 f"{type(optimizer).__name__}.step() changes {name!r} in its parameter groups, and every bucket has "
                 "its own: use an optimizer that keeps what it remembers in state, by parameter"
@@ -145,7 +150,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any], sho
 
 
 def _check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse one that remembers something of all parameters together: each bucket's step would change it."""
+    """Refuse state of all parameters together: each bucket's step would change it."""
     if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         raise ValueError(
             f"{type(optimizer).__name__} keeps {others[0]!r} in its state, for no parameter, and every bucket has a "
@@ -153,8 +158,8 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _too_late(self: torch.optim.Optimizer, param_group: Any) -> None:
-    """The user's ``optimizer.add_param_group()``."""
+def _refuse_new_group(self: torch.optim.Optimizer, param_group: Any) -> None:
+    """Stand in for ``add_param_group()`` of the user's optimizer."""
     raise ValueError(
         f"{type(self).__name__}.add_param_group() of {len(param_group['params'])} parameters under Lean: its buckets "
         "are those of the module that was wrapped; close() this DataParallel and wrap a module that has them"
@@ -162,11 +167,11 @@ def _too_late(self: torch.optim.Optimizer, param_group: Any) -> None:
 
 
 def _comparable(value: object) -> object:
-    """Such that equal settings look equal on every rank: not where an object lies in memory."""
+    """Return a setting such that equal ones look equal on every rank: never an object's address."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    told = value is None or isinstance(value, int | float | str | tuple | list)
-    return value if told else type(value).__name__
+    plain = value is None or isinstance(value, int | float | str | tuple | list)
+    return value if plain else type(value).__name__
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -174,9 +179,9 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
 
 
-def _already_done(self: torch.optim.Optimizer, closure: Any = None) -> None:
-    """The user's ``optimizer.step()``: backward has done it."""
-    if hasattr(self, "found_inf"):  # set by a scaler that was told to step
+def _step_of_user(self: torch.optim.Optimizer, closure: Any = None) -> None:
+    """Stand in for ``step()`` of the user's optimizer: backward has updated every bucket."""
+    if hasattr(self, "found_inf"):  # set by a scaler whose step() was called
         del self.found_inf
         raise RuntimeError(
             "GradScaler.step() under Lean: every bucket was updated in backward. Call follow(scaler) on the model "

@@ -1,4 +1,4 @@
-"""How memory is saved: the settings of Lean."""
+"""The options of Lean: how it saves memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from anabranch.activations.policy import Activations
 
 KEPT = Activations(mode="keep")
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
-Residuals = Literal["in place", "host"]
+ResidualPlacement = Literal["in place", "host"]
 
 
 @dataclass(frozen=True)
 class Lean:
-    """How memory is saved.
+    """How training saves memory.
 
     optimizer     makes an optimizer for the parameters it is given, such as ``lambda p: torch.optim.AdamW(p, lr=0.1)``:
-                  a bucket is updated inside backward, so that its gradient need not live until the end
-    residuals     what waits to be sent: "in place" (it is the gradient memory) or "host" (in pinned host memory,
-                  fetched while the bucket before is computed)
-    activations   Activations(mode="offload"), "recompute", or "auto" within a budget: where they are until backward
-    clip_norm     each bucket's average gradient is scaled down to this norm; the norm over all buckets is known only
-                  when most of them have been updated, so that it cannot be clipped
+                  each bucket has its own and is updated inside backward, so its gradient need not live any longer
+    residuals     where residuals of sparse buckets are: "in place" (on the device, where gradients add up) or "host"
+                  (in pinned host memory, fetched while the bucket before is computed)
+    activations   where activations are until backward: kept, or Activations(mode="offload"), "recompute", or "auto"
+                  within a budget
+    clip_norm     each bucket's average gradient is scaled down to this norm; the norm over all buckets cannot be
+                  clipped, since it is known only when most of them have been updated
     """
 
     optimizer: OptimizerFactory
-    residuals: Residuals = "in place"
+    residuals: ResidualPlacement = "in place"
     activations: Activations = KEPT
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run."""
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"Lean optimizer is a {type(self.optimizer).__name__}: expected a function that makes one for the "
@@ -49,11 +49,11 @@ class Lean:
             raise ValueError(f"Lean clip_norm is {self.clip_norm!r}: expected more than 0, or None")
 
     def described(self) -> list[str]:
-        """A line per setting, such that ranks with equal lines wish the same."""
+        """Return a line per setting. Ranks with equal lines have equal options."""
         return [f"Lean residuals {self.residuals}", f"Lean clip_norm {self.clip_norm}", f"Lean {self.activations}"]
 
 
 def check_lean(memory: Any) -> None:
-    """Refuse what is no Lean."""
+    """Raise ValueError unless ``memory`` is a ``Lean``."""
     if not isinstance(memory, Lean):
         raise ValueError(f"memory is {memory!r}: expected anabranch.Lean(optimizer=...)")

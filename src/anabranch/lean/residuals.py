@@ -1,8 +1,4 @@
-"""Where what waits to be sent lives: in place, where gradients are added to it as they come, or in host memory.
-
-In host memory it comes to the device while the bucket before it is computed, and goes back behind its exchange. Two
-slots of the largest bucket are enough. Every copy waits for those after which its source is whole and its target free.
-"""
+"""Where the residuals of sparse buckets are stored: on the device, or in pinned host memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -10,135 +6,138 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.futures import Future
 
-from anabranch.activations.host_copies import Done
-from anabranch.activations.transfers import transfers_for
+from anabranch.activations.host_copies import CopyDone, copies_for
 from anabranch.comm.collectives import ResidualState
-from anabranch.lean.slots import Slot, Slots
+from anabranch.lean.slots import Slot, SlotRing
 
 
-class Residuals(Protocol):
-    """What waits of the sparse buckets of one model."""
+class ResidualStore(Protocol):
+    """The residuals of one model's sparse buckets, brought to the device for each bucket's exchange.
 
-    def lay_out(self, nbytes: Sequence[int]) -> None:
-        """The sparse buckets have these sizes from now on."""
+    Per backward pass and bucket: ``fetch`` before gradients are added, ``release_after`` when its exchange is launched,
+    ``store`` on the lane when its exchange is over. Pieces are views of a residual by parameter name.
+    """
+
+    def allocate(self, bucket_nbytes: Sequence[int]) -> None:
+        """Prepare for sparse buckets of these sizes; a plan has just changed."""
         ...
 
-    def at_hand(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:
-        """What gradients can be added to as they come, by parameter; None if it must be fetched first."""
+    def resident(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:
+        """Return the pieces to which gradients can be added as they come; None: ``fetch`` must be called first."""
         ...
 
     def prefetch(self, state: ResidualState) -> None:
-        """Its bucket comes next."""
+        """Start to bring the residual of the next bucket."""
         ...
 
     def fetch(self, state: ResidualState) -> Mapping[str, torch.Tensor]:
-        """What gradients are to be added to now, on the current stream."""
+        """Return the pieces on the device, for work on the current stream."""
         ...
 
-    def lend(self, state: ResidualState, until: Future[torch.Tensor]) -> None:
-        """Its bucket was launched."""
+    def release_after(self, state: ResidualState, exchange: Future[torch.Tensor]) -> None:
+        """Let the residual's device memory be used again when its bucket's exchange is over."""
         ...
 
-    def put_back(self, state: ResidualState) -> None:
-        """Its exchange is over, on the current stream."""
+    def store(self, state: ResidualState) -> None:
+        """Move the residual back to where it is stored, behind the exchange on the current stream."""
         ...
 
-    def settle(self) -> None:
-        """Wait on the host until all is where it belongs."""
+    def synchronize(self) -> None:
+        """Block the host until every residual is where it is stored."""
         ...
 
 
-class InPlace:
-    """On the device for ever: it is the memory in which gradients add up."""
+class DeviceResiduals:
+    """Residuals that stay on the device: they are the memory in which gradients add up, so nothing ever moves."""
 
-    def lay_out(self, nbytes: Sequence[int]) -> None:
-        """Needs nothing."""
+    def allocate(self, bucket_nbytes: Sequence[int]) -> None:
+        pass
 
-    def at_hand(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:
-        """See ``Residuals``."""
+    def resident(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:
         return state.pieces()
 
     def prefetch(self, state: ResidualState) -> None:
-        """It is there."""
+        pass
 
     def fetch(self, state: ResidualState) -> Mapping[str, torch.Tensor]:
-        """See ``Residuals``."""
         return state.pieces()
 
-    def lend(self, state: ResidualState, until: Future[torch.Tensor]) -> None:
-        """Nobody else wants it."""
+    def release_after(self, state: ResidualState, exchange: Future[torch.Tensor]) -> None:
+        pass
 
-    def put_back(self, state: ResidualState) -> None:
-        """It stays."""
+    def store(self, state: ResidualState) -> None:
+        pass
 
-    def settle(self) -> None:
-        """It is where it belongs."""
+    def synchronize(self) -> None:
+        pass
 
 
-class Visit(NamedTuple):
-    """What waits of one bucket, on the device: its slot, its home in host memory, and when the copy is there."""
+class Fetched(NamedTuple):
+    """A residual on the device: its slot, its tensor in host memory, and when the copy to the slot has finished."""
 
     slot: Slot
-    home: torch.Tensor
-    there: Done
+    host: torch.Tensor
+    arrived: CopyDone
 
 
-class InHostMemory:
-    """In pinned host memory, and on the device only from its bucket's backward to the end of its exchange."""
+class HostResiduals:
+    """Residuals in pinned host memory, on the device only from their bucket's backward to the end of its exchange.
+
+    A residual comes to the device while the bucket before it is computed, and goes back behind its exchange. Two slots
+    of the largest bucket are enough. Every copy waits for the copies that complete its source and free its target.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._slots = Slots([], device)
-        self._transfers = transfers_for(device)
-        self._visits: dict[tuple[str, ...], Visit] = {}
-        self._lent: dict[tuple[str, ...], Slot] = {}  # between fetch() and lend(), when a lane may have put it back
-        self._freed: dict[int, Done] = {}  # by slot: when its last content is back in host memory
-        self._home: dict[tuple[str, ...], Done] = {}  # by bucket: the same
+        self._slots = SlotRing([], device)
+        self._copies = copies_for(device)
+        self._fetched: dict[tuple[str, ...], Fetched] = {}
+        # Between fetch() and release_after(): by then a lane may already have taken it out of _fetched.
+        self._in_exchange: dict[tuple[str, ...], Slot] = {}
+        self._slot_stored: dict[int, CopyDone] = {}  # by slot: when its last content is back in host memory
+        self._bucket_stored: dict[tuple[str, ...], CopyDone] = {}  # by bucket: the same
 
-    def lay_out(self, nbytes: Sequence[int]) -> None:
-        """See ``Residuals``."""
-        self.settle()
-        self._slots, self._freed, self._home = Slots(nbytes, self._device), {}, {}
-        self._transfers.begin()  # the allocator may have taken the slots from what the current stream still uses
+    def allocate(self, bucket_nbytes: Sequence[int]) -> None:
+        self.synchronize()
+        self._slots = SlotRing(bucket_nbytes, self._device)
+        self._slot_stored = {}
+        self._bucket_stored = {}
+        self._copies.after_current_stream()  # the current stream may still use what the slots were allocated from
 
-    def at_hand(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:
-        """It is away; one that was just made on the device goes to host memory now, before the next one is made."""
-        if state.residual.is_cuda and state.names not in self._visits:
+    def resident(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:
+        """Return None. A residual that was just made on the device moves to the host now, before the next is made."""
+        if state.residual.is_cuda and state.names not in self._fetched:
             torch.cuda.current_stream(self._device).synchronize()
             state.residual = torch.empty_like(state.residual, device="cpu", pin_memory=True).copy_(state.residual)
         return None
 
     def prefetch(self, state: ResidualState) -> None:
-        """See ``Residuals``."""
-        if state.names in self._visits:
+        if state.names in self._fetched:
             return
-        home = state.residual
-        with self._transfers.inward():  # whose stream it is that waits for the slot's last user
-            slot = self._slots.take(home.numel(), home.dtype)
-        after = (self._freed.get(slot.number), self._home.get(state.names))
-        self._visits[state.names] = Visit(slot, home, self._transfers.bring(home, slot.tensor, after))
+        host = state.residual
+        with self._copies.on_device_copy_stream():  # which is to wait for the slot's last user
+            slot = self._slots.acquire(host.numel(), host.dtype)
+        after = (self._slot_stored.get(slot.number), self._bucket_stored.get(state.names))
+        self._fetched[state.names] = Fetched(slot, host, self._copies.to_device(host, slot.tensor, after))
 
     def fetch(self, state: ResidualState) -> Mapping[str, torch.Tensor]:
-        """See ``Residuals``."""
         self.prefetch(state)
-        visit = self._visits[state.names]
-        self._transfers.wait(visit.there)
-        state.residual = visit.slot.tensor
-        self._lent[state.names] = visit.slot
+        fetched = self._fetched[state.names]
+        self._copies.wait(fetched.arrived)
+        state.residual = fetched.slot.tensor
+        self._in_exchange[state.names] = fetched.slot
         return state.pieces()
 
-    def lend(self, state: ResidualState, until: Future[torch.Tensor]) -> None:
-        """See ``Residuals``."""
-        self._slots.lend(self._lent.pop(state.names), until)
+    def release_after(self, state: ResidualState, exchange: Future[torch.Tensor]) -> None:
+        self._slots.release_after(self._in_exchange.pop(state.names), exchange)
 
-    def put_back(self, state: ResidualState) -> None:
-        """See ``Residuals``."""
-        visit = self._visits.pop(state.names)
-        done = self._transfers.take_home(visit.slot.tensor, visit.home)
-        self._freed[visit.slot.number] = self._home[state.names] = done
-        state.residual = visit.home
+    def store(self, state: ResidualState) -> None:
+        fetched = self._fetched.pop(state.names)
+        stored = self._copies.to_host(fetched.slot.tensor, fetched.host)
+        self._slot_stored[fetched.slot.number] = stored
+        self._bucket_stored[state.names] = stored
+        state.residual = fetched.host
 
-    def settle(self) -> None:
-        """See ``Residuals``."""
-        self._slots.settle()
-        self._transfers.settle()
+    def synchronize(self) -> None:
+        self._slots.wait()
+        self._copies.synchronize()

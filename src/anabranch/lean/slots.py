@@ -1,4 +1,4 @@
-"""Two slots: the only memory in which a bucket's gradient is one tensor, used in turn."""
+"""Slots: the only memory in which a bucket's gradient, or its residual, is one tensor on the device."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,40 +6,43 @@ from typing import NamedTuple
 import torch
 from torch.futures import Future
 
+SLOTS = 2  # one for the bucket whose exchange runs, one for the next bucket
+
 
 class Slot(NamedTuple):
-    """A slot in use; ``tensor`` holds anything at first."""
+    """A slot in use. ``tensor`` is not initialised."""
 
     number: int
     tensor: torch.Tensor
 
 
-class Slots:
-    """Memory for the bucket that travels and for the one that is next, each as large as the largest bucket.
+class SlotRing:
+    """``SLOTS`` slots, each as large as the largest bucket, used in turn.
 
-    Whoever takes a slot waits for its last user: the host on a CPU, the current stream on a GPU.
+    ``acquire`` waits for the slot's last user: the host waits on a CPU, the current stream on a GPU.
     """
 
-    def __init__(self, nbytes: Sequence[int], device: torch.device, count: int = 2) -> None:
-        largest = max(nbytes, default=0)
-        self._memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
-        self._last: list[Future[torch.Tensor] | None] = [None] * count
+    def __init__(self, bucket_nbytes: Sequence[int], device: torch.device) -> None:
+        largest = max(bucket_nbytes, default=0)
+        self._memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._last_use: list[Future[torch.Tensor] | None] = [None] * SLOTS
         self._next = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> Slot:
-        """The next slot, for so many elements."""
-        index, self._next = self._next, (self._next + 1) % len(self._memory)
-        if (last := self._last[index]) is not None:
+    def acquire(self, numel: int, dtype: torch.dtype) -> Slot:
+        """Return the next slot as a tensor of ``numel`` elements, behind its last user."""
+        index = self._next
+        self._next = (index + 1) % SLOTS
+        if (last := self._last_use[index]) is not None:
             last.wait()
         return Slot(index, self._memory[index][: numel * dtype.itemsize].view(dtype))
 
-    def lend(self, slot: Slot, until: Future[torch.Tensor]) -> None:
-        """It is in use until then."""
-        self._last[slot.number] = until
+    def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:
+        """Let the slot be acquired again when ``last_use`` is complete."""
+        self._last_use[slot.number] = last_use
 
-    def settle(self) -> None:
-        """Wait for all users, and raise what stopped them."""
-        for index, last in enumerate(self._last):
+    def wait(self) -> None:
+        """Wait for all users, and raise the exception of one that failed."""
+        for index, last in enumerate(self._last_use):
             if last is not None:
                 last.wait()
-            self._last[index] = None
+            self._last_use[index] = None

@@ -7,10 +7,10 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from anabranch.extras import require
 from anabranch.observe.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class JsonLines:
         self._file: TextIO | None = None
 
     def log(self, metrics: Metrics) -> None:
-        """See ``Logger``. A line is written at once, for those who follow the file."""
+        """Write the step as one line, at once, so that others can follow the file."""
         if self._file is None:
             torn = _is_torn(self._path)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
@@ -40,7 +40,6 @@ class JsonLines:
         self._file.write(json.dumps(asdict(metrics), allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """See ``Logger``."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -56,21 +55,16 @@ def _is_torn(path: Path) -> bool:
 
 
 class TensorBoard:
-    """Curves under ``anabranch/`` in a folder that TensorBoard reads; needs the package ``tensorboard``."""
+    """Curves under ``anabranch/`` in a folder that TensorBoard reads; needs ``anabranch[tensorboard]``."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        if find_spec("tensorboard") is None:
-            raise ModuleNotFoundError(
-                "the package tensorboard is not installed, which TensorBoard(...) writes with: "
-                "pip install tensorboard, or log to JsonLines(...)",
-                name="tensorboard",
-            )
+        require("tensorboard", "tensorboard", "TensorBoard(...)")
         self._folder = os.fspath(folder)
         self._writer: Any = None
         self._stage = ""
 
     def log(self, metrics: Metrics) -> None:
-        """See ``Logger``. What is not known has no point on its curve."""
+        """Add a point to each curve whose value is known."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -84,7 +78,6 @@ class TensorBoard:
             self._writer.add_text("anabranch/stage", metrics.stage, metrics.step)
 
     def close(self) -> None:
-        """See ``Logger``."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -101,7 +94,6 @@ class Progress:
         self._told = 0
 
     def log(self, metrics: Metrics) -> None:
-        """See ``Logger``."""
         from rich.console import Console
         from rich.live import Live
         from rich.text import Text
@@ -122,7 +114,7 @@ class Progress:
         self._told += 1
 
     def close(self) -> None:
-        """See ``Logger``. The last line stays."""
+        """End the line, which stays on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,7 +1,7 @@
-"""Network from a live process group: what each collective costs by size, and how simultaneous ones slow each other.
+"""A Network measured on live ranks: the cost of each collective by size, and how simultaneous messages slow each other.
 
-All ranks run the same schedule: rank 0 times the first call of each size and tells the others how often to repeat it,
-so that the whole stays within a budget. The result is rank 0's on every rank.
+All ranks run the same schedule. Rank 0 times the first call of each size and tells the others how often to repeat it,
+so that the whole stays within a budget. Every rank returns the network that rank 0 measured.
 """
 
 import platform
@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from anabranch.checks import Scalar
 from anabranch.comm.agree import Group, agree_on, wire_device
-from anabranch.comm.dense import Collective, Steps, dense
-from anabranch.lab.emulation.settings import describe
-from anabranch.network import Contention, Network
+from anabranch.comm.dense import dense
+from anabranch.comm.exchange import Collective, Steps, issued
+from anabranch.comm.exchange import all_gather as issue_all_gather
+from anabranch.network import ALL_GATHER, REDUCE_SCATTER, Contention, Network
 from anabranch.observe.clock import Clock, clock_for
+from anabranch.observe.environment import network_note
 
 SMALLEST_NBYTES = 1 << 10
 LARGEST_NBYTES = 64 << 20
@@ -27,6 +29,23 @@ BUDGET_S = 4.0
 REPEATS = (5, 40)  # fewest, most
 JUST_DENSE: Mapping[str, Collective] = {"dense": dense}
 POOR_SPREAD = 0.5  # an interquartile range of half the median: a plan made from it is a guess
+FLOAT_NBYTES = 4
+
+
+def all_gather(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001 (nothing is averaged)
+    """Every rank's share of the buffer to all ranks, in place; the whole buffer is the message, as in nccl-tests."""
+    yield issued(issue_all_gather(buffer, _own_share(buffer, group), group))
+
+
+def reduce_scatter(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001
+    """The sum of every rank's copy of this rank's share, in place; the whole buffer is the message."""
+    # torch 2.13 renamed the operation and warns about the old name.
+    operation = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    yield issued(operation(_own_share(buffer, group), buffer, group=group, async_op=True))
+
+
+# Not for plans, which average gradients: for planning sharded training, and to compare with nccl-tests.
+SHARDED: Mapping[str, Collective] = {ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatter}
 
 
 def measure(
@@ -38,30 +57,51 @@ def measure(
 ) -> Network:
     """The network among the ranks of ``lanes`` (process groups of the same ranks; the first is the main one).
 
-    ``collectives`` are those to time, by the names that plans give them; "dense" must be among them. Takes about
-    ``budget_s`` seconds, unless five messages of each size need longer. Collective: every rank must call
-    it with the same arguments at the same point.
+    ``collectives`` are those to time, by the names that plans give them; "dense" must be among them, and those of
+    ``SHARDED`` may be. Takes about ``budget_s`` seconds, or as long as five messages of each size need. Collective:
+    every rank must call it with the same arguments at the same point.
     """
     if largest_nbytes < 2 * SMALLEST_NBYTES:
         largest_nbytes = 2 * SMALLEST_NBYTES
     if not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s}: expected more than zero seconds")
-    stopwatch = _Stopwatch(lanes[0], clock_for(device))
-    sizes = _sizes(largest_nbytes)
+    stopwatch = Stopwatch(lanes[0], clock_for(device))
+    world_size = dist.get_world_size(lanes[0])
+    sizes = message_sizes(largest_nbytes)
     share_s = budget_s / (len(collectives) * len(sizes) + 2 * (len(lanes) > 1))
     curves = {
-        name: [_point(stopwatch, collective, nbytes, lanes[0], device, share_s) for nbytes in sizes]
+        name: [
+            _point(stopwatch, collective, nbytes, lanes[0], device, share_s)
+            for nbytes in (whole_shares(sizes, world_size) if name in SHARDED else sizes)
+        ]
         for name, collective in collectives.items()
     }
     contention = Contention()
     if len(lanes) > 1:
         start_s = curves["dense"][0][1]
-        probe_nbytes = int(stopwatch.as_rank_0(_probe_nbytes(curves["dense"])))
-        slowdowns = _slowdowns(stopwatch, lanes, device, probe_nbytes, start_s, share_s)
-        contention = Contention(tuple(slowdowns))
-    facts = _facts(lanes[0], device, curves["dense"], budget_s)
-    network = Network.measured(dist.get_world_size(lanes[0]), curves, contention=contention, meta=facts)
+        probe_nbytes = int(stopwatch.as_rank_0(contention_nbytes(curves["dense"])))
+        contention = Contention(tuple(slowdowns(stopwatch, lanes, device, probe_nbytes, start_s, share_s)))
+    facts = measurement_facts(lanes[0], device, curves["dense"], budget_s)
+    network = Network.measured(world_size, curves, contention=contention, meta=facts)
     return agree_on(Network, network, lanes[0])
+
+
+def unsupported(collectives: Mapping[str, Collective], group: Group, device: torch.device) -> dict[str, str]:
+    """The collectives that this group's backend cannot do, each with the error of the backend.
+
+    Collective: tries each once with a small message. An error that does not say "not supported" or "not implemented"
+    is raised: it may be a broken network.
+    """
+    found = {}
+    for name, collective in collectives.items():
+        buffer = torch.zeros(dist.get_world_size(group), device=device)
+        try:
+            drive(collective(buffer, group, 1.0))
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(word in str(error).lower() for word in ("support", "implement")):
+                raise
+            found[name] = str(error).splitlines()[0]
+    return found
 
 
 def drive(steps: Steps) -> None:
@@ -70,11 +110,12 @@ def drive(steps: Steps) -> None:
         work.wait()
 
 
-class _Stopwatch:
+class Stopwatch:
     """Times an action that all ranks take together, equally often on each."""
 
     def __init__(self, group: Group, clock: Clock) -> None:
-        self._group, self._clock = group, clock
+        self._group = group
+        self._clock = clock
 
     def repeat(self, action: Callable[[], None], budget_s: float) -> list[float]:
         """Seconds of each repetition on this rank, after two that are not counted (connections, caches)."""
@@ -84,7 +125,7 @@ class _Stopwatch:
         return self._times(action, int(min(max(self.as_rank_0(budget_s / once_s), fewest), most)))
 
     def as_rank_0(self, number: float) -> float:
-        """Rank 0's number: whatever ranks do together must not depend on what each has measured."""
+        """Rank 0's number: what ranks do together must not depend on what each has measured."""
         told = torch.tensor([number], dtype=torch.float64, device=wire_device(self._group))
         dist.broadcast(told, group_src=0, group=self._group)
         return float(told.item())
@@ -99,27 +140,35 @@ class _Stopwatch:
         return [self._clock.between(start, end) for start, end in marks]
 
 
-def _point(
-    stopwatch: _Stopwatch, collective: Collective, nbytes: int, group: Group, device: torch.device, budget_s: float
-) -> tuple[int, float, float]:
-    buffer = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
-    divisor = dist.get_world_size(group)  # so that ones stay ones, however often they are averaged
-    seconds = stopwatch.repeat(lambda: drive(collective(buffer, group, divisor)), budget_s)
-    return nbytes, _median(seconds), float(np.subtract(*np.percentile(seconds, [75, 25])))
+def message_sizes(largest_nbytes: int) -> list[int]:
+    """Sizes to measure: powers of two, closer where the curve bends, and the largest itself."""
+    sizes = []
+    nbytes = SMALLEST_NBYTES
+    largest_nbytes = largest_nbytes // FLOAT_NBYTES * FLOAT_NBYTES
+    while nbytes < largest_nbytes:
+        sizes.append(nbytes)
+        nbytes *= 2 if nbytes < 4 << 20 else 4
+    return [*sizes, largest_nbytes]
 
 
-def _slowdowns(
-    stopwatch: _Stopwatch, lanes: Sequence[Group], device: torch.device, nbytes: int, start_s: float, budget_s: float
+def whole_shares(sizes: Sequence[int], world_size: int) -> list[int]:
+    """The sizes rounded down to a whole number of elements per rank, at least one, each size once."""
+    share_nbytes = FLOAT_NBYTES * world_size
+    return list(dict.fromkeys(max(1, nbytes // share_nbytes) * share_nbytes for nbytes in sizes))
+
+
+def slowdowns(
+    stopwatch: Stopwatch, lanes: Sequence[Group], device: torch.device, nbytes: int, start_s: float, budget_s: float
 ) -> list[float]:
     """How much longer each of k simultaneous messages transfers than one alone, for k = 1 … len(lanes)."""
-    buffers = [torch.ones(nbytes // 4, dtype=torch.float32, device=device) for _ in lanes]
+    buffers = [torch.ones(nbytes // FLOAT_NBYTES, dtype=torch.float32, device=device) for _ in lanes]
 
     def together(count: int) -> None:
         pairs = zip(buffers[:count], lanes[:count], strict=True)
         for work in [next(dense(buffer, lane, dist.get_world_size(lane))) for buffer, lane in pairs]:
             work.wait()
 
-    seconds = {k: _median(stopwatch.repeat(partial(together, k), budget_s)) for k in (1, *_probes(len(lanes)))}
+    seconds = {k: _median(stopwatch.repeat(partial(together, k), budget_s)) for k in (1, *lane_counts(len(lanes)))}
     alone_s = max(seconds[1] - start_s, 1e-9)
     known = {k: max(1.0, (s - start_s) / alone_s) for k, s in seconds.items()}
     known[1] = 1.0
@@ -127,33 +176,20 @@ def _slowdowns(
     return [float(slowdown) for slowdown in np.maximum.accumulate(table)]
 
 
-def _median(seconds: Sequence[float]) -> float:
-    return float(np.median(np.array(seconds)))
-
-
-def _probes(lanes: int) -> list[int]:
+def lane_counts(lanes: int) -> list[int]:
     """Numbers of simultaneous messages to try: 2, 4, 8 … and all of them."""
     return sorted({2**power for power in range(1, lanes.bit_length()) if 2**power <= lanes} | {lanes})
 
 
-def _probe_nbytes(points: Sequence[tuple[int, float, float]]) -> int:
-    """A size whose transfer outweighs its start-up clearly: the first that costs ten start-ups, or the largest."""
+def contention_nbytes(points: Sequence[tuple[int, float, float]]) -> int:
+    """A size whose transfer takes much longer than its start-up: the first that costs ten start-ups, or the largest."""
     return next((nbytes for nbytes, seconds, _ in points if seconds > 10 * points[0][1]), points[-1][0])
 
 
-def _sizes(largest_nbytes: int) -> list[int]:
-    """Powers of two in between, closer where the curve bends, and the largest itself."""
-    sizes = []
-    nbytes, largest_nbytes = SMALLEST_NBYTES, largest_nbytes // 4 * 4  # whole float32 elements
-    while nbytes < largest_nbytes:
-        sizes.append(nbytes)
-        nbytes *= 2 if nbytes < 4 << 20 else 4
-    return [*sizes, largest_nbytes]
-
-
-def _facts(
+def measurement_facts(
     group: Group, device: torch.device, points: Sequence[tuple[int, float, float]], budget_s: float
 ) -> Mapping[str, Scalar]:
+    """The meta of a measured network; rank 0 warns where its costs vary too much to plan with."""
     facts: dict[str, Scalar] = {
         "source": "measured",
         "date": datetime.now(UTC).date().isoformat(),
@@ -162,8 +198,8 @@ def _facts(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}",
         "budget_s": budget_s,
     }
-    if (emulated := describe()) and "gloo" in dist.get_backend(group):
-        facts["emulated"] = emulated
+    if (note := network_note()) and "gloo" in dist.get_backend(group):
+        facts["emulated"] = note
     relative = float(np.median([spread / seconds for _, seconds, spread in points if seconds]))
     facts["median_relative_spread"] = relative
     if relative > POOR_SPREAD and dist.get_rank(group) == 0:
@@ -174,3 +210,22 @@ def _facts(
             stacklevel=3,
         )
     return facts
+
+
+def _point(
+    stopwatch: Stopwatch, collective: Collective, nbytes: int, group: Group, device: torch.device, budget_s: float
+) -> tuple[int, float, float]:
+    """(nbytes, median seconds, interquartile range) of one size."""
+    buffer = torch.ones(nbytes // FLOAT_NBYTES, dtype=torch.float32, device=device)
+    divisor = dist.get_world_size(group)  # so that ones stay ones, however often they are averaged
+    seconds = stopwatch.repeat(lambda: drive(collective(buffer, group, divisor)), budget_s)
+    return nbytes, _median(seconds), float(np.subtract(*np.percentile(seconds, [75, 25])))
+
+
+def _own_share(buffer: torch.Tensor, group: Group) -> torch.Tensor:
+    numel = buffer.numel() // dist.get_world_size(group)
+    return buffer.narrow(0, dist.get_rank(group) * numel, numel)
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return float(np.median(np.array(seconds)))

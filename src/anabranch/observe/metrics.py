@@ -1,26 +1,23 @@
-"""What each step of a live model took, sent and was predicted to take, told to loggers when its marks have settled."""
+"""Metrics of each step: time taken and predicted, exposed time, bytes. Loggers get them when the marks have settled."""
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
+from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.dense import Traffic, traffic
-from anabranch.network import Network
+from anabranch.comm.dense import dense_traffic
+from anabranch.comm.exchange import Traffic
 from anabranch.observe.clock import HostClock
-from anabranch.observe.step_timer import StepMarks
-from anabranch.plan import Plan
-from anabranch.trace import Trace
-from anabranch.tuning.candidates import predicted_s
-from anabranch.tuning.trial import timeline_of
-
-if TYPE_CHECKING:
-    from anabranch.tuning.tuner import Tuner
+from anabranch.observe.measured_timeline import timeline_of
+from anabranch.observe.step_context import CurrentStep, StepContext
+from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer
+from anabranch.plan import Bucket, Plan
 
 log = logging.getLogger("anabranch")
 
@@ -33,7 +30,7 @@ class Metrics:
     measured_s      from the start of forward to averaged gradients, without the optimizer
     predicted_s     what the simulator says of the same; None before profiling and measuring are over
     compute_s       forward, loss and backward
-    exposed_s       what of communication nothing hid
+    exposed_s       communication that nothing hid: from the end of backward to averaged gradients
     overlap         share of the communication time that was hidden; None if its buckets were never timed
     sent_nbytes     by this rank, computed from the plan and the sizes of messages, not counted on the wire; None if
     received_nbytes   a collective does not say
@@ -59,60 +56,71 @@ class Metrics:
 
 
 class Logger(Protocol):
-    """Where metrics go; yours, too."""
+    """Receives the metrics of every step; write your own, or use JsonLines, TensorBoard or Progress."""
 
     def log(self, metrics: Metrics) -> None:
-        """One step, in order; some steps late on a GPU."""
+        """Take the metrics of one step. They come in order, on a GPU some steps late."""
         ...
 
     def close(self) -> None:
-        """There will be no more."""
+        """There will be no more metrics."""
         ...
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A step whose marks may not have settled, and what was in force in it."""
+BucketTraffic = Callable[[Bucket, int, torch.dtype, int], Traffic | None]  # (bucket, numel, dtype, ranks)
 
-    number: int
+
+@dataclass(frozen=True, slots=True)
+class _PendingStep:
+    """A step whose marks may not have settled."""
+
+    context: StepContext
     marks: StepMarks
-    plan: Plan | None
-    stage: str
-    predicted_s: float | None
     traffic: Traffic | None
-    communication_s: float | None  # of a trial of the same layout
 
 
-class MetricsFeed:
-    """Shows every step of a tuner to loggers. A logger that fails is let go: training must not die of it."""
+class MetricsFeed(StepObserver):
+    """Gives loggers the metrics of every step of ``timer``. A logger that fails is dropped: training goes on.
 
-    def __init__(self, tuner: "Tuner", loggers: Sequence[Logger]) -> None:
-        self._tuner, self._loggers = tuner, list(loggers)
-        self._clock = tuner.live.watch.clock
-        self._pending: deque[_Pending] = deque()
-        self._predicted: tuple[Trace | None, Plan | None, Network | None, float | None] = (None, None, None, None)
-        self._sizes: tuple[Plan | None, list[tuple[int, torch.dtype]]] | None = None  # of the buckets of the last step
-        self._known: tuple[Plan, str] | None = None  # the last plan's fingerprint
-        self._rank, self._ranks = dist.get_rank(tuner.control), dist.get_world_size(tuner.control)
-        # On the host two more marks per bucket cost nothing; on a GPU a thread would have to look out for ends.
-        tuner.live.watch.lookers += isinstance(self._clock, HostClock)
+    current_step   what is in force in the step that ends now
+    traffic        bytes of one bucket of a plan
+    parameters     those whose gradients are averaged, by name
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[Logger],
+        timer: StepTimer,
+        current_step: CurrentStep,
+        traffic: BucketTraffic,
+        parameters: Mapping[str, nn.Parameter],
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self._loggers = list(loggers)
+        self._clock = timer.clock
+        self._current_step = current_step
+        self._bucket_traffic = traffic
+        self._parameters = parameters
+        self._rank = rank
+        self._ranks = ranks
+        self._pending: deque[_PendingStep] = deque()
+        self._sizes: tuple[Plan | None, list[tuple[int, torch.dtype]]] | None = None  # of the last plan's buckets
+        self._fingerprint: tuple[Plan, str] | None = None  # of the last plan
+        self._timing = ExitStack()
+        if isinstance(self._clock, HostClock):  # on a GPU a thread would have to poll for the ends of buckets
+            self._timing.enter_context(timer.bucket_timing())
 
     @_disable_dynamo
     def on_step_end(self, step: StepMarks) -> None:
-        """See ``Observer``."""
-        tuner, hook = self._tuner, self._tuner.live.hook
-        plan = hook.plan if hook is not None else None
-        tried = tuner.kept if tuner.kept is not None and tuner.kept.plan == plan and plan is not None else None
-        communication_s = tried.timeline.communication_s if tried is not None else None
-        number = tuner.steps_done + 1
-        self._pending.append(
-            _Pending(number, step, plan, tuner.stage, self._prediction(plan), self._traffic(plan), communication_s)
-        )
-        self._tell()
+        context = self._current_step()
+        self._pending.append(_PendingStep(context, step, self._traffic(context.plan)))
+        self._log_settled()
 
     def close(self) -> None:
-        """Tell what has settled by now; waits for no device, which may never come to it."""
-        self._tell()
+        """Log the steps that have settled by now, without waiting for a device, and close the loggers."""
+        self._timing.close()
+        self._log_settled()
         for logger in self._loggers:
             try:
                 logger.close()
@@ -121,7 +129,7 @@ class MetricsFeed:
         self._loggers = []
         self._pending.clear()
 
-    def _tell(self) -> None:
+    def _log_settled(self) -> None:
         while self._pending and self._settled(self._pending[0].marks):
             metrics = self._metrics(self._pending.popleft())
             for logger in list(self._loggers):
@@ -135,71 +143,55 @@ class MetricsFeed:
     def _settled(self, marks: StepMarks) -> bool:
         return all(self._clock.settled(mark) for mark in (marks.forward, marks.computed, marks.averaged))
 
-    def _metrics(self, done: _Pending) -> Metrics:
-        marks, between = done.marks, self._clock.between
+    def _metrics(self, done: _PendingStep) -> Metrics:
+        marks, plan, between = done.marks, done.context.plan, self._clock.between
         exposed_s = max(0.0, between(marks.computed, marks.averaged))
         sent, received, density = done.traffic if done.traffic is not None else (None, None, None)
         return Metrics(
-            step=done.number,
+            step=done.context.number,
             rank=self._rank,
             measured_s=between(marks.forward, marks.averaged),
-            predicted_s=done.predicted_s,
+            predicted_s=done.context.predicted_s,
             compute_s=between(marks.forward, marks.computed),
             exposed_s=exposed_s,
             overlap=self._overlap(done, exposed_s),
             sent_nbytes=sent,
             received_nbytes=received,
             density=density,
-            plan=self._fingerprint(done.plan),
-            buckets=len(done.plan) if done.plan is not None else None,
-            lanes=done.plan.lanes if done.plan is not None else 1,
-            stage=done.stage,
+            plan=self._fingerprint_of(plan),
+            buckets=len(plan) if plan is not None else None,
+            lanes=plan.lanes if plan is not None else 1,
+            stage=done.context.stage,
         )
 
-    def _fingerprint(self, plan: Plan | None) -> str | None:
-        """A hash over all names, made once per plan."""
+    def _fingerprint_of(self, plan: Plan | None) -> str | None:
+        """The first digits of the plan's fingerprint: a hash over all names, so it is made once per plan."""
         if plan is None:
             return None
-        if self._known is None or self._known[0] is not plan:
-            self._known = (plan, plan.fingerprint[:12])
-        return self._known[1]
+        if self._fingerprint is None or self._fingerprint[0] is not plan:
+            self._fingerprint = (plan, plan.fingerprint[:12])
+        return self._fingerprint[1]
 
-    def _overlap(self, done: _Pending, exposed_s: float) -> float | None:
-        """By this step's own buckets where all were seen, else by what those of the trial took; DDP's are not timed."""
-        if done.plan is None:
+    def _overlap(self, done: _PendingStep, exposed_s: float) -> float | None:
+        """From this step's own buckets where all were timed, else from a trial's; DDP's own buckets are not timed."""
+        plan, marks, clock = done.context.plan, done.marks, self._clock
+        if plan is None:
             return None
-        marks, clock = done.marks, self._clock
-        if len(marks.buckets) == len(done.plan) and clock.settled(marks.backward):
-            timeline = timeline_of(marks, done.plan, clock)
-            if len(timeline.communication) == len(done.plan):
+        if len(marks.buckets) == len(plan) and clock.settled(marks.backward):
+            timeline = timeline_of(marks, plan, clock)
+            if len(timeline.communication) == len(plan):
                 return timeline.overlap
-        if not done.communication_s:
+        if not done.context.communication_s:
             return None
-        return min(1.0, max(0.0, 1.0 - exposed_s / done.communication_s))
-
-    def _prediction(self, plan: Plan | None) -> float | None:
-        """The simulator's word, asked for once per layout."""
-        trace, network = self._tuner.trace, self._tuner.network
-        if trace is None or network is None:
-            return None
-        known = self._predicted
-        if known[0] is trace and known[1] is plan and known[2] is network:
-            return known[3]
-        try:
-            seconds = predicted_s(trace, plan, network)
-        except Exception as error:  # a plan of the user's own may use what the network has no price for
-            log.info("anabranch: no prediction for the layout in force: %s", error)
-            seconds = None
-        self._predicted = (trace, plan, network, seconds)
-        return seconds
+        return min(1.0, max(0.0, 1.0 - exposed_s / done.context.communication_s))
 
     def _traffic(self, plan: Plan | None) -> Traffic | None:
-        """Of all buckets together; DDP's own send every gradient once around a ring."""
+        """Of all buckets together; DDP's own buckets send every gradient once around a ring."""
         sizes = self._sizes_of(plan)
         if plan is None:
-            parts = [traffic("dense", numel, dtype, self._ranks) for numel, dtype in sizes]
+            parts: list[Traffic | None] = [dense_traffic("dense", numel, dtype, self._ranks) for numel, dtype in sizes]
         else:
-            told = self._tuner.collectives.traffic
+            told = self._bucket_traffic
             parts = [told(bucket, *size, self._ranks) for bucket, size in zip(plan.buckets, sizes, strict=True)]
         known = [part for part in parts if part is not None]
         if len(known) < len(sizes):
@@ -214,7 +206,7 @@ class MetricsFeed:
     def _sizes_of(self, plan: Plan | None) -> list[tuple[int, torch.dtype]]:
         """Elements and dtype of each bucket; under DDP's own, of all gradients of a dtype together."""
         if self._sizes is None or self._sizes[0] is not plan:
-            parameters = self._tuner.live.parameters
+            parameters = self._parameters
             dtypes = {parameter.dtype for parameter in parameters.values()}
             names = (
                 [bucket.names for bucket in plan.buckets]

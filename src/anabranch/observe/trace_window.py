@@ -1,149 +1,150 @@
-"""A window of steps, seen on every rank and written by rank 0 as one trace in rank 0's time."""
+"""A window of steps of all ranks, written by rank 0 as one trace by rank 0's clock."""
 
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._compile import _disable_dynamo
 
 from anabranch.comm.agree import Group, check_same, from_rank_0
 from anabranch.errors import FileError
 from anabranch.files import write_text
 from anabranch.observe.clock_sync import Alignment, Anchor, Offset, offsets
+from anabranch.observe.measured_timeline import bucket_times
 from anabranch.observe.perfetto import merged
-from anabranch.observe.step_timer import StepMarks
+from anabranch.observe.step_context import CurrentStep
+from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer
 from anabranch.plan import Plan
-from anabranch.tuning.trial import bucket_times
-
-if TYPE_CHECKING:
-    from anabranch.tuning.tuner import Tuner
 
 log = logging.getLogger("anabranch")
 
-MOST_STEPS = 100  # marks are held until the window ends, and nobody looks at more
+MOST_STEPS = 100  # marks are held in memory until the window ends
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """A step of the window, and what ran in it."""
+class _WindowStep:
+    """A step of the window, and the plan that ran in it."""
 
     number: int
     marks: StepMarks
     plan: Plan | None
 
 
-class TraceWindow:
-    """Watches the steps ``first`` … ``last`` of a tuner. Making it, beginning and ending are collective.
+class TraceWindow(StepObserver):
+    """Records the steps ``first`` … ``last`` of ``timer`` on every rank; rank 0 writes them to ``path``.
 
-    Beginning and ending wait for the device; steps in between do not.
+    Making it, beginning and ending are collective among the ranks of ``control``. Beginning and ending wait for the
+    device; steps in between do not.
     """
 
-    def __init__(self, tuner: "Tuner", first: int, last: int, path: str | os.PathLike[str], force: bool) -> None:
-        check_same("the window given to trace_steps()", [f"steps {first!r} to {last!r}"], tuner.control)
-        _check(first, last, tuner.steps_done + 1)  # so that it is refused on all ranks or on none
+    def __init__(
+        self,
+        first: int,
+        last: int,
+        path: str | os.PathLike[str],
+        force: bool,
+        *,
+        timer: StepTimer,
+        current_step: CurrentStep,
+        parameters: Mapping[str, nn.Parameter],
+        control: Group,
+    ) -> None:
+        next_step = current_step().number
+        check_same("the window given to trace_steps()", [f"steps {first!r} to {last!r}"], control)
+        _check(first, last, next_step)  # so that it is refused on all ranks or on none
         taken = Path(path).exists() and not force
         problem = f"{path}: is already there; choose another name, or replace it with force=True" if taken else ""
-        if refused := from_rank_0(problem.encode(), tuner.control).decode():
+        if refused := from_rank_0(problem.encode(), control).decode():
             raise FileError(refused)  # on every rank, by what rank 0 found
-        self._tuner, self._watch = tuner, tuner.live.watch
-        self._first, self._last, self._path, self._force = first, last, Path(path), force
-        self._steps: list[_Seen] = []
-        self._handles: list[Any] = []
+        self._first, self._last = first, last
+        self._path, self._force = Path(path), force
+        self._timer = timer
+        self._current_step = current_step
+        self._parameters = parameters
+        self._control = control
+        self._steps: list[_WindowStep] = []
+        self._timing = ExitStack()
         self._before: list[Offset] = []
         self._anchor: Anchor | None = None
-        self._watch.observers.append(self)
-        if first == tuner.steps_done + 1:
+        timer.observers.append(self)
+        if first == next_step:
             self._begin()
 
     @_disable_dynamo
     def on_step_end(self, step: StepMarks) -> None:
-        """See ``Observer``."""
-        number, hook = self._tuner.steps_done + 1, self._tuner.live.hook
-        if self._first <= number <= self._last:
-            # A trial empties the list of buckets when it ends.
-            seen = replace(step, buckets=list(step.buckets))
-            self._steps.append(_Seen(number, seen, hook.plan if hook is not None else None))
-        if number == self._first - 1:
+        current = self._current_step()
+        if self._first <= current.number <= self._last:
+            marks = replace(step, buckets=list(step.buckets))  # a trial empties the list when it ends
+            self._steps.append(_WindowStep(current.number, marks, current.plan))
+        if current.number == self._first - 1:
             self._begin()
-        if number == self._last:
+        if current.number == self._last:
             self._finish()
 
     def close(self) -> None:
-        """See ``Observer``. Ranks may not all come here, so nothing can be gathered."""
-        self._let_go()
+        """Give up: not all ranks may come here, so nothing can be gathered."""
+        self._release()
         words = "anabranch: closed before step %d: no trace was written to %s"
         log.warning(words, self._last, self._path)
 
     def _begin(self) -> None:
-        live, watch = self._tuner.live, self._watch
-        self._before = offsets(self._tuner.control)
-        self._anchor = Anchor.drop(watch.clock)
-        watch.lookers += 1
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._marker(name))
-            for name, parameter in live.parameters.items()
-        ]
+        self._before = offsets(self._control)
+        self._anchor = Anchor.drop(self._timer.clock)
+        self._timing.enter_context(self._timer.bucket_timing())
+        self._timing.enter_context(self._timer.gradient_timing(self._parameters))
 
-    def _marker(self, name: str) -> Callable[[torch.Tensor], None]:
-        watch = self._watch
-
-        def ready(parameter: torch.Tensor) -> None:  # noqa: ARG001
-            if watch.current is not None and name not in watch.current.ready:
-                watch.current.ready[name] = watch.clock.mark()
-
-        return ready
-
-    def _let_go(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        if self._handles:
-            self._watch.lookers = max(0, self._watch.lookers - 1)
-        self._handles, self._steps = [], []
+    def _release(self) -> None:
+        self._timing.close()
+        self._steps = []
 
     def _finish(self) -> None:
-        """Gather what ranks saw, and write it on rank 0."""
-        control, watch, anchor = self._tuner.control, self._watch, self._anchor
+        """Gather the steps of all ranks, and write them on rank 0."""
+        control, anchor = self._control, self._anchor
         assert anchor is not None
-        watch.observers.remove(self)
-        watch.clock.settle()
-        mine = {"anchor_error_s": anchor.error_s, "steps": [self._told(seen, anchor) for seen in self._steps]}
-        self._let_go()
+        self._timer.observers.remove(self)
+        self._timer.clock.settle()
+        mine = {"anchor_error_s": anchor.error_s, "steps": [self._document(step, anchor) for step in self._steps]}
+        self._release()
         after = offsets(control)
         parcels = to_rank_0(json.dumps(mine).encode(), control)
         if dist.get_rank(control) != 0:
             return
-        told = [json.loads(parcel) for parcel in parcels]
+        documents = [json.loads(parcel) for parcel in parcels]
         alignments = [Alignment(one, two) for one, two in zip(self._before, after, strict=True)]
-        facts = {"device": self._tuner.live.device.type, "first_step": self._first, "last_step": self._last}
+        device = next(iter(self._parameters.values())).device
+        facts = {"device": device.type, "first_step": self._first, "last_step": self._last}
         try:
-            write_text(json.dumps(merged(told, alignments, facts), allow_nan=False) + "\n", self._path, self._force)
+            text = json.dumps(merged(documents, alignments, facts), allow_nan=False) + "\n"
+            write_text(text, self._path, self._force)
         except Exception as error:  # training goes on, on this rank as on the others
             log.error("anabranch: the trace of steps %d to %d is lost: %s", self._first, self._last, error)
 
-    def _told(self, seen: _Seen, anchor: Anchor) -> dict[str, Any]:
+    def _document(self, step: _WindowStep, anchor: Anchor) -> dict[str, Any]:
         """A step in plain values, by this rank's host clock."""
-        marks, clock = seen.marks, self._watch.clock
+        marks, plan, clock = step.marks, step.plan, self._timer.clock
 
         def at(mark: object) -> float:
             return anchor.host_s + clock.between(anchor.mark, mark)
 
         return {
-            "step": seen.number,
-            "plan": seen.plan.fingerprint[:12] if seen.plan is not None else None,
+            "step": step.number,
+            "plan": plan.fingerprint[:12] if plan is not None else None,
             "edges_s": [at(mark) for mark in (marks.forward, marks.backward, marks.computed, marks.averaged)],
             "ready_s": {name: at(mark) for name, mark in marks.ready.items()},
-            "buckets": list(self._buckets(seen.plan, marks, anchor)) if seen.plan is not None else [],
+            "buckets": list(self._buckets(plan, marks, anchor)) if plan is not None else [],
         }
 
     def _buckets(self, plan: Plan, marks: StepMarks, anchor: Anchor) -> Iterator[dict[str, Any]]:
-        parameters = self._tuner.live.parameters
-        for times in bucket_times(marks, plan, self._watch.clock, anchor.mark):
+        parameters = self._parameters
+        for times in bucket_times(marks, plan, self._timer.clock, anchor.mark):
             bucket = plan.buckets[times.number]
             yield {
                 "index": times.number,
@@ -158,7 +159,7 @@ class TraceWindow:
 
 
 def to_rank_0(payload: bytes, group: Group) -> list[bytes]:
-    """Every rank's payload, in rank order, on rank 0 alone, which has room for one after another; else nothing."""
+    """Every rank's payload, in rank order, on rank 0; an empty list on the others. Rank 0 receives one at a time."""
     if dist.get_rank(group) != 0:
         content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         dist.send(torch.tensor([len(payload)], dtype=torch.int64), group_dst=0, group=group)

@@ -1,4 +1,4 @@
-"""Planners that look at sizes only, never at time: what frameworks do today, and the two extremes."""
+"""Planners that use sizes only, not times: what frameworks do today, and the two extremes."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Planners for simultaneous messages: the published ASC-WFBP rule, and a search with the simulator as its judge."""
+"""Planners for simultaneous messages: the published ASC-WFBP rule, and a search whose objective is the simulator."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -10,21 +10,21 @@ from anabranch.planners.merge import mgwfbp, optimal, published
 from anabranch.planners.search import Search
 from anabranch.trace import Trace
 
-# What the search pretends a start-up and a byte to cost, in units of the real costs: dearer start-ups give fewer
-# buckets and cheaper bytes later ones, as suits lanes that hide each other's start-up and share the link.
+# Factors on the real costs, with which the exact one-lane plan is made for further candidates. A higher start-up cost
+# gives fewer buckets and a lower cost per byte later ones: lanes hide each other's start-up and share the link.
 START_FACTORS = (0.5, 1.0, 4.0)
 BYTE_FACTORS = (0.1, 0.3, 1.0)
 
-# Buckets of equal size, which no rule above gives: best where lanes do not slow each other.
+# Numbers of buckets of equal size, which no other candidate has: best where lanes do not slow each other.
 EQUAL_PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def asc(trace: Trace, network: Network, lanes: int = 2) -> Plan:
     """The published rule for simultaneous communication (ASC-WFBP): merge only what need not wait.
 
-    The next gradient joins a group iff it is ready before the group could start. The buckets go to ``lanes`` lanes in
-    turn. When a group could start is computed as if there were one lane, as published, and with the straight line
-    nearest to the curve; how much lanes slow each other is not looked at.
+    The next gradient joins a bucket if it is ready before the bucket could start. The buckets go to ``lanes`` lanes in
+    turn. When a bucket could start is computed as if there were one lane, as published, and with the straight line
+    nearest to the curve. The rule ignores how much lanes slow each other.
     """
     _check(lanes)
     start_s, s_per_byte = network.curve("dense").line()
@@ -34,10 +34,10 @@ def asc(trace: Trace, network: Network, lanes: int = 2) -> Plan:
 def lanes(trace: Trace, network: Network, lanes: int = 4, polish: int = 300) -> Plan:
     """Merging and 1 … ``lanes`` lanes together: the best of many candidates in the simulator, improved by small moves.
 
-    Candidates are the published rules and the exact one-lane optimum under pretended costs, dealt to every number of
-    lanes; the best is then polished in at most ``polish`` trials (``planners.search``). Never worse than ``optimal``;
-    fewer lanes, then fewer buckets, win ties. Not proven best: benchmarks/ has its gap to brute force. It believes
-    what the network says of contention, which for a network that was not measured is that one message fills the link.
+    Candidates are the published rules and the exact one-lane optimum under several scaled costs, dealt to every number
+    of lanes; the best is then improved in at most ``polish`` trials (``planners.search``). Never worse than
+    ``optimal``; ties go to fewer lanes, then fewer buckets. Not proven best: benchmarks/ has its gap to brute force.
+    Relies on the network's contention; a network that was not measured assumes that one message fills the link.
     """
     _check(lanes)
     search = Search(trace, network)

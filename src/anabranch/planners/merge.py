@@ -14,11 +14,10 @@ from anabranch.trace import TensorSpec, Trace
 def mgwfbp(trace: Trace, network: Network) -> Plan:
     """The published MG-WFBP rule: wait for the next gradient if the wait is shorter than the start-up it saves.
 
-    From the first gradient on, with τ the instant at which the current group could start (its gradients there, the
-    channel free) and r the instant at which the next gradient is ready: merge the next one iff r − τ < a. The rule
-    knows a cost of the form a + b·M only; a measured curve is replaced by the straight line nearest to it
-    (``Curve.line``). Optimal at each step, not overall: where every layer takes less than a, it ends in one single
-    message.
+    From the first gradient on, with τ the instant at which the current bucket could start (all its gradients are ready
+    and the channel is free) and r the instant at which the next gradient is ready: merge the next one if r − τ < a. The
+    rule assumes a cost of a + b·M; a measured curve is replaced by the straight line nearest to it (``Curve.line``).
+    Optimal at each step, not overall: if every layer takes less than a, it ends in one single message.
     """
     start_s, s_per_byte = network.curve("dense").line()
     return published(trace, start_s, s_per_byte, patience_s=start_s)
@@ -30,8 +29,8 @@ def optimal(trace: Trace, network: Network, cap_nbytes: int | None = None, colle
     Exact for every network (any curve that never falls), by dynamic programming (``planners.optimum``); with
     ``cap_nbytes`` exact among plans whose buckets hold at most that much (a larger tensor still travels, by itself).
 
-    With several dtypes, which cannot share a bucket, each is planned exactly as if it had the network to itself, and
-    the result is exchanged for a fixed plan where the simulator finds that better: good, but not proven best.
+    Several dtypes cannot share a bucket. Each is then planned exactly as if it had the network to itself, and a fixed
+    plan replaces the result where the simulator finds that better: good, but not proven best.
     """
     if cap_nbytes is not None and cap_nbytes < 1:
         raise ValueError(f"cap_nbytes is {cap_nbytes}: expected at least 1")
@@ -44,12 +43,12 @@ def optimal(trace: Trace, network: Network, cap_nbytes: int | None = None, colle
     best = using(in_ready_order(trace, parts), collective)
     if len(kinds) == 1:
         return best
-    rivals = [per_tensor(trace, network)]
+    others = [per_tensor(trace, network)]
     if cap_nbytes is None:
-        rivals += [single(trace, network), by_bytes(trace, network), mgwfbp(trace, network)]
+        others += [single(trace, network), by_bytes(trace, network), mgwfbp(trace, network)]
     else:
-        rivals.append(by_bytes(trace, network, cap_nbytes, closes="before"))
-    return min([best, *(using(rival, collective) for rival in rivals)], key=lambda plan: finish_s(trace, plan, network))
+        others.append(by_bytes(trace, network, cap_nbytes, closes="before"))
+    return min([best, *(using(other, collective) for other in others)], key=lambda plan: finish_s(trace, plan, network))
 
 
 def using(plan: Plan, collective: str) -> Plan:

@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 # Sums taken in another order differ in their last bits: two plans this close, relatively, finish together.
 SAME = 1e-12
-# A line on which f − s·S would lose more digits than that, S·s being so much larger than f.
+# On a steeper line S·s is so much larger than f that f − s·S would lose more digits than that.
 STEEP = 1e3
 
 
@@ -52,7 +52,7 @@ def best_cuts(
 
 
 class _Problem:
-    """Ready times, prefix sums and cost curve, as both recurrences want them."""
+    """Ready times, prefix sums and cost curve as arrays, for both recurrences."""
 
     def __init__(
         self, ready_s: Sequence[float], nbytes: Sequence[int], segments: Sequence[Segment], cap: int | None
@@ -125,7 +125,7 @@ class _Problem:
         for before in reversed(layers[:-1]):
             low = self.least[i]
             candidates = np.maximum(before[low:i], self.ready[i]) + self.cost(self.total[i] - self.total[low:i])
-            # Of equally good cuts the latest: it leaves the shorter message to wait for.
+            # Of equally good cuts the latest, which leaves the shorter last message.
             i = int(i - 1 - np.argmin(candidates[::-1]))
             if i == 0:
                 break

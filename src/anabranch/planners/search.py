@@ -1,4 +1,4 @@
-"""Local search over layouts: which run of gradients is a bucket, on which lane, judged by the simulator."""
+"""Local search over layouts (which run of gradients is a bucket, on which lane) with the simulator as objective."""
 
 from collections.abc import Iterator
 from math import inf
@@ -71,13 +71,13 @@ class Search:
         return self._best[1]
 
     def offer(self, layout: Layout) -> bool:
-        """Judge a layout; true if it is the best so far."""
+        """Simulate a layout; true if it is the best so far."""
         if layout in self._seen:
             return False
         self._seen.add(layout)
         queue: list[Message] = []
-        # No message ends before it is ready and has travelled by itself. From the last one on, the likeliest to be
-        # too late: most layouts are out after a look at a few messages. The margin is for rounding.
+        # A lower bound first: no message ends before it is ready and has travelled by itself. The last message is the
+        # likeliest to be too late, so most layouts are rejected after a few messages. The margin is for rounding.
         too_late_s = inf if self._best is None else self._best[0][0] * (1 + 1e-12)
         start_s = self._curve.start_s
         for kind, low, high, lane in reversed(layout.runs):

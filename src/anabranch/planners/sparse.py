@@ -1,4 +1,4 @@
-"""Plans whose larger buckets travel sparsely: which buckets, and with what density where nobody has chosen one."""
+"""Plans with sparse buckets: which buckets travel sparsely, and at which density if several are allowed."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -9,35 +9,34 @@ from anabranch.planners.merge import optimal
 from anabranch.sim import finish_s
 from anabranch.trace import Trace
 
-FREE = 0.02  # how much longer than at the lowest density a step may be predicted to take, as a share
+FREE = 0.02  # share by which a predicted step may be longer than at the lowest density
 
 
 def sparse(trace: Trace, network: Network, collective: str, dense: Collection[str] = ()) -> Plan:
-    """The exact plan for ``collective``, in which buckets that gain nothing by it travel dense.
+    """The exact plan for ``collective``; buckets that the dense collective sends as fast travel dense.
 
-    The gradients named in ``dense`` are planned apart and travel dense in any case.
+    The gradients named in ``dense`` are planned separately and always travel dense.
     """
-    kept = [tensor for tensor in trace.tensors if tensor.name in dense]
-    sent = [tensor for tensor in trace.tensors if tensor.name not in dense]
+    always_dense = [tensor for tensor in trace.tensors if tensor.name in dense]
+    compressible = [tensor for tensor in trace.tensors if tensor.name not in dense]
     buckets: list[Bucket] = []
-    if sent:
-        nbytes = {tensor.name: tensor.nbytes for tensor in sent}
-        for bucket in optimal(replace(trace, tensors=tuple(sent)), network, collective=collective).buckets:
+    if compressible:
+        nbytes = {tensor.name: tensor.nbytes for tensor in compressible}
+        for bucket in optimal(replace(trace, tensors=tuple(compressible)), network, collective=collective).buckets:
             size = sum(nbytes[name] for name in bucket.names)
             gains = network.seconds(collective, size) < network.seconds("dense", size)
             buckets.append(bucket if gains else replace(bucket, collective="dense"))
-    if kept:
-        buckets += optimal(replace(trace, tensors=tuple(kept)), network).buckets
+    if always_dense:
+        buckets += optimal(replace(trace, tensors=tuple(always_dense)), network).buckets
     place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
     return Plan(tuple(sorted(buckets, key=lambda bucket: max(place[name] for name in bucket.names))))
 
 
 def densest(trace: Trace, network: Network, collectives: Sequence[str], dense: Collection[str] = ()) -> Plan:
-    """Sparse at the lowest density, then each bucket as dense as the backward pass hides.
+    """The plan for the lowest density, in which each bucket is then raised to the highest density that stays hidden.
 
-    ``collectives`` are the same exchange from its lowest density to its highest. Starting from the plan for the lowest,
-    buckets move up one density at a time, all of them before any moves twice, as long as the step is predicted to take
-    at most ``FREE`` longer than that plan: what the network carries for nothing is not thrown away.
+    ``collectives`` are the same exchange from its lowest density to its highest. Buckets move up one density at a time,
+    all of them before any moves twice, while the predicted step is at most ``FREE`` longer than at the lowest density.
     """
     best = sparse(trace, network, collectives[0], dense)
     limit_s = (trace.forward_s + finish_s(trace, best, network)) * (1 + FREE) - trace.forward_s
@@ -51,8 +50,8 @@ def densest(trace: Trace, network: Network, collectives: Sequence[str], dense: C
     return best
 
 
-def where_it_gains(trace: Trace, network: Network, collectives: Sequence[str], dense: Collection[str] = ()) -> Plan:
-    """The sparse plan for one density, or for a ladder of them; the exact dense plan where that finishes no later."""
+def sparse_if_faster(trace: Trace, network: Network, collectives: Sequence[str], dense: Collection[str] = ()) -> Plan:
+    """The sparse plan for one density or for a ladder of densities; the exact dense plan if that finishes no later."""
     if len(collectives) > 1:
         found = densest(trace, network, collectives, dense)
     else:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from anabranch.extras import require
 from anabranch.report.formatting import plain, time_scale
 from anabranch.scaling.result import Curves, Scaling
 
@@ -41,6 +42,7 @@ def scaling_plot(scaling: Scaling, form: Format = "png") -> bytes:
 
     A single network has a second panel, of iteration times. What the numbers assume stands below.
     """
+    require("matplotlib", "report", "a plot")
     from matplotlib.figure import Figure
 
     networks = [(network.name, scaling.on(network.name)) for network in scaling.networks]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from anabranch.extras import require
 from anabranch.report.benchmark import BASELINE, COMPUTE, OURS, Benchmark, Row
 from anabranch.report.formatting import plain
 from anabranch.report.plot import COLOURS, Format, saved
@@ -16,6 +17,7 @@ SIZED = "MiB"
 
 def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
     """Horizontal bars per model: DDP, DDP at the best bucket size that was tried, DataParallel; shorter is faster."""
+    require("matplotlib", "report", "a plot")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1.1 + 1.15 * len(benchmarks)), dpi=120, layout="constrained")

@@ -7,8 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.report.formatting import Scale, factor, label, percent, plain, time_scale
-from anabranch.report.scaling_answer import DDP, Gain, Row, has_dense, rows
 from anabranch.report.tables import columns
+from anabranch.scaling.answer import BestAtSize, Gain, best_at_sizes, has_dense
+from anabranch.scaling.line_up import DDP_DEFAULT
 from anabranch.scaling.result import Curves, NetworkUsed, ScalePoint, Scaling
 
 ABREAST = 5  # strategies that 80 columns hold
@@ -28,10 +29,10 @@ def scaling_report(scaling: Scaling) -> RenderableType:
 
 def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> Table:
     """DDP, the best dense and the best sparse strategy side by side, with the band of each step."""
-    found = rows(scaling, curves)
+    found = best_at_sizes(scaling, curves)
     # In the unit of the best: what differs little between good strategies must not drown in what a bad one takes.
     scale = time_scale(row.best.iteration_s for row in found)
-    base = "DDP" if found[0].ddp.planner == DDP else plain(found[0].ddp.planner)
+    base = "DDP" if found[0].ddp.planner == DDP_DEFAULT else plain(found[0].ddp.planner)
     best = "best dense" if has_dense(scaling) else "best"
     headers = ["ranks", f"{base}\n{scale.unit}", f"{best}\n{scale.unit}", f"over\n{base}"]
     if found[0].sparse is not None:
@@ -42,7 +43,7 @@ def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> Table:
     return table
 
 
-def _winner_cells(row: Row, scale: Scale) -> list[str]:
+def _winner_cells(row: BestAtSize, scale: Scale) -> list[str]:
     gain = Gain.over(row.dense, row.ddp).middle
     cells = [f"{row.world_size:,}", _banded(row.ddp, scale), _banded(row.dense, scale, named=True), factor(gain)]
     if row.sparse is not None:

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, Setting, predict
-from anabranch.estimate.profile import Arrival, Moment, OptimizerCost, Profile
+from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
 from anabranch.reproduce.reports import LEAN_REPORT, cell
 from anabranch.reproduce.stand_in import bundled
 from anabranch.reproduce.table import OURS_ALONE, Figure, Reproduction, Section, Words
@@ -99,14 +99,14 @@ def _largest(model: str) -> float:
     return max(tensor.nbytes for tensor in trace.tensors) / trace.nbytes
 
 
-def _parameters_only(model: str) -> Profile:
+def _parameters_only(model: str) -> StepProfile:
     """A step that holds nothing but what belongs to parameters."""
     trace = bundled(model)
-    arrivals = tuple(
-        Arrival(t.name, t.numel, t.nbytes, Moment(0, t.nbytes), Moment(0, t.nbytes), t.numel > MATRIX_NUMEL)
+    gradients = tuple(
+        ReadyGradient(t.name, t.numel, t.nbytes, MemoryUse(0, t.nbytes), MemoryUse(0, t.nbytes), t.numel > MATRIX_NUMEL)
         for t in trace.tensors
     )
-    return Profile(trace.nbytes, arrivals, Moment(0), OptimizerCost(state=trace.nbytes))
+    return StepProfile(trace.nbytes, gradients, MemoryUse(0), OptimizerMemory(state_nbytes=trace.nbytes))
 
 
 def with_activations() -> Section:
@@ -134,7 +134,7 @@ def saved_percent(model: str, batch: int) -> float:
     from anabranch.bench import memory as ways
     from anabranch.estimate.probe import probe
 
-    def step(offload: bool) -> Profile:
+    def step(offload: bool) -> StepProfile:
         return probe(ways.of_zoo(model, batch), ways.OPTIMIZERS["momentum"], offload=offload)
 
     lean, naive = predict(step(True), LEAN_HOST, SETTING), predict(step(False), NAIVE, SETTING)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from anabranch import planners
 from anabranch.alpha_beta import AlphaBeta
 from anabranch.network import Network
-from anabranch.planners.sparse import where_it_gains
+from anabranch.planners.sparse import sparse_if_faster
 from anabranch.reproduce.oktopk_counts import DENSITY, FIXED, NUMEL, RANKS, k_of, words_sent
 from anabranch.reproduce.reports import OKTOPK_REPORT, cell
 from anabranch.reproduce.stand_in import StandIn, bundled
@@ -144,7 +144,7 @@ def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
 def _planned(trace: Trace, network: Network) -> float:
     """How many times as fast as the exact dense plan a step with sparse buckets is."""
     network = priced(network, DENSITY, H200)
-    dense, sparse = planners.optimal(trace, network), where_it_gains(trace, network, [kind_of(DENSITY)])
+    dense, sparse = planners.optimal(trace, network), sparse_if_faster(trace, network, [kind_of(DENSITY)])
     return (trace.forward_s + finish_s(trace, dense, network)) / (trace.forward_s + finish_s(trace, sparse, network))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from anabranch.bench.baselines import RIVALS, Exchange
+from anabranch.bench.baselines import BASELINES, ExchangeFunction
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
@@ -16,14 +16,14 @@ LAYERS = 50
 
 EXACT, FIXED = "Ok-Topk, exact", "Ok-Topk, fixed"
 
-COUNTED: dict[str, Exchange] = {
+COUNTED: dict[str, ExchangeFunction] = {
     EXACT: exact_exchange,
     FIXED: fixed_exchange,
-    "Dense": RIVALS["dense"],
-    "TopkA": RIVALS["topk"],
-    "TopkDSA": RIVALS["dsa"],
-    "gTopk": RIVALS["gtopk"],
-    "Gaussiank": RIVALS["gaussian"],
+    "Dense": BASELINES["dense"],
+    "TopkA": BASELINES["topk"],
+    "TopkDSA": BASELINES["dsa"],
+    "gTopk": BASELINES["gtopk"],
+    "Gaussiank": BASELINES["gaussian"],
 }
 
 
@@ -42,14 +42,14 @@ def words_sent() -> dict[str, float]:
         torch.set_num_threads(threads)
 
 
-def _counted(exchange: Exchange) -> float:
+def _counted(exchange: ExchangeFunction) -> float:
     world = VirtualWorld(RANKS)
     states = [BucketState.of(torch.zeros(NUMEL), RANKS) for _ in range(RANKS)]
     for _, given in zip(range(2), _gradients(), strict=False):
-        world.traffic.clear()
+        world.word_counts.clear()
         ranks = zip(given, states, world.comms, strict=True)
         world.run([exchange(gradient, state, comm, float(RANKS), DENSITY) for gradient, state, comm in ranks])
-    return sum(world.traffic.volume([phase]) for phase in world.traffic.phases)
+    return sum(world.word_counts.volume([phase]) for phase in world.word_counts.phases)
 
 
 def _gradients() -> Iterator[list[torch.Tensor]]:

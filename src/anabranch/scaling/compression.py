@@ -1,47 +1,51 @@
-"""What --compress means to scale: rows with sparse buckets, their price at any size, and what that rests on."""
+"""Strategies with sparse buckets: their planners, the cost of their buckets at any world size, and the assumptions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from anabranch.network import Network
-from anabranch.plan import Plan
-from anabranch.planners.sparse import where_it_gains
+from anabranch.planners.sparse import sparse_if_faster
+from anabranch.scaling.result import Kind
+from anabranch.scaling.sweep import Planner
+from anabranch.sparse.cost_model import Selection, priced, selection_on
+from anabranch.sparse.naming import KIND, LADDER, given_density, kind_of
 from anabranch.trace import Trace
 
-LEAN = "lean"  # Ok-Topk's messages, from an engine that holds less
+LEAN = "lean"  # sends the messages of Ok-Topk from an engine that holds less memory
 
 
-class SparseRows(NamedTuple):
-    """Planners by the text that asked for them, what prices their buckets, and what is assumed."""
+@dataclass(frozen=True, slots=True)
+class SparseStrategies:
+    """Planners by the name of their strategy, such as "oktopk:0.01", and what their predictions assume.
 
-    planners: Mapping[str, Callable[[Trace, Network], Plan]]
-    pricing: Callable[[Network], Network]
-    assumptions: list[str]
+    ``selections`` is what selecting the values costs, by density.
+    """
+
+    planners: Mapping[str, Planner]
+    selections: Mapping[float, Selection]
+    assumptions: Sequence[str]
+
+    def priced(self, network: Network) -> Network:
+        """``network`` with a cost for every density that these planners may choose."""
+        for density, selection in self.selections.items():
+            network = priced(network, density, selection)
+        return network
 
 
-def sparse_rows(texts: Sequence[str], trace: Trace, network: Network) -> SparseRows:
-    """A row for each of ``texts``, such as "oktopk:0.01", on networks that were carried from ``network``."""
-    if not texts:
-        return SparseRows({}, lambda here: here, [])
-    from anabranch.sparse.cost_model import priced, selection_on
-    from anabranch.sparse.naming import kind_of
-
-    densities = {text: _densities(text) for text in texts}
-    dense = never_sparse(trace)
+def sparse_strategies(names: Sequence[str], trace: Trace, network: Network) -> SparseStrategies:
+    """A strategy for each name. What selection costs is taken from ``network`` where that was measured there."""
+    if not names:
+        return SparseStrategies({}, {}, [])
+    densities = {name: _densities(name) for name in names}
+    dense = dense_only(trace)
     selections = {density: selection_on(network, density) for row in densities.values() for density in row}
-
-    def pricing(here: Network) -> Network:
-        for density, selection in selections.items():
-            here = priced(here, density, selection)
-        return here
-
     planners = {
-        text: partial(where_it_gains, collectives=[kind_of(density) for density in row], dense=dense)
-        for text, row in densities.items()
+        name: partial(sparse_if_faster, collectives=[kind_of(density) for density in row], dense=dense)
+        for name, row in densities.items()
     }
     sources = " and ".join(dict.fromkeys(selection.source for selection in selections.values()))
-    return SparseRows(planners, pricing, [
+    return SparseStrategies(planners, selections, [
         "sparse buckets cost the messages that virtual ranks count for Ok-Topk's fixed-size exchange, 2(P-1) of "
         "1.25 k/P pairs one behind the other, and new regions every 64 steps",
         f"selecting takes {sources}, and does not slow the backward pass",
@@ -49,23 +53,26 @@ def sparse_rows(texts: Sequence[str], trace: Trace, network: Network) -> SparseR
     ])  # fmt: skip
 
 
-def never_sparse(trace: Trace) -> list[str]:
-    """Gradients that are not float32, which never travel sparsely."""
+def compression_kind(name: str) -> Kind:
+    """Whether a strategy with sparse buckets runs on DDP ("sparse") or on the Lean engine ("lean")."""
+    return "lean" if name.partition(":")[0] == LEAN else "sparse"
+
+
+def dense_only(trace: Trace) -> list[str]:
+    """Names of the gradients that are not float32: they always travel dense."""
     return [tensor.name for tensor in trace.tensors if tensor.dtype not in ("", "float32") or tensor.itemsize != 4]
 
 
-def density_of(text: str) -> float:
-    """The greatest density that a way may choose, for which its messages need room; 1 for what is no such way."""
-    return max(_densities(text)) if text.partition(":")[0] in ("oktopk", LEAN) else 1.0
+def highest_density(name: str) -> float:
+    """The highest density that a strategy may choose, which its messages need memory for; 1 for a dense planner."""
+    return max(_densities(name)) if name.partition(":")[0] in (KIND, LEAN) else 1.0
 
 
-def _densities(text: str) -> list[float]:
-    """One density, or the ladder from which "auto" chooses."""
-    from anabranch.sparse.naming import KIND, LADDER, given_density
-
-    name, _, density = text.partition(":")
-    if name not in (KIND, LEAN):
+def _densities(name: str) -> list[float]:
+    """The one density in the name, or the ladder that "auto" chooses from."""
+    family, _, density = name.partition(":")
+    if family not in (KIND, LEAN):
         raise ValueError(
-            f"--compress is {text!r}: scale prices {KIND} (as dense as is hidden) and {KIND}:0.01, and {LEAN} alike"
+            f"--compress is {name!r}: scale prices {KIND} (as dense as is hidden) and {KIND}:0.01, and {LEAN} alike"
         )
-    return [given_density(text)] if density else list(LADDER)
+    return [given_density(name)] if density else list(LADDER)

@@ -1,4 +1,4 @@
-"""Scaling: what a sweep over world sizes found on each network with each strategy, with its bands."""
+"""Scaling: the result of a sweep over world sizes, networks and strategies, with bands."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ Kind = Literal["dense", "sparse", "lean"]
 class ScalePoint:
     """One strategy at one world size on one network; ``planner`` is the strategy's name.
 
-    ``iteration_low_s`` and ``iteration_high_s`` are the same plan's step on the cheapest and the dearest network of the
-    band; both are ``iteration_s`` where no spread is known. ``exposed_s`` is what communication adds to computing.
-    ``speedup`` is throughput against one rank working alone on the trace as recorded; ``efficiency`` is
-    speedup/world_size. ``samples_per_s`` counts all ranks, and is None where nobody knows the trace's batch.
+    ``iteration_low_s`` and ``iteration_high_s`` are the same plan's step on the network of lowest and of highest cost
+    in the band; both are ``iteration_s`` where no spread is known. ``exposed_s`` is what communication adds to compute
+    time. ``speedup`` is throughput relative to one rank working alone on the trace as recorded; ``efficiency`` is
+    speedup/world_size. ``samples_per_s`` counts all ranks; None if the trace does not say its batch.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -48,11 +48,11 @@ class ScalePoint:
 
     @property
     def efficiencies(self) -> tuple[float, float]:
-        """Efficiency on the dearest network and on the cheapest."""
+        """Efficiency on the network of highest cost in the band, and on that of lowest cost."""
         if not self.iteration_low_s:
             return self.efficiency, self.efficiency
-        at_once = self.efficiency * self.iteration_s
-        return at_once / self.iteration_high_s, at_once / self.iteration_low_s
+        ideal_s = self.efficiency * self.iteration_s
+        return ideal_s / self.iteration_high_s, ideal_s / self.iteration_low_s
 
 
 Curves = Mapping[str, Mapping[int, ScalePoint]]  # strategy -> world size -> point
@@ -60,7 +60,7 @@ Curves = Mapping[str, Mapping[int, ScalePoint]]  # strategy -> world size -> poi
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A planner, alone or with sparse buckets or Lean; ``batch`` is each rank's (weak) or that of all (strong)."""
+    """A planner, alone, with sparse buckets or on Lean; ``batch`` is per rank (weak scaling) or global (strong)."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -71,7 +71,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class NetworkUsed:
-    """A network by name: where its costs come from, what its band is, and how it was carried to other world sizes."""
+    """A network by name: the source of its costs, its band, and how its costs at other world sizes were derived."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -83,10 +83,10 @@ class NetworkUsed:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The answer to "what at N GPUs?": points, what they rest on, and the same in words. The document of scale --json.
+    """A whole scaling study: points, assumptions, and the answer in sentences. ``scale --json`` prints this document.
 
-    ``scaling`` is what stays the same as ranks are added: the batch of each rank (weak), or of all (strong).
-    Points come network by network, size by size, strategy by strategy.
+    ``scaling`` says which batch stays the same as ranks are added: that of each rank (weak) or the global one (strong).
+    Points are ordered by network, then world size, then strategy.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -118,7 +118,7 @@ class Scaling:
                 raise ValueError(f"a scaling has the {what} {twice!r} twice: expected a name of its own for each")
         sizes = self.world_sizes
         places = len(self.networks) * len(sizes) * len(self.strategies)
-        # One by one: a small file may name more places than there is memory for.
+        # A generator: a small file may name more networks and strategies than a list of all combinations has room for.
         expected = ((n.name, s.name, size) for n in self.networks for size in sizes for s in self.strategies)
         found = ((point.network, point.planner, point.world_size) for point in self.points)
         wrong = next((place for place, point in zip(expected, found, strict=False) if place != point), None)
@@ -131,7 +131,7 @@ class Scaling:
 
     @property
     def world_sizes(self) -> list[int]:
-        """The sizes of the sweep, rising."""
+        """The world sizes of the sweep, rising."""
         return sorted({point.world_size for point in self.points})
 
     def on(self, network: str) -> Curves:

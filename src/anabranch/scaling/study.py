@@ -1,112 +1,139 @@
-"""One sweep as scale was asked for it: what is compared, at which batch, and what the numbers rest on."""
+"""A scaling study: every strategy at every world size on every network, with its assumptions and an answer in words."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 
 from anabranch.alpha_beta import AlphaBeta, TwoLevel
-from anabranch.cli.output import progress
+from anabranch.network import Network
 from anabranch.network_presets import NetworkRange
-from anabranch.scaling import line_up
-from anabranch.scaling.compression import LEAN, SparseRows, sparse_rows
+from anabranch.scaling.answer import answer
+from anabranch.scaling.compression import compression_kind, sparse_strategies
+from anabranch.scaling.line_up import configured_planner
 from anabranch.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
-from anabranch.scaling.sweep import Compute, sweep
-from anabranch.scaling.throughput import known_batch
+from anabranch.scaling.sweep import STEADY, Compute, recorded_batch, sweep
 from anabranch.trace import Trace
 
+WORLD_SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+PLANNERS = ("per_tensor", "single", "by_bytes", "mgwfbp", "optimal", "asc", "lanes")
+NETWORKS = ("10gbe", "nvlink+100gbe")
+COMPRESS = ("oktopk:0.01",)
+PRESET_RANKS = 2  # at which a preset is built before it is carried to the world sizes asked for
 MANY_RANKS = 128  # from here on NCCL may prefer trees, whose latency grows with log P
 
+AnyNetwork = NetworkRange | Network | str
+OnPoint = Callable[[str, int, int], None]
 
-class Sweep:
-    """Strategies over world sizes, on any number of networks."""
 
-    def __init__(
-        self, trace: Trace, sizes: Sequence[int], planners: Sequence[str], ways: Sequence[str], basis: Basis,
-        compute: Compute,
-    ) -> None:  # fmt: skip
-        self._trace, self._sizes, self._basis, self._compute = trace, sizes, basis, compute
-        self._dense = {name: line_up.entry(name).function for name in planners}
-        self._ways = ways
-        self._kinds: dict[str, Kind] = dict.fromkeys(planners, "dense")
-        for way in ways:
-            self._kinds[way] = "lean" if way.partition(":")[0] == LEAN else "sparse"
-        self._recorded = known_batch(trace)
-        self._batches: Mapping[str, int] = dict.fromkeys(self._kinds, self._recorded) if self._recorded else {}
-        self._words: list[str] = []
+def scale(
+    trace: Trace,
+    networks: Sequence[AnyNetwork] = NETWORKS,
+    world_sizes: Sequence[int] = WORLD_SIZES,
+    planners: Sequence[str] = PLANNERS,
+    compress: Sequence[str] = COMPRESS,
+    *,
+    scaling: Basis = "weak",
+    batch: int | Mapping[str, int] | None = None,
+    compute: Compute = STEADY,
+    assumptions: Sequence[str] = (),
+    on_point: OnPoint | None = None,
+) -> Scaling:
+    """Predict which strategy wins at which world size on which network, and by how much.
 
-    def set_batches(self, batch: int | None, within: str | None) -> None:
-        """The same batch for all, or the largest that fits for each."""
-        if (batch or within) and self._recorded is None:
-            raise ValueError(
-                f"the trace's meta has batch {self._trace.meta.get('batch')!r}: expected for how many samples it was "
-                "recorded; without that, leave out --batch and --within"
-            )
-        if batch and within:
-            raise ValueError(f"--batch is {batch} and --within is {within}: expected one of them")
-        if batch:
-            self._batches = dict.fromkeys(self._kinds, batch)
-        if within:
-            self._fit(within)
+    networks        preset names such as "10gbe", Networks, or NetworkRanges, which add a name, a source and a band
+    world_sizes     numbers of ranks, rising
+    planners        names of ``scaling.line_up``: strategies that send every value
+    compress        further strategies with sparse buckets where they gain: "oktopk:0.01" sends 1 % of the elements,
+                    "oktopk" chooses the density, "lean:0.01" and "lean" do the same on the Lean engine
+    scaling         "weak" keeps the batch of each rank, "strong" the global batch
+    batch           that batch, for all strategies or by name of the strategy; as recorded unless given. The trace's
+                    meta must then say for which batch it was recorded.
+    assumptions     sentences to add to the result's own, such as how the batches were chosen
+    on_point        called after each point with the network's name, how many of its points are known, and how many
+                    there will be
 
-    def _fit(self, within: str) -> None:
-        from anabranch.cli.memory import within_nbytes
-        from anabranch.estimate.fitting import largest_batches
+    ValueError for an argument that makes no sense; NetworkError for a network that cannot be carried to a world size.
+    """
+    if not world_sizes or world_sizes[0] < 1 or any(high <= low for low, high in pairwise(world_sizes)):
+        raise ValueError(f"world_sizes is {list(world_sizes)}: expected rising whole numbers from 1 on")
+    kinds = strategy_kinds(planners, compress)
+    study = _Study(trace, world_sizes, kinds, _batches(trace, kinds, batch), scaling, compute)
+    points: list[ScalePoint] = []
+    sparse_assumptions: list[str] = []
+    ranges = _ranges(networks)
+    for network in ranges:
+        found, assumed = study.points(network, on_point)
+        points += found
+        sparse_assumptions += assumed
+    result = Scaling(
+        model=str(trace.meta.get("model", f"{len(trace)} gradients"))[:60],
+        scaling=scaling,
+        networks=tuple(NetworkUsed(n.name, n.source, n.spread, n.extrapolation) for n in ranges),
+        strategies=tuple(Strategy(name, kind, study.batches.get(name)) for name, kind in kinds.items()),
+        points=tuple(points),
+        **asdict(compute),
+        assumptions=tuple(dict.fromkeys([*study.assumptions(ranges), *assumptions, *sparse_assumptions])),
+    )
+    return replace(result, answer=tuple(answer(result)))
 
-        if self._basis == "strong":
-            raise ValueError(
-                f"--within is {within}: it finds the batch of each rank, which --scaling strong does not keep"
-            )
-        limit_nbytes = within_nbytes(within)
-        assert limit_nbytes is not None
-        fitting = largest_batches(self._trace, self._kinds, limit_nbytes, self._sizes[-1])
-        self._words += fitting.words
-        self._batches = {name: batch for name, batch in fitting.batches.items() if batch}
-        if not self._batches:
-            raise ValueError(f"--within is {within}: not one sample fits, whatever the strategy; give more")
-        if left_out := [name for name in self._kinds if name not in self._batches]:
-            self._words.append(f"left out, since not even one sample fits: {', '.join(left_out)}")
-        self._kinds = {name: kind for name, kind in self._kinds.items() if name in self._batches}
-        shown = {"dense" if self._kinds[name] == "dense" else name: batch for name, batch in self._batches.items()}
-        self._words.append(f"batch per rank: {', '.join(f'{name} {batch:,}' for name, batch in shown.items())}")
 
-    def run(self, ranges: Sequence[NetworkRange]) -> Scaling:
-        """Every strategy at every size on every network."""
-        points: list[ScalePoint] = []
-        words: list[str] = []
-        for known in ranges:
-            sparse = sparse_rows(self._ways, self._trace, known.middle)
-            words += sparse.assumptions
-            points += self._points(known, sparse)
-        used = [NetworkUsed(known.name, known.source, known.spread, known.extrapolation) for known in ranges]
-        strategies = [Strategy(name, kind, self._batches.get(name)) for name, kind in self._kinds.items()]
-        return Scaling(
-            str(self._trace.meta.get("model", f"{len(self._trace)} gradients"))[:60], self._basis, tuple(used),
-            tuple(strategies), tuple(points), **asdict(self._compute),
-            assumptions=tuple(dict.fromkeys([*self._assumptions(ranges), *words])),
-        )  # fmt: skip
+def strategy_kinds(planners: Sequence[str], compress: Sequence[str]) -> dict[str, Kind]:
+    """Every strategy by name, with its kind: the planners, then those with sparse buckets."""
+    kinds: dict[str, Kind] = dict.fromkeys(planners, "dense")
+    return kinds | {name: compression_kind(name) for name in compress}
 
-    def _points(self, known: NetworkRange, sparse: SparseRows) -> Sequence[ScalePoint]:
-        planners = {**self._dense, **sparse.planners}
-        times = {name: batch / self._recorded for name, batch in self._batches.items() if self._recorded}
+
+@dataclass(frozen=True, slots=True)
+class _Study:
+    """What all networks of a study have in common."""
+
+    trace: Trace
+    world_sizes: Sequence[int]
+    kinds: Mapping[str, Kind]
+    batches: Mapping[str, int]
+    scaling: Basis
+    compute: Compute
+
+    def points(self, network: NetworkRange, on_point: OnPoint | None) -> tuple[list[ScalePoint], Sequence[str]]:
+        """The points of one network, and what its sparse strategies assume."""
+        compressed = [name for name, kind in self.kinds.items() if kind != "dense"]
+        sparse = sparse_strategies(compressed, self.trace, network.middle)
+        planners = {
+            name: configured_planner(name) if kind == "dense" else sparse.planners[name]
+            for name, kind in self.kinds.items()
+        }
+        recorded = recorded_batch(self.trace)
         steps = sweep(
-            self._trace, known.middle, self._sizes, {name: planners[name] for name in self._kinds},
-            network_name=known.name, scaling=self._basis, compute=self._compute, around=(known.low, known.high),
-            batches=times, recorded_batch=self._recorded, pricing=sparse.pricing,
-        )  # fmt: skip
-        return list(progress(steps, len(self._sizes) * len(self._kinds), f"sweeping {known.name}"))
+            self.trace,
+            network.middle,
+            self.world_sizes,
+            planners,
+            network_name=network.name,
+            scaling=self.scaling,
+            compute=self.compute,
+            around=(network.low, network.high),
+            batches={name: batch / recorded for name, batch in self.batches.items() if recorded},
+            recorded_batch=recorded,
+            pricing=sparse.priced,
+        )
+        found = []
+        for point in steps:
+            found.append(point)
+            if on_point is not None:
+                on_point(network.name, len(found), len(self.world_sizes) * len(planners))
+        return found, sparse.assumptions
 
-    def _assumptions(self, ranges: Sequence[NetworkRange]) -> list[str]:
-        """What the numbers rest on besides the trace and the networks."""
-        compute = self._compute
-        weak = "batch per rank kept (weak scaling)"
-        said = [weak if self._basis == "weak" else "global batch kept (strong scaling)"]
-        if self._basis == "strong" or any(batch != self._recorded for batch in self._batches.values()):
-            fixed = (
-                f", but for {compute.fixed_share:.0%} of the recorded time, which is fixed"
-                if compute.fixed_share
-                else ""
-            )
-            said.append(f"computing takes time in proportion to the batch{fixed}")
-        said += self._less_than_a_sample()
+    def assumptions(self, ranges: Sequence[NetworkRange]) -> list[str]:
+        """What the numbers assume besides the trace and the costs of the networks."""
+        compute = self.compute
+        said = [
+            "batch per rank kept (weak scaling)" if self.scaling == "weak" else "global batch kept (strong scaling)"
+        ]
+        recorded = recorded_batch(self.trace)
+        if self.scaling == "strong" or any(batch != recorded for batch in self.batches.values()):
+            fixed = f", but for {compute.fixed_share:.0%} of the recorded time, which is fixed"
+            said.append(f"computing takes time in proportion to the batch{fixed if compute.fixed_share else ''}")
+        said += self._less_than_a_sample_per_rank()
         if compute.jitter:
             said.append(f"jitter of {compute.jitter:g}: a gradient is ready when the last rank is expected to have it")
         if compute.stragglers:
@@ -115,32 +142,65 @@ class Sweep:
             said.append(
                 "plans are made from the trace as recorded, with neither jitter nor stragglers, and may lose to DDP"
             )
-        said += ["bands are of the network alone, each plan as made for its middle", *_of_networks(ranges, self._sizes)]
+        said.append("bands are of the network alone, each plan as made for its middle")
+        said += _network_assumptions(ranges, self.world_sizes)
         said.append("the optimizer's step and the loading of data are not counted")
-        if "lean" in self._kinds.values():
+        if "lean" in self.kinds.values():
             said.append(
                 "lean sends what oktopk does, so its step at the same batch is the same; its optimizer runs in backward"
             )
-        return [*said, *self._words]
+        return said
 
-    def _less_than_a_sample(self) -> list[str]:
-        """From where on a batch that all ranks share cannot be shared any more."""
-        least = min(self._batches.values(), default=0)
-        beyond = [size for size in self._sizes if size > least]
-        if self._basis == "weak" or not least or not beyond:
+    def _less_than_a_sample_per_rank(self) -> list[str]:
+        """The world sizes at which a global batch has fewer samples than ranks."""
+        least = min(self.batches.values(), default=0)
+        beyond = [size for size in self.world_sizes if size > least]
+        if self.scaling == "weak" or not least or not beyond:
             return []
         return [f"a batch of {least:,} has no sample for every rank from {beyond[0]:,} ranks on: only on paper"]
 
 
-def _of_networks(ranges: Sequence[NetworkRange], sizes: Sequence[int]) -> list[str]:
+def _batches(trace: Trace, kinds: Mapping[str, Kind], batch: int | Mapping[str, int] | None) -> Mapping[str, int]:
+    """The batch of each strategy; empty where neither the caller nor the trace says one."""
+    recorded = recorded_batch(trace)
+    if batch is None:
+        return dict.fromkeys(kinds, recorded) if recorded else {}
+    if recorded is None:
+        raise ValueError(
+            f"the trace's meta has batch {trace.meta.get('batch')!r}: expected for how many samples it was recorded; "
+            "without that, leave out --batch and --within (batch=)"
+        )
+    if isinstance(batch, int):
+        return dict.fromkeys(kinds, batch)
+    if missing := [name for name in kinds if name not in batch]:
+        raise ValueError(f"batch has no entry for the strategy {missing[0]!r}: expected one for each of them")
+    return {name: batch[name] for name in kinds}
+
+
+def _ranges(networks: Sequence[AnyNetwork]) -> list[NetworkRange]:
+    """Every network with a name and a band; a Network without a name is called by its place."""
+    if not networks:
+        raise ValueError("networks is empty: expected at least one, such as '10gbe'")
+    ranges = []
+    for place, network in enumerate(networks, 1):
+        if isinstance(network, str):
+            ranges.append(NetworkRange.preset(network, PRESET_RANKS))
+        elif isinstance(network, Network):
+            ranges.append(NetworkRange.given(f"network {place}", network, "as given"))
+        else:
+            ranges.append(network)
+    return ranges
+
+
+def _network_assumptions(ranges: Sequence[NetworkRange], sizes: Sequence[int]) -> list[str]:
     said = []
-    if any(known.middle.contention.slowdown(2) >= 2 for known in ranges):
+    if any(network.middle.contention.slowdown(2) >= 2 for network in ranges):
         said.append("one message fills a link, so that lanes gain their start-ups only")
-    fitted = [known for known in ranges if known.middle.model is None]
-    for known in fitted:
-        if elsewhere := [size for size in sizes if size != known.middle.world_size]:
-            said.append(f"{known.name} extrapolated by {known.middle.at(elsewhere[-1]).meta['assumption']}")
-    if sizes[-1] >= MANY_RANKS and (fitted or any(_is_ring(known.middle.model) for known in ranges)):
+    fitted = [network for network in ranges if network.middle.model is None]
+    for network in fitted:
+        if elsewhere := [size for size in sizes if size != network.middle.world_size]:
+            said.append(f"{network.name} extrapolated by {network.middle.at(elsewhere[-1]).meta['assumption']}")
+    if sizes[-1] >= MANY_RANKS and (fitted or any(_is_ring(network.middle.model) for network in ranges)):
         said.append(
             f"all-reduces are rings at any size; from about {MANY_RANKS} ranks on NCCL may choose trees, whose latency "
             "grows with log P instead of P (describe them as halving_doubling:...)"

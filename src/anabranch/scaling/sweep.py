@@ -1,4 +1,4 @@
-"""A whole cluster: the same step at many world sizes, on networks that may be dearer or cheaper."""
+"""The same training step at many world sizes, on a network and at the lower and upper end of its costs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,13 @@ Pricing = Callable[[Network], Network]
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What computing does as the batch and the ranks change.
+    """How compute time depends on the batch and on the ranks.
 
-    fixed_share     of the recorded time, what does not depend on the batch: computing b times the recorded batch takes
-                    fixed_share + (1 − fixed_share)·b times as long
-    jitter, stragglers, straggler_factor, seed      as in ``sim.ranks``
+    fixed_share         share of the recorded time that does not depend on the batch: b times the recorded batch takes
+                        fixed_share + (1 − fixed_share)·b times as long
+    jitter              each piece of work takes exp(jitter·z) times as long, z standard normal
+    stragglers          so many ranks compute ``straggler_factor`` times as long
+    seed                of the jitter
     """
 
     fixed_share: float = 0.0
@@ -35,7 +37,7 @@ class Compute:
             raise ValueError(f"fixed_share is {self.fixed_share}: expected 0 to 1, a share of the recorded time")
 
     def factor(self, batch: float) -> float:
-        """How many times as long ``batch`` times the recorded batch computes."""
+        """Compute time of ``batch`` times the recorded batch, as a multiple of the recorded compute time."""
         if not (isfinite(batch) and batch > 0):
             raise ValueError(f"batch is {batch} times the recorded one: expected a finite number above zero")
         return self.fixed_share + (1 - self.fixed_share) * batch
@@ -58,13 +60,14 @@ def sweep(
     recorded_batch: int | None = None,
     pricing: Pricing | None = None,
 ) -> Iterator[ScalePoint]:
-    """Every planner at every world size, on ``network`` carried to that size.
+    """Every planner at every world size, on ``network`` carried to that size; a point as soon as it is known.
 
-    Weak scaling keeps the batch per rank; strong scaling keeps the global batch, of which each of N ranks computes 1/N.
-    ``batches`` says, by planner, how many times the recorded batch that is; once, unless told. Plans are made from the
-    quiet trace and for ``network``, as a planner would see them, and run with jitter and stragglers, and on the
-    networks ``around`` it, whose least and greatest step are the band. ``pricing`` adds what a carried network cannot
-    know: the costs of further collectives at its size.
+    Weak scaling keeps the batch per rank. Strong scaling keeps the global batch, of which each of N ranks computes 1/N.
+    ``batches`` is that batch by planner, as a multiple of the recorded batch; 1 for planners it does not name.
+
+    Plans are made for ``network`` from the trace without jitter and stragglers, as a planner would see it. The same
+    plan then runs with jitter and stragglers, on ``network`` and on each of ``around``: the shortest and the longest of
+    these steps are the band. ``pricing`` adds the costs of further collectives to a network of any world size.
     """
     if scaling not in ("weak", "strong"):
         raise ValueError(f"scaling is {scaling!r}: expected 'weak' or 'strong'")
@@ -96,3 +99,9 @@ def sweep(
 
 def _priced(network: Network, pricing: Pricing | None) -> Network:
     return network if pricing is None else pricing(network)
+
+
+def recorded_batch(trace: Trace) -> int | None:
+    """The samples per rank for which the trace was recorded, from its meta; None if the meta does not say."""
+    batch = trace.meta.get("batch")
+    return batch if isinstance(batch, int) and batch > 0 else None

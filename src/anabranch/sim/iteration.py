@@ -61,26 +61,26 @@ def messages(trace: Trace, plan: Plan, network: Network) -> list[Message]:
 
 
 def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]:
-    """When each message starts and ends. The next event is always the least one: no tolerance decides an order.
+    """When each message starts and ends. The next event is always the earliest one: no tolerance decides an order.
 
     All transfers of an instant advance at one speed, so a clock of work done at that speed (``work_s``) says when
-    each is over: a transfer that begins at work w is done at work w + transfer_s, whoever comes and goes in between.
+    each is over: a transfer that begins at work w is done at work w + transfer_s, whatever starts or ends in between.
     """
     lanes = 1 + max(message.lane for message in queue)
     if lanes == 1:
         return _one_by_one(queue)
     slowdown = [contention.slowdown(k) for k in range(lanes + 1)]
-    waiting: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]  # per lane: (launch time, index)
+    queued: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]  # per lane: (launch time, index)
     launch_s = 0.0
     for index, message in enumerate(queue):
         launch_s = max(launch_s, message.ready_s)
-        waiting[message.lane].append((launch_s, index))
-    for line in waiting:
-        line.reverse()  # so that pop() takes the next one
+        queued[message.lane].append((launch_s, index))
+    for line in queued:
+        line.reverse()  # pop() then takes the next one
 
     begun, ended = [0.0] * len(queue), [0.0] * len(queue)
     current = [-1] * lanes  # the message on each lane
-    known_s = [line[-1][0] if line else inf for line in waiting]  # when it arrives, or has started up
+    known_s = [line[-1][0] if line else inf for line in queued]  # when it arrives, or has started up
     done_work_s = [inf] * lanes  # the work at which its transfer is over
     now, work_s, transferring, unfinished = 0.0, 0.0, 0, len(queue)
     while unfinished:
@@ -94,14 +94,14 @@ def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]
             unfinished -= 1
             ended[current[lane]] = now
             current[lane] = -1
-            if waiting[lane]:
-                known_s[lane] = max(now, waiting[lane][-1][0])
+            if queued[lane]:
+                known_s[lane] = max(now, queued[lane][-1][0])
             continue
         work_s += (soonest_s - now) / slowdown[transferring] if transferring else 0.0
         now = soonest_s
         lane = known_s.index(soonest_s)
         if current[lane] < 0:  # the lane is free and its next bucket has been launched
-            current[lane] = waiting[lane].pop()[1]
+            current[lane] = queued[lane].pop()[1]
             begun[current[lane]] = now
             known_s[lane] = now + queue[current[lane]].start_s
         else:  # start-up is over, the transfer begins

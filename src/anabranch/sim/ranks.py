@@ -1,4 +1,4 @@
-"""Ranks that are not all equally fast: what a collective sees is the last of them.
+"""Ranks that are not all equally fast: a collective has to wait for the last of them.
 
 The last rank is expected as a mean over worlds. One pool of ranks is drawn, and a world of P ranks is any P of them in
 a row, so a pool for the largest world holds many small ones, and no size needs draws of its own.
@@ -15,7 +15,7 @@ from anabranch.trace import Trace
 
 MAX_JITTER = 3.0  # one piece of work in six then takes twenty times as long or more: beyond, nothing is modelled
 WORLDS = 64  # of one size, over which the last rank is averaged, where the pool has so many
-LEAST_RANKS = 512  # in the pool, so that small worlds are not one roll of the dice
+LEAST_RANKS = 512  # in the pool, so that the mean of small worlds is over many of them
 CHUNK_NUMBERS = 1 << 20  # drawn at once: 65,536 ranks of 10,000 tensors must not need gigabytes
 
 Times = npt.NDArray[np.float64]
@@ -55,7 +55,7 @@ def slowest_ranks(
 
 
 class _Worlds:
-    """Worlds of one size out of ranks that come in any portions: when the last rank of each had what, added up."""
+    """Worlds of one size, filled with ranks in chunks; adds up, over the worlds, when the last rank was ready."""
 
     def __init__(self, size: int, stragglers: int, factor: float) -> None:
         if not 0 <= stragglers <= size:

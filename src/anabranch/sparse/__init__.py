@@ -1,1 +1,1 @@
-"""Sparse all-reduce with error feedback: as a collective for a bucket, its twins, and many ranks in one process."""
+"""Ok-Topk, a sparse all-reduce with error feedback, as a collective that a bucket can name."""

@@ -1,9 +1,9 @@
-"""The published exchange: counts first, then messages of exactly their size. The reference, and the way on Gloo.
+"""The published exchange: counts first, then messages of exactly their size. It runs on CPUs, and on GPUs if asked for.
 
 Thresholds are exact every ``threshold_period`` steps (exactly k values are then applied, ties aside) and sampled from
 the step itself in between. At most 2k values are offered, and applied, the largest first. Where one owner has more
-than four times the mean to gather, owners first hand each other slots until all have the same number: with lengths
-6, 0, 0 the global slots 0 … 5 are parted into 0-1, 2-3, 4-5, so owner 0 sends slots 2-3 to owner 1 and 4-5 to owner 2.
+than four times the mean to gather, owners first hand each other rows until all have the same number: with lengths
+6, 0, 0 the rows 0 … 5 are divided into 0-1, 2-3, 4-5, so owner 0 sends rows 2-3 to owner 1 and 4-5 to owner 2.
 """
 
 from collections.abc import Generator, Sequence
@@ -12,33 +12,41 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.communicator import Comm
-from anabranch.comm.dense import Steps, hold
+from anabranch.comm.communicator import Communicator
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import regions, select
-from anabranch.sparse.encoding import decode, encode, head, rounded
-from anabranch.sparse.fixed import note, owner_threshold
+from anabranch.sparse.encoding import decode, encode, message_head, round_values
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import Sizes, Wire, widest_numel
+from anabranch.sparse.phases import owner_threshold, record_step, region_buffer, regions_due
+from anabranch.sparse.sizes import Encoding, Sizes
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import kth_magnitude, sampled_magnitude
 
-MOST = 2  # times k: what may be offered, and applied, when a threshold has failed
-CHUNK = 1 << 17  # elements: what fits a core's cache several times
-IMBALANCE = 4  # times the mean: from here on, moving pairs to other owners costs less than waiting for one of them
+CHUNK_NUMEL = 1 << 17  # elements: several such chunks fit into a core's cache
+IMBALANCE = 4  # times the mean: from here on, moving pairs to other owners takes less time than waiting for one owner
 
 
 class Pairs(NamedTuple):
-    """Values and where they belong, in order of place."""
+    """Values and their positions, in order of position."""
 
-    places: torch.Tensor
+    positions: torch.Tensor
     values: torch.Tensor
 
-    def largest(self, most: int) -> "Pairs":
-        """The ones of largest magnitude, still in order of place."""
-        if len(self.values) <= most:
+    def largest(self, count: int) -> "Pairs":
+        """The ``count`` pairs of largest magnitude, still in order of position."""
+        if len(self.values) <= count:
             return self
-        kept = torch.topk(self.values.abs(), most, sorted=False).indices.sort().values
-        return Pairs(self.places[kept], self.values[kept])
+        kept = torch.topk(self.values.abs(), count, sorted=False).indices.sort().values
+        return Pairs(self.positions[kept], self.values[kept])
+
+    def packed(self) -> torch.Tensor:
+        """The same as int32 [m, 2]: bits of the values, and positions."""
+        return torch.stack([self.values.contiguous().view(torch.int32), self.positions.to(torch.int32)], dim=-1)
+
+    def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each position, where it is in here (0 if nowhere), and whether it is. Needs at least one pair."""
+        at = torch.searchsorted(self.positions, positions).clamp(max=len(self.positions) - 1)
+        return at, self.positions[at] == positions
 
 
 Rows = Generator[dist.Work, None, torch.Tensor]
@@ -47,113 +55,118 @@ Rows = Generator[dist.Work, None, torch.Tensor]
 def exact_exchange(
     gradient: torch.Tensor,
     state: BucketState,
-    comm: Comm,
+    comm: Communicator,
     divisor: float,
     density: float,
     options: OkTopk | None = None,
 ) -> Steps:
-    """See ``oktopk.exchange``; float32 only. The host learns the counts in every step."""
+    """``oktopk.exchange`` at this density. The host learns the counts in every step."""
     options = options or OkTopk()
-    if len(gradient) == 0:
-        return
     sizes = Sizes.of(len(gradient), comm.size, density, options)
     residual = state.residual
-    again = (state.fresh or state.step % options.threshold_period == 0) and not sizes.everything
-    local = (kth_magnitude(gradient + residual, sizes.k) if again
+    exact = (state.fresh or state.step % options.threshold_period == 0) and not sizes.selects_all
+    local = (kth_magnitude(gradient + residual, sizes.k) if exact
              else sampled_magnitude((gradient, residual), sizes.k, state.step))  # fmt: skip
     state.local_threshold.copy_(local)
-    passed, poison = accumulated(gradient, residual, local)
-    if state.fresh or state.step % options.region_period == 0:
-        proposed = regions.proposal_of(passed, len(residual), comm.size)
+    passed, poison = accumulate(gradient, residual, local)
+    if regions_due(state, options):
+        proposed = regions.proposal_from_positions(passed, len(residual), comm.size)
         yield comm.all_reduce(proposed, "regions")
-        state.boundaries.copy_(regions.agreed(proposed, len(residual), comm.size))
+        state.boundaries.copy_(regions.mean_boundaries(proposed, len(residual), comm.size))
 
-    offered = Pairs(passed, residual[passed]).largest(MOST * sizes.k)
-    offered = offered._replace(values=rounded(offered.values, sizes.wire))
-    received = yield from _split(offered, state.boundaries, comm, sizes.wire, poison)
-    hold(*offered, passed, poison, local)
-    sums, threshold, found = yield from _sums(received, state, comm, sizes, again, options.deterministic)
+    offered = Pairs(passed, residual[passed]).largest(sizes.max_selected)
+    offered = offered._replace(values=round_values(offered.values, sizes.encoding))
+    received = yield from _split(offered, state.boundaries, comm, sizes.encoding, poison)
+    record_stream(*offered, passed, poison, local)
+    sums, threshold, found = yield from _sums(received, state, comm, sizes, exact, options.deterministic)
     applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes)
 
     poisoned = heads[:, 0].amin() < 0
     if bool(poisoned):
         select.undo(gradient, residual)
     else:
-        gradient.zero_()
-        gradient[applied.places] = applied.values / divisor
-        went = torch.searchsorted(applied.places, offered.places).clamp(max=max(0, len(applied.places) - 1))
-        cleared = (applied.places[went] == offered.places) if len(applied.places) else torch.zeros_like(went).bool()
-        residual[offered.places] -= torch.where(cleared, offered.values, 0.0)
-        if sizes.wire.rounds:
-            _keep_rounding(sums, applied, residual, state.boundaries[comm.rank])
-    note(state, torch.tensor(len(passed)), heads, comm.rank, poisoned)
+        _apply(applied, offered, gradient, residual, divisor)
+        if sizes.encoding.rounds:
+            _keep_rounding_error(sums, applied, residual, state.boundaries[comm.rank])
+    record_step(state, torch.tensor(len(passed)), heads, comm.rank, poisoned)
 
 
-def accumulated(
+def accumulate(
     gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``select.accumulate``, and the places of what passes; True if not all is finite.
+    """As ``select.accumulate``; returns the positions of what passes the threshold, and True if not all is finite.
 
-    A chunk at a time, so that a CPU reads and writes each element once, in its cache, and makes no large temporaries.
+    Works a chunk at a time, so that a CPU reads and writes each element once, in its cache, without large temporaries.
     """
     least = threshold.clamp(min=torch.finfo(threshold.dtype).smallest_normal * 2**-23)  # so that zeros never pass
     found, poison = [], torch.zeros((), dtype=torch.bool, device=gradient.device)
-    for start in range(0, len(gradient), CHUNK):
-        new, old = gradient[start : start + CHUNK], residual[start : start + CHUNK]
+    for start in range(0, len(gradient), CHUNK_NUMEL):
+        new, old = gradient[start : start + CHUNK_NUMEL], residual[start : start + CHUNK_NUMEL]
         total = old + new
         new.copy_(old)
         old.copy_(total)
-        poison |= ~torch.isfinite(total.sum())  # one inf or NaN makes a sum that is neither; large values are looked at
+        # An inf or NaN makes the sum inf or NaN. So does an overflow of finite values: hence the second look below.
+        poison |= ~torch.isfinite(total.sum())
         found.append((total.abs_() >= least).nonzero().flatten().add_(start))
     if bool(poison):
         poison = ~torch.isfinite(residual).all()
     return torch.cat(found), poison
 
 
+def _apply(applied: Pairs, offered: Pairs, gradient: torch.Tensor, residual: torch.Tensor, divisor: float) -> None:
+    """gradient ← what is applied / divisor; residual ← residual − what this rank offered and is applied."""
+    gradient.zero_()
+    if len(applied.positions) == 0:
+        return
+    gradient[applied.positions] = applied.values / divisor
+    _, cleared = applied.find(offered.positions)
+    residual[offered.positions] -= torch.where(cleared, offered.values, 0.0)
+
+
 def _split(
-    offered: Pairs, boundaries: torch.Tensor, comm: Comm, wire: Wire, poison: torch.Tensor
+    offered: Pairs, boundaries: torch.Tensor, comm: Communicator, encoding: Encoding, poison: torch.Tensor
 ) -> Generator[dist.Work, None, list[torch.Tensor] | None]:
-    """Send each region's values to its owner: what every rank sent of mine, or None if any rank is poisoned."""
-    edges = torch.searchsorted(offered.places, boundaries)
+    """Send each region's values to its owner. Returns what every rank sent of mine; None if any rank is poisoned."""
+    edges = torch.searchsorted(offered.positions, boundaries)
     counts = (edges[1:] - edges[:-1]).to(torch.int32)
     expected = torch.empty_like(counts)
     yield comm.all_to_all(expected, torch.where(poison, -1, counts), "counts")
-    hold(counts, expected)
+    record_stream(counts, expected)
     coming = expected.tolist()
-    # A poisoned rank says so to all, so all of them leave here together.
+    # A poisoned rank tells all others, so all ranks return here in the same step.
     if min(coming) < 0 or bool(poison):
         return None
     owners = torch.repeat_interleave(torch.arange(comm.size, device=counts.device), counts)
-    given = encode(_pairs(offered.places - boundaries[owners], offered.values), wire)
-    output = torch.empty(sum(coming), wire.pair_nbytes, dtype=torch.uint8, device=given.device)
+    given = encode(Pairs(offered.positions - boundaries[owners], offered.values).packed(), encoding)
+    output = torch.empty(sum(coming), encoding.pair_nbytes, dtype=torch.uint8, device=given.device)
     yield comm.all_to_all(output, given, "split", coming, counts.tolist())
-    return list(decode(output, wire).split(coming))
+    return list(decode(output, encoding).split(coming))
 
 
 def _sums(
     received: list[torch.Tensor] | None,
     state: BucketState,
-    comm: Comm,
+    comm: Communicator,
     sizes: Sizes,
-    again: bool,
+    exact: bool,
     in_order: bool,
 ) -> Generator[dist.Work, None, tuple[Pairs | None, torch.Tensor, torch.Tensor]]:
-    """My region's sums (places in the region), the threshold to apply to them, and the one of my own share."""
+    """My region's sums (positions in the region), the threshold to apply to them, and that of my own share."""
     if received is None:
-        return None, state.tilt, torch.zeros_like(state.tilt)
-    buffer = comm.zeros(widest_numel(len(state.residual), comm.size), state.residual.device)
+        return None, state.threshold_bias, torch.zeros_like(state.threshold_bias)
+    buffer = region_buffer(len(state.residual), comm, state.residual.device)
     for part in received if in_order and buffer.is_cuda else [torch.cat(received)]:
-        select.add(buffer, part[None])
+        select.add_pairs(buffer, part[None])
     width = int(state.boundaries[comm.rank + 1] - state.boundaries[comm.rank])
-    places = buffer[:width].nonzero().flatten()
-    sums = Pairs(places, buffer[places])
-    buffer[places] = 0
-    found, threshold = owner_threshold(_pairs(*sums), sizes, state, comm.size)
-    if again:
-        magnitudes = yield from _everyone(sums.values.abs(), comm, "threshold")
+    positions = buffer[:width].nonzero().flatten()
+    sums = Pairs(positions, buffer[positions])
+    buffer[positions] = 0
+    found, threshold = owner_threshold(sums.packed(), sizes, state, comm.size)
+    if exact:
+        magnitudes = yield from _gather_all(sums.values.abs(), comm, "threshold")
         threshold = kth_magnitude(magnitudes, sizes.k)
-        exact = (threshold > 0) & (found > 0)
-        state.tilt.copy_(torch.where(exact, (threshold / found).log(), state.tilt))
+        known = (threshold > 0) & (found > 0)
+        state.threshold_bias.copy_(torch.where(known, (threshold / found).log(), state.threshold_bias))
     return sums, threshold, found
 
 
@@ -162,48 +175,47 @@ def _gather(
     threshold: torch.Tensor,
     found: torch.Tensor,
     state: BucketState,
-    comm: Comm,
+    comm: Communicator,
     sizes: Sizes,
 ) -> Generator[dist.Work, None, tuple[Pairs, torch.Tensor]]:
-    """Everyone's sums that pass, with their places in the bucket, and the heads of all owners."""
+    """The sums of all owners that pass, with their positions in the bucket, and the heads of all owners."""
     nothing = Pairs(state.boundaries[:0], state.residual[:0])
-    taken, poison = nothing, torch.tensor(sums is None, device=found.device)
+    selected, poison = nothing, torch.tensor(sums is None, device=found.device)
     if sums is not None:
-        travelling = rounded(sums.values, sizes.wire)
-        kept = select.passing(sums.values, threshold) & (travelling != 0)
-        taken, poison = Pairs(sums.places[kept], travelling[kept]), ~torch.isfinite(travelling).all()
-    mine = head(torch.tensor(len(taken.values), device=found.device), poison, found)
+        sent = round_values(sums.values, sizes.encoding)
+        kept = select.passing(sums.values, threshold) & (sent != 0)
+        selected, poison = Pairs(sums.positions[kept], sent[kept]), ~torch.isfinite(sent).all()
+    mine = message_head(torch.tensor(len(selected.values), device=found.device), poison, found)
     heads = torch.empty(comm.size, 2, dtype=torch.int32, device=mine.device)
     yield comm.all_gather(heads, mine[None], "counts")
     lengths = heads[:, 0].tolist()
     if min(lengths) < 0 or sum(lengths) == 0:
         return nothing, heads
-    most = MOST * sizes.k
-    if (total := sum(lengths)) > most:
-        lengths = [most * length // total for length in lengths]
-        taken = taken.largest(lengths[comm.rank])
-    rows = encode(_pairs(*taken), sizes.wire)
+    if (total := sum(lengths)) > sizes.max_selected:
+        lengths = [sizes.max_selected * length // total for length in lengths]
+        selected = selected.largest(lengths[comm.rank])
+    rows = encode(selected.packed(), sizes.encoding)
     held = lengths
     if max(lengths) * comm.size > IMBALANCE * sum(lengths):
-        held = balanced(sum(lengths), comm.size)
+        held = equal_lengths(sum(lengths), comm.size)
         rows = yield from _rebalance(rows, lengths, held, comm)
-    everything = torch.empty(sum(lengths), sizes.wire.pair_nbytes, dtype=torch.uint8, device=rows.device)
+    everything = torch.empty(sum(lengths), sizes.encoding.pair_nbytes, dtype=torch.uint8, device=rows.device)
     yield comm.all_gather_uneven(everything, rows, held, "gather")
-    pairs = decode(everything, sizes.wire)
+    pairs = decode(everything, sizes.encoding)
     owners = torch.repeat_interleave(torch.tensor(lengths, device=rows.device))
     return Pairs(pairs[:, 1] + state.boundaries[owners], pairs[:, 0].contiguous().view(torch.float32)), heads
 
 
-def _rebalance(rows: torch.Tensor, lengths: Sequence[int], held: Sequence[int], comm: Comm) -> Rows:
-    """The rows that are mine if all rows, in order, are handed out anew, ``held[j]`` to owner j."""
+def _rebalance(rows: torch.Tensor, lengths: Sequence[int], held: Sequence[int], comm: Communicator) -> Rows:
+    """My rows after all rows, in order, are handed out again, ``held[j]`` of them to owner j."""
     coming = overlaps(held, lengths, comm.rank)
     output = torch.empty(sum(coming), rows.shape[1], dtype=rows.dtype, device=rows.device)
     yield comm.all_to_all(output, rows, "balance", coming, overlaps(lengths, held, comm.rank))
     return output
 
 
-def _everyone(part: torch.Tensor, comm: Comm, phase: str) -> Rows:
-    """Everyone's values, however many each has."""
+def _gather_all(part: torch.Tensor, comm: Communicator, phase: str) -> Rows:
+    """The values of all ranks, however many each has."""
     counts = torch.empty(comm.size, dtype=torch.int32, device=part.device)
     yield comm.all_gather(counts, torch.tensor([len(part)], dtype=torch.int32, device=part.device), phase)
     lengths = counts.tolist()
@@ -212,27 +224,25 @@ def _everyone(part: torch.Tensor, comm: Comm, phase: str) -> Rows:
     return output
 
 
-def _keep_rounding(sums: Pairs | None, applied: Pairs, residual: torch.Tensor, start: torch.Tensor) -> None:
-    """Into the owner's residual: what rounding took off the sums that were applied."""
-    if sums is None or len(sums.places) == 0 or len(applied.places) == 0:
+def _keep_rounding_error(sums: Pairs | None, applied: Pairs, residual: torch.Tensor, start: torch.Tensor) -> None:
+    """Add the rounding error of the sums that were applied to the owner's residual; its region begins at ``start``."""
+    if sums is None or len(sums.positions) == 0 or len(applied.positions) == 0:
         return
-    mine = sums.places + start
-    slot = torch.searchsorted(applied.places, mine).clamp(max=len(applied.places) - 1)
-    went = applied.places[slot] == mine
-    residual[mine] += torch.where(went, sums.values - applied.values[slot], 0.0)
+    mine = sums.positions + start
+    at, found = applied.find(mine)
+    residual[mine] += torch.where(found, sums.values - applied.values[at], 0.0)
 
 
-def _pairs(places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return torch.stack([values.contiguous().view(torch.int32), places.to(torch.int32)], dim=-1)
-
-
-def balanced(total: int, ranks: int) -> list[int]:
-    """``total`` slots in ``ranks`` parts of equal size, ±1."""
+def equal_lengths(total: int, ranks: int) -> list[int]:
+    """``total`` rows in ``ranks`` parts of equal size, ±1."""
     return [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
 
 
 def overlaps(lengths: Sequence[int], others: Sequence[int], rank: int) -> list[int]:
-    """How many of ``rank``'s slots each of the others has, if both hand out the same slots in order."""
+    """How many of ``rank``'s rows belong to each rank after they are handed out again.
+
+    Both ``lengths`` and ``others`` divide the same rows, in order, among the ranks.
+    """
     begin = sum(lengths[:rank])
     ends = torch.tensor(others).cumsum(0)
     shared = ends.clamp(max=begin + lengths[rank]) - (ends - torch.tensor(others)).clamp(min=begin)

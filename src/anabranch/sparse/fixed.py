@@ -1,114 +1,59 @@
-"""The exchange of fixed-size messages: nothing waits for the host, and no size is ever asked for.
+"""The exchange of fixed-size messages, in torch operations: the host never waits for the device, nor asks for a size.
 
-A message has slots for ``capacity_factor``·k/P pairs; what finds none stays in the residual. Before its pairs it has
-two words: a count, −1 if the sender's gradient was not finite, so that every rank learns of it with no further
-message; and, from owners, the threshold that they found. On GPUs ``fused.py`` does the same with kernels.
+A message has slots for ``capacity_factor``·k/P pairs; values that find no slot stay in the residual. Before its pairs
+it has a head of two words: a count, −1 if the sender's gradient was not finite, so that every rank learns of it without
+another message; and, from owners, the threshold that they found. ``triton_exchange.py`` does the same with kernels.
 """
-
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 
-from anabranch.comm.communicator import Comm
-from anabranch.comm.dense import Steps, hold
-from anabranch.sparse import regions, select
-from anabranch.sparse.encoding import framed, head, unframed
+from anabranch.comm.communicator import Communicator
+from anabranch.comm.exchange import Steps, record_stream
+from anabranch.sparse import select
+from anabranch.sparse.encoding import frame_messages, message_head, unframe_messages
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import Sizes, widest_numel
+from anabranch.sparse.phases import owner_threshold, rebalance_regions, record_step, region_buffer
+from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
-from anabranch.sparse.thresholds import sampled_magnitude, tilted
+from anabranch.sparse.thresholds import sampled_magnitude
 
 
 def fixed_exchange(
     gradient: torch.Tensor,
     state: BucketState,
-    comm: Comm,
+    comm: Communicator,
     divisor: float,
     density: float,
     options: OkTopk | None = None,
 ) -> Steps:
-    """See ``oktopk.exchange``; float32 only. Two messages each way, whose sizes depend on nothing but the density."""
+    """``oktopk.exchange`` at this density, in one all-to-all and one all-gather of sizes known beforehand."""
     options = options or OkTopk()
-    if len(gradient) == 0:
-        return
     sizes = Sizes.of(len(gradient), comm.size, density, options)
-    if fusible(gradient, options):
-        from anabranch.sparse.triton_exchange import fused_exchange
-
-        yield from fused_exchange(gradient, state, comm, divisor, sizes, options)
-        return
+    encoding = sizes.encoding
     residual, boundaries, local = state.residual, state.boundaries, state.local_threshold
     local.copy_(sampled_magnitude((gradient, residual), sizes.k, state.step))
-    yield from balance(gradient, state, comm, sizes, options)
-    offered = select.offer(gradient, residual, local, boundaries, sizes.capacity, sizes.wire)
-    sent = framed(head(offered.counts, offered.poison, torch.zeros_like(local)), offered.packed, sizes.wire)
+    yield from rebalance_regions(gradient, state, comm, sizes, options)
+    offered = select.offer(gradient, residual, local, boundaries, sizes.capacity, encoding)
+    heads = message_head(offered.counts, offered.poison, torch.zeros_like(local))
+    sent = frame_messages(heads, offered.packed, encoding)
     received = torch.empty_like(sent)
     yield comm.all_to_all(received, sent, "split")
-    hold(sent, received, *offered)
+    record_stream(sent, received, *offered)
 
-    heads, pairs = unframed(received, sizes.wire)
-    sums = select.sums_at_owner(pairs, owned_zeros(gradient, comm), options.deterministic)
+    heads, pairs = unframe_messages(received, encoding)
+    buffer = region_buffer(len(gradient), comm, gradient.device)
+    sums = select.sums_at_owner(pairs, buffer, options.deterministic)
     found, threshold = owner_threshold(sums, sizes, state, comm.size)
-    taken = select.take(sums, threshold, sizes.capacity, sizes.wire)
-    poison = taken.poison | (heads[:, 0] < 0).any()
-    part = framed(head(taken.passed, poison, found)[None], taken.packed[None], sizes.wire)
+    selected = select.select_sums(sums, threshold, sizes.capacity, encoding)
+    poison = selected.poison | (heads[:, 0] < 0).any()
+    part = frame_messages(message_head(selected.passed, poison, found)[None], selected.packed[None], encoding)
     everyone = torch.empty(comm.size, part.shape[1], dtype=torch.uint8, device=part.device)
     yield comm.all_gather(everyone, part, "gather")
-    hold(part, everyone)
+    record_stream(part, everyone)
 
-    heads, pairs = unframed(everyone, sizes.wire)
+    heads, pairs = unframe_messages(everyone, encoding)
     poisoned = (heads[:, 0] < 0).any()
     select.finish(pairs, offered.packed, gradient, residual, boundaries, divisor, poisoned)
-    if sizes.wire.rounds:
-        select.keep_leftover(taken.packed, taken.leftover, residual, boundaries[comm.rank], poisoned)
-    note(state, offered.counts.sum(), heads, comm.rank, poisoned)
-
-
-def owned_zeros(gradient: torch.Tensor, comm: Comm) -> torch.Tensor:
-    """Zeros for the sums of any region of this bucket."""
-    return comm.zeros(widest_numel(len(gradient), comm.size), gradient.device)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def fusible(gradient: torch.Tensor, options: OkTopk) -> bool:
-    """Whether the Triton kernels can do this bucket; their sums are in no fixed order."""
-    return gradient.is_cuda and not options.deterministic and _has_triton()
-
-
-def balance(gradient: torch.Tensor, state: BucketState, comm: Comm, sizes: Sizes, options: OkTopk) -> Steps:
-    """Where regions are due: new boundaries, by what passes ``state.local_threshold`` on all ranks."""
-    if sizes.everything:
-        state.boundaries.copy_(regions.uniform(len(gradient), comm.size, gradient.device))
-    elif state.fresh or state.step % options.region_period == 0:
-        proposed = select.proposal(gradient, state.residual, state.local_threshold, comm.size)
-        yield comm.all_reduce(proposed, "regions")
-        hold(proposed)
-        state.boundaries.copy_(regions.agreed(proposed, len(gradient), comm.size))
-
-
-def owner_threshold(
-    sums: torch.Tensor, sizes: Sizes, state: BucketState, ranks: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What parts an owner's own share of k from the rest of its sums, and the same tilted: the one to apply."""
-    if sizes.everything:
-        zero = torch.zeros_like(state.tilt)
-        return zero, zero
-    values = sums[:, 0].contiguous().view(torch.float32)
-    found = sampled_magnitude((values,), -(-sizes.k // ranks), state.step)
-    return found, found * state.tilt.exp()
-
-
-def note(state: BucketState, offered: torch.Tensor, heads: torch.Tensor, rank: int, poisoned: torch.Tensor) -> None:
-    """After a step: how many passed, the owners' thresholds, the next tilt."""
-    found = heads[:, 1].contiguous().view(torch.float32)
-    state.tilt.copy_(tilted(state.tilt, found, rank, poisoned))
-    state.global_threshold.copy_(torch.where(found > 0, found, 1.0).log().mean().exp())
-    state.offered.copy_(offered)
-    state.applied.copy_(heads[:, 0].clamp(min=0).sum())
-    state.step += 1
-    state.fresh = False
+    if encoding.rounds:
+        select.keep_rounding_error(selected.packed, selected.rounding_error, residual, boundaries[comm.rank], poisoned)
+    record_step(state, offered.counts.sum(), heads, comm.rank, poisoned)

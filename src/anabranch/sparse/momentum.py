@@ -1,67 +1,70 @@
-"""Momentum before sending: each rank averages its own gradients over time, and sends that.
+"""Momentum before sending: each rank averages its own gradients over time, and sends that average (its velocity).
 
-A value that waits a hundred steps and then arrives at once is new to the optimizer's momentum, which smears it over the
-steps after; meanwhile every other step brings zeros. Averaged before it is sent, it arrives as it is to be applied, and
-the optimizer needs no momentum of its own. Where a value was sent, its momentum begins anew, so that what is late does
-not push on. Y. Lin et al., *Deep gradient compression*, ICLR 2018, call this momentum correction and factor masking.
+Without it, a value that stays in the residual for a hundred steps and is then sent at once is new to the optimizer's
+momentum, which spreads it over the steps after; meanwhile every other step brings zeros. Averaged before it is sent, it
+arrives as it should be applied, and the optimizer needs no momentum of its own. Where a value was sent, its velocity
+is reset, so that late values do not keep pushing. Y. Lin et al., *Deep gradient compression*, ICLR 2018, call this
+momentum correction and factor masking.
 """
 
 from collections.abc import Mapping
 
 import torch
 
-from anabranch.comm.dense import Steps
+from anabranch.comm.exchange import Steps
 from anabranch.sparse.state import BucketState
 
 
 class Momentum:
-    """Velocities of the sparse buckets of one model on one rank; by parameter, so that buckets can change.
+    """Velocities of the sparse buckets of one model on one rank; kept by parameter, so that buckets can change.
 
-    ``share`` is how much of a velocity is left after a step; 0 does nothing at all. ``rounds``: what travels is
-    rounded, so that something is left to wait where a value was sent.
+    ``decay`` is the share of a velocity that is left after a step; at 0 there is no momentum and no state. ``rounds``:
+    values are rounded before they are sent, so the residual is not exactly 0 where a value was sent.
     """
 
-    def __init__(self, share: float, rounds: bool = False) -> None:
-        self._share, self._rounds = share, rounds
+    def __init__(self, decay: float, rounds: bool = False) -> None:
+        self._decay = decay
+        self._rounds = rounds
         self._flat: dict[tuple[str, ...], tuple[BucketState, torch.Tensor]] = {}
-        self._pieces: dict[str, torch.Tensor] = {}  # of buckets that are no more, or from a checkpoint
+        self._pieces: dict[str, torch.Tensor] = {}  # of former buckets, or from a checkpoint
 
-    def around(self, exchange: Steps, gradient: torch.Tensor, state: BucketState) -> Steps:
-        """The exchange of velocities in the place of gradients; what is not finite leaves no trace in them."""
-        if self._share == 0.0:
+    def wrap(self, exchange: Steps, gradient: torch.Tensor, state: BucketState) -> Steps:
+        """The exchange of velocities in place of gradients. Gradients that are not finite leave no trace in them."""
+        if self._decay == 0.0:
             yield from exchange
             return
-        velocity = self._of(state)
-        velocity.mul_(self._share).add_(gradient, alpha=1 - self._share)
+        velocity = self._velocity(state)
+        velocity.mul_(self._decay).add_(gradient, alpha=1 - self._decay)
         gradient.copy_(velocity)
         yield from exchange
         sent = state.residual == 0
         if self._rounds:
-            sent |= gradient != 0  # where anyone's was; and everywhere, where gradients were not finite
+            sent |= gradient != 0  # where any rank's value was sent; and everywhere, where gradients are NaN
         velocity.masked_fill_(sent, 0.0).nan_to_num_(0.0, 0.0, 0.0)
 
     def rescale(self, ratio: float) -> None:
-        """Gradients are so many times larger from now on."""
+        """From now on gradients are ``ratio`` times as large: scale all velocities to match."""
         for tensor in self.state_dict().values():
             tensor.mul_(ratio)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Velocities by parameter; views."""
+        """Velocities by parameter, as views."""
         found = dict(self._pieces)
         for state, flat in self._flat.values():
             found.update(zip(state.names, flat.split(list(state.numels)), strict=True))
         return found
 
     def load_state_dict(self, *states: Mapping[str, torch.Tensor]) -> None:
-        """Take over this rank's, or the sum of several old ranks'."""
-        self._flat, self._pieces = {}, {}
+        """Load this rank's velocities, or the sum of those of several old ranks."""
+        self._flat = {}
+        self._pieces = {}
         for state in states:
             for name, piece in state.items():
                 own = piece.detach().float().flatten()
                 self._pieces[name] = self._pieces[name] + own if name in self._pieces else own.clone()
 
-    def _of(self, state: BucketState) -> torch.Tensor:
-        """The bucket's, one parameter after another."""
+    def _velocity(self, state: BucketState) -> torch.Tensor:
+        """The velocity of a bucket, one parameter after another."""
         if state.names not in self._flat:
             for key in [key for key in self._flat if not set(key).isdisjoint(state.names)]:
                 old, flat = self._flat.pop(key)

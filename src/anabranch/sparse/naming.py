@@ -1,16 +1,16 @@
-"""What a bucket that travels sparsely names: the exchange and its density, such as "oktopk:0.01"."""
+"""Names of sparse collectives as a bucket gives them: the exchange and its density, such as "oktopk:0.01"."""
 
 KIND = "oktopk"
 LADDER = (0.01, 0.02, 0.05, 0.1, 0.2)  # the densities that "auto" chooses from
 
 
 def kind_of(density: float) -> str:
-    """What a bucket of this density names."""
+    """The name of a sparse collective of this density."""
     return f"{KIND}:{density:g}"
 
 
 def density_of(kind: str) -> float | None:
-    """The density in such a name; None if it is no sparse kind."""
+    """The density in the name of a sparse collective; None for any other name."""
     name, _, text = kind.partition(":")
     if name != KIND:
         return None
@@ -22,7 +22,7 @@ def density_of(kind: str) -> float | None:
 
 
 def given_density(text: str) -> float:
-    """The density after the colon of what --compress was given; ValueError if there is none."""
+    """The density after the colon of a --compress argument; ValueError if there is none."""
     name, _, share = text.partition(":")
     try:
         density = float(share)

@@ -5,44 +5,74 @@
     global threshold  about k of the sums at all owners pass
     gather            what passes goes to everyone: 2k(P−1)/P words, or twice that where owners must first balance
 
-What a rank offered and everyone applied leaves its residual; all else waits there for a later step. S. Li, T. Hoefler,
-*Near-optimal sparse allreduce for distributed deep learning*, PPoPP 2022. ``exact.py`` is the published exchange,
-``fixed.py`` one of messages of fixed size whose sizes no host needs to know.
+What a rank offered and everyone applied leaves its residual; everything else stays there for a later step. S. Li,
+T. Hoefler, *Near-optimal sparse allreduce for distributed deep learning*, PPoPP 2022.
+
+This module alone chooses between the three versions of the exchange:
+
+    exact.py            the published exchange: counts first, then messages of exactly their size; on CPUs
+    fixed.py            messages of fixed size, in torch operations: on GPUs without Triton, or deterministic
+    triton_exchange.py  messages of fixed size, in Triton kernels: on GPUs
 """
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 
-from anabranch.bench.baselines import dense_exchange
-from anabranch.comm.communicator import Comm
-from anabranch.comm.dense import Steps
+from anabranch.comm.communicator import Communicator
+from anabranch.comm.exchange import Steps
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
 
-__all__ = ["OkTopk", "exchange"]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Version = Callable[[torch.Tensor, BucketState, Communicator, float, float, OkTopk], Steps]
 
 
 def exchange(
-    gradient: torch.Tensor, state: BucketState, comm: Comm, divisor: float, density: float, options: OkTopk
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float, options: OkTopk
 ) -> Steps:
-    """The exchange of one bucket in one step, as steps for a lane; ``density`` is the settled one, resolved.
+    """The exchange of one float32 bucket in one step, as steps for a lane.
 
-    Afterwards ``gradient`` holds, with the same bits on every rank, the sum over the ranks of what was offered and
-    applied, divided by ``divisor``, and ``state.residual`` what is still to come. If any rank's gradient is not finite,
-    all gradients are NaN and all residuals as they were. Half precisions are exchanged in float32; float64 is refused.
+    ``density`` is the bucket's final density; ``options`` may start from a higher one. Afterwards ``gradient`` holds,
+    with the same bits on every rank, the sum over the ranks of what was offered and applied, divided by ``divisor``,
+    and ``state.residual`` what is still to be sent. If any rank's gradient is not finite, all gradients are NaN and all
+    residuals as they were.
     """
-    if gradient.dtype not in DTYPES:
-        raise ValueError(f"gradients of {gradient.dtype} cannot be sparsified, residuals are float32: send them dense")
-    whole = gradient if gradient.dtype == torch.float32 else gradient.to(torch.float32)
-    state.look(whole)
-    now = options.density_at(state.step, density)
-    if now == 1.0 and state.step < options.warmup_steps:
-        yield from dense_exchange(whole, state, comm, divisor, now)
-    elif options.exact or not gradient.is_cuda:
-        yield from exact_exchange(whole, state, comm, divisor, now, options)
-    else:
-        yield from fixed_exchange(whole, state, comm, divisor, now, options)
-    if whole is not gradient:
-        gradient.copy_(whole)
+    if gradient.dtype != torch.float32:
+        raise ValueError(
+            f"a sparse exchange was given gradients of {gradient.dtype}, and residuals are float32: send them dense"
+        )
+    if len(gradient) == 0:
+        return
+    state.record_norms(gradient)
+    run = version_for(gradient, options)
+    yield from run(gradient, state, comm, divisor, options.density_at(state.step, density), options)
+
+
+def version_for(gradient: torch.Tensor, options: OkTopk) -> Version:
+    """The version of the exchange for a bucket on this device."""
+    if options.exact or not gradient.is_cuda:
+        return exact_exchange
+    return fixed_size_version(gradient, options)
+
+
+def fixed_size_version(gradient: torch.Tensor, options: OkTopk) -> Version:
+    """The version with messages of fixed size: Triton kernels on a GPU that has them, torch operations elsewhere.
+
+    The kernels add in no fixed order, so deterministic runs do without them.
+    """
+    kernels = _triton_exchange() if gradient.is_cuda and not options.deterministic else None
+    return fixed_exchange if kernels is None else kernels
+
+
+@cache
+def _triton_exchange() -> Version | None:
+    """The version in Triton kernels, imported when a GPU first needs it; None where Triton is not installed."""
+    if find_spec("triton") is None:
+        return None
+    from anabranch.sparse.triton_exchange import triton_exchange
+
+    return triton_exchange

@@ -1,4 +1,4 @@
-"""How gradients are sparsified: the settings of Ok-Topk."""
+"""Options of Ok-Topk: how gradients are sparsified."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,16 +10,17 @@ from anabranch.sparse.sizes import Precision
 class OkTopk:
     """How gradients are sparsified.
 
-    density             share of a bucket's elements to send per step; "auto": what the backward pass hides
-    warmup_steps        first steps that go dense: early gradients change too fast to wait; a given plan runs at once
+    density             share of a bucket's elements to send per step; "auto": the highest the backward pass hides
+    warmup_steps        first steps that are sent dense, because early gradients change too fast to be delayed. A plan
+                        that the user gives runs from the first step on
     start_density       density right after warm-up, from which it falls geometrically over ``decay_steps``
     momentum            of each rank's own gradients, before they are sent, such as 0.9: then give the optimizer none
-    threshold_period    steps between exact thresholds in an exact exchange; they are sampled in between
+    threshold_period    steps between exact thresholds in an exact exchange; in between they are sampled
     region_period       steps between re-balanced regions
-    wire                values as "fp32" or "bf16" (what rounding takes off is kept in the residual)
-    capacity_factor     slots of a fixed message per expected value; what finds none waits
+    wire                send values as "fp32" or "bf16" (the rounding error stays in the residual)
+    capacity_factor     slots of a fixed-size message per expected value; values without a slot stay in the residual
     deterministic       the same bits in every run: sums in the order of ranks
-    exact               counts first, then messages of their size: always on CPU groups, optional on GPUs
+    exact               counts first, then messages of exactly their size: always on CPU groups, optional on GPUs
     """
 
     density: float | Literal["auto"] = "auto"
@@ -35,7 +36,6 @@ class OkTopk:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run."""
         for name in ("density", "start_density"):
             value = getattr(self, name)
             free = "auto" if name == "density" else None
@@ -47,17 +47,15 @@ class OkTopk:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected a whole number from {least} on")
         if self.wire not in ("fp32", "bf16"):
-            raise ValueError(f"OkTopk wire is 'fp32' or 'bf16', not {self.wire!r}")
+            raise ValueError(f"OkTopk wire is {self.wire!r}: expected 'fp32' or 'bf16'")
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"OkTopk momentum is {self.momentum}: expected a share from 0 up to, but not, 1")
+            raise ValueError(f"OkTopk momentum is {self.momentum}: expected a number from 0 to below 1")
         if not self.capacity_factor >= 1:
-            raise ValueError(f"OkTopk capacity_factor is at least 1, not {self.capacity_factor}")
+            raise ValueError(f"OkTopk capacity_factor is {self.capacity_factor}: expected at least 1")
 
     def density_at(self, step: int, density: float) -> float:
-        """The density of a step whose settled density is ``density``: 1 in warm-up, then falling to it."""
-        if step < self.warmup_steps:
-            return 1.0
+        """The density of sparse step ``step``, counted after warm-up: falls from ``start_density`` to ``density``."""
         if self.start_density is None or self.start_density <= density:
             return density
-        way = min(1.0, (step - self.warmup_steps) / self.decay_steps)
-        return float(self.start_density ** (1 - way) * density**way)
+        progress = min(1.0, step / self.decay_steps)
+        return float(self.start_density ** (1 - progress) * density**progress)

@@ -1,8 +1,9 @@
-"""What waits for parameters that no sparse bucket sends: it goes with their next gradients, before these are averaged.
+"""Sends residuals of parameters that no sparse bucket sends: added to their next gradients, before these are averaged.
 
-After a change of plan, or from a checkpoint, something may wait that the layout in force would never send. A hook on
-the parameter adds it to the gradient of the next backward pass, on this rank alone; whoever averages that gradient
-sends it. If the average is not finite, nobody will apply it, and it waits on. So nothing needs a message of its own.
+After a change of plan, or from a checkpoint, a parameter may have a residual that the layout in force would never send.
+A hook on the parameter adds it to the gradient of the next backward pass, on this rank alone, and the averaging of that
+gradient sends it. If the average is not finite, nobody applies it, and the residual is kept. So residuals need no
+message of their own.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -13,16 +14,18 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.comm.dense import all_finite
+from anabranch.comm.flat import shaped
 from anabranch.sparse.state import SparseState
 
 Applied = Callable[[Collection[str]], Collection[str]]
 
 
 class ResidualFlush:
-    """Sends from ``state`` what its buckets do not; ``sparse`` are the parameters that are in buckets.
+    """Sends the residuals in ``state`` that its buckets do not send.
 
-    ``averaged``: whether the backward pass that ends was averaged. ``applied``, where parameters are updated inside
-    backward: which of these were; else their averages tell.
+    averaged   whether the backward pass that ends was averaged
+    applied    where parameters are updated inside backward: which of the given parameters were. Elsewhere a gradient
+               counts as applied if all averages are finite.
     """
 
     def __init__(
@@ -32,47 +35,42 @@ class ResidualFlush:
         averaged: Callable[[], bool],
         applied: Applied | None = None,
     ) -> None:
-        self._state, self._parameters, self._averaged = state, parameters, averaged
+        self.sparse_names: Collection[str] = ()  # parameters that sparse buckets send
+        self._state = state
+        self._parameters = parameters
+        self._averaged = averaged
         self._applied = applied or self._if_finite
-        self.sparse: Collection[str] = ()
         self._handles: list[RemovableHandle] = []
 
-    def keep(self, sparse: Collection[str]) -> None:
-        """From now on only these parameters are in sparse buckets: what waits for the others goes soon."""
-        self.sparse = sparse
-        self._state.release(sparse)
+    def set_sparse_names(self, names: Collection[str]) -> None:
+        """From now on sparse buckets send only these parameters: flush the residuals of all others."""
+        self.sparse_names = names
+        self._state.keep_buckets_of(names)
         self.close()
-        for name in self._state.loose:
-            if name in self._parameters and name not in sparse:
+        for name in self._state.unbucketed:
+            if name in self._parameters and name not in names:
                 self._handles.append(self._parameters[name].register_hook(partial(self._add, name)))
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
     def _add(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        # Callbacks run when backward ends, in turn; the one that ours queues comes after DDP's, which averages.
+        # Callbacks run in order when backward ends. One queued by a callback runs after DDP's, which averages.
         queue = Variable._execution_engine.queue_callback
         queue(lambda: queue(self._check))
-        piece = self._state.lend(name)
+        piece = self._state.begin_flush(name)
         return gradient if piece is None else gradient + shaped(piece, self._parameters[name]).to(gradient)
 
     def _check(self) -> None:
-        """What was added is sent if the averages are finite; under no_sync() that is seen after a later pass."""
-        if not self._state.lent or not self._averaged():
+        """Residuals that were added count as sent if they were applied; under no_sync() a later pass decides."""
+        if not self._state.flushing or not self._averaged():
             return
-        self._state.settle(self._applied(self._state.lent))
-        self.keep(self.sparse)
+        self._state.end_flush(self._applied(self._state.flushing))
+        self.set_sparse_names(self.sparse_names)
 
     def _if_finite(self, names: Collection[str]) -> Collection[str]:
-        """All or none: whoever steps with these gradients leaves the whole step out if any is not finite."""
+        """All names or none: whoever steps with these gradients skips the whole step if any is not finite."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         return names if bool(all_finite(*gradients)) else ()
-
-
-def shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A part of a flat bucket as DDP sees it: in the order of the parameter's own memory (channels last, say)."""
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return piece.as_strided(parameter.shape, parameter.stride())
-    return piece.view(parameter.shape)

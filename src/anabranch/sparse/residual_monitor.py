@@ -1,7 +1,7 @@
-"""How much waits in a bucket, and for how long: looked at now and then on the device, read only when someone asks.
+"""Monitors how large a bucket's residual is and how old: sampled on the device, read only when someone asks.
 
-By Little's law what waits, over what arrives in a step, is how many steps it waits: |residual|₁ / |gradient|₁, roughly,
-because values of opposite sign cancel while they wait.
+By Little's law the residual, divided by what arrives in a step, is the number of steps a value stays in the residual:
+|residual|₁ / |gradient|₁. That is approximate, because values of opposite sign cancel in the residual.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import torch
 
-LOOK_PERIOD = 64  # steps between looks, at first
-KEPT = 32  # looks; when there are so many, every second is forgotten and the next ones come half as often
-SWEEPS = 2  # times 1/density steps: until then residuals fill, which is no growth without bound
-LEAST = 9  # looks after that: three for each third
+SAMPLE_PERIOD = 64  # steps between samples, at first
+MAX_SAMPLES = 32  # at this number every second sample is dropped, and the next ones are taken half as often
+FILL_SWEEPS = 2  # times 1/density steps: residuals fill until then, which is not growth without bound
+MIN_SAMPLES = 9  # needed after that: three for each third
 GROWTH = 1.35  # from the middle third to the last: 1.67 if nothing is ever sent, 1.29 for the square root of time
 
 
-class Look(NamedTuple):
-    """What waited at the beginning of a step: its L2 norm, and about how many steps it had waited."""
+class ResidualSample(NamedTuple):
+    """The residual at the beginning of a step: its L2 norm, and about how many steps old it is."""
 
     step: int
     norm: float
@@ -26,24 +26,24 @@ class Look(NamedTuple):
 
 
 class ResidualMonitor:
-    """The history of one bucket's residual on one rank, from its first step to now in at most ``KEPT`` looks."""
+    """The history of one bucket's residual on one rank since its first step, in at most ``MAX_SAMPLES`` samples."""
 
-    def __init__(self, device: torch.device | None = None, period: int = LOOK_PERIOD) -> None:
-        self._rows = torch.zeros(KEPT, 3, device=device)
+    def __init__(self, device: torch.device | None = None, period: int = SAMPLE_PERIOD) -> None:
+        self._rows = torch.zeros(MAX_SAMPLES, 3, device=device)
         self._steps: list[int] = []
         self._stride = period
 
-    def look(self, step: int, gradient: torch.Tensor, residual: torch.Tensor) -> None:
-        """Note what waits, if it is time to: every ``period`` steps at first. Nothing waits for the host.
+    def record(self, step: int, gradient: torch.Tensor, residual: torch.Tensor) -> None:
+        """Record a sample, if one is due: every ``period`` steps at first. Never synchronises with the host.
 
-        A gradient may come in pieces, each with a look of its own before it is added to what waits: the first look of a
-        step sees what had waited, all together what arrived.
+        A gradient may come in parts, each recorded before it is added to the residual. The first call of a step takes
+        the norm of the residual; all calls together take that of the gradient.
         """
         if step % self._stride != 0:
             return
         if not self._steps or self._steps[-1] != step:
-            if len(self._steps) == KEPT:
-                self._rows[: KEPT // 2] = self._rows[::2].clone()
+            if len(self._steps) == MAX_SAMPLES:
+                self._rows[: MAX_SAMPLES // 2] = self._rows[::2].clone()
                 self._steps, self._stride = self._steps[::2], 2 * self._stride
                 if step % self._stride != 0:
                     return
@@ -52,26 +52,26 @@ class ResidualMonitor:
             self._steps.append(step)
         self._rows[len(self._steps) - 1, 2] += torch.linalg.vector_norm(gradient, 1)
 
-    def looks(self) -> list[Look]:
-        """All that was noted, but for steps that were not finite. Waits for the device."""
+    def samples(self) -> list[ResidualSample]:
+        """All samples, except those of steps that were not finite. Synchronises with the device."""
         rows = self._rows[: len(self._steps)].tolist()
         return [
-            Look(step, norm, waiting / arriving if arriving else 0.0)
-            for step, (norm, waiting, arriving) in zip(self._steps, rows, strict=True)
-            if arriving < float("inf")  # and not NaN
+            ResidualSample(step, norm, residual / gradient if gradient else 0.0)
+            for step, (norm, residual, gradient) in zip(self._steps, rows, strict=True)
+            if gradient < float("inf")  # and not NaN
         ]
 
 
-def grows(looks: Sequence[Look], density: float) -> bool:
-    """Whether what waits has been growing ever since residuals were full, and waits ever longer.
+def residual_grows(samples: Sequence[ResidualSample], density: float) -> bool:
+    """Whether both the norm and the age of the residual have kept growing since residuals were full.
 
-    Both, because residuals also follow gradients that grow, and wait longer where gradients shrink.
+    Both, because the norm also follows gradients that grow, and the age rises where gradients shrink.
     """
-    full = [look for look in looks if look.step - looks[0].step >= SWEEPS / density]
-    if len(full) < LEAST:
+    full = [sample for sample in samples if sample.step - samples[0].step >= FILL_SWEEPS / density]
+    if len(full) < MIN_SAMPLES:
         return False
     third = len(full) // 3
-    for values in ([look.norm for look in full], [look.age_steps for look in full]):
+    for values in ([sample.norm for sample in full], [sample.age_steps for sample in full]):
         first, middle, last = median(values[:third]), median(values[third:-third]), median(values[-third:])
         if not (first < middle and last > GROWTH * middle):
             return False

@@ -1,15 +1,16 @@
-"""Selection with error feedback, in torch operations of fixed shapes: the twin of every GPU kernel.
+"""Selection with error feedback, in torch operations of fixed shapes: the reference for every GPU kernel.
 
-One step of a bucket is four passes, and none of them waits for the host:
+One step of a bucket is four passes. None of them synchronises with the host:
 
     offer            acc = residual + gradient; pack what passes the local threshold, region by region
     sums_at_owner    add what all ranks offered of my region; pack the sums
-    take             pack the sums that pass the owner's threshold
+    select_sums      pack the sums that pass the owner's threshold
     finish           gradient = what was applied, averaged; residual = acc less what was offered and applied
 
 Packed pairs are int32 [..., 2]: the bits of a float32 value and its position in its region, −1 in unused slots. Where
-more pass than there are slots, the first in order of position get them; the others stay in the residual. Between
-``offer`` and ``finish`` the gradient's buffer holds the old residual, so that a step can be undone at no extra memory.
+more values pass than there are slots, the first in order of position are packed; the others stay in the residual.
+Between ``offer`` and ``finish`` the gradient's buffer holds the old residual, so that a step can be undone without
+extra memory.
 """
 
 from collections.abc import Iterator
@@ -18,33 +19,42 @@ from typing import NamedTuple
 import torch
 
 from anabranch.sparse import regions
-from anabranch.sparse.encoding import rounded
-from anabranch.sparse.sizes import FP32, Wire
+from anabranch.sparse.encoding import round_values
+from anabranch.sparse.sizes import FP32, Encoding
 
-CHUNK = 2**20  # elements of a pass that needs temporaries: 17 bytes each, every few dozen steps
+CHUNK_NUMEL = 2**20  # elements per chunk of a pass that needs temporaries of 17 bytes per element
 
 
 class Offer(NamedTuple):
-    """What a rank offers: pairs [P, capacity, 2], how many passed per region (int32 [P]), whether anything was not
-    finite (bool)."""
+    """What a rank offers.
+
+    packed   pairs int32 [P, capacity, 2]
+    counts   int32 [P]: how many values of each region passed
+    poison   bool: some accumulated value was not finite
+    """
 
     packed: torch.Tensor
     counts: torch.Tensor
     poison: torch.Tensor
 
 
-class Taken(NamedTuple):
-    """What an owner applies: pairs [capacity, 2], how many passed (int32), whether a sum was not finite (bool), and
-    what rounding left over of each packed value (float32 [capacity])."""
+class SelectedSums(NamedTuple):
+    """What an owner applies.
+
+    packed           pairs int32 [capacity, 2]
+    passed           int32: how many sums passed
+    poison           bool: some sum was not finite
+    rounding_error   float32 [capacity]: each packed sum before rounding, less the rounded one
+    """
 
     packed: torch.Tensor
     passed: torch.Tensor
     poison: torch.Tensor
-    leftover: torch.Tensor
+    rounding_error: torch.Tensor
 
 
 def passing(values: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """Whose magnitude is at least the threshold; zeros never, whatever the threshold."""
+    """A mask of the values whose magnitude is at least the threshold. Zeros never pass, whatever the threshold."""
     return (values.abs() >= threshold) & (values != 0)
 
 
@@ -53,22 +63,27 @@ def running_count(mask: torch.Tensor) -> torch.Tensor:
     return mask.cumsum(0, dtype=torch.int32 if len(mask) < 2**31 else torch.int64)
 
 
-def proposal(gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor, ranks: int) -> torch.Tensor:
-    """``regions.proposal`` for what passes of residual + gradient, a chunk at a time: no temporary is large."""
+def propose_boundaries(
+    gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor, ranks: int
+) -> torch.Tensor:
+    """The inner boundaries (int64 [P−1]) that divide what passes of residual + gradient into P equal runs.
+
+    Works a chunk at a time, so that no temporary is large.
+    """
     counts = [passing(a + b, threshold).sum() for a, b in _chunks(residual, gradient)]
     ends = torch.stack(counts).cumsum(0)
-    wanted = regions.wanted(ends[-1], ranks)
-    found = regions.even(len(residual), ranks, residual.device)
+    wanted = regions.first_ordinals(ends[-1], ranks)
+    found = regions.uniform_inner(len(residual), ranks, residual.device)
     for number, (a, b) in enumerate(_chunks(residual, gradient)):
         before = ends[number] - counts[number]
         at = torch.searchsorted(running_count(passing(a + b, threshold)).to(torch.int64), wanted - before)
         here = (wanted > before) & (wanted <= ends[number])
-        found = torch.where(here, number * CHUNK + at, found)
+        found = torch.where(here, number * CHUNK_NUMEL + at, found)
     return found
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True)
+    return zip(*(tensor.split(CHUNK_NUMEL) for tensor in tensors), strict=True)
 
 
 def accumulate(gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -80,7 +95,7 @@ def accumulate(gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def undo(gradient: torch.Tensor, residual: torch.Tensor) -> None:
-    """After ``accumulate``, for a poisoned step: the residual as it was, NaN in all of the gradient."""
+    """After ``accumulate``, for a poisoned step: restore the residual and fill the gradient with NaN."""
     residual.copy_(gradient)
     gradient.fill_(torch.nan)
 
@@ -91,15 +106,15 @@ def offer(
     threshold: torch.Tensor,
     boundaries: torch.Tensor,
     capacity: int,
-    wire: Wire = FP32,
+    encoding: Encoding = FP32,
 ) -> Offer:
     """Accumulate, and pack up to ``capacity`` values of each region whose magnitude reaches the threshold.
 
-    ``counts`` are of all that passed, also beyond the capacity: they are what thresholds are steered by.
+    ``counts`` counts all values that passed, also those beyond the capacity.
     """
     poison = accumulate(gradient, residual)
     running = running_count(passing(residual, threshold))
-    packed, counts = pack(rounded(residual, wire), running, boundaries, capacity)
+    packed, counts = pack(round_values(residual, encoding), running, boundaries, capacity)
     return Offer(packed, counts, poison)
 
 
@@ -107,33 +122,33 @@ def sums_at_owner(received: torch.Tensor, buffer: torch.Tensor, in_order: bool =
     """Add the pairs [P, m, 2] that all ranks offered of my region: the sums, as pairs [P·m, 2] in order of position.
 
     ``buffer`` is float32, as wide as the widest region, zero before and after. ``in_order`` adds in the order of
-    ranks, the same bits every time; without it a GPU may add in any order. Sums of zero are left out: to
-    clear what cancels, its ranks would have to be told, at the price of applying it, and the next gradients change it.
+    ranks, which gives the same bits every time; without it a GPU may add in any order. Sums of zero are left out:
+    to clear values that cancel, they would have to be sent back to their ranks, and the next gradients change them.
     """
-    add(buffer, received, in_order)
-    ends = torch.arange(2, device=buffer.device) * len(buffer)  # torch.tensor(…, device="cuda") would wait for the GPU
+    add_pairs(buffer, received, in_order)
+    ends = torch.arange(2, device=buffer.device) * len(buffer)  # torch.tensor(…, device="cuda") would synchronise
     packed, _ = pack(buffer, running_count(buffer != 0), ends, received.shape[0] * received.shape[1])
     buffer.zero_()
     return packed[0]
 
 
-def take(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, wire: Wire = FP32) -> Taken:
-    """Of an owner's sums (pairs [m, 2]), up to ``capacity`` that pass the threshold, as they will travel."""
+def select_sums(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, encoding: Encoding = FP32) -> SelectedSums:
+    """Of an owner's sums (pairs [m, 2]), up to ``capacity`` that pass the threshold, rounded as they will be sent."""
     values = sums[:, 0].contiguous().view(torch.float32)
-    travelling = rounded(values, wire)
-    running = running_count(passing(values, threshold) & (travelling != 0) & (sums[:, 1] >= 0))
+    sent = round_values(values, encoding)
+    running = running_count(passing(values, threshold) & (sent != 0) & (sums[:, 1] >= 0))
     slots = torch.arange(capacity, dtype=running.dtype, device=sums.device)
     chosen = torch.searchsorted(running, slots + 1).clamp(max=len(running) - 1)
     used = slots < running[-1]
     packed = torch.stack(
         [
-            torch.where(used, travelling[chosen].view(torch.int32), 0),
+            torch.where(used, sent[chosen].view(torch.int32), 0),
             torch.where(used, sums[chosen, 1], -1),
         ],
         dim=-1,
     )
-    leftover = torch.where(used, (values - travelling)[chosen], 0.0)
-    return Taken(packed, running[-1].to(torch.int32), ~torch.isfinite(values).all(), leftover)
+    rounding_error = torch.where(used, (values - sent)[chosen], 0.0)
+    return SelectedSums(packed, running[-1].to(torch.int32), ~torch.isfinite(values).all(), rounding_error)
 
 
 def finish(
@@ -147,26 +162,31 @@ def finish(
 ) -> None:
     """gradient ← gathered values / divisor, 0 elsewhere; residual ← residual − what was offered and is applied.
 
-    For whole values that leaves exactly 0 there; for rounded ones, the rounding error. If ``poisoned`` the residual
+    For float32 values that leaves exactly 0 there; for rounded ones, the rounding error. If ``poisoned`` the residual
     becomes what it was before ``offer``, bit by bit, and the gradient NaN. ``gathered`` are pairs [P, m, 2] of the
     owners, ``offered`` pairs [P, capacity, 2] of this rank.
     """
     residual.copy_(torch.where(poisoned, gradient, residual))
     gradient.copy_(torch.where(poisoned, torch.nan, torch.zeros_like(gradient)))
-    places, values = unpack(gathered, boundaries)
-    gradient.index_add_(0, places, values)  # on zeros, each place once: a copy, without a branch for unused slots
-    places, values = unpack(offered, boundaries)
-    clear = (gradient[places] != 0) & ~poisoned
-    residual.index_add_(0, places, torch.where(clear, -values, 0.0))
+    positions, values = unpack(gathered, boundaries)
+    # Each position occurs once, so on zeros this is a copy; unused slots add 0 and need no branch.
+    gradient.index_add_(0, positions, values)
+    positions, values = unpack(offered, boundaries)
+    clear = (gradient[positions] != 0) & ~poisoned
+    residual.index_add_(0, positions, torch.where(clear, -values, 0.0))
     gradient.div_(divisor)
 
 
-def keep_leftover(
-    packed: torch.Tensor, leftover: torch.Tensor, residual: torch.Tensor, start: torch.Tensor, poisoned: torch.Tensor
+def keep_rounding_error(
+    packed: torch.Tensor,
+    rounding_error: torch.Tensor,
+    residual: torch.Tensor,
+    start: torch.Tensor,
+    poisoned: torch.Tensor,
 ) -> None:
-    """Put what rounding at the owner left over into the owner's residual; ``start`` is where its region begins."""
-    places = (packed[:, 1].to(torch.int64) + start).clamp(min=0, max=len(residual) - 1)
-    residual.index_add_(0, places, torch.where((packed[:, 1] < 0) | poisoned, 0.0, leftover))
+    """Add the rounding error of the sums an owner packed to its own residual; its region begins at ``start``."""
+    positions = (packed[:, 1].to(torch.int64) + start).clamp(min=0, max=len(residual) - 1)
+    residual.index_add_(0, positions, torch.where((packed[:, 1] < 0) | poisoned, 0.0, rounding_error))
 
 
 def pack(
@@ -174,36 +194,36 @@ def pack(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pairs int32 [P, capacity, 2] of the first selected values of each region, and how many there were (int32 [P]).
 
-    Slot s of region r holds the element at which ``running`` first reaches (count before the region) + s + 1: found
-    by bisection, so the cost beyond the running count is that of the slots, not of the elements.
+    Slot s of region r holds the element at which ``running`` first reaches (count before the region) + s + 1. Bisection
+    finds it, so the cost beyond the running count grows with the slots, not with the elements.
     """
     before = torch.where(boundaries > 0, running[(boundaries - 1).clamp(min=0)], 0)
     counts = before[1:] - before[:-1]
     slots = torch.arange(capacity, dtype=running.dtype, device=running.device)
     wanted = before[:-1, None] + slots + 1
-    places = torch.searchsorted(running, wanted).clamp(max=len(running) - 1)
+    positions = torch.searchsorted(running, wanted).clamp(max=len(running) - 1)
     used = slots < counts[:, None]
-    packed = torch.empty(*places.shape, 2, dtype=torch.int32, device=running.device)
-    packed[..., 0] = torch.where(used, values[places].view(torch.int32), 0)
-    packed[..., 1] = torch.where(used, places - boundaries[:-1, None], -1)
+    packed = torch.empty(*positions.shape, 2, dtype=torch.int32, device=running.device)
+    packed[..., 0] = torch.where(used, values[positions].view(torch.int32), 0)
+    packed[..., 1] = torch.where(used, positions - boundaries[:-1, None], -1)
     return packed, counts.to(torch.int32)
 
 
 def unpack(pairs: torch.Tensor, boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places in the bucket (int64) and values of pairs [P, m, 2], flat; unused slots are zeros at place 0."""
+    """Positions in the bucket (int64) and values of pairs [P, m, 2], flat; unused slots are zeros at position 0."""
     used = pairs[..., 1] >= 0
-    places = torch.where(used, pairs[..., 1] + boundaries[:-1, None], 0)
+    positions = torch.where(used, pairs[..., 1] + boundaries[:-1, None], 0)
     values = torch.where(used, pairs[..., 0].contiguous().view(torch.float32), 0.0)
-    return places.flatten(), values.flatten()
+    return positions.flatten(), values.flatten()
 
 
-def add(buffer: torch.Tensor, pairs: torch.Tensor, in_order: bool = True) -> None:
-    """buffer[position] += value for pairs [P, m, 2]; in rank order, so that the sum has the same bits every time."""
+def add_pairs(buffer: torch.Tensor, pairs: torch.Tensor, in_order: bool = True) -> None:
+    """buffer[position] += value for pairs [P, m, 2]; ``in_order`` of ranks, so that sums always have the same bits."""
     used = pairs[..., 1] >= 0
-    places = torch.where(used, pairs[..., 1], 0).to(torch.int64)
+    positions = torch.where(used, pairs[..., 1], 0).to(torch.int64)
     values = torch.where(used, pairs[..., 0].contiguous().view(torch.float32), 0.0)
-    if buffer.is_cuda and in_order:  # one launch per rank: within a rank no place comes twice
-        for place, value in zip(places, values, strict=True):
-            buffer.index_add_(0, place, value)
+    if buffer.is_cuda and in_order:  # one launch per rank, because within a rank no position occurs twice
+        for position, value in zip(positions, values, strict=True):
+            buffer.index_add_(0, position, value)
     else:
-        buffer.index_add_(0, places.flatten(), values.flatten())  # on a CPU this goes through the pairs one by one
+        buffer.index_add_(0, positions.flatten(), values.flatten())  # a CPU adds the pairs one by one, in order

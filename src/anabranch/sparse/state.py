@@ -1,8 +1,8 @@
-"""What a rank remembers of its sparse buckets between steps, by the names of their parameters.
+"""The state of a rank's sparse buckets between steps: residuals by parameter name, regions by bucket.
 
-A bucket's flat buffer is its parameters one after another. What was not sent belongs to the parameters, not to the
-bucket: another plan parts and joins it by name, exactly. Regions belong to the bucket and are balanced again when
-the bucket is another.
+A bucket's flat buffer is its parameters one after another. A residual belongs to its parameter, not to the bucket: when
+the plan changes, residuals move to the new buckets by name, exactly. Regions belong to the bucket, and a new bucket
+balances its own.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anabranch.sparse import regions
-from anabranch.sparse.residual_monitor import LOOK_PERIOD, ResidualMonitor
+from anabranch.sparse.residual_monitor import SAMPLE_PERIOD, ResidualMonitor
 
 VERSION = 1
 log = logging.getLogger("anabranch")
@@ -22,31 +22,36 @@ log = logging.getLogger("anabranch")
 
 @dataclass
 class BucketState:
-    """One bucket on one rank. ``fresh`` (the same on every rank): its regions are yet to be balanced.
+    """One bucket on one rank. All tensors are on the device.
 
-    ``boundaries`` (int64 [P+1]) part it into regions and ``tilt`` (a float32 scalar) is how much this owner's threshold
-    differs from its share's. Of the last step, for reports: ``local_threshold`` and ``global_threshold``, and how many
-    values passed, ``offered`` here and ``applied`` on all owners together. All are on the device. ``waiting``, if it is
-    kept: how much has waited since when. ``spare``: gradients are added to what waits as they come, so that the memory
-    of the gradient is zeros, and an owner may add its sums up there.
+    residual               float32: what this rank accumulated and has not sent, one parameter after another
+    boundaries             int64 [P+1]: divide the bucket into regions
+    threshold_bias         float32 scalar: log of this owner's threshold over that of its own share
+    step                   sparse steps so far
+    fresh                  regions were never balanced; the same on every rank
+    residual_monitor       norms of the residual over time, where they are recorded
+    accumulates_in_place   gradients are added to the residual as they come. The gradient's memory is then zeros, and an
+                           owner may add its sums there.
+
+    Of the last step, for reports: ``local_threshold`` and ``global_threshold``, and how many values passed, ``offered``
+    by this rank and ``applied`` by all owners together.
     """
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
     residual: torch.Tensor
     boundaries: torch.Tensor
-    tilt: torch.Tensor
+    threshold_bias: torch.Tensor
     step: int = 0
     fresh: bool = True
-    waiting: ResidualMonitor | None = None
-    spare: bool = False
+    residual_monitor: ResidualMonitor | None = None
+    accumulates_in_place: bool = False
     local_threshold: torch.Tensor = field(init=False)
     global_threshold: torch.Tensor = field(init=False)
     offered: torch.Tensor = field(init=False)
     applied: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Nothing has passed before the first step."""
         self.local_threshold = torch.zeros((), dtype=torch.float32, device=self.residual.device)
         self.global_threshold = self.local_threshold.clone()
         self.offered = torch.zeros((), dtype=torch.int32, device=self.residual.device)
@@ -56,114 +61,116 @@ class BucketState:
     def of(
         cls, residual: torch.Tensor, ranks: int, names: Sequence[str] = ("",), numels: Sequence[int] = ()
     ) -> "BucketState":
-        """A fresh state around a residual; one parameter, if no names are given."""
+        """A fresh state around a residual; as one parameter, if no names are given."""
         zero = torch.zeros((), dtype=torch.float32, device=residual.device)
         boundaries = regions.uniform(len(residual), ranks, residual.device)
         return cls(tuple(names), tuple(numels or [len(residual)]), residual, boundaries, zero)
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks share the bucket."""
-        return len(self.boundaries) - 1
-
     def pieces(self) -> dict[str, torch.Tensor]:
-        """The residual of each parameter; views."""
+        """The residual of each parameter, as views."""
         return dict(zip(self.names, self.residual.split(list(self.numels)), strict=True))
 
-    def look(self, gradient: torch.Tensor) -> None:
-        """Show the residual monitor this step's gradient, whole or piece by piece."""
-        if self.waiting is not None:
-            self.waiting.look(self.step, gradient, self.residual)
+    def record_norms(self, gradient: torch.Tensor) -> None:
+        """Record the norms of the residual and of this step's gradient, whole or part by part, if a sample is due."""
+        if self.residual_monitor is not None:
+            self.residual_monitor.record(self.step, gradient, self.residual)
 
 
 class SparseState:
-    """All sparse buckets of one model on one rank.
+    """The state of all sparse buckets of one model on one rank.
 
-    loose       what waits of parameters that are in no sparse bucket now
-    lent        what was added to gradients of which nobody knows yet whether their average is finite
-    scale       of the loss from which all that waits was computed, where someone says (``rescale``)
-    loaded      what was loaded, as far as it must be the same on all ranks, line by line
-    taken       the states that have become this rank's
+    unbucketed      residuals of parameters that are in no sparse bucket now
+    flushing        residuals added to gradients whose average is not yet known to be finite
+    scale           loss scale of the residuals, once ``rescale`` has been called
+    loaded          description of the loaded checkpoint, line by line; must be the same on all ranks
+    loaded_states   the loaded states that became this rank's
     """
 
     def __init__(
-        self, rank: int, world_size: int, device: torch.device | None = None, look_period: int = LOOK_PERIOD
+        self, rank: int, world_size: int, device: torch.device | None = None, sample_period: int = SAMPLE_PERIOD
     ) -> None:
-        self.rank, self.world_size, self.device, self._look_period = rank, world_size, device, look_period
-        self.loose: dict[str, torch.Tensor] = {}
-        self.lent: dict[str, torch.Tensor] = {}
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.unbucketed: dict[str, torch.Tensor] = {}
+        self.flushing: dict[str, torch.Tensor] = {}
         self.scale: float | None = None
         self.loaded = ["nothing"]
-        self.taken: list[Mapping[str, Any]] = []
+        self.loaded_states: list[Mapping[str, Any]] = []
+        self._sample_period = sample_period
         self._buckets: dict[tuple[str, ...], BucketState] = {}
-        self._settings: dict[tuple[str, ...], Mapping[str, Any]] = {}  # loaded regions that wait for their bucket
-        self._step = 0  # of buckets that are no more: schedules go on where they were
+        self._settings: dict[
+            tuple[str, ...], Mapping[str, Any]
+        ] = {}  # loaded regions of buckets that were not used yet
+        self._step = 0  # the most steps of any former bucket: a new one continues the schedules
 
     def bucket(self, names: Sequence[str], numels: Sequence[int]) -> BucketState:
         """The state of the bucket of these parameters, in this order.
 
-        If it is not the bucket of the last step, its residual is put together from those of its parameters, wherever
-        they were, and what the other parameters of their old buckets had waits for theirs. Call it on every rank alike.
+        A new bucket takes the residuals of its parameters from the buckets that had them. Residuals of other parameters
+        of those buckets become unbucketed. All ranks must ask for the same buckets in the same order.
         """
         key, sizes = tuple(names), tuple(numels)
         known = self._buckets.get(key)
         if known is not None and known.numels == sizes:
             return known
         if known is not None:
-            raise ValueError(f"the parameters of bucket {key[0]} … have {known.numels} elements, not {sizes}")
+            raise ValueError(
+                f"the parameters of bucket {key[0]} … have {known.numels} elements, and were given as {sizes}"
+            )
         if len(set(key)) != len(key) or len(key) != len(sizes):
-            raise ValueError(f"a bucket needs distinct parameter names with one size each, not {key} with {sizes}")
+            raise ValueError(f"a bucket needs distinct parameter names with one size each: found {key} with {sizes}")
         self._dissolve(key)
         self._buckets[key] = self._built(key, sizes)
         return self._buckets[key]
 
-    def release(self, kept: Collection[str]) -> None:
-        """Only these parameters are in sparse buckets from now on: what waits of the others becomes loose."""
-        self._dissolve({name for key in self._buckets for name in key}.difference(kept))
+    def keep_buckets_of(self, names: Collection[str]) -> None:
+        """Only these parameters are in sparse buckets from now on; residuals of all others become unbucketed."""
+        self._dissolve({name for key in self._buckets for name in key}.difference(names))
 
-    def lend(self, name: str) -> torch.Tensor | None:
-        """What waits of a parameter in no sparse bucket, to be added to its gradient; None if nothing does."""
-        piece = self.loose.pop(name, None)
+    def begin_flush(self, name: str) -> torch.Tensor | None:
+        """The residual of an unbucketed parameter, to be added to its gradient; None if it has none."""
+        piece = self.unbucketed.pop(name, None)
         if piece is not None:
-            self.lent[name] = piece + self.lent[name].to(piece.device) if name in self.lent else piece
+            self.flushing[name] = piece + self.flushing[name].to(piece.device) if name in self.flushing else piece
         return piece
 
-    def settle(self, sent: Collection[str]) -> None:
-        """What was lent of these parameters is on its way for good; that of the others waits again."""
-        lent, self.lent = self.lent, {}
-        waiting = self.residuals()
-        for name, piece in lent.items():
+    def end_flush(self, sent: Collection[str]) -> None:
+        """The flushed residuals of these parameters were sent; those of the others become residuals again."""
+        flushed, self.flushing = self.flushing, {}
+        residuals = self.residuals()
+        for name, piece in flushed.items():
             if name in sent:
                 continue
-            if name in waiting:
-                waiting[name].add_(piece.to(waiting[name].device))
+            if name in residuals:
+                residuals[name].add_(piece.to(residuals[name].device))
             else:
-                self.loose[name] = piece
+                self.unbucketed[name] = piece
 
     def rescale(self, scale: float) -> None:
-        """From now on gradients are those of a loss times ``scale``: so becomes all that waits."""
+        """From now on gradients are those of a loss times ``scale``: rescale all residuals to match."""
         if self.scale is not None and self.scale != scale:
             for state in self._buckets.values():
                 state.residual.mul_(scale / self.scale)
-            for piece in (*self.loose.values(), *self.lent.values()):
+            for piece in (*self.unbucketed.values(), *self.flushing.values()):
                 piece.mul_(scale / self.scale)
         self.scale = scale
 
     def buckets(self) -> list[BucketState]:
-        """Those of the last steps."""
+        """The buckets of the plan in force."""
         return list(self._buckets.values())
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What has not been sent, by parameter; views of the live tensors."""
-        found = dict(self.loose)
+        """The residual of each parameter, as views of the live tensors."""
+        found = dict(self.unbucketed)
         for state in self._buckets.values():
             found.update(state.pieces())
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: tensors by parameter name, numbers and texts; nothing that needs pickle to be read."""
+        """This rank's state: tensors by parameter name, numbers and strings. Can be read without pickle."""
         residuals = {name: piece.detach().clone() for name, piece in self.residuals().items()}
-        for name, piece in self.lent.items():
+        for name, piece in self.flushing.items():
             residuals[name] = residuals[name] + piece.to(residuals[name].device) if name in residuals else piece.clone()
         return {
             "version": VERSION,
@@ -176,53 +183,61 @@ class SparseState:
         }
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave: this rank's, or all ranks' (any order) if the world size has changed.
+        """Load what ``state_dict`` returned: this rank's, or all ranks' (in any order) if the world size has changed.
 
         At the same world size everything continues bit by bit. At another, old rank r's residuals are added to those
-        of new rank r mod world size, further ranks start at zero, and regions are balanced again: the
-        sum over the ranks of what waits is what it was, up to float32 rounding where ranks are added together.
+        of new rank r mod world size, further ranks start at zero, and regions are balanced again. The sum of the
+        residuals over the ranks is conserved, up to float32 rounding where residuals are added.
         """
-        states = tuple(state for state in states if state)  # a run without anything to remember has kept {}
-        self.loaded, self.taken = ["nothing"], []
+        states = tuple(state for state in states if state)  # a run without any state saved {}
+        self.loaded = ["nothing"]
+        self.loaded_states = []
         if not states:
             return
         try:
             mine, same = self._own(states)
         except ValueError as error:
-            self.loaded = [f"what it refused: {error}"]
+            self.loaded = [f"a state that was refused: {error}"]
             raise
-        self.loaded, self.taken = shared(states[0]), mine
-        self._buckets, self._settings, self.lent = {}, {}, {}
-        self.loose.clear()
+        self.loaded = common_lines(states[0])
+        self.loaded_states = mine
+        self._buckets = {}
+        self._settings = {}
+        self.flushing = {}
+        self.unbucketed.clear()
         for state in mine:
             for name, piece in state["residuals"].items():
-                own = piece.detach().to(torch.float32).flatten()  # where it is: not all of it at once on the device
-                self.loose[name] = (
-                    self.loose[name] + own.to(self.loose[name].device) if name in self.loose else own.clone()
-                )
-        self._step, self.scale = int(states[0]["step"]), states[0].get("scale")
+                own = piece.detach().to(torch.float32).flatten()  # stays on its own device until its bucket is used
+                before = self.unbucketed.get(name)
+                self.unbucketed[name] = own.clone() if before is None else before + own.to(before.device)
+        self._step = int(states[0]["step"])
+        self.scale = states[0].get("scale")
         if same:
             self._settings = {tuple(settings["names"]): settings for settings in mine[0]["buckets"]}
         elif self.rank == 0:
-            words = (
-                "anabranch: what waited on %d ranks now waits on %d: its sum is conserved, regions are balanced anew"
+            log.warning(
+                "anabranch: residuals of %d ranks were loaded on %d: their sum is conserved, regions are new",
+                int(states[0]["world_size"]),
+                self.world_size,
             )
-            log.warning(words, int(states[0]["world_size"]), self.world_size)
 
     def _own(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
-        """The states that become this rank's, and whether the world has the size it had."""
+        """The states that become this rank's, and whether the world size is the old one."""
         for state in states:
             if state.get("version") != VERSION:
-                raise ValueError(f"sparse state has version {state.get('version')}, and this anabranch reads {VERSION}")
+                raise ValueError(
+                    f"the sparse state has version {state.get('version')}, and this anabranch reads version {VERSION}: "
+                    "load it with the anabranch that wrote it"
+                )
         old = {int(state["rank"]): state for state in states}
         sizes = sorted({int(state["world_size"]) for state in states})
         if len(sizes) != 1:
             raise ValueError(f"the sparse states given come from worlds of {sizes} ranks: give those of one run")
         for state in states[1:]:
-            for first, other in zip(shared(states[0]), shared(state), strict=False):
+            for first, other in zip(common_lines(states[0]), common_lines(state), strict=False):
                 if first != other:
                     raise ValueError(
-                        f"the sparse states given are of different checkpoints: rank {states[0]['rank']}'s says "
+                        f"the sparse states given are from different checkpoints: rank {states[0]['rank']}'s says "
                         f"{first}, rank {state['rank']}'s says {other}: give those of one run at one step"
                     )
         same = sizes[0] == self.world_size
@@ -234,31 +249,33 @@ class SparseState:
         return [old[self.rank]] if same else [old[r] for r in range(self.rank, sizes[0], self.world_size)], same
 
     def _dissolve(self, names: Collection[str]) -> None:
-        """Take apart the buckets that hold any of these parameters."""
+        """Remove the buckets that hold any of these parameters; their residuals become unbucketed."""
         for key in [key for key in self._buckets if not set(names).isdisjoint(key)]:
             state = self._buckets.pop(key)
             self._step = max(self._step, state.step)
-            self.loose.update((name, piece.clone()) for name, piece in state.pieces().items())
+            self.unbucketed.update((name, piece.clone()) for name, piece in state.pieces().items())
 
     def _built(self, names: tuple[str, ...], numels: tuple[int, ...]) -> BucketState:
         residual = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
         ends = [sum(numels[:i]) for i in range(len(numels) + 1)]
         for name, (low, high) in zip(names, pairwise(ends), strict=True):
-            if (piece := self.loose.pop(name, None)) is not None:
+            if (piece := self.unbucketed.pop(name, None)) is not None:
                 if len(piece) != high - low:
                     raise ValueError(f"parameter {name} has {high - low} elements, and its residual has {len(piece)}")
                 residual[low:high].copy_(piece)
         state = BucketState.of(residual, self.world_size, names, numels)
-        state.step, state.waiting = self._step, ResidualMonitor(self.device, self._look_period)
+        state.step = self._step
+        state.residual_monitor = ResidualMonitor(self.device, self._sample_period)
         if (settings := self._settings.pop(names, None)) is not None:
-            state.tilt.fill_(settings["tilt"])
+            state.threshold_bias.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
-            state.step, state.fresh = int(settings["step"]), False
+            state.step = int(settings["step"])
+            state.fresh = False
         return state
 
 
-def shared(state: Mapping[str, Any]) -> list[str]:
-    """What the states of all ranks of one checkpoint have in common, line by line."""
+def common_lines(state: Mapping[str, Any]) -> list[str]:
+    """Describe, line by line, what the states of all ranks of one checkpoint have in common."""
     trained, scale = state.get("steps_trained"), state.get("scale")
     head = f"step {state['step']} of {state['world_size']} ranks, {trained} steps trained, loss scale {scale}"
     return [
@@ -270,7 +287,7 @@ def shared(state: Mapping[str, Any]) -> list[str]:
 def _settings(state: BucketState) -> dict[str, Any]:
     return {
         "names": list(state.names),
-        "tilt": state.tilt.item(),
+        "tilt": state.threshold_bias.item(),
         "boundaries": state.boundaries.tolist(),
         "step": state.step,
     }

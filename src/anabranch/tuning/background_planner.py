@@ -1,4 +1,4 @@
-"""Rank 0 plans beside the steps, however long that takes; then everyone has its candidates."""
+"""Planning on rank 0 in the background, while training goes on."""
 
 import json
 from collections.abc import Callable
@@ -14,23 +14,23 @@ Candidates = list[tuple[str, Plan]]
 
 
 class BackgroundPlanner:
-    """``work`` on rank 0, in a thread that ends with the program. Both methods are collective."""
+    """Runs ``plan`` on rank 0, in a daemon thread. Both methods are collective among the ranks of ``control``."""
 
-    def __init__(self, work: Callable[[], Candidates], control: Group) -> None:
+    def __init__(self, plan: Callable[[], Candidates], control: Group) -> None:
         self._control = control
         self._leads = dist.get_rank(control) == 0
-        self._thought: Future[Candidates] = Future()
+        self._planned: Future[Candidates] = Future()
         if self._leads:
-            Thread(target=self._think, args=(work,), name="anabranch-planner", daemon=True).start()
+            Thread(target=self._run, args=(plan,), name="anabranch-planner", daemon=True).start()
 
     def done(self) -> bool:
-        """Whether rank 0 is through."""
-        return bool(from_rank_0(bytes([self._thought.done()]), self._control)[0])
+        """Whether planning has finished."""
+        return bool(from_rank_0(bytes([self._planned.done()]), self._control)[0])
 
     def outcome(self) -> tuple[Candidates, str]:
-        """Rank 0's candidates, once it is through, or none and why it failed."""
-        failure = self._thought.exception() if self._leads else None
-        mine = self._thought.result() if self._leads and failure is None else []
+        """Rank 0's candidates on every rank, once planning has finished; or none, and why it failed."""
+        failure = self._planned.exception() if self._leads else None
+        mine = self._planned.result() if self._leads and failure is None else []
         said = {
             "labels": [label for label, _ in mine],
             "failure": f"{type(failure).__name__}: {failure}" if failure else "",
@@ -40,9 +40,9 @@ class BackgroundPlanner:
         plans = [agree_on(Plan, mine[i][1] if self._leads else None, self._control) for i in range(len(labels))]
         return list(zip(labels, plans, strict=True)), heard["failure"]
 
-    def _think(self, work: Callable[[], Candidates]) -> None:
-        """A planner's error must not leave the other ranks waiting."""
+    def _run(self, plan: Callable[[], Candidates]) -> None:
+        # An error must reach outcome(): the other ranks wait for it there.
         try:
-            self._thought.set_result(work())
+            self._planned.set_result(plan())
         except BaseException as error:
-            self._thought.set_exception(error)
+            self._planned.set_exception(error)

@@ -1,23 +1,41 @@
-"""What a DataParallel does and why, in words and numbers a person can check."""
+"""What ``explain()`` prints: what a DataParallel does and why, with predictions next to measurements."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from anabranch.lab.emulation.settings import describe
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.trace import Trace
-from anabranch.tuning.candidates import least_s, predicted_s, unmerged_s
-
-if TYPE_CHECKING:
-    from anabranch.tuning.tuner import Tuner
+from anabranch.tuning.candidates import lower_bound_step_s, predicted_s, unmerged_s
+from anabranch.tuning.trial import Trial
 
 MIB = 1 << 20
 
 
-def explanation(tuner: "Tuner") -> str:
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a tuner has found so far, for ``explanation``.
+
+    kept            the trial of the layout in force; None before the first choice
+    plan            what the next step runs; None for DDP's own buckets
+    network_note    that the network is emulated, if it is
+    exchange_lines  what the exchanges report of their state
+    """
+
+    stage: str
+    trace: Trace | None
+    network: Network | None
+    trials: Sequence[Trial]
+    kept: Trial | None
+    plan: Plan | None
+    network_note: str | None
+    exchange_lines: Sequence[str]
+
+
+def explanation(found: Findings) -> str:
     """Stage, trace, network, every layout that was tried with prediction and measurement, and the plan in force."""
-    lines = [f"anabranch: {tuner.stage}."]
-    trace, network = tuner.trace, tuner.network
+    lines = [f"anabranch: {found.stage}."]
+    trace, network = found.trace, found.network
     if trace is not None:
         lines.append(
             f"Model: {len(trace)} gradients, {trace.nbytes / MIB:.1f} MiB; forward {trace.forward_s * 1e3:.2f} ms, "
@@ -25,31 +43,30 @@ def explanation(tuner: "Tuner") -> str:
         )
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
-    emulated = describe() if tuner.live.device.type == "cpu" else None  # only Gloo can be
-    place = f"Network ({emulated})" if emulated else "Network"
+    place = f"Network ({found.network_note})" if found.network_note else "Network"
     if network is not None:
         whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0
         lines.append(
             f"{place}: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
-            f"{whole_s * 1e3:.2f} ms for all gradients at once; {_lanes(tuner)}."
+            f"{whole_s * 1e3:.2f} ms for all gradients at once; {_lanes(network)}."
         )
         if notes := [str(note) for name, note in network.meta.items() if name.startswith("refined")]:
             lines.append(f"Corrected by live steps: {'; '.join(notes)}.")
         if trace is not None:
             lines.append(_why(trace, network))
-    elif emulated:
+    elif found.network_note:
         lines.append(f"{place}: not measured.")
-    if tuner.trials:
-        lines += ["", *_trials(tuner)]
-    if tuner.live.plan is not None:
-        lines += ["", *_buckets(tuner.live.plan, trace, network), *tuner.collectives.words()]
+    if found.trials:
+        lines += ["", *_trials(found)]
+    if found.plan is not None:
+        lines += ["", *_buckets(found.plan, trace, network), *found.exchange_lines]
     return "\n".join(lines)
 
 
 def _why(trace: Trace, network: Network) -> str:
-    """What sticks out of backward, whatever the plan."""
+    """What no plan can hide, and why."""
     first, last = trace.tensors[0], trace.tensors[-1]
-    least_ms = (least_s(trace, network) - trace.forward_s - trace.backward_s) * 1e3
+    least_ms = (lower_bound_step_s(trace, network) - trace.forward_s - trace.backward_s) * 1e3
     reason = (
         f"the last gradient, {last.name}, has still to travel when backward ends"
         if network.allreduce_s(trace.nbytes) < trace.backward_s - first.ready_s
@@ -58,9 +75,7 @@ def _why(trace: Trace, network: Network) -> str:
     return f"At least {least_ms:.2f} ms stay exposed under any plan on one lane, since {reason}."
 
 
-def _lanes(tuner: "Tuner") -> str:
-    network = tuner.network
-    assert network is not None
+def _lanes(network: Network) -> str:
     slowdown = network.contention.slowdown(2)
     if slowdown >= 2 * 0.98:
         return "two messages at once take no less time than one after the other"
@@ -68,33 +83,33 @@ def _lanes(tuner: "Tuner") -> str:
     return f"two messages at once take {slowdown:.2f} times as long as one, so a second lane gains up to {gain:.2f}×"
 
 
-def _trials(tuner: "Tuner") -> list[str]:
-    stock = tuner.trials[0]
+def _trials(found: Findings) -> list[str]:
+    stock = found.trials[0]
     table = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up")]
-    for trial in tuner.trials:
+    for trial in found.trials:
         predicted, error = "-", "-"
-        if tuner.network is not None and tuner.trace is not None:
-            seconds = predicted_s(tuner.trace, trial.plan, tuner.network)
+        if found.network is not None and found.trace is not None:
+            seconds = predicted_s(found.trace, trial.plan, found.network)
             predicted, error = f"{seconds * 1e3:.2f} ms", f"{seconds / trial.step_s - 1:+.0%}"
         shape = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
         table.append((
-            "*" if trial is tuner.kept else "", trial.label, *shape, predicted, f"{trial.step_s * 1e3:.2f} ms", error,
+            "*" if trial is found.kept else "", trial.label, *shape, predicted, f"{trial.step_s * 1e3:.2f} ms", error,
             f"{trial.exposed_s * 1e3:.2f} ms", f"{stock.step_s / trial.step_s:.2f}×",
         ))  # fmt: skip
-    if tuner.network is not None and tuner.trace is not None:
-        apart_s = unmerged_s(tuner.trace, tuner.network)
-        table.append(("", "no merging", str(len(tuner.trace)), "1", f"{apart_s * 1e3:.2f} ms", "-", "-", "-", "-"))
+    if found.network is not None and found.trace is not None:
+        apart_s = unmerged_s(found.trace, found.network)
+        table.append(("", "no merging", str(len(found.trace)), "1", f"{apart_s * 1e3:.2f} ms", "-", "-", "-", "-"))
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = []
     for row in table:
         cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
         lines.append(" ".join(cells).rstrip())
-    star = "* in force. " if tuner.kept in tuner.trials else ""
+    star = "* in force. " if found.kept in found.trials else ""
     return [*lines, f"{star}From the start of forward to averaged gradients; medians on rank 0."]
 
 
 def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[str]:
-    """A line per bucket: how it travels, what that is predicted to take alone on the wire, and what dense would."""
+    """A line per bucket: its exchange, its predicted time alone on the wire, and what a dense one would take."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
     lines = [
         f"Plan {plan.fingerprint[:12]}:",

@@ -1,15 +1,18 @@
-"""TuningOptions: the arguments of DataParallel that are not DDP's, and what is wrong with them."""
+"""TuningOptions: the arguments of DataParallel that are not DDP's, and their checks."""
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.comm.agree import check_same
+from anabranch.comm.agree import agree_on, check_same, from_rank_0
 from anabranch.comm.collectives import Collectives
-from anabranch.ddp.reducer import layout_of
-from anabranch.errors import NetworkError, PlanError
+from anabranch.comm.exchange import Group
+from anabranch.comm.model import model_lines
+from anabranch.errors import FileError, NetworkError, PlanError
+from anabranch.files import load
 from anabranch.network import Network
 from anabranch.plan import MAX_LANES, Plan
 from anabranch.planners import PLANNERS
@@ -23,7 +26,7 @@ class TuningOptions:
     """The arguments of DataParallel that are not DDP's; ``kinds`` and ``dense_names`` as in ``Collectives``."""
 
     planner: str | Planner
-    plan: Plan | None
+    plan: Plan | str | os.PathLike[str] | None
     network: Network | None
     lanes: int | None
     profile_steps: int
@@ -31,13 +34,14 @@ class TuningOptions:
     dense_names: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        """Refuse what no rank could mean."""
-        for name, kind in (("plan", Plan), ("network", Network)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(
-                    f"{name} is a {type(value).__name__}: expected a {kind.__name__}, such as anabranch.load(path)"
-                )
+        if self.plan is not None and not isinstance(self.plan, Plan | str | os.PathLike):
+            raise ValueError(
+                f"plan is a {type(self.plan).__name__}: expected a Plan, such as anabranch.load(path), or its path"
+            )
+        if self.network is not None and not isinstance(self.network, Network):
+            raise ValueError(
+                f"network is a {type(self.network).__name__}: expected a Network, such as anabranch.load(path)"
+            )
         if isinstance(self.planner, str) and self.planner not in PLANNERS:
             raise ValueError(f"planner is {self.planner!r}: expected one of {', '.join(PLANNERS)}, or a function")
         if not isinstance(self.planner, str) and not callable(self.planner):
@@ -48,25 +52,41 @@ class TuningOptions:
             raise ValueError(f"profile_steps is {self.profile_steps}: expected 0 or more")
 
     def described(self) -> list[str]:
-        """A line per wish, such that ranks with equal lines wish the same."""
+        """The options as lines that must be the same on all ranks."""
         planner = self.planner
         return [
             f"planner {planner if isinstance(planner, str) else getattr(planner, '__qualname__', 'a function')}",
-            f"plan {self.plan.fingerprint if self.plan is not None else None}",
+            f"plan {self.plan.fingerprint if isinstance(self.plan, Plan) else self.plan and f'in {self.plan}'}",
             f"network given {self.network is not None}",
             f"lanes {self.lanes}",
             f"profile_steps {self.profile_steps}",
         ]
 
-    def check_agreed(self, module: nn.Module, group: dist.ProcessGroup | None, *further: str) -> None:
-        """Refuse, on all ranks alike, models or wishes that differ among ranks; ``further`` settings as lines, too."""
+    def check_agreed(self, module: nn.Module, group: Group | None, *further: str) -> None:
+        """DisagreementError, on all ranks alike, if models, options or ``further`` lines differ between ranks."""
         if group is None:
             raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
-        check_same("the model", model_described(module), group)
+        check_same("the model", model_lines(module), group)
         check_same("the settings of DataParallel", [*self.described(), *further], group)
 
+    def with_plan_loaded(self, group: Group) -> "TuningOptions":
+        """These options with the plan that rank 0 reads, if a path was given. Collective; fails on all ranks alike."""
+        if self.plan is None or isinstance(self.plan, Plan):
+            return self
+        plan, problem = None, ""
+        if dist.get_rank(group) == 0:
+            try:
+                found = load(self.plan)
+                plan = found if isinstance(found, Plan) else None
+                problem = "" if plan else f"{self.plan}: holds a {type(found).__name__.lower()}, expected a plan"
+            except FileError as error:
+                problem = str(error)
+        if refused := from_rank_0(problem.encode(), group).decode():
+            raise FileError(refused)
+        return replace(self, plan=agree_on(Plan, plan, group))
+
     def check_fits(self, parameters: Mapping[str, nn.Parameter], ranks: int, collectives: Collectives) -> None:
-        """Refuse a plan or network that is not for these parameters and ranks, before the first step."""
+        """PlanError or NetworkError if plan or network are not for these parameters and this number of ranks."""
         if self.network is not None and self.network.world_size != ranks:
             raise NetworkError(
                 f"the network was measured among {self.network.world_size} ranks and these are {ranks}: "
@@ -75,26 +95,15 @@ class TuningOptions:
         if self.network is not None:
             for kind in self.kinds:
                 self.network.curve(kind)  # raises if it has no cost for it
-        if self.plan is not None:
-            layout_of(self.plan, list(parameters))
+        if isinstance(self.plan, Plan):
+            self.plan.indices(list(parameters))
             for bucket in self.plan.buckets:
                 dtypes = {parameters[name].dtype for name in bucket.names}
                 if len(dtypes) > 1:
                     raise PlanError(f"the bucket of {bucket.names[0]} mixes {', '.join(map(str, dtypes))}: split it")
-                if not collectives.runs(bucket.collective, *dtypes):
+                if not collectives.supports(bucket.collective, *dtypes):
                     known = ", ".join(("dense", "bf16", *self.kinds))
                     raise PlanError(
                         f"the plan sends {bucket.names[0]} ({', '.join(map(str, dtypes))}) by {bucket.collective!r}: "
                         f"expected one of {known}" + ("; sparse kinds are for float32 alone" if self.kinds else "")
                     )
-
-
-def model_described(module: nn.Module) -> list[str]:
-    """A line per parameter and buffer, such that ranks with equal lines can train together."""
-    parameters = {
-        n: f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad} strides {p.stride()}"
-        for n, p in module.named_parameters()
-    }
-    buffers = {n: f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()}
-    own_affair = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # DDP leaves these to each rank
-    return [line for name, line in (parameters | buffers).items() if name not in own_affair]

@@ -1,9 +1,9 @@
-"""Tuned: what every wrapper that a tuner steers can tell and be told, whoever runs its buckets."""
+"""Tuned: what DataParallel and LeanDataParallel have in common: results of tuning, logging, checkpoints."""
 
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.comm.collectives import Collectives, Scaler
+from anabranch.comm.exchange import Group
 from anabranch.comm.lanes import same_ranks
-from anabranch.ddp.layout import DdpLayout
 from anabranch.network import Network
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
@@ -21,6 +21,8 @@ from anabranch.timeline import Timeline
 from anabranch.trace import Trace
 from anabranch.tuning.explain import explanation
 from anabranch.tuning.options import TuningOptions
+from anabranch.tuning.policy import TuningPolicy
+from anabranch.tuning.runner import Layout
 from anabranch.tuning.tuner import Tuner
 
 log = logging.getLogger("anabranch")
@@ -29,34 +31,41 @@ CLOSED = "it was closed"
 
 
 class Tuned:
-    """What came of profiling, measuring and planning; checkpoints of what waits to be sent; whether to plan again."""
+    """A wrapper with a tuner: its plan, trace, network and timeline, loggers, checkpoints, and when to plan again."""
 
-    _tuner: Tuner | None = None  # while a wrapper is being made there is none
+    _tuner: Tuner | None = None  # None while a wrapper is being made, and where there is nothing to plan
     _idle = ""  # why there is nothing to plan
-    _memory: Collectives | None = None  # of one rank too, which may go on where several have stopped
+    _collectives: Collectives | None = None  # with one rank, too: it may go on from a checkpoint of several
     _scaler: Scaler | None = None
     process_group: dist.ProcessGroup
     _release: "weakref.finalize[..., Any]"
 
-    def _tune(
+    def _start_tuning(
         self,
-        wishes: TuningOptions,
+        options: TuningOptions,
+        policy: TuningPolicy,
         collectives: Collectives,
         parameters: Mapping[str, nn.Parameter],
-        layout: type[DdpLayout] = DdpLayout,
-    ) -> None:
-        """Let a tuner steer this wrapper of these parameters from now on. Every rank calls it at the same point."""
-        self._memory = collectives
-        wishes = replace(wishes, kinds=tuple(collectives.kinds), dense_names=collectives.dense_names)
-        wishes.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
+        make_layout: Callable[[Group], Layout],
+        model_name: str,
+    ) -> Tuner:
+        """Let a tuner choose the plans of a layout from now on. Every rank calls it at the same point.
+
+        ``make_layout`` gets a group of the same ranks that carries small messages in host memory.
+        """
+        self._collectives = collectives
+        options = replace(options, kinds=collectives.kinds, dense_names=collectives.dense_names)
+        options.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
         control = same_ranks(self.process_group, "gloo", "anabranch control")
-        self._tuner = Tuner(self, wishes, control, collectives, layout)
+        layout = make_layout(control)
+        self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, model_name)
         self._release = weakref.finalize(self, self._tuner.close)
+        return self._tuner
 
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None while DDP's own buckets run."""
-        return self._tuner.live.plan if self._tuner is not None else None
+        return self._tuner.runner.plan if self._tuner is not None else None
 
     @property
     def trace(self) -> Trace | None:
@@ -77,13 +86,14 @@ class Tuned:
         """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
         if self._tuner is None:
             return f"No plan: {self._idle}. Gradients travel as under DistributedDataParallel."
-        return explanation(self._tuner)
+        return explanation(self._tuner.findings())
 
     def log_to(self, *loggers: Logger, every_rank: bool = False) -> None:
-        """Tell these loggers the ``Metrics`` of every synchronised step from now on; closed with the model.
+        """Give these loggers the ``Metrics`` of every averaged step from now on; they are closed with the model.
 
-        Rank 0 tells its own; with ``every_rank`` each rank does, and each needs a file or folder of its own. Nothing
-        waits for a GPU: there, metrics come some steps late. A logger that fails is let go, and the log says so.
+        Rank 0 logs its own steps; with ``every_rank`` each rank does, and each needs a file or folder of its own.
+        Nothing waits for a GPU: there, metrics come some steps late. A logger that fails is dropped with an error in
+        the log.
         """
         for logger in loggers:
             if isinstance(logger, type) or not callable(getattr(logger, "log", None)):
@@ -91,22 +101,36 @@ class Tuned:
                     f"log_to() was given {logger!r}: expected loggers with log(metrics) and close(), "
                     "such as JsonLines('run.jsonl')"
                 )
-        tuner = self._watched("log_to()")
-        if tuner is not None and loggers and (every_rank or dist.get_rank(tuner.control) == 0):
-            tuner.live.watch.observers.append(MetricsFeed(tuner, loggers))
+        tuner = self._observable("log_to()")
+        if tuner is None or not loggers:
+            return
+        rank, ranks = dist.get_rank(tuner.control), dist.get_world_size(tuner.control)
+        if every_rank or rank == 0:
+            timer = tuner.runner.timer
+            traffic, parameters = tuner.collectives.traffic, tuner.runner.parameters
+            timer.observers.append(MetricsFeed(loggers, timer, tuner.current_step, traffic, parameters, rank, ranks))
 
     def trace_steps(self, first: int, last: int, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Have rank 0 write what all ranks did in these steps, by one clock, as one trace for Perfetto.
+        """Have rank 0 write these steps of all ranks, by one clock, as one trace for Perfetto.
 
         The first step of a training is 1. Call it on every rank alike, between steps. At the window's ends ranks
         compare their clocks and wait for their GPUs.
         """
-        tuner = self._watched("trace_steps()")
+        tuner = self._observable("trace_steps()")
         if tuner is not None:
-            TraceWindow(tuner, first, last, path, force)
+            TraceWindow(
+                first,
+                last,
+                path,
+                force,
+                timer=tuner.runner.timer,
+                current_step=tuner.current_step,
+                parameters=tuner.runner.parameters,
+                control=tuner.control,
+            )
 
-    def _watched(self, what: str) -> Tuner | None:
-        """Who sees the steps; nobody, where there is nothing to plan."""
+    def _observable(self, what: str) -> Tuner | None:
+        """The tuner, whose timer sees the steps; None, with a warning, where there is none."""
         if self._idle == CLOSED:
             raise RuntimeError(f"{what} of a DataParallel that was closed: wrap the module again")
         if self._tuner is None:
@@ -114,10 +138,10 @@ class Tuned:
         return self._tuner
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """What this rank must keep in a checkpoint beside the model: what waits to be sent; {} without ``OkTopk``."""
+        """What this rank must keep in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
         if self._idle == CLOSED:
-            raise RuntimeError("this DataParallel was closed, and what had waited is gone: ask before close()")
-        kept = self._memory.state_dict() if self._memory is not None else {}
+            raise RuntimeError("this DataParallel was closed, and its residuals are gone: ask before close()")
+        kept = self._collectives.state_dict() if self._collectives is not None else {}
         return {**kept, "steps_trained": self._tuner.steps_done if self._tuner is not None else 0} if kept else {}
 
     def load_comm_state_dict(self, *states: Any) -> None:
@@ -127,26 +151,26 @@ class Tuned:
         Ranks compare what they were given in the first step: one that loads another checkpoint, or none, is an error.
         """
         if self._tuner is not None:
-            self._tuner.live.load(*states)
+            self._tuner.runner.load(*states)
             self._tuner.steps_done = max((int(state.get("steps_trained", 0)) for state in states), default=0)
-        elif self._memory is not None:
-            self._memory.load_state_dict(*states)
+        elif self._collectives is not None:
+            self._collectives.load_state_dict(*states)
         elif any(state.get("residuals") for state in states):
-            raise RuntimeError(f"gradients that wait to be sent cannot be taken over: {self._idle}")
+            raise RuntimeError(f"residuals cannot be loaded: {self._idle}")
         self._follow_scale()
 
     def follow(self, scaler: Scaler) -> None:
-        """Let what waits to be sent follow this GradScaler, on every rank; keep the scaler in your checkpoints, too.
+        """Scale residuals with this GradScaler, on every rank; keep the scaler in your checkpoints, too.
 
-        Gradients wait as they were: of a loss times that step's scale. When the scale changes, or what was loaded had
-        another, all that waits is multiplied by the same ratio before the next forward.
+        Residuals are gradients of a loss times the scale of their step. When the scale changes, or a loaded checkpoint
+        had another, they are multiplied by the same ratio before the next forward.
         """
         self._scaler = scaler
         self._follow_scale()
 
     def _follow_scale(self) -> None:
-        if self._scaler is not None and self._memory is not None:
-            self._memory.rescale(float(self._scaler.get_scale()))
+        if self._scaler is not None and self._collectives is not None:
+            self._collectives.rescale(float(self._scaler.get_scale()))
 
     def replan(self) -> None:
         """Profile, measure and plan again soon: within the next 20 steps after rank 0 has called it."""
@@ -158,8 +182,9 @@ class Tuned:
         if self._tuner is not None:
             self._tuner.hold()
 
-    def _let_go(self) -> None:
-        """It was closed."""
-        if self._memory is not None:
-            self._memory.close()
-        self._tuner, self._memory, self._idle = None, None, CLOSED
+    def _mark_closed(self) -> None:
+        if self._collectives is not None:
+            self._collectives.close()
+        self._tuner = None
+        self._collectives = None
+        self._idle = CLOSED

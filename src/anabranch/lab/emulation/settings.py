@@ -1,4 +1,4 @@
-"""Which network is emulated: as a value, as the environment variables of a rank, and in words."""
+"""Which network is emulated: as a value, as the environment variables of a rank, and as a note for reports."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,14 @@ from typing import Self
 
 from anabranch.alpha_beta import AlphaBeta
 
-VARIABLE = "ANABRANCH_EMULATED"
-STARTUP = Path(__file__).parent / "startup"  # a folder with a sitecustomize.py, which Python runs as it starts
+NETWORK_VARIABLE = "ANABRANCH_EMULATED"
+NOTE_VARIABLE = "ANABRANCH_NETWORK_NOTE"  # which anabranch.observe.environment reads; the library never imports the lab
+STARTUP_FOLDER = Path(__file__).parent / "startup"  # with a sitecustomize.py, which Python runs as it starts
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Hosts of one process each, with one full-duplex card each: ``rate_bit_s`` of the slowest, latency per hop."""
+class EmulatedNetwork:
+    """Hosts of one rank each on one switch, with the rate of the slowest link and the latency of one hop."""
 
     hosts: int
     rate_bit_s: float
@@ -31,7 +32,7 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From the text of the environment variable; ValueError if it is not one that ``__str__`` writes."""
+        """Read the text that ``__str__`` writes; ValueError for any other text."""
         try:
             values = dict(pair.split("=") for pair in text.split(","))
             if values.keys() != {"hosts", "rate_bit_s", "alpha_s"}:
@@ -40,9 +41,15 @@ class Settings:
         except ValueError as error:
             example = cls(4, 10e9, 50e-6)
             raise ValueError(
-                f"{VARIABLE} is {text!r}: {error}. Expected a text such as {str(example)!r}: start the program with "
-                f"anabranch lab --emulate, which writes it, or unset {VARIABLE} to run without emulation"
+                f"{NETWORK_VARIABLE} is {text!r}: {error}. Expected a text such as {str(example)!r}: start the program "
+                f"with anabranch lab --emulate, which writes it, or unset {NETWORK_VARIABLE} to run without emulation"
             ) from None
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Self | None:
+        """The network that this process is to emulate, if any; ValueError if the variable cannot be read."""
+        text = variables.get(NETWORK_VARIABLE)
+        return None if text is None else cls.parse(text)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value!r}" for name, value in asdict(self).items())
@@ -53,12 +60,13 @@ class Settings:
         return AlphaBeta("ring", self.alpha_s, 8 / self.rate_bit_s)
 
     @property
-    def words(self) -> str:
-        """For people, in a report."""
+    def note(self) -> str:
+        """One sentence for people, to stand beside every result."""
         scale, unit = next(
             (pair for pair in ((1e9, "Gbit/s"), (1e6, "Mbit/s")) if self.rate_bit_s >= pair[0]), (1e3, "kbit/s")
         )
-        rate, alpha = f"{self.rate_bit_s / scale:.4g} {unit}", f"{self.alpha_s * 1e6:.4g} µs"
+        rate = f"{self.rate_bit_s / scale:.4g} {unit}"
+        alpha = f"{self.alpha_s * 1e6:.4g} µs"
         hosts = f"{self.hosts} host{'s' * (self.hosts != 1)}"
         return f"emulated: {hosts}, {rate}, {alpha} (delays, not a real network)"
 
@@ -66,24 +74,12 @@ class Settings:
 def environment(rate_bit_s: Sequence[float], alpha_s: float) -> dict[str, str]:
     """Environment variables for ranks whose Gloo groups are to be emulated; one rate per host, the slowest counts.
 
-    The ranks' interpreter must have anabranch. PYTHONPATH keeps what the caller's holds.
+    The ranks' interpreter must have anabranch installed. PYTHONPATH keeps the entries that this process has.
     """
     if not rate_bit_s:
         raise ValueError("rate_bit_s is empty: expected the rate of each host, in bits per second")
     for rate in rate_bit_s:
-        Settings(1, rate, alpha_s)  # names the wrong one
-    settings = Settings(len(rate_bit_s), float(min(rate_bit_s)), float(alpha_s))
-    path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
-    return {VARIABLE: str(settings), "PYTHONPATH": path}
-
-
-def current(variables: Mapping[str, str] = os.environ) -> Settings | None:
-    """What this process was told to emulate, if anything; ValueError if it was told nonsense."""
-    text = variables.get(VARIABLE)
-    return None if text is None else Settings.parse(text)
-
-
-def describe() -> str | None:
-    """The emulated network of this process in words, to stand beside every result; None on a real network."""
-    settings = current()
-    return None if settings is None else settings.words
+        EmulatedNetwork(1, rate, alpha_s)  # its error shows the wrong rate
+    network = EmulatedNetwork(len(rate_bit_s), float(min(rate_bit_s)), float(alpha_s))
+    path = os.pathsep.join(filter(None, [str(STARTUP_FOLDER), os.environ.get("PYTHONPATH")]))
+    return {NETWORK_VARIABLE: str(network), NOTE_VARIABLE: network.note, "PYTHONPATH": path}

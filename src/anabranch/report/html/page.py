@@ -9,6 +9,7 @@ from importlib import resources
 from itertools import groupby
 from string import Template
 
+from anabranch.extras import require
 from anabranch.report.formatting import count
 from anabranch.report.html.chart import Chart
 from anabranch.report.html.elements import Answer, Table, Text, answer_html, table_html, text_html, tile_html
@@ -48,6 +49,7 @@ def report_page(title: str, runs: Runs, predicted: Sequence[Predicted]) -> str:
 
 
 def _plotly() -> str:
+    require("plotly", "report", "anabranch report")
     from plotly.offline import get_plotlyjs
 
     library: str = get_plotlyjs()

@@ -1,14 +1,16 @@
-"""Selection in Triton: what ``select.py`` does in torch operations, a few launches for float32 buckets on a GPU.
+"""Selection in Triton kernels: what ``select.py`` does in torch operations, in a few launches for buckets on a GPU.
 
-    blank                      empty messages: heads 0, pairs −1
-    sample, sample_sums, kth   a sample's magnitudes, and the k-th largest of them
-    offer                      pack what of gradient + residual passes the threshold, by region; both stay
-    add, collect, take         sum what arrived; list each position's sum once; pack the sums that pass
-    settle, apply, clear       residual += gradient, gradient = 0; scatter what all apply; take it off the residual
-    keep                       put what rounding at the owner left over into its residual
-    note                       counts, thresholds and the next tilt
+    reset                               empty messages: heads 0, pairs −1
+    sample, sample_sums, kth_magnitude  a sample's magnitudes, and the k-th largest of them
+    offer                               pack what of gradient + residual passes the threshold, by region
+    add, collect, select_sums           add what arrived; list each position's sum once; pack the sums that pass
+    accumulate, apply                   residual += gradient, gradient = 0; scatter what is applied into the gradient
+    subtract_applied                    subtract what this rank offered and is applied from its residual
+    keep_rounding_error                 add the rounding error of an owner's sums to its residual
+    record_step                         counts, thresholds and the next bias
 
-A message is one row: a head of two int32 (a count, negative if poisoned, and a float32), then pairs as in ``wire.py``.
-The packing kernels count in the head itself. A float32's bits without the sign sort as its magnitude does, so
-magnitudes are compared as integers: zeros, subnormals and infinities need no care. ``fused.py`` launches these kernels.
+A message is one row: a head of two int32 (a count, negative if poisoned, and a float32), then pairs as in
+``encoding.py``. The packing kernels count in the head itself. A float32's bits without the sign sort as its magnitude
+does, so magnitudes are compared as integers: zeros, subnormals and infinities need no special case.
+``triton_exchange.py`` launches these kernels.
 """

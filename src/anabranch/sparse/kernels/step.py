@@ -1,4 +1,4 @@
-"""The passes of one step of a bucket, in Triton."""
+"""The passes of one step of a bucket, in Triton: each is the kernel of a function in ``select.py`` or ``phases.py``."""
 
 import triton
 import triton.language as tl
@@ -8,23 +8,23 @@ from anabranch.sparse.kernels.message import (
     MAGNITUDE,
     SIGN,
     SIZES,
-    claim,
-    get,
     least_count,
-    put,
-    rounded,
-    standing,
+    load_pairs,
+    reserve_slots,
+    round_bits,
+    store_pairs,
+    valid_pairs,
 )
 
-GROUP = tl.constexpr(16)  # elements whose results make one word of bits
+GROUP = tl.constexpr(16)  # elements whose results are the bits of one word
 
 
 @triton.jit
 def passing(gradient, residual, least, left, block: tl.constexpr):
-    """Which of a block's elements pass, as a word of bits per group: few instructions per element."""
+    """Which of a block's elements pass, as a word of bits per group: that takes few instructions per element."""
     lane = tl.arange(0, GROUP)[None, :]
     at = tl.arange(0, block // GROUP)[:, None] * GROUP + lane
-    if left >= block:  # without a mask loads are 16 bytes wide, whatever the bucket's size is
+    if left >= block:  # without a mask, loads are 16 bytes wide whatever the bucket's size
         total = tl.load(residual + at) + tl.load(gradient + at)
     else:
         total = tl.load(residual + at, mask=at < left, other=0.0) + tl.load(gradient + at, mask=at < left, other=0.0)
@@ -46,14 +46,14 @@ def offer(
     gradient, residual, threshold, boundaries, heads, pairs, numel, ranks, capacity, row_words,
     first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """See ``select.offer``, but for the accumulation, which is left to ``settle``: eight bytes per element are read.
+    """Pack what passes, as ``select.offer`` does, without accumulating: eight bytes per element are read.
 
     First every element is compared, then the few that passed are read again and packed, one of each group at a time.
     """
     start = tl.program_id(0).to(tl.int64) * block
     gradient += start
     residual += start
-    # zeros never pass, and what is not finite always does
+    # zeros never pass, and values that are not finite always do
     least = tl.minimum(tl.maximum(tl.load(threshold).to(tl.int32, bitcast=True), 1), INFINITE)
     words = passing(gradient, residual, least, numel - start, block)
     row = tl.arange(0, rows)
@@ -62,23 +62,23 @@ def offer(
     highest = tl.sum((ends < tl.minimum(start + block, numel)).to(tl.int32))
     group = tl.arange(0, block // GROUP) * GROUP
     worst = tl.zeros([block // GROUP], tl.int32)
-    for region in range(lowest, highest + 1):  # one, but for blocks across a boundary
+    for region in range(lowest, highest + 1):  # one region, except for blocks across a boundary
         begin = tl.load(boundaries + region) - start
         end = tl.minimum(tl.load(boundaries + region + 1) - start, block).to(tl.int32)
         before = (1 << tl.minimum(tl.maximum(tl.maximum(begin, 0).to(tl.int32) - group, 0), GROUP)) - 1
         word = words & ~before & ((1 << tl.minimum(tl.maximum(end - group, 0), GROUP)) - 1)
         counts = bit_count(word)
         message = tl.cast(region, tl.int64)
-        slot = claim(heads + message * row_words, counts) - counts
+        slot = reserve_slots(heads + message * row_words, counts) - counts
         for _ in range(tl.max(counts)):
             there = word != 0
             at = group + bit_count((word & -word) - 1)
             total = tl.load(residual + at, mask=there, other=0.0) + tl.load(gradient + at, mask=there, other=0.0)
             bits = total.to(tl.int32, bitcast=True)
             worst = tl.maximum(worst, bits & MAGNITUDE)
-            value = bits if first == 0 else rounded(bits)
+            value = bits if first == 0 else round_bits(bits)
             stored = there & (slot < capacity)
-            put(pairs, message, slot, value, at - begin.to(tl.int32), stored, capacity, first, last)
+            store_pairs(pairs, message, slot, value, at - begin.to(tl.int32), stored, capacity, first, last)
             slot += 1
             word = word & (word - 1)
     if tl.max(worst) >= INFINITE:
@@ -87,55 +87,58 @@ def offer(
 
 @triton.jit(do_not_specialize=SIZES)
 def add(pairs, buffer, capacity, first: tl.constexpr, last: tl.constexpr, block: tl.constexpr):
-    """buffer[position] += value, in any order. Subnormal sums become 0, are not applied, and stay with their ranks."""
+    """buffer[position] += value, in any order. Subnormal sums become 0, so they are not applied and stay residuals."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
-    bits, place = get(pairs, tl.program_id(1).to(tl.int64), slot, capacity, first, last)
-    tl.atomic_add(buffer + place, bits.to(tl.float32, bitcast=True), mask=place >= 0, sem="relaxed")
+    bits, position = load_pairs(pairs, tl.program_id(1).to(tl.int64), slot, capacity, first, last)
+    tl.atomic_add(buffer + position, bits.to(tl.float32, bitcast=True), mask=position >= 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def collect(
-    pairs, buffer, counter, sums, places, capacity, first: tl.constexpr, last: tl.constexpr, block: tl.constexpr
+    pairs, buffer, counter, sums, positions, capacity, first: tl.constexpr, last: tl.constexpr, block: tl.constexpr
 ):
-    """List each position's sum once, as bits and place: the first to come takes it, and leaves a clean buffer."""
+    """List each position's sum once, as bits and position: the first lane to read a sum leaves 0 in the buffer."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
-    _, place = get(pairs, tl.program_id(1).to(tl.int64), slot, capacity, first, last)
-    there = place >= 0
-    bits = tl.atomic_xchg(buffer + place, tl.zeros([block], tl.int32), mask=there, sem="relaxed")
+    _, position = load_pairs(pairs, tl.program_id(1).to(tl.int64), slot, capacity, first, last)
+    there = position >= 0
+    bits = tl.atomic_xchg(buffer + position, tl.zeros([block], tl.int32), mask=there, sem="relaxed")
     there = there & ((bits & MAGNITUDE) != 0)
-    at = claim(counter, there.to(tl.int32)) - 1
+    at = reserve_slots(counter, there.to(tl.int32)) - 1
     tl.store(sums + at, bits, mask=there)
-    tl.store(places + at, place, mask=there)
+    tl.store(positions + at, position, mask=there)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def take(
-    sums, places, counter, received, tilt, head, pairs, leftover, ranks, capacity, row_words,
+def select_sums(
+    sums, positions, counter, received, threshold_bias, head, pairs, rounding_error, ranks, capacity, row_words,
     first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """See ``select.take``; the threshold found is in the second word of the head, and is tilted here."""
+    """Pack the sums that pass, as ``select.select_sums`` does.
+
+    The second word of the head is the threshold without this owner's bias, which is applied here.
+    """
     at = tl.program_id(0) * block + tl.arange(0, block)
     inside = at < tl.load(counter)
     bits = tl.load(sums + at, mask=inside, other=0)
-    place = tl.load(places + at, mask=inside, other=-1)
+    position = tl.load(positions + at, mask=inside, other=-1)
     poisoned = tl.max(bits & MAGNITUDE) >= INFINITE
     if tl.program_id(0) == 0:
         poisoned = poisoned | (least_count(received, ranks, row_words, rows) < 0)
     if poisoned:
         tl.atomic_or(head, SIGN)
-    found = tl.load(head + 1).to(tl.float32, bitcast=True) * tl.exp(tl.load(tilt))
-    value = bits if first == 0 else rounded(bits)
+    found = tl.load(head + 1).to(tl.float32, bitcast=True) * tl.exp(tl.load(threshold_bias))
+    value = bits if first == 0 else round_bits(bits)
     chosen = ((bits & MAGNITUDE) >= found.to(tl.int32, bitcast=True)) & ((value & MAGNITUDE) != 0)
-    slot = claim(head, chosen.to(tl.int32)) - 1
+    slot = reserve_slots(head, chosen.to(tl.int32)) - 1
     stored = chosen & (slot < capacity)
-    put(pairs, 0, slot, value, place, stored, capacity, first, last)
+    store_pairs(pairs, 0, slot, value, position, stored, capacity, first, last)
     if first > 0:
         lost = bits.to(tl.float32, bitcast=True) - value.to(tl.float32, bitcast=True)
-        tl.store(leftover + slot, lost, mask=stored)
+        tl.store(rounding_error + slot, lost, mask=stored)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def settle(heads, gradient, residual, numel, ranks, row_words, rows: tl.constexpr, block: tl.constexpr):
+def accumulate(heads, gradient, residual, numel, ranks, row_words, rows: tl.constexpr, block: tl.constexpr):
     """residual += gradient and gradient = 0; if poisoned the residual stays and the gradient becomes NaN."""
     poisoned = least_count(heads, ranks, row_words, rows) < 0
     start = tl.program_id(0).to(tl.int64) * block
@@ -159,48 +162,50 @@ def apply(
     heads, pairs, boundaries, gradient, divisor, ranks, capacity, row_words,
     first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """gradient (as int32) ← gathered values / divisor; −0 where nothing is left of one, so that ``clear`` sees it."""
+    """gradient (as int32) ← gathered values / divisor; −0 where that underflows, so ``subtract_applied`` sees it."""
     row = tl.program_id(1).to(tl.int64)
-    bits, place = get(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
-    applied = standing(heads, place, ranks, row_words, rows)
+    bits, position = load_pairs(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
+    applied = valid_pairs(heads, position, ranks, row_words, rows)
     value = bits.to(tl.float32, bitcast=True)
     new = tl.div_rn(value, tl.zeros_like(value) + divisor).to(tl.int32, bitcast=True)
     new = tl.where((new & MAGNITUDE) == 0, SIGN, new)
-    tl.store(gradient + tl.load(boundaries + row) + place, new, mask=applied)
+    tl.store(gradient + tl.load(boundaries + row) + position, new, mask=applied)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def clear(
+def subtract_applied(
     heads, pairs, boundaries, gradient, residual, ranks, capacity, row_words,
     first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """residual ← residual − what this rank offered, where the gradient (as int32) shows that it was applied."""
     row = tl.program_id(1).to(tl.int64)
-    bits, place = get(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
-    offered = standing(heads, place, ranks, row_words, rows)
-    at = tl.load(boundaries + row) + place
+    bits, position = load_pairs(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
+    offered = valid_pairs(heads, position, ranks, row_words, rows)
+    at = tl.load(boundaries + row) + position
     offered = offered & (tl.load(gradient + at, mask=offered, other=0) != 0)
     left = tl.load(residual + at, mask=offered, other=0.0) - bits.to(tl.float32, bitcast=True)
     tl.store(residual + at, left, mask=offered)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def keep(
-    heads, pairs, leftover, start, residual, ranks, capacity, row_words,
+def keep_rounding_error(
+    heads, pairs, rounding_error, start, residual, ranks, capacity, row_words,
     first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """See ``select.keep_leftover``."""
+    """Add the rounding error of an owner's packed sums to its residual."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
-    _, place = get(pairs, 0, slot, capacity, first, last)
-    kept = standing(heads, place, ranks, row_words, rows)
-    at = tl.load(start) + place
-    new = tl.load(residual + at, mask=kept, other=0.0) + tl.load(leftover + slot, mask=kept, other=0.0)
+    _, position = load_pairs(pairs, 0, slot, capacity, first, last)
+    kept = valid_pairs(heads, position, ranks, row_words, rows)
+    at = tl.load(start) + position
+    new = tl.load(residual + at, mask=kept, other=0.0) + tl.load(rounding_error + slot, mask=kept, other=0.0)
     tl.store(residual + at, new, mask=kept)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def note(heads, sent, tilt, threshold, offered, applied, rank, memory, ranks, row_words, rows: tl.constexpr):
-    """See ``fixed.note``."""
+def record_step(
+    heads, sent, threshold_bias, threshold, offered, applied, rank, memory, ranks, row_words, rows: tl.constexpr
+):
+    """Record a finished step, as ``phases.record_step`` does."""
     row = tl.arange(0, rows)
     inside = row < ranks
     at = row.to(tl.int64) * row_words
@@ -211,8 +216,8 @@ def note(heads, sent, tilt, threshold, offered, applied, rank, memory, ranks, ro
     mean = tl.sum(logs) / tl.maximum(tl.sum(votes.to(tl.int32)), 1)
     own = tl.sum(tl.where(row == rank, logs, 0.0))
     moves = (tl.sum((votes & (row == rank)).to(tl.int32)) > 0) & (tl.min(counts) >= 0)
-    old = tl.load(tilt)
-    tl.store(tilt, tl.where(moves, memory * old + (1 - memory) * (mean - own), old))
+    old = tl.load(threshold_bias)
+    tl.store(threshold_bias, tl.where(moves, memory * old + (1 - memory) * (mean - own), old))
     tl.store(threshold, tl.exp(tl.sum(logs) / ranks))
     tl.store(applied, tl.sum(tl.maximum(counts, 0)))
     tl.store(offered, tl.sum(tl.load(sent + at, mask=inside, other=0) & MAGNITUDE))

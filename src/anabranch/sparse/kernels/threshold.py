@@ -12,8 +12,8 @@ LANE_COUNTS = tl.constexpr(1024)  # each of a lane's three counters has ten bits
 
 
 @triton.jit
-def spread(at, shift, numel, every: tl.constexpr):
-    """Places in a bucket: see ``thresholds.sample_places``."""
+def sample_position(at, shift, numel, every: tl.constexpr):
+    """The position in a bucket of sample ``at``, as in ``thresholds.sample_positions``."""
     if every:
         return at
     else:  # noqa: RET505 (Triton compiles one of the two, and would go on after the first)
@@ -23,31 +23,31 @@ def spread(at, shift, numel, every: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def sample(gradient, residual, seen, shift, numel, wanted, every: tl.constexpr, block: tl.constexpr):
-    """Magnitudes (bits) of gradient + residual at ``wanted`` places, then zeros up to the end of ``seen``."""
+    """Magnitudes (bits) of gradient + residual at ``wanted`` positions, then zeros up to the end of ``seen``."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    place = spread(at, shift, numel, every)
+    position = sample_position(at, shift, numel, every)
     inside = at < wanted
-    total = tl.load(residual + place, mask=inside, other=0.0) + tl.load(gradient + place, mask=inside, other=0.0)
+    total = tl.load(residual + position, mask=inside, other=0.0) + tl.load(gradient + position, mask=inside, other=0.0)
     tl.store(seen + at, total.to(tl.int32, bitcast=True) & MAGNITUDE)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def sample_sums(sums, counter, seen, shift, numel, wanted, every: tl.constexpr, block: tl.constexpr):
-    """The same of a list of sums (bits), of whose ``numel`` slots ``counter`` are used."""
+    """Magnitudes (bits) of a list of sums (bits), of whose ``numel`` slots ``counter`` are used."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    place = spread(at, shift, numel, every)
+    position = sample_position(at, shift, numel, every)
     inside = at < wanted
-    bits = tl.load(sums + place, mask=inside & (place < tl.load(counter)), other=0)
+    bits = tl.load(sums + position, mask=inside & (position < tl.load(counter)), other=0)
     tl.store(seen + at, bits & MAGNITUDE)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def kth(seen, found, wanted, rank, chunk: tl.constexpr):
-    """The ``rank``-th largest of ``wanted`` magnitudes, rounded down: the largest t that so many reach, bit by bit.
+def kth_magnitude(seen, found, wanted, rank, chunk: tl.constexpr):
+    """The ``rank``-th largest of ``wanted`` magnitudes, rounded down: the largest t that ``rank`` of them reach.
 
-    Two bits at a time, down to the lowest that thresholds have.
-    ``wanted`` is a multiple of ``chunk``, so that loads need no mask and are wide. One program: a launch more would
-    cost more than the other multiprocessors could save.
+    t is found two bits at a time, down to the lowest bit that thresholds have. ``wanted`` is a multiple of ``chunk``,
+    so that loads need no mask and are wide. One program does it all: another launch would cost more than the other
+    multiprocessors could save.
     """
     lane = tl.arange(0, chunk)
     result = tl.full((), 0, tl.uint32)

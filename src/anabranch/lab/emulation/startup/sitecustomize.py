@@ -1,7 +1,7 @@
-"""Runs as a rank's interpreter starts: has torch.distributed emulated when it is imported, and imports nothing itself.
+"""Runs as a rank's interpreter starts, and arranges that torch.distributed is emulated as soon as it is imported.
 
-An error here would be printed by Python and then ignored, so everything that can fail happens at that import. On the
-path this file hides a sitecustomize of the system's, and so runs it.
+Python prints an error of this file and then ignores it. So everything that can fail happens at the import of
+torch.distributed. On the path this file hides the system's own sitecustomize, if there is one, and therefore runs it.
 """
 
 import os
@@ -17,7 +17,7 @@ MODULE = "torch.distributed.distributed_c10d"
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, once, and has what it is loaded by wrapped."""
+    """Finds torch's module once, and wraps its loader."""
 
     def find_spec(
         self,
@@ -30,12 +30,12 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Emulating(spec.loader)
+            spec.loader = _EmulatingLoader(spec.loader)
         return spec
 
 
-class _Emulating(Loader):
-    """Loads a module as its own loader does, then has it emulated."""
+class _EmulatingLoader(Loader):
+    """Loads a module as its own loader does, then installs the emulation in it."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -44,24 +44,24 @@ class _Emulating(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader  # for those who read sources through it
+        module.__loader__ = self._loader  # inspect.getsource reads through it
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         try:
             from anabranch.lab.emulation.install import install
-            from anabranch.lab.emulation.settings import current
+            from anabranch.lab.emulation.settings import EmulatedNetwork
         except ImportError as error:
             raise ImportError(
                 f"ANABRANCH_EMULATED is set and {sys.executable} cannot import anabranch: {error}. Install anabranch "
                 "there too, or unset ANABRANCH_EMULATED to run without emulation"
             ) from error
-        settings = current()
-        if settings is not None:
-            install(module, settings)
+        network = EmulatedNetwork.from_environment()
+        if network is not None:
+            install(module, network)
 
 
-def _run_hidden() -> None:
+def _run_hidden_sitecustomize() -> None:
     here = Path(__file__).resolve().parent
     spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if Path(entry).resolve() != here])
     if spec is not None and spec.loader is not None:
@@ -71,4 +71,4 @@ def _run_hidden() -> None:
 
 if "ANABRANCH_EMULATED" in os.environ:
     sys.meta_path.insert(0, _Finder())
-_run_hidden()
+_run_hidden_sitecustomize()

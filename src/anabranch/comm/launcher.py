@@ -1,0 +1,54 @@
+"""Launches the buckets of one plan, each by its exchange and on its lane."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from anabranch.comm.exchange import BucketExchange
+from anabranch.comm.lanes import Lanes, Message
+from anabranch.plan import Plan
+
+EndMarker = Callable[[list[dist.Work]], None]
+
+
+class BucketLauncher:
+    """Launches the buckets of ``plan`` in plan order, on every rank alike.
+
+    mark_bucket    called with the bucket's index at each launch; what it returns is called with the works at the end,
+                   None if this bucket is not timed
+    before_first   called before the first bucket of each step
+    divisor        gives what sums are divided by, where that is not the world size (under join())
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        lanes: Lanes,
+        exchange: BucketExchange,
+        mark_bucket: Callable[[int], EndMarker | None],
+        before_first: Callable[[], None] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.lanes = lanes
+        self.divisor: Callable[[], int] | None = None
+        self._exchange = exchange
+        self._mark_bucket = mark_bucket
+        self._before_first = before_first
+        self._world_size = dist.get_world_size(lanes[0].group)
+
+    def launch(self, index: int, buffer: torch.Tensor) -> Future[torch.Tensor]:
+        """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future gives the average."""
+        if index == 0 and self._before_first is not None:
+            self._before_first()
+        bucket = self.plan.buckets[index]
+        lane = self.lanes[bucket.lane]
+        divisor = self.divisor() if self.divisor is not None else self._world_size
+        steps = self._exchange.steps(bucket, buffer, lane.group, divisor)
+        label = (
+            f"bucket {index} of {len(self.plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
+            f"{bucket.collective} on lane {bucket.lane})"
+        )
+        on_side_stream = self._exchange.on_side_stream(bucket.collective)
+        return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), on_side_stream))

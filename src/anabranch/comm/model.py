@@ -1,0 +1,22 @@
+"""What ranks must have in common to train one model."""
+
+from collections.abc import Collection
+
+from torch import nn
+
+
+def ignored_names(module: nn.Module) -> Collection[str]:
+    """Parameters and buffers that DDP leaves to each rank, by torch's convention for naming them."""
+    names: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return names
+
+
+def model_lines(module: nn.Module) -> list[str]:
+    """A line per parameter and buffer, such that ranks with equal lines can train together."""
+    parameters = {
+        n: f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad} strides {p.stride()}"
+        for n, p in module.named_parameters()
+    }
+    buffers = {n: f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()}
+    ignored = ignored_names(module)
+    return [line for name, line in (parameters | buffers).items() if name not in ignored]

@@ -1,0 +1,97 @@
+"""MemoryEstimator: the peak memory of one model in every mode of training, at any batch, without running it."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import nn
+
+from anabranch.activations.recompute import recompute
+from anabranch.estimate.account import MODES, Footprint, Setting, predict
+from anabranch.estimate.largest_batch import largest_batch
+from anabranch.estimate.probe import CONVOLUTION_WORKSPACE, Build, Loss, probe
+from anabranch.estimate.step_profile import StepProfile
+from anabranch.lean.options import OptimizerFactory
+
+ActivationMode = Literal["keep", "offload", "recompute"]
+BuildAt = Callable[[int], Build]  # by batch: what makes the model and its loss
+
+FRAGMENTATION = 0.05  # share of the memory that torch's allocator holds in pieces too small to use
+DDP_BUCKETS = "25 MiB in the order of backward"
+
+
+class MemoryEstimator:
+    """Predicts the peak memory of a model by kind of object, for every mode of ``estimate.account.MODES``.
+
+    Each batch runs once on tensors without data, so no GPU is needed. ``activations`` applies to the Lean modes; the
+    others keep theirs. ``assumptions`` says what the predictions count and what they leave out.
+
+    >>> def build_at(batch):
+    ...     def build(device):
+    ...         model = nn.Linear(1024, 1024, device=device)
+    ...         inputs = torch.ones(batch, 1024, device=device)
+    ...         return model, lambda wrapped: wrapped(inputs).sum()
+    ...     return build
+    >>> estimator = MemoryEstimator(build_at, lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True))
+    >>> peaks = estimator.footprints(batch=8, setting=Setting(ranks=4))
+    >>> peaks["ddp"].kinds["weights"], peaks["oktopk"].kinds["residual"]
+    (4198400, 4194304)
+    """
+
+    def __init__(
+        self,
+        build_at: BuildAt,
+        optimizer: OptimizerFactory,
+        activations: ActivationMode = "keep",
+        *,
+        buckets: str = DDP_BUCKETS,
+        dtype: str = "the model in the type it is built in",
+    ) -> None:
+        """``buckets`` and ``dtype`` are the words for them in the assumptions."""
+        self._activations = activations
+
+        @cache
+        def profile(batch: int, activations: ActivationMode) -> StepProfile:
+            build = build_at(batch)
+            if activations == "recompute":
+                build = _with_recomputation(build)
+            return probe(build, optimizer, offload=activations == "offload")
+
+        self._profile = profile
+        self.assumptions = [
+            dtype,
+            "operations keep what they keep on a GPU",
+            f"cuDNN takes {CONVOLUTION_WORKSPACE:g} times the bytes of a convolution's tensors, cuBLAS 64 MiB",
+            "what NCCL, the CUDA context and fragmentation take is not counted",
+            f"buckets: {buckets}; naive sparse exchanges the whole model after backward",
+        ]
+        if activations == "offload":
+            self.assumptions.append("lean's activations are fetched one by one; prefetching keeps some more")
+
+    def footprints(self, batch: int, setting: Setting) -> dict[str, Footprint]:
+        """The peak of every mode at one batch."""
+        return {mode: self._footprint(batch, mode, setting) for mode in MODES}
+
+    def largest_batch(self, mode: str, setting: Setting, limit_nbytes: int) -> int:
+        """The largest batch of a mode whose peak leaves room for fragmentation within the limit; 0 if none does."""
+        within_nbytes = int(limit_nbytes * (1 - FRAGMENTATION))
+        return largest_batch(lambda batch: self._footprint(batch, mode, setting).nbytes, within_nbytes)
+
+    def activations_of(self, mode: str) -> ActivationMode:
+        """How a mode keeps activations: only the Lean modes do other than keep them."""
+        return self._activations if mode.startswith("lean") else "keep"
+
+    def _footprint(self, batch: int, mode: str, setting: Setting) -> Footprint:
+        return predict(self._profile(batch, self.activations_of(mode)), mode, setting)
+
+
+def _with_recomputation(build: Build) -> Build:
+    """The same model, whose blocks are computed again in backward."""
+
+    def rebuilt(device: torch.device) -> tuple[nn.Module, Loss]:
+        model, loss = build(device)
+        recompute(model)
+        return model, loss
+
+    return rebuilt

@@ -1,0 +1,139 @@
+"""Memory of one training step as its gradients become ready: made by ``probe.py``, used by ``account.py``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ALLOCATION_NBYTES = 512  # CUDA's caching allocator hands out multiples of this
+
+
+def allocated_nbytes(nbytes: int) -> int:
+    """Return the bytes that the allocator takes for a tensor of ``nbytes``."""
+    return -(-nbytes // ALLOCATION_NBYTES) * ALLOCATION_NBYTES
+
+
+class MemoryUse(NamedTuple):
+    """Bytes in use at one moment of a step, beside weights and optimizer state.
+
+    activations   with their gradients and the batch
+    gradients     of weights, from autograd until they are taken away
+    workspace     what single operations need for themselves
+    """
+
+    activations: int
+    gradients: int = 0
+    workspace: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGradient:
+    """The gradient of one parameter, and memory in use until it was ready.
+
+    peak_before   the most in use since the gradient before was ready (since the start of forward, for the first)
+    when_ready    in use at the moment when it was ready, itself included
+    sparse        whether it may be sent sparsely: float32 matrices may, vectors never
+    """
+
+    name: str
+    numel: int
+    nbytes: int
+    peak_before: MemoryUse
+    when_ready: MemoryUse
+    sparse: bool = True
+
+
+class OptimizerMemory(NamedTuple):
+    """Bytes of an optimizer's state for all parameters, and what its step needs beside that."""
+
+    state_nbytes: int = 0
+    workspace_nbytes: int = 0
+
+
+NO_OPTIMIZER = OptimizerMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Memory of one step at one batch size, where every gradient is taken away as soon as it is ready.
+
+    weights_nbytes   parameters and buffers
+    gradients        in the order of backward
+    after_backward   in use when backward is over: the batch, and what the program still holds
+    """
+
+    weights_nbytes: int
+    gradients: tuple[ReadyGradient, ...]
+    after_backward: MemoryUse
+    optimizer: OptimizerMemory = NO_OPTIMIZER
+
+    def __post_init__(self) -> None:
+        if not self.gradients:
+            raise ValueError("the step has no gradients: expected a model with parameters that its loss depends on")
+
+    @property
+    def gradients_nbytes(self) -> int:
+        """Bytes of all gradients together."""
+        return sum(gradient.nbytes for gradient in self.gradients)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all gradients together."""
+        return sum(gradient.numel for gradient in self.gradients)
+
+
+class BucketSize(NamedTuple):
+    """A bucket: its gradients as indices into the profile's, its size, and whether it is sent sparsely."""
+
+    indices: tuple[int, ...]
+    numel: int
+    nbytes: int
+    sparse: bool
+
+    @property
+    def last_index(self) -> int:
+        """The gradient with which the bucket is complete."""
+        return max(self.indices)
+
+
+def buckets_by_size(profile: StepProfile, cap_nbytes: int) -> list[BucketSize]:
+    """Return buckets of about ``cap_nbytes`` in the order of backward; gradients that may not be sparse are apart."""
+    found: list[BucketSize] = []
+    open_buckets: dict[bool, list[int]] = {True: [], False: []}  # by whether they are sparse
+
+    def close(sparse: bool) -> None:
+        if indices := open_buckets[sparse]:
+            found.append(_bucket(profile, indices, sparse))
+            open_buckets[sparse] = []
+
+    for index, gradient in enumerate(profile.gradients):
+        indices = open_buckets[gradient.sparse]
+        indices.append(index)
+        if sum(profile.gradients[i].nbytes for i in indices) >= cap_nbytes:
+            close(gradient.sparse)
+    close(True)
+    close(False)
+    return found
+
+
+def buckets_by_names(profile: StepProfile, buckets: Sequence[Sequence[str]]) -> list[BucketSize]:
+    """Return buckets as a plan names them; a bucket is sparse if all its gradients may be."""
+    index_of = {gradient.name: index for index, gradient in enumerate(profile.gradients)}
+    found = []
+    for names in buckets:
+        if unknown := [name for name in names if name not in index_of]:
+            raise ValueError(f"a bucket names {unknown[0]}, which has no gradient in this step: plan for this model")
+        indices = [index_of[name] for name in names]
+        found.append(_bucket(profile, indices, all(profile.gradients[index].sparse for index in indices)))
+    return found
+
+
+def _bucket(profile: StepProfile, indices: Sequence[int], sparse: bool) -> BucketSize:
+    gradients = [profile.gradients[index] for index in indices]
+    numel = sum(gradient.numel for gradient in gradients)
+    nbytes = sum(gradient.nbytes for gradient in gradients)
+    return BucketSize(tuple(indices), numel, nbytes, sparse)

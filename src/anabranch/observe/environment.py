@@ -1,0 +1,15 @@
+"""What the environment says about the network of this process."""
+
+import os
+from collections.abc import Mapping
+
+NETWORK_NOTE = "ANABRANCH_NETWORK_NOTE"
+
+
+def network_note(variables: Mapping[str, str] = os.environ) -> str | None:
+    """The sentence in ``ANABRANCH_NETWORK_NOTE``; None where the variable is unset or empty.
+
+    A launcher that emulates a network sets it, such as ``anabranch lab --emulate``. Every measurement and report of
+    the process then carries the sentence, so that nobody takes an emulated network for a real one.
+    """
+    return variables.get(NETWORK_NOTE) or None

@@ -1,0 +1,28 @@
+"""TuningPolicy: the constants by which a tuner decides."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TuningPolicy:
+    """When a tuner tries, keeps and gives up a plan. The defaults suit training; tests pass others.
+
+    settle_steps         steps to wait after a change of layout: DDP rebuilds in the second, and caches warm up
+    detailed_steps       steps of each trial, at its end, in which every bucket is timed
+    min_gain             share of the step time by which a plan must beat DDP to be kept: less is noise
+    lanes_min_gain       predicted gain from which on a second lane is tried at all
+    drift_check_steps    how often rank 0 decides whether to plan again
+    max_drift            share by which the step time may change before it plans again
+    late_gradients       warn if the first gradient comes later than this share of backward: nothing can overlap then
+    """
+
+    settle_steps: int = 3
+    detailed_steps: int = 3
+    min_gain: float = 0.01
+    lanes_min_gain: float = 0.02
+    drift_check_steps: int = 20
+    max_drift: float = 0.10
+    late_gradients: float = 0.9
+
+
+DEFAULT_POLICY = TuningPolicy()

@@ -1,0 +1,54 @@
+"""MemoryEstimator: the example of its documentation, and each batch probed once."""
+
+import doctest
+from collections.abc import Callable
+
+import torch
+
+from anabranch.estimate import estimator
+from anabranch.estimate.account import MODES, Setting, predict
+from anabranch.estimate.estimator import MemoryEstimator
+from anabranch.estimate.fitting import largest_batches
+from anabranch.estimate.probe import Build, probe
+from estimate.models import images
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)  # type: ignore[arg-type]
+
+
+def counted(looks: list[int]) -> Callable[[int], Build]:
+    def build_at(batch: int) -> Build:
+        looks.append(batch)
+        return images(batch)
+
+    return build_at
+
+
+def test_the_example_of_the_documentation_is_true() -> None:
+    assert doctest.testmod(estimator) == doctest.TestResults(failed=0, attempted=4)
+
+
+def test_each_batch_is_probed_once() -> None:
+    looks: list[int] = []
+    found = MemoryEstimator(counted(looks), sgd)
+    footprints = found.footprints(4, Setting(ranks=8))
+    assert looks == [4] and list(footprints) == list(MODES)
+    assert footprints["lean"] == predict(probe(images(4), sgd), "lean", Setting(ranks=8))
+    largest = found.largest_batch("ddp", Setting(), 100 << 20)
+    assert largest > 0 and len(looks) == len(set(looks))
+
+
+def test_only_lean_modes_keep_activations_otherwise() -> None:
+    found = MemoryEstimator(images, sgd, "recompute")
+    assert {found.activations_of(mode) for mode in MODES if mode.startswith("lean")} == {"recompute"}
+    assert {found.activations_of(mode) for mode in MODES if not mode.startswith("lean")} == {"keep"}
+
+
+def test_strategies_that_do_not_fit_are_left_out() -> None:
+    found = largest_batches(MemoryEstimator(images, sgd), {"optimal": "dense"}, 1 << 20, 4, "sgd")
+    assert found.batches == {}
+    assert "left out, since not even one sample fits: optimal" in found.assumptions
+    both = largest_batches(MemoryEstimator(images, sgd), {"optimal": "dense", "lean:0.01": "lean"}, 100 << 20, 4, "sgd")
+    assert set(both.batches) == {"optimal", "lean:0.01"} and all(both.batches.values())
+    assert "memory: sgd as the optimizer" in both.assumptions

@@ -1,0 +1,36 @@
+"""The exchange of fixed-size messages never looks at a value from the host."""
+
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anabranch.bench.virtual import VirtualWork
+from anabranch.comm.communicator import ZeroBuffer
+from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.state import BucketState
+
+
+class Nowhere(ZeroBuffer):
+    """A group of four that sends nothing: for tensors without values."""
+
+    rank, size = 1, 4
+
+    def all_to_all(self, *args: object) -> dist.Work:
+        return VirtualWork()
+
+    all_gather = all_gather_uneven = all_reduce = all_to_all
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_the_fixed_exchange_never_asks_for_a_value(wire: Literal["fp32", "bf16"]) -> None:
+    """On the meta device a look at a value is an error."""
+    meta = torch.device("meta")
+    state = BucketState.of(torch.zeros(9000, device=meta), 4)
+    options = OkTopk(wire=wire, region_period=2)
+    for density in (0.01, 0.2, 1.0):
+        works = list(fixed_exchange(torch.zeros(9000, device=meta), state, Nowhere(), 4.0, density, options))
+        assert len(works) in (2, 3)
+    assert state.step == 3
