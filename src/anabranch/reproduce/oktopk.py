@@ -8,8 +8,8 @@ from anabranch import planners
 from anabranch.alpha_beta import AlphaBeta
 from anabranch.network import Network
 from anabranch.planners.sparse import sparse_if_faster
+from anabranch.reproduce.measurements import measurements
 from anabranch.reproduce.oktopk_counts import DENSITY, FIXED, NUMEL, RANKS, k_of, words_sent
-from anabranch.reproduce.reports import OKTOPK_REPORT, cell
 from anabranch.reproduce.stand_in import StandIn, bundled
 from anabranch.reproduce.table import OURS_ALONE, Figure, Reproduction, Section, Words
 from anabranch.sim import finish_s
@@ -77,7 +77,7 @@ def volumes() -> Section:
         "Words that the busiest rank sends or receives in a step, in units of k (1 %)",
         COSTS,
         "counted: every word of one step on virtual ranks in this process, seeded heavy-tailed gradients with error "
-        "feedback, after a first step; the row for BERT by sparse/pricing.py, whose traffic depends on sizes alone",
+        "feedback, after a first step; the row for BERT by sparse/cost_model.py, whose traffic depends on sizes alone",
         tuple(figures),
         (
             "Ok-Topk, exact: thresholds as published; Ok-Topk, fixed: what GPUs run here, messages of fixed size with "
@@ -103,7 +103,7 @@ def throughput() -> Section:
         HEADLINE,
         "simulated: our H200 trace of BERT-base (batch 8, sequence 128, as theirs), its gradients enlarged alike to "
         "133,547,324 elements; links of 30 µs and the rate named; every scheme sends one flat vector after backward, "
-        "as in the paper; the others by the cost table; Ok-Topk by the messages of our exchange (sparse/pricing.py) "
+        "as in the paper; the others by the cost table; Ok-Topk by the messages of our exchange (sparse/cost_model.py) "
         f"and selection of {H200.source}, which is granted to all that select",
         tuple(figures),
         (
@@ -149,13 +149,11 @@ def _planned(trace: Trace, network: Network) -> float:
 
 
 def measured() -> Section:
-    """What a committed report says; the paper has no figure for so few workers."""
-    found = cell(OKTOPK_REPORT, "bert-base", "over DDP")
-    word = f"not here: {OKTOPK_REPORT} comes with the source only" if found is None else "measured; no published figure"
-    figure = Figure("4 hosts, 10 Gbit/s", "BERT-base at 1 % over DDP", "×", None, found, word)
-    return Section(
-        "Measured",
-        "nothing on 4 workers",
-        f"read from {OKTOPK_REPORT}: four NCCL hosts sharing one H200",
-        (figure,),
+    """Our measurement on 4 workers, a size for which the paper has no figure."""
+    found = measurements()["sparse"]
+    ratio = found.value("bert_base_throughput_ratio")
+    figure = Figure(
+        "4 hosts, 10 Gbit/s", "BERT-base at 1 % over DDP", "×", None, ratio, "measured; no published figure"
     )
+    how = f"measured: {found.source}; {found.conditions}"
+    return Section("Measured", "nothing on 4 workers", how, (figure,))
