@@ -31,7 +31,7 @@ test: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup
 
 quick: $(READY)
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup --quick
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup --quick --durations 10 --durations-min 3
 
 static: $(READY)
 	$(BIN)/ruff format --check

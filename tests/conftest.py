@@ -25,11 +25,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False, max_examples=1000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=15)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    usual = "quick" if config.getoption("--quick") else "repeatable"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", usual))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="of every test that is not slow, the first case only")
+    parser.addoption("--quick", action="store_true", help="the first case of every test that is not slow")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -93,6 +93,7 @@ def _flat(model: nn.Module) -> list[float]:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).tolist()
 
 
+@pytest.mark.slow
 def test_rivals_at_density_one_average_as_ddp_does() -> None:
     ranks = on_ranks(raced, 3, 1.0)
     expected = torch.tensor([found["own"] for found in ranks]).mean(dim=0)
@@ -164,6 +165,7 @@ def whole(rank: int) -> list[str]:
     return [row.name for row in found.rows]
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_by_name_runs_whatever_only_says() -> None:
     wanted = {COMPUTE, BASELINE, OURS, f"{OURS}, bf16", *(f"{name}:0.1" for name in OTHERS)}
     for names in on_ranks(whole, 2, timeout_s=100):

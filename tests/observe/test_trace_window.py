@@ -20,7 +20,7 @@ from anabranch.observe.clock_sync import Alignment, Anchor, Offset, offsets
 from anabranch.observe.perfetto import merged
 from anabranch.observe.step_timer import StepMarks, StepObserver
 from anabranch.observe.trace_window import to_rank_0
-from parallel.twins import WIDTH, batch, mlp, plain_train, ring, scattered, sgd
+from parallel.twins import STAGES, WIDTH, batch, mlp, plain_train, ring, scattered, sgd
 from ranks import on_ranks
 
 HOSTILE = '</script><img src=x onerror=alert(1)>"\\\u2028'
@@ -213,7 +213,8 @@ def test_clocks_of_other_machines_are_brought_together(tmp_path: Path) -> None:
 
 def other_layouts(rank: int, folder: str) -> None:
     """A window over all stages of planning, one under DDP's own buckets, one under Lean."""
-    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2)
+    policy = STAGES["keeps the plan"]  # whatever the times are
+    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=policy)
     model.trace_steps(1, 60, f"{folder}/planned.json")
     for step in range(60):
         plain_train(model, sgd(model), step)

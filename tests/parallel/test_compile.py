@@ -61,6 +61,7 @@ def compiled(rank: int, form: str, optimize_ddp: bool) -> dict[str, Any]:
     return {"apart": apart, "graphs": counts, "planned": "predicted" in made.explain()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "optimize_ddp"),
     [("compile(DP)", True), ("compile(DP)", False), ("DP(compile(net))", True), ("net.compile()", True)],
