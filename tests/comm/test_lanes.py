@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.comm.dense import dense
-from anabranch.comm.lanes import HostLane, Lanes, Message, same_ranks, timeout_of
+from anabranch.comm.lanes import HostLane, Lanes, Message, clone_group, timeout_of
 from anabranch.errors import CollectiveError
 from ranks import GROUP_TIMEOUT, on_ranks
 
@@ -128,12 +128,12 @@ def test_a_stalled_rank_is_an_error_in_time() -> None:
 
 
 def copies(rank: int) -> dict[str, Any]:
-    made = same_ranks(world(), "gloo", "a copy")
+    made = clone_group(world(), "gloo", "a copy")
     some = dist.new_group([0, 2], timeout=timedelta(seconds=9))
     answer: dict[str, Any] = {"whole": dist.get_process_group_ranks(made), "timeout": timeout_of(made) == GROUP_TIMEOUT}
     if rank != 1:
         assert isinstance(some, dist.ProcessGroup)
-        part = same_ranks(some, "gloo", "a copy of a part")
+        part = clone_group(some, "gloo", "a copy of a part")
         value = torch.ones(1)
         dist.all_reduce(value, group=part)
         answer |= {

@@ -16,8 +16,8 @@ from torch import nn
 from anabranch import Bucket, DataParallel, DisagreementError, FileError, Lean, Plan
 from anabranch.observe import clock_sync
 from anabranch.observe.clock import HostClock
-from anabranch.observe.clock_sync import Alignment, Anchor, Offset, offsets
-from anabranch.observe.perfetto import merged
+from anabranch.observe.clock_sync import ClockAlignment, HostAnchor, Offset, clock_offsets
+from anabranch.observe.perfetto import perfetto_document
 from anabranch.observe.step_timer import StepMarks, StepObserver
 from anabranch.observe.trace_window import to_rank_0
 from parallel.twins import WIDTH, batch, mlp, plain_train, ring, scattered, sgd
@@ -150,7 +150,7 @@ def world() -> dist.ProcessGroup:
 
 def clocks(rank: int) -> list[list[float]]:
     """All ranks of this machine read one clock, so every offset is zero, and the stated error must hold that."""
-    return [[found.ahead_s, found.error_s] for _ in range(3) for found in offsets(world())]
+    return [[found.ahead_s, found.error_s] for _ in range(3) for found in clock_offsets(world())]
 
 
 def test_the_stated_error_holds_the_true_offset() -> None:
@@ -289,26 +289,26 @@ def test_parcels_reach_rank_0() -> None:
 
 
 def test_drift_between_two_looks_is_taken_out() -> None:
-    alignment = Alignment(Offset(100.0, 10.0, 1e-5), Offset(200.0, 10.5, 3e-5))
-    assert alignment.as_rank_0(100.0) == pytest.approx(90.0)
-    assert alignment.as_rank_0(150.0) == pytest.approx(150 - 10.25)
-    assert alignment.as_rank_0(200.0) == pytest.approx(189.5)
-    assert alignment.as_rank_0(300.0) == pytest.approx(289.5), "beyond the looks nothing is extrapolated"
+    alignment = ClockAlignment(Offset(100.0, 10.0, 1e-5), Offset(200.0, 10.5, 3e-5))
+    assert alignment.to_rank_0_time(100.0) == pytest.approx(90.0)
+    assert alignment.to_rank_0_time(150.0) == pytest.approx(150 - 10.25)
+    assert alignment.to_rank_0_time(200.0) == pytest.approx(189.5)
+    assert alignment.to_rank_0_time(300.0) == pytest.approx(289.5), "beyond the looks nothing is extrapolated"
     assert alignment.error_s == 3e-5
 
 
 def test_an_anchor_lies_between_two_looks_at_the_host() -> None:
-    anchor = Anchor.drop(HostClock())
+    anchor = HostAnchor.measure(HostClock())
     assert isinstance(anchor.mark, float)
     assert abs(anchor.mark - anchor.host_s) <= anchor.error_s
 
 
 def test_the_merged_errors_hold_those_of_devices() -> None:
     step = {"step": 1, "plan": None, "edges_s": [5.0, 6.0, 8.0, 8.0], "ready_s": {"a": 7.0}, "buckets": []}
-    told = [{"anchor_error_s": 1e-6, "steps": [step]}, {"anchor_error_s": 2e-6, "steps": [step]}]
-    same = Alignment(Offset(0.0, 0.0, 0.0), Offset(9.0, 0.0, 0.0))
-    other = Alignment(Offset(0.0, 1.0, 4e-6), Offset(9.0, 1.0, 3e-6))
-    document = merged(told, [same, other], {"device": "cuda"})
+    recordings = [{"anchor_error_s": 1e-6, "steps": [step]}, {"anchor_error_s": 2e-6, "steps": [step]}]
+    same = ClockAlignment(Offset(0.0, 0.0, 0.0), Offset(9.0, 0.0, 0.0))
+    other = ClockAlignment(Offset(0.0, 1.0, 4e-6), Offset(9.0, 1.0, 3e-6))
+    document = perfetto_document(recordings, [same, other], {"device": "cuda"})
     check_format(document)
     assert document["otherData"]["clock_error_s"] == {"rank 0": 0.0, "rank 1": pytest.approx(7e-6)}
     assert [of_rank(document, rank, name="forward")[0]["ts"] for rank in (0, 1)] == [1e6, 0]

@@ -1,4 +1,4 @@
-"""What the environment says about the network of this process."""
+"""The environment variable that describes the network of this process."""
 
 import os
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ from torch import nn
 
 from anabranch.comm.collectives import Collectives, Scaler
 from anabranch.comm.exchange import Group
-from anabranch.comm.lanes import same_ranks
+from anabranch.comm.lanes import clone_group
 from anabranch.network import Network
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
@@ -56,7 +56,7 @@ class Tuned:
         self._collectives = collectives
         options = replace(options, kinds=collectives.kinds, dense_names=collectives.dense_names)
         options.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
-        control = same_ranks(self.process_group, "gloo", "anabranch control")
+        control = clone_group(self.process_group, "gloo", "anabranch control")
         layout = make_layout(control)
         self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, model_name)
         self._release = weakref.finalize(self, self._tuner.close)

@@ -16,7 +16,7 @@ from statistics import median
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.agree import agree_on, from_rank_0, latest, on_all_ranks
+from anabranch.comm.agree import agree_on, from_rank_0, latest_over_ranks, true_on_all_ranks
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.network import Network
@@ -227,11 +227,11 @@ class Tuner:
         """Record the trace under the layout in force, and the step time to beat."""
         with Recorder(self._timer, self.runner.parameters) as recorder:
             self.trials = [(yield from self._try(label, plan))]
-        if not on_all_ranks(recorder.steps > 0, self.control):
+        if not true_on_all_ranks(recorder.steps > 0, self.control):
             self.failure = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
             return
         trace = recorder.trace({"model": self._model_name})
-        self.trace = agree_on(Trace, latest(trace, self.control), self.control)
+        self.trace = agree_on(Trace, latest_over_ranks(trace, self.control), self.control)
         if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
             warnings.warn(
                 "all gradients come at the end of backward, as when the whole model is one compiled graph: "
@@ -252,7 +252,7 @@ class Tuner:
         """Measure the network and how much lanes slow each other, unless the user gave a network."""
         assert self.trace is not None
         lanes = self.runner.lanes
-        lanes.grow(min(self._options.lanes or 2, lanes.most))
+        lanes.grow(min(self._options.lanes or 2, lanes.max_lanes))
         if self._options.network is not None:
             self.network = agree_on(Network, self._options.network, self.control)
             return
@@ -283,7 +283,7 @@ class Tuner:
         found, self.failure = planner.outcome()
         if self.failure:
             warnings.warn(f"planning failed, {self._default_label} stay: {self.failure}", stacklevel=2)
-        return [(label, plan) for label, plan in found if plan.lanes <= self.runner.lanes.most]
+        return [(label, plan) for label, plan in found if plan.lanes <= self.runner.lanes.max_lanes]
 
     def _calibrate(self, several_lanes: bool) -> bool:
         """Calibrate a measured network (not a given one) by trials on one lane, or several; whether it changed."""
@@ -333,7 +333,7 @@ class Tuner:
             yield from self._steps(policy.drift_check_steps)
             checks += 1
             marks = [s for s in self._timer.last_steps(policy.drift_check_steps) if clock.settled(s.averaged)]
-            seconds = [clock.between(step.forward, step.averaged) for step in marks]
+            seconds = [clock.elapsed_s(step.forward, step.averaged) for step in marks]
             now_s = median(seconds) if seconds else usual_s
             usual_s = usual_s or now_s
             drifted = checks >= self._patience and abs(now_s - usual_s) > policy.max_drift * usual_s
