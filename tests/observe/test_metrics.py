@@ -21,8 +21,8 @@ from anabranch.observe.clock import HostClock
 from anabranch.observe.metrics import MetricsFeed
 from anabranch.observe.step_context import StepContext
 from anabranch.observe.step_timer import StepMarks, StepTimer
-from parallel.told import fresh, one_step, two_buckets
-from parallel.twins import STAGES, batch, mlp, plain_train, ring, scattered, sgd, steps
+from parallel.given_gradients import fresh, one_step, two_buckets
+from parallel.twins import SCENARIOS, batch, mlp, plain_train, ring, scattered, sgd, steps
 from ranks import on_ranks
 
 MLP_NBYTES = 4 * 3 * (6 * 6 + 6)
@@ -33,11 +33,11 @@ class Kept:
     """A logger that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[Metrics] = []
+        self.logged: list[Metrics] = []
         self.closed = 0
 
     def log(self, metrics: Metrics) -> None:
-        self.told.append(metrics)
+        self.logged.append(metrics)
 
     def close(self) -> None:
         self.closed += 1
@@ -58,7 +58,7 @@ def whole_life(rank: int, folder: str) -> dict[str, Any]:
     """All stages to a plan that is kept, logged to a file, to a list, and to a logger that fails."""
     torch.manual_seed(7)
     kept, broken, others = Kept(), Broken(), Kept()
-    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=STAGES["keeps the plan"])
+    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"])
     model.log_to(JsonLines(Path(folder, "run.jsonl")), broken, kept)
     model.log_to(others, every_rank=True)
     optimizer, made = sgd(model), 0
@@ -70,9 +70,9 @@ def whole_life(rank: int, folder: str) -> dict[str, Any]:
     model.close()
     return {
         "steps": made,
-        "told": [asdict(one) for one in kept.told],
-        "own": [asdict(one) for one in others.told],
-        "broken": len(broken.told),
+        "logged": [asdict(one) for one in kept.logged],
+        "own": [asdict(one) for one in others.logged],
+        "broken": len(broken.logged),
         "closed": [kept.closed, broken.closed, others.closed],
         "plan": [plan.fingerprint[:12], len(plan), plan.lanes],
     }
@@ -88,22 +88,22 @@ def check_sane(one: dict[str, Any]) -> None:
 
 def test_every_step_of_a_whole_life(tmp_path: Path) -> None:
     first, second = on_ranks(whole_life, 2, str(tmp_path))
-    told = first["told"]
-    assert [one["step"] for one in told] == list(range(1, first["steps"] + 1))
-    for one in [*told, *first["own"], *second["own"]]:
+    logged = first["logged"]
+    assert [one["step"] for one in logged] == list(range(1, first["steps"] + 1))
+    for one in [*logged, *first["own"], *second["own"]]:
         check_sane(one)
         assert one["sent_nbytes"] == one["received_nbytes"] == MLP_NBYTES, "2(P−1)/P of all gradients, P = 2"
         assert one["density"] == 1.0
-    assert told[0]["plan"] is None and told[0]["overlap"] is None and told[0]["predicted_s"] is None
-    assert told[0]["stage"] == "settling"
-    last = told[-1]
+    assert logged[0]["plan"] is None and logged[0]["overlap"] is None and logged[0]["predicted_s"] is None
+    assert logged[0]["stage"] == "settling"
+    last = logged[-1]
     assert [last["plan"], last["buckets"], last["lanes"]] == first["plan"]
     assert last["overlap"] is not None and last["predicted_s"] is not None and "running" in last["stage"]
-    assert second["told"] == [] and [one["rank"] for one in second["own"]] == [1] * second["steps"]
+    assert second["logged"] == [] and [one["rank"] for one in second["own"]] == [1] * second["steps"]
     assert first["broken"] == 1, "a logger that fails is asked no more"
     assert first["closed"] == [1, 0, 1]
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == told
+    assert [json.loads(line) for line in lines] == logged
 
 
 def sparse_steps(rank: int) -> list[dict[str, Any]]:
@@ -114,19 +114,19 @@ def sparse_steps(rank: int) -> list[dict[str, Any]]:
     for step in range(6):
         one_step(model, parallel, step, rank)
     parallel.close()
-    return [asdict(one) for one in kept.told]
+    return [asdict(one) for one in kept.logged]
 
 
 def test_sparse_steps_tell_what_passed() -> None:
-    for told in on_ranks(sparse_steps, 2):
-        assert len(told) == 6
-        for one in told:
+    for logged in on_ranks(sparse_steps, 2):
+        assert len(logged) == 6
+        for one in logged:
             check_sane(one)
             # 2000 elements at 10 %, of which at most twice as many may pass, and 25 dense ones.
             assert 25 / 2025 < one["density"] <= (400 + 25) / 2025
             assert 100 < one["sent_nbytes"] <= 100 + (400 + 400) * 8 // 2
             assert one["overlap"] is not None
-        exact = told[0]  # the first step's thresholds are exact: k = 200 values are applied
+        exact = logged[0]  # the first step's thresholds are exact: k = 200 values are applied
         assert exact["density"] == pytest.approx((200 + 25) / 2025, rel=0.02)
 
 
@@ -142,7 +142,7 @@ def lean_steps(rank: int) -> list[int | None]:
     model.close()
     with pytest.raises(RuntimeError, match="closed"):
         model.log_to(kept)
-    return [one.sent_nbytes for one in kept.told]
+    return [one.sent_nbytes for one in kept.logged]
 
 
 def test_lean_models_log_too() -> None:
@@ -160,7 +160,7 @@ def dropped(rank: int) -> list[int]:
     del model
     gc.collect()
     assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
-    return [len(kept.told), kept.closed]
+    return [len(kept.logged), kept.closed]
 
 
 def test_a_model_that_is_dropped_closes_its_loggers() -> None:
@@ -175,7 +175,7 @@ def alone(rank: int) -> int:
     model.trace_steps(1, 2, "nowhere/trace.json")
     plain_train(model, sgd(model), 0)
     model.close()
-    return len(kept.told)
+    return len(kept.logged)
 
 
 def test_one_rank_has_nothing_to_show() -> None:
@@ -203,18 +203,18 @@ def test_a_step_is_told_when_its_marks_have_settled() -> None:
     feed.on_step_end(StepMarks(1.0, 2.0, 3.0, 4.0))
     now = replace(now, number=2, stage="profiling")
     feed.on_step_end(StepMarks(5.0, 6.0, 7.0, 9.0))
-    assert kept.told == []
+    assert kept.logged == []
     clock.now = 8.0
     now = replace(now, number=3)
     feed.on_step_end(StepMarks(10.0, 11.0, 12.0, 13.0))
-    assert [(one.step, one.stage) for one in kept.told] == [(1, "settling")], "as it was in that step"
+    assert [(one.step, one.stage) for one in kept.logged] == [(1, "settling")], "as it was in that step"
     clock.now = 9.5
     feed.close()
-    assert [(one.step, one.measured_s, one.compute_s, one.exposed_s) for one in kept.told] == [
+    assert [(one.step, one.measured_s, one.compute_s, one.exposed_s) for one in kept.logged] == [
         (1, 3.0, 2.0, 1.0),
         (2, 4.0, 2.0, 2.0),
     ]
-    assert kept.told[0].sent_nbytes == 2 * 3 * 32 // 4
+    assert kept.logged[0].sent_nbytes == 2 * 3 * 32 // 4
     assert kept.closed == 1
 
 

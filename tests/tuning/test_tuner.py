@@ -13,14 +13,14 @@ from torch import nn
 from anabranch import DataParallel, Network, simulate
 from anabranch.ddp.reducer import reduced_parameters
 from ddp.inspection import layout_in_force
-from parallel.twins import STAGES, WIDTH, Feature, mlp, plain_train, ring, scattered, stage_of, steps, twins
+from parallel.twins import SCENARIOS, WIDTH, Feature, mlp, plain_train, ring, scattered, stage_of, steps, twins
 from ranks import on_ranks
 
 
-def course(rank: int, stage_name: str) -> dict[str, Any]:
+def course(rank: int, scenario: str) -> dict[str, Any]:
     """What it says after every step, until it has decided, and whether its nouns fit each other all the time."""
     said: list[str] = []
-    _, model = twins(Feature(), stage_name)
+    _, model = twins(Feature(), scenario)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in steps(model, 1):
         plain_train(model, optimizer, step)
@@ -76,9 +76,9 @@ def test_goes_back() -> None:
         assert set(answer["lanes"]) == {"compute", "lane 0"}
 
 
-@pytest.mark.parametrize("stage_name", ["keeps the plan", "goes back"])
-def test_explains_prediction_and_measurement_of_every_layout(stage_name: str) -> None:
-    said = on_ranks(course, 2, stage_name)[0]["explained"]
+@pytest.mark.parametrize("scenario", ["keeps the plan", "goes back"])
+def test_explains_prediction_and_measurement_of_every_layout(scenario: str) -> None:
+    said = on_ranks(course, 2, scenario)[0]["explained"]
     head = next(line for line in said.splitlines() if "predicted" in line)
     assert "measured" in head and "exposed" in head
     rows = said.splitlines()[said.splitlines().index(head) + 1 :]
@@ -89,13 +89,13 @@ def test_explains_prediction_and_measurement_of_every_layout(stage_name: str) ->
     assert "Network: 2 ranks" in said and "Model: 6 gradients" in said
 
 
-def told(rank: int) -> dict[str, Any]:
-    answer = course(rank, "is told the plan")
+def given_plan(rank: int) -> dict[str, Any]:
+    answer = course(rank, "is given the plan")
     return {"said": answer["said"], "same": answer["layout"] == answer["planned"], "explained": answer["explained"]}
 
 
 def test_runs_the_plan_it_is_told() -> None:
-    for answer in on_ranks(told, 2):
+    for answer in on_ranks(given_plan, 2):
         assert answer["said"][-1].startswith("anabranch: running the plan it was given")
         assert answer["same"]
 
@@ -104,7 +104,7 @@ def measured(rank: int) -> dict[str, Any]:
     """Without a network it measures one, lanes included, and everyone holds the same."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the network's costs vary")
-        model = DataParallel(mlp(), profile_steps=2, lanes=2, compress="bf16", policy=STAGES["keeps the plan"])
+        model = DataParallel(mlp(), profile_steps=2, lanes=2, compress="bf16", policy=SCENARIOS["keeps the plan"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in steps(model):
             plain_train(model, optimizer, step)
@@ -137,7 +137,7 @@ def lanes_tried(rank: int, start_s: float, s_per_byte: float, eta: float) -> lis
         nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))),
         profile_steps=2,
         network=given,
-        policy=STAGES["keeps the plan"],
+        policy=SCENARIOS["keeps the plan"],
     )
     tried = set()
     for step in steps(model):
@@ -158,7 +158,7 @@ def test_lanes_are_not_tried_on_a_link_that_one_message_fills() -> None:
 def drift(rank: int) -> list[str]:
     """Steps become much slower on rank 0 only, by its own clock: everyone plans again."""
     said: list[str] = []
-    policy = replace(STAGES["keeps the plan"], max_drift=0.9, drift_check_steps=5)
+    policy = replace(SCENARIOS["keeps the plan"], max_drift=0.9, drift_check_steps=5)
     _, model = twins(Feature(Sleepy, ours={"policy": policy}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     slow_from = None
@@ -206,7 +206,7 @@ def frozen(rank: int) -> str:
         network=ring(),
         profile_steps=2,
         find_unused_parameters=True,
-        policy=STAGES["keeps the plan"],
+        policy=SCENARIOS["keeps the plan"],
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(12):
@@ -240,7 +240,9 @@ class Hiding(nn.Linear):
 
 def opaque(rank: int) -> str:
     """An output that DDP cannot look into either: it trains, and nothing is planned."""
-    model = DataParallel(Hiding(), planner=scattered, network=ring(), profile_steps=2, policy=STAGES["keeps the plan"])
+    model = DataParallel(
+        Hiding(), planner=scattered, network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"]
+    )
     for step in range(12):
         model.zero_grad()
         model(torch.ones(2, WIDTH) * step).value.sum().backward()

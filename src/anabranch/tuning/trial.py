@@ -1,4 +1,4 @@
-"""Trial: how one layout performed on the live model."""
+"""Trial: the measured steps of one layout on the live model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Trial:
         fastest_first = sorted(range(len(steps))[-detailed_steps:], key=seconds.__getitem__)
         detailed = tuple(timeline_of(steps[index], plan, clock) for index in fastest_first)
         for step in steps:
-            step.buckets.clear()  # works keep their tensors alive
+            step.buckets.clear()  # marks hold works, and works keep their tensors alive
         exposed_s = median(max(0.0, clock.elapsed_s(step.computed, step.averaged)) for step in steps)
         return cls(label, plan, tuple(seconds), exposed_s, detailed)
 
