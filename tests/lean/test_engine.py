@@ -1,4 +1,4 @@
-"""Lean in odd situations: nested backward passes, frozen and permuted parameters, broken steps, wrappers dropped."""
+"""The engine in unusual situations: nested backward passes, frozen parameters, failed steps, freed wrappers."""
 
 import copy
 import gc
@@ -132,7 +132,7 @@ def permuted(rank: int, kind: str, fused: bool) -> None:
 
 @pytest.mark.parametrize(("kind", "fused"), [("dense", True), ("oktopk:0.1", False)])
 def test_channels_last(kind: str, fused: bool) -> None:
-    """What waits is in the order of a parameter's memory, as under DDP; and so is what a fused optimizer gets."""
+    """A residual is in the order of its parameter's memory, as under DDP; so is what a fused optimizer gets."""
     on_ranks(permuted, 2, kind, fused)
 
 

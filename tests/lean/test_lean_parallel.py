@@ -1,4 +1,4 @@
-"""Lean changes where gradients live, and nothing else: the same weights, bit by bit, whatever the model does."""
+"""LeanDataParallel trains the same weights as without Lean, bit by bit, whatever the model does."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -197,7 +197,7 @@ def wrapped(model: nn.Module, optimizer: str, residuals: Any, clip_norm: float |
 
 
 def resumed(rank: int, optimizer: str, residuals: str) -> None:
-    """Weights, optimizer and what waits, saved and loaded in the middle: the same bits as without."""
+    """Weights, optimizer and residuals, saved and loaded in the middle: the same bits as without."""
     whole, first, second = made(), made(), made()
     through, stopped = (wrapped(model, optimizer, residuals) for model in (whole, first))
     for step in range(8):

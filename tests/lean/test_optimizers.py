@@ -47,9 +47,8 @@ def refusals(rank: int) -> list[str]:
 
 def test_optimizers_that_cannot_work_are_refused() -> None:
     answers = on_ranks(refusals, 1)[0]
-    assert ["twice" in answers[0], "closure" in answers[1], "expected a torch.optim.Optimizer" in answers[2]] == [
-        True
-    ] * 3
+    twice, closure, no_optimizer = answers
+    assert "twice" in twice and "closure" in closure and "expected a torch.optim.Optimizer" in no_optimizer
 
 
 def rates_differ(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""What Lean cannot do, and what it does with parameters that nobody used: said clearly, and done as DDP does it."""
+"""Requests that Lean refuses, with clear errors, and parameters that no rank used, which it treats as DDP does."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -102,7 +102,7 @@ def unused_and_sparse(rank: int, density: float, residuals: Any) -> list[torch.T
 
 
 @pytest.mark.parametrize(("density", "residuals"), [(1.0, "in place"), (0.1, "in place"), (0.1, "host")])
-def test_what_no_rank_used_moves_only_by_what_had_waited(density: float, residuals: str) -> None:
+def test_what_no_rank_used_moves_only_by_its_residual(density: float, residuals: str) -> None:
     answers = on_ranks(unused_and_sparse, 2, density, residuals)
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 

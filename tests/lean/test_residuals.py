@@ -1,4 +1,4 @@
-"""How much waits and for how long, under Lean: the same samples as without, and the same warning."""
+"""Residuals under Lean: the same samples and the same warning as without Lean, and loaded in their own order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -76,7 +76,7 @@ def plain_sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def another_order(rank: int) -> str:
-    """What waits of a model in channels last, loaded into another such, and into one that is not."""
+    """The residual of a channels-last model, loaded into another such, and into one that is not."""
     formats = (torch.channels_last, torch.channels_last, torch.contiguous_format)
     kept: Any = None
     answers = ""
@@ -102,6 +102,6 @@ def another_order(rank: int) -> str:
     return answers
 
 
-def test_what_waits_is_loaded_in_its_own_order() -> None:
+def test_a_residual_is_loaded_in_its_own_memory_order() -> None:
     for answers in on_ranks(another_order, 2):
         assert "the residual of weight" in answers and "strides [27, 1, 9, 3], and here it is row-major" in answers

@@ -1,22 +1,17 @@
 """Metrics of live steps: what is in them, who gets them when, and that a failing logger harms nobody."""
 
 import gc
-import io
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
-from anabranch import DataParallel, JsonLines, Lean, Metrics, OkTopk, Progress, TensorBoard
-from anabranch.comm.dense import dense_traffic
-from anabranch.observe import loggers
+from anabranch import DataParallel, JsonLines, Lean, Metrics, OkTopk
 from anabranch.observe.clock import HostClock
 from anabranch.observe.metrics import MetricsFeed
 from anabranch.observe.step_context import StepContext
@@ -26,10 +21,9 @@ from parallel.twins import SCENARIOS, batch, mlp, plain_train, ring, scattered, 
 from ranks import on_ranks
 
 MLP_NBYTES = 4 * 3 * (6 * 6 + 6)
-STEP = Metrics(7, 0, 0.05, 0.04, 0.03, 0.02, 0.5, 3 << 20, 3 << 20, 0.25, "0123456789ab", 2, 1, "running [red]x\x1b[2J")
 
 
-class Kept:
+class KeepingLogger:
     """A logger that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -43,7 +37,7 @@ class Kept:
         self.closed += 1
 
 
-class Broken(Kept):
+class FailingLogger(KeepingLogger):
     """One whose disk is full."""
 
     def log(self, metrics: Metrics) -> None:
@@ -51,13 +45,10 @@ class Broken(Kept):
         raise OSError("no space left on device")
 
 
-# ------------------------------------------------------------------------------------------------- on live models
-
-
 def whole_life(rank: int, folder: str) -> dict[str, Any]:
     """All stages to a plan that is kept, logged to a file, to a list, and to a logger that fails."""
     torch.manual_seed(7)
-    kept, broken, others = Kept(), Broken(), Kept()
+    kept, broken, others = KeepingLogger(), FailingLogger(), KeepingLogger()
     model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"])
     model.log_to(JsonLines(Path(folder, "run.jsonl")), broken, kept)
     model.log_to(others, every_rank=True)
@@ -108,7 +99,7 @@ def test_every_step_of_a_whole_life(tmp_path: Path) -> None:
 
 def sparse_steps(rank: int) -> list[dict[str, Any]]:
     """A plan with one sparse bucket and one dense."""
-    kept = Kept()
+    kept = KeepingLogger()
     model, parallel = fresh(two_buckets(0.1))
     parallel.log_to(kept, every_rank=True)
     for step in range(6):
@@ -132,7 +123,7 @@ def test_sparse_steps_tell_what_passed() -> None:
 
 def lean_steps(rank: int) -> list[int | None]:
     """The other wrapper has it, too; and one that was closed says so."""
-    kept = Kept()
+    kept = KeepingLogger()
     model: Any = DataParallel(
         mlp(), memory=Lean(optimizer=lambda params: torch.optim.SGD(params, lr=0.1)), profile_steps=0
     )
@@ -151,7 +142,7 @@ def test_lean_models_log_too() -> None:
 
 def dropped(rank: int) -> list[int]:
     """A model that nobody closes."""
-    kept = Kept()
+    kept = KeepingLogger()
     model = DataParallel(mlp(), network=ring(), profile_steps=2)
     model.log_to(kept)
     plain_train(model, sgd(model), 0)
@@ -169,7 +160,7 @@ def test_a_model_that_is_dropped_closes_its_loggers() -> None:
 
 def alone(rank: int) -> int:
     """One rank has nothing to show, and that is no error."""
-    kept = Kept()
+    kept = KeepingLogger()
     model = DataParallel(mlp(), compress=OkTopk())
     model.log_to(kept)
     model.trace_steps(1, 2, "nowhere/trace.json")
@@ -180,9 +171,6 @@ def alone(rank: int) -> int:
 
 def test_one_rank_has_nothing_to_show() -> None:
     assert on_ranks(alone, 1) == [0]
-
-
-# ------------------------------------------------------------------------------------------------- settling late
 
 
 class LateClock(HostClock):
@@ -196,7 +184,7 @@ class LateClock(HostClock):
 
 
 def test_a_step_is_told_when_its_marks_have_settled() -> None:
-    clock, kept = LateClock(), Kept()
+    clock, kept = LateClock(), KeepingLogger()
     now = StepContext(1, None, "settling", None, None)
     parameters = {"a": nn.Parameter(torch.zeros(8))}
     feed = MetricsFeed([kept], StepTimer(clock), lambda: now, lambda *_: None, parameters, rank=0, ranks=4)
@@ -218,125 +206,7 @@ def test_a_step_is_told_when_its_marks_have_settled() -> None:
     assert kept.closed == 1
 
 
-def test_traffic_of_dense_collectives() -> None:
-    assert dense_traffic("dense", 1000, torch.float32, 4) == (6000, 6000, 1.0)
-    assert dense_traffic("bf16", 1001, torch.float32, 4) == (2 * 3 * 251 * 2, 2 * 3 * 251 * 2, 1.0)
-    assert dense_traffic("bf16", 1000, torch.float64, 4) == dense_traffic("dense", 1000, torch.float64, 4)
-    assert dense_traffic("dense", 1000, torch.float32, 1) == (0, 0, 1.0)
-
-
-# ------------------------------------------------------------------------------------------------------- loggers
-
-
-def test_json_lines_append_and_hold_any_text(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    hostile = replace(STEP, stage='</script>\n"\u2028\x00', predicted_s=None)
-    for metrics in (STEP, hostile):
-        logger = JsonLines(path)
-        logger.log(metrics)
-        logger.close()
-        logger.close()
-    assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == [asdict(STEP), asdict(hostile)]
-
-
 @pytest.mark.parametrize("logger", [None, "run.jsonl", JsonLines])
 def test_what_is_no_logger_is_refused_at_once(logger: Any) -> None:
     with pytest.raises(ValueError, match="expected loggers with log"):
         DataParallel.log_to(SimpleNamespace(), logger)  # type: ignore[arg-type]  # before it looks at itself
-
-
-def test_a_line_that_a_crash_has_torn_swallows_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text('{"step": 7, "ra')
-    logger = JsonLines(path)
-    for _ in range(2):
-        logger.log(STEP)
-    logger.close()
-    torn, *whole = path.read_text().split("\n")[:-1]
-    assert torn == '{"step": 7, "ra' and [json.loads(line) for line in whole] == [asdict(STEP)] * 2
-
-
-def test_making_a_logger_opens_nothing(tmp_path: Path) -> None:
-    JsonLines(tmp_path / "nowhere" / "run.jsonl").close()
-    assert list(tmp_path.iterdir()) == []
-
-
-class FakeWriter:
-    """torch's SummaryWriter, as far as it is used."""
-
-    made: list["FakeWriter"] = []  # noqa: RUF012
-
-    def __init__(self, folder: str) -> None:
-        self.folder, self.scalars, self.texts, self.closed = folder, {}, [], False  # type: ignore[var-annotated]
-        FakeWriter.made.append(self)
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars[tag, step] = value
-
-    def add_text(self, tag: str, text: str, step: int) -> None:
-        self.texts.append((tag, text, step))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_tensorboard_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = FakeWriter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    monkeypatch.setattr(loggers, "require", lambda *_: None)
-    monkeypatch.setattr(FakeWriter, "made", [])
-    logger = TensorBoard(tmp_path)
-    assert FakeWriter.made == []
-    logger.log(STEP)
-    logger.log(replace(STEP, step=8, predicted_s=None))
-    logger.close()
-    (writer,) = FakeWriter.made
-    assert writer.folder == str(tmp_path) and writer.closed
-    assert writer.scalars["anabranch/exposed_s", 7] == 0.02 and writer.scalars["anabranch/predicted_s", 7] == 0.04
-    assert ("anabranch/predicted_s", 8) not in writer.scalars and ("anabranch/overlap", 8) in writer.scalars
-    assert writer.texts == [("anabranch/stage", STEP.stage, 7)]
-
-
-def test_tensorboard_for_real(tmp_path: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    logger = TensorBoard(tmp_path)
-    logger.log(STEP)
-    logger.close()
-    seen = reader.EventAccumulator(str(tmp_path))
-    seen.Reload()
-    (point,) = seen.Scalars("anabranch/exposed_s")
-    assert (point.step, point.value) == (STEP.step, pytest.approx(0.02))
-
-
-def test_without_tensorboard_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'anabranch\[tensorboard\]'"):
-        TensorBoard(tmp_path)
-
-
-def test_progress_on_a_terminal_and_elsewhere() -> None:
-    for terminal in (True, False):
-        shown = io.StringIO()
-        progress = Progress(100, Console(file=shown, force_terminal=terminal, width=200))
-        for step in range(1, 4):
-            progress.log(replace(STEP, step=step))
-        progress.close()
-        progress.close()
-        text = shown.getvalue()
-        assert "of 100 · 50.0 ms (predicted 40.0) · exposed 20.0 ms · 50% hidden · sent 3.00 MiB" in text
-        assert "density 25.00% · running [red]x" in text, "markup is text"
-        assert ("step 3" in text) == terminal, "elsewhere, a line every hundred steps"
-        assert "\x1b[2J" not in text, "control codes do not reach the terminal"
-
-
-def test_progress_refuses_an_impossible_total() -> None:
-    with pytest.raises(ValueError, match="total_steps is 0"):
-        Progress(0)
-
-
-def test_progress_stays_on_one_line() -> None:
-    shown = io.StringIO()
-    progress = Progress(console=Console(file=shown, width=60))
-    progress.log(replace(STEP, stage="running a\nb"))
-    assert shown.getvalue().count("\n") == 1

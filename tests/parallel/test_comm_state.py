@@ -1,4 +1,4 @@
-"""What DataParallel with Ok-Topk remembers: resumed bit by bit, never lost, never left waiting, never mixed up."""
+"""comm_state_dict() of DataParallel with Ok-Topk: resuming is bit-exact, and no residual is lost or mixed up."""
 
 import logging
 from pathlib import Path

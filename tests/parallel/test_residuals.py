@@ -1,4 +1,4 @@
-"""What waits in a DataParallel with Ok-Topk is sent by whatever layout runs, and follows the scale of the loss."""
+"""Residuals of DataParallel with Ok-Topk: sent whatever layout runs, and scaled with the loss."""
 
 from typing import Any
 
@@ -150,13 +150,13 @@ def channels_last(rank: int) -> dict[str, torch.Tensor]:
     return {"computed": computed, "applied": applied}
 
 
-def test_what_waits_keeps_its_place_whatever_the_order_in_memory() -> None:
+def test_a_residual_keeps_its_place_whatever_the_order_in_memory() -> None:
     answers = on_ranks(channels_last, 2)
     torch.testing.assert_close(2 * answers[0]["applied"], answers[0]["computed"] + answers[1]["computed"])
 
 
 def warned(rank: int) -> list[str]:
-    """explain() of a sparse run, then of one in which what waits would have grown for long."""
+    """explain() of a sparse run, then of one whose residual would have grown for long."""
     model, parallel = fresh(two_buckets(0.1))
     for step in range(6):
         one_step(model, parallel, step, rank)
@@ -171,7 +171,7 @@ def warned(rank: int) -> list[str]:
     return said
 
 
-def test_explain_tells_what_waits_and_warns_when_it_grows() -> None:
+def test_explain_shows_the_residual_and_warns_when_it_grows() -> None:
     for calm, alarmed in on_ranks(warned, 2):
         assert "applied in its last step, |residual|" in calm and " steps old" in calm and "WARNING" not in calm
         assert "WARNING: the residual of the bucket to first grows without bound: its norm was" in alarmed
@@ -210,7 +210,7 @@ def followed(rank: int, scales: list[float], cut: int | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cut", [None, 6])
-def test_what_waits_follows_the_scale_of_the_loss(cut: int | None) -> None:
+def test_residuals_follow_the_scale_of_the_loss(cut: int | None) -> None:
     scales = [2.0**power for power in (16, 16, 17, 3, 3, 4, 20, 20, 1, 0)]
     steady = on_ranks(followed, 2, [1.0] * len(scales), None)
     changing = on_ranks(followed, 2, scales, cut)

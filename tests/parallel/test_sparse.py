@@ -9,14 +9,14 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.sparse.naming import LADDER, kind_of
-from anabranch.tuning import explain, tuner
+from anabranch.tuning import tuner
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
 from parallel.twins import SCENARIOS
 from ranks import on_ranks
 
 
 def sparse_steps(rank: int, wire: str, steps: int) -> dict[str, Any]:
-    """Sums over all steps of what was computed here and of what was applied, and what waits at the end."""
+    """Sums over all steps of the gradients computed here and of those applied, and the residual at the end."""
     model = GivenGradients()
     options = ab.OkTopk(density=0.1, wire=wire)  # type: ignore[arg-type]
     parallel = ab.DataParallel(model, plan=two_buckets(0.1), compress=options, profile_steps=0)
@@ -45,7 +45,7 @@ def sparse_steps(rank: int, wire: str, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "wire"), [(2, "fp32"), (3, "bf16")])
-def test_what_was_computed_is_what_was_applied_and_what_waits(ranks: int, wire: str) -> None:
+def test_gradients_are_either_applied_or_in_a_residual(ranks: int, wire: str) -> None:
     answers = on_ranks(sparse_steps, ranks, wire, 12)
     assert all(torch.equal(one["applied"], answers[0]["applied"]) for one in answers)
     computed = sum(one["computed"].double() for one in answers)
@@ -76,7 +76,7 @@ def course(rank: int, density: float | str, scenario: str) -> dict[str, Any]:
         if parallel.plan is not None:
             kinds |= {bucket.collective for bucket in parallel.plan.buckets}
         if parallel.timeline is not None and (decided := decided + 1) == 2:
-            break  # after one step of what was chosen, with which goes what waited
+            break  # after one step of the chosen layout, which sends the residuals that are left
     residuals = parallel.comm_state_dict()["residuals"]
     residual = torch.zeros(2, ROWS, COLUMNS)
     for index, name in enumerate(("first", "second")):
@@ -96,21 +96,9 @@ def test_the_whole_course_loses_nothing(density: float | str, end: str) -> None:
     torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
     assert answers[0]["kinds"] == answers[1]["kinds"]
     assert any(kind.startswith("oktopk") for kind in answers[0]["kinds"])
-    if end == "goes back":  # and sends all that waits before it goes
+    if end == "goes back":  # and sends all residuals before
         assert "running DDP's own buckets" in answers[0]["explained"]
         assert all(not one["residuals"].any() for one in answers)
-
-
-def test_explain_says_per_bucket_how_it_travels_and_what_that_saves() -> None:
-    tensors = (ab.TensorSpec("bias", 1000, 4, 0.1), ab.TensorSpec("weight", 1_000_000, 4, 0.2))
-    network = ab.Network(2, {"dense": ab.Curve.linear(1e-3, 1e-8), "oktopk:0.01": ab.Curve.linear(2e-3, 1e-9)})
-    plan = ab.Plan((ab.Bucket(("bias",)), ab.Bucket(("weight",), collective="oktopk:0.01")))
-    title, head, dense, sparse, saved = explain._buckets(plan, ab.Trace(tensors, 0.1), network)
-    assert plan.fingerprint[:12] in title and head.split()[-6:] == ["takes,", "ms", "dense,", "ms", "last", "gradient"]
-    assert dense.split() == ["0", "0", "dense", "0.004", "1", "100.00", "1.04", "1.04", "bias"]
-    assert sparse.split() == ["1", "0", "oktopk:0.01", "3.815", "1", "200.00", "6.00", "41.00", "weight"]
-    assert saved.startswith("1 of 2 buckets are compressed, which saves 35.00 ms of the 41.00 ms")
-    assert "-         - weight" in explain._buckets(plan, ab.Trace(tensors, 0.1), None)[-1]
 
 
 def lost_when_confirmed(rank: int) -> dict[str, Any]:
@@ -120,7 +108,7 @@ def lost_when_confirmed(rank: int) -> dict[str, Any]:
     return course(rank, 0.05, "goes back")
 
 
-def test_a_plan_that_loses_at_last_leaves_nothing_waiting() -> None:
+def test_a_plan_that_loses_at_last_leaves_no_residual() -> None:
     answers = on_ranks(lost_when_confirmed, 2, timeout_s=100.0)
     computed = sum(one["computed"].double() for one in answers)
     torch.testing.assert_close(2 * answers[0]["applied"].double(), computed, rtol=1e-4, atol=1e-4)
