@@ -18,7 +18,7 @@ from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepMarks, StepObserver
 from anabranch.observe.trace_window import to_rank_0
 from observe.trace_events import check_format, of_rank
-from parallel.twins import WIDTH, batch, mlp, plain_train, ring, scattered, sgd
+from parallel.twins import SCENARIOS, WIDTH, batch, mlp, plain_train, ring, scattered, sgd
 from ranks import on_ranks
 
 HOSTILE = '</script><img src=x onerror=alert(1)>"\\\u2028'
@@ -153,7 +153,8 @@ def test_clocks_of_other_machines_are_brought_together(tmp_path: Path) -> None:
 
 def other_layouts(rank: int, folder: str) -> None:
     """A window over all stages of planning, one under DDP's own buckets, one under Lean."""
-    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2)
+    keeping = SCENARIOS["keeps the plan"]
+    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=keeping)
     model.trace_steps(1, 60, f"{folder}/planned.json")
     for step in range(60):
         plain_train(model, sgd(model), step)

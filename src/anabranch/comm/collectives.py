@@ -169,6 +169,5 @@ class Collectives:
         for family in self._families:
             if family.handles(kind):
                 return family
-        raise ValueError(
-            f"no exchange of this model is called {kind!r}: expected one of {', '.join(self.kinds)}, dense"
-        )
+        known = ", ".join((*self.kinds, "dense"))
+        raise ValueError(f"no exchange of this model is called {kind!r}: expected one of {known}")
