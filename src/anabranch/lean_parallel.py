@@ -300,7 +300,7 @@ class LeanDataParallel(Tuned, nn.Module):
 
 
 class _AveragingObserver(StepObserver):
-    """Tells a LeanDataParallel at the begin of each backward pass whether it is averaged, before the engine asks."""
+    """Tells a LeanDataParallel at the start of each backward pass whether it is averaged, before the engine asks."""
 
     def __init__(self, owner: "weakref.ref[LeanDataParallel]") -> None:
         self._owner = owner

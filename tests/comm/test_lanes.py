@@ -79,24 +79,24 @@ def failure(rank: int) -> dict[str, Any]:
     made.grow(1)
     lane, buffer = made[0], torch.ones(3)
     first = lane.submit(Message(breaking(buffer, lane.group), buffer, "the first message"))
-    said = []
+    messages = []
     with pytest.raises(RuntimeError) as caught:
         first.wait()
-    said.append(str(caught.value))
+    messages.append(str(caught.value))
     for attempt in (lambda: lane.submit(Message(dense(buffer, lane.group, 1), buffer, "another")), made.check):
         with pytest.raises(CollectiveError) as refused:
             attempt()
-        said.append(str(refused.value))
+        messages.append(str(refused.value))
     made.close()
-    return {"said": said, "left": alive()}
+    return {"messages": messages, "left": alive()}
 
 
 def test_after_a_failure_nothing_more_is_sent() -> None:
     for answer in on_ranks(failure, 2):
         assert answer["left"] == []
-        for said in answer["said"]:
-            assert "the first message did not get through after 0.0 s: in the second step" in said
-            assert "look for the first error among all ranks" in said
+        for message in answer["messages"]:
+            assert "the first message did not get through after 0.0 s: in the second step" in message
+            assert "look for the first error among all ranks" in message
 
 
 def stalled(rank: int) -> dict[str, Any]:

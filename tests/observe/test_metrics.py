@@ -1,4 +1,4 @@
-"""Metrics of live steps: what is in them, who gets them when, and that a failing logger harms nobody."""
+"""Metrics of live steps: their values, when loggers get them, and that a failing logger does no harm."""
 
 import gc
 import json
@@ -24,7 +24,7 @@ MLP_NBYTES = 4 * 3 * (6 * 6 + 6)
 
 
 class KeepingLogger:
-    """A logger that keeps what it is told."""
+    """A logger that keeps the metrics it gets."""
 
     def __init__(self) -> None:
         self.logged: list[Metrics] = []
@@ -141,7 +141,7 @@ def test_lean_models_log_too() -> None:
 
 
 def dropped(rank: int) -> list[int]:
-    """A model that nobody closes."""
+    """A model that is never closed."""
     kept = KeepingLogger()
     model = DataParallel(mlp(), network=ring(), profile_steps=2)
     model.log_to(kept)
@@ -209,4 +209,4 @@ def test_a_step_is_told_when_its_marks_have_settled() -> None:
 @pytest.mark.parametrize("logger", [None, "run.jsonl", JsonLines])
 def test_what_is_no_logger_is_refused_at_once(logger: Any) -> None:
     with pytest.raises(ValueError, match="expected loggers with log"):
-        DataParallel.log_to(SimpleNamespace(), logger)  # type: ignore[arg-type]  # before it looks at itself
+        DataParallel.log_to(SimpleNamespace(), logger)  # type: ignore[arg-type]  # before it uses self

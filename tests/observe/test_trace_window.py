@@ -188,7 +188,7 @@ def test_other_layouts(tmp_path: Path) -> None:
 
 
 def refusals(rank: int, folder: str) -> None:
-    """What is wrong is said on every rank alike, and training goes on."""
+    """Wrong windows are refused on every rank, and training continues."""
     model = DataParallel(mlp(), network=ring(), profile_steps=100)
     optimizer = sgd(model)
     plain_train(model, optimizer, 0)
@@ -203,7 +203,7 @@ def refusals(rank: int, folder: str) -> None:
     with pytest.raises(FileError, match="is already there"):
         model.trace_steps(2, 2, f"{folder}/taken.json")
     model.trace_steps(2, 2, f"{folder}/taken.json", force=True)
-    model.trace_steps(2, 3, f"{folder}/nowhere/b.json")  # found out too late to refuse: lost, and said so in the log
+    model.trace_steps(2, 3, f"{folder}/nowhere/b.json")  # cannot be written: an error in the log
     for step in range(3):
         plain_train(model, optimizer, step)
     model.close()

@@ -92,8 +92,8 @@ def check_same(what: str, lines: Sequence[str], group: Group) -> None:
 def agree_on(kind: type[AnyNoun], noun: AnyNoun | None, group: Group) -> AnyNoun:
     """Rank 0's noun on every rank, equal to the last bit; what other ranks pass is ignored."""
     word = kind.__name__.lower()
-    mine = dumps(noun).encode() if noun is not None and dist.get_rank(group) == 0 else None
-    text = from_rank_0(mine, group)
+    payload = dumps(noun).encode() if noun is not None and dist.get_rank(group) == 0 else None
+    text = from_rank_0(payload, group)
     check_same(f"the {word} received from rank 0", [sha256(text).hexdigest()], group)
     received = loads(text, f"the {word} of rank 0")
     if not isinstance(received, kind):

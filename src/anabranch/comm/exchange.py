@@ -87,7 +87,7 @@ def record_stream(*tensors: torch.Tensor) -> None:
     """Keep the allocator from reusing the memory of these tensors before the current stream has finished with it.
 
     The first step of an exchange may run on the caller's stream and the rest on the lane's, and torch's allocator knows
-    only the stream on which a tensor was made.
+    only the stream on which a tensor was allocated.
     """
     for tensor in tensors:
         if tensor.is_cuda:

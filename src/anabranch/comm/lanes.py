@@ -213,7 +213,7 @@ class Lanes:
         self._own_groups = []
         self._lanes = []
         for group in groups:
-            # Destroying a group whose collective has not ended would block; it goes with the process instead.
+            # Destroying a group whose collective has not ended would block; the end of the process releases it.
             if all(ended) and dist.is_initialized():
                 with suppress(ValueError, AssertionError):  # destroyed already, with the default group
                     dist.destroy_process_group(group)

@@ -14,7 +14,7 @@ EndMarker = Callable[[list[dist.Work]], None]
 
 
 class BucketLauncher:
-    """Launches the buckets of ``plan`` in plan order, on every rank alike.
+    """Launches the buckets of ``plan`` in plan order; every rank launches in the same order.
 
     mark_bucket    called with the bucket's index at each launch; returns a function to call with the works at the end,
                    or None if this bucket is not timed

@@ -80,7 +80,7 @@ class _PendingStep:
 
 
 class MetricsFeed(StepObserver):
-    """Gives loggers the metrics of every step of ``timer``. A logger that fails is dropped: training goes on.
+    """Gives loggers the metrics of every step of ``timer``. A logger that fails is dropped, and training continues.
 
     current_step   returns the context of the step that ends now
     traffic        returns the bytes of one bucket of a plan
@@ -165,7 +165,7 @@ class MetricsFeed(StepObserver):
         )
 
     def _fingerprint_of(self, plan: Plan | None) -> str | None:
-        """The first digits of the plan's fingerprint: a hash over all names, so it is made once per plan."""
+        """The first digits of the plan's fingerprint: a hash over all names, so it is computed once per plan."""
         if plan is None:
             return None
         if self._fingerprint is None or self._fingerprint[0] is not plan:

@@ -158,7 +158,7 @@ class StepTimer:
         return list(self._steps)[-count:] if count else []
 
     def forget_steps(self) -> None:
-        """Drop the steps so far: they were run under other conditions than those to come."""
+        """Drop the steps so far: they were run under other conditions than the next ones."""
         self._steps.clear()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Planning on rank 0 in the background, while training goes on."""
+"""Planning on rank 0 in the background, while training continues."""
 
 import json
 from collections.abc import Callable

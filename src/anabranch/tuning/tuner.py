@@ -181,7 +181,8 @@ class Tuner:
             return
         yield from self._steps(self._policy.settle_steps)
         while self.runner.trains_the_same():
-            self.stage, self.failure = "profiling", ""
+            self.stage = "profiling"
+            self.failure = ""
             yield from self._profile(self._default_label, None)
             if self.failure:
                 break
