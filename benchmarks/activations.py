@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from anabranch.activations.blocks import blocks_of
 from anabranch.activations.policy import Activations, ManagedActivations
 from anabranch.activations.profiler import measure_link
-from anabranch.bench.zoo import build
+from anabranch.bench.zoo import model_and_step
 
 WARM, ROUNDS = 6, 10  # the mix is chosen after two steps
 GIB = 1 << 30
@@ -95,7 +95,7 @@ def measured(
 ) -> Result:
     """Peak of all steps but the first two, and the seconds of the later ones, by the device's clock."""
     torch.manual_seed(0)
-    model, step = build(name, device, batch=batch)
+    model, step = model_and_step(name, device, batch=batch)
     ours = prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     marks: list[torch.cuda.Event] = []

@@ -27,8 +27,8 @@ from torch.autograd.graph import save_on_cpu
 import anabranch as ab
 from anabranch.activations.policy import Mode
 from anabranch.bench import trainings
-from anabranch.bench.memory import of_zoo, sparse_plan
-from anabranch.bench.trainings import Subject
+from anabranch.bench.memory import sparse_plan, zoo_build
+from anabranch.bench.trainings import TrainingSetup
 from anabranch.lean.options import ResidualPlacement
 
 GIB = 1 << 30
@@ -43,14 +43,14 @@ def trained(
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[Step, Step]:
     """A way to train of ``bench.trainings``, in the precision of the case."""
-    model, loss = case.built()
+    model, loss = case.model_and_loss()
     prepare(model)
 
     def within(wrapped: nn.Module) -> torch.Tensor:
         with around(), case.precision:
             return loss(wrapped)
 
-    running = training(Subject(model, within, case.optimizer, dist.get_world_size(), DENSITY, group=case.group))
+    running = training(TrainingSetup(model, within, case.optimizer, dist.get_world_size(), DENSITY, group=case.group))
     return partial(next, running), running.close
 
 
@@ -58,10 +58,10 @@ def lean(case: Case, mode: Mode, residuals: ResidualPlacement = "in place") -> t
     """Ours."""
     activations = ab.Activations(mode, case.budget_nbytes, host_nbytes=case.host_nbytes)
 
-    def training(subject: Subject) -> Generator[None, None, None]:
-        numel = sum(parameter.numel() for parameter in subject.model.parameters())
-        plan = sparse_plan(of_zoo(case.name, 1), DENSITY, 4 * numel // BUCKETS)
-        return trainings.lean(subject._replace(plan=plan), residuals, activations)
+    def training(setup: TrainingSetup) -> Generator[None, None, None]:
+        numel = sum(parameter.numel() for parameter in setup.model.parameters())
+        plan = sparse_plan(zoo_build(case.name, 1), DENSITY, 4 * numel // BUCKETS)
+        return trainings.lean(setup._replace(plan=plan), residuals, activations)
 
     return trained(case, training)
 
@@ -127,8 +127,8 @@ def main() -> None:
     show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; density {DENSITY:g};")
     show(f"up to {given.steps} steps each; language models in {given.precision}.")
     host_nbytes, limit_nbytes = int(given.host_gib * GIB), int(given.limit_gib * GIB)
-    for subject in given.models:
-        name, _, batch = subject.partition(":")
+    for setup in given.models:
+        name, _, batch = setup.partition(":")
         torch.cuda.set_per_process_memory_fraction(1.0 if batch else limit_nbytes / total)
         show(f"\n## {name}, " + ("equal batches" if batch else f"{given.limit_gib:g} GiB a rank") + "\n")
         half = given.precision == "bf16"

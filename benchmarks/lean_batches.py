@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.bench.memory import tidy
+from anabranch.bench.memory import release_memory
 from anabranch.bench.zoo import SEQUENCES as SEQUENCE_MODELS
-from anabranch.bench.zoo import built
+from anabranch.bench.zoo import model_and_loss
 from anabranch.estimate.largest_batch import MAX_BATCH, largest_batch
 from anabranch.estimate.probe import Loss
 
@@ -31,7 +31,7 @@ Step = Callable[[], None]
 
 @cache
 def _sizes(name: str) -> tuple[int, ...]:
-    return tuple(parameter.nbytes for parameter in built(name, torch.device("meta"), 1)[0].parameters())
+    return tuple(parameter.nbytes for parameter in model_and_loss(name, torch.device("meta"), 1)[0].parameters())
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Case:
         """Images in TF32, as cuDNN does by itself."""
         return torch.autocast("cuda", torch.bfloat16, enabled=self.half and self.speaks)
 
-    def built(self) -> tuple[nn.Module, Loss]:
+    def model_and_loss(self) -> tuple[nn.Module, Loss]:
         """The model and its loss."""
-        return built(self.name, DEVICE, self.batch)
+        return model_and_loss(self.name, DEVICE, self.batch)
 
 
 System = Callable[[Case], tuple[Step, Callable[[], None]]]
@@ -122,7 +122,7 @@ def kept_nbytes(plain: System, case: Case) -> float:
 @contextmanager
 def warm(make: System, case: Case) -> Iterator[Step]:
     """A training that has made its first steps."""
-    tidy()
+    release_memory()
     step, close = make(case)
     try:
         torch.cuda.reset_peak_memory_stats()

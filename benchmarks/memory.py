@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import torch
 import torch.distributed as dist
 
-from anabranch.bench.memory import OPTIMIZERS, of_zoo, peak, runnable, world
+from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, world, zoo_build
 from anabranch.estimate.account import KINDS, Setting, predict
 from anabranch.estimate.probe import probe
 
@@ -49,10 +49,10 @@ def main() -> None:
 def measured(subject: str, optimizer: str, setting: Setting, modes: Sequence[str] | None) -> list[str]:
     """The lines of one model."""
     name, _, batch = subject.partition(":")
-    factory, build = OPTIMIZERS[optimizer], of_zoo(name, int(batch))
+    factory, build = OPTIMIZERS[optimizer], zoo_build(name, int(batch))
     profile = probe(build, factory)
     lines = []
-    for mode in modes or runnable():
+    for mode in modes or runnable_modes():
         found = predict(profile, mode, setting)
         seen = peak(build, mode, factory, setting.ranks, setting.density)
         parts = " | ".join(f"{found.kinds[kind] / MIB:.0f}" for kind in KINDS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from anabranch.bench.zoo import MODELS, build, facts
+from anabranch.bench.zoo import MODELS, model_and_step, trace_meta
 from anabranch.files import save
 from anabranch.observe.recorder import record
 
@@ -23,8 +23,8 @@ def main() -> None:
         torch.manual_seed(0)
         name = full_name.removesuffix("-bf16")
         half = full_name.endswith("-bf16")
-        model, step = build(name, device, torch.bfloat16 if half else None)
-        trace = record(model, step, steps=30, warmup=10, meta=facts(name, half))
+        model, step = model_and_step(name, device, torch.bfloat16 if half else None)
+        trace = record(model, step, steps=30, warmup=10, meta=trace_meta(name, half))
         save(trace, Path(folder) / f"{full_name}.json", force=True)
         print(
             f"{full_name}: {len(trace)} tensors, {trace.nbytes / 1e6:.1f} MB, "

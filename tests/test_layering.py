@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "estimate": LIBRARY,
     "lab": {"errors", "extras"},
     "lab.emulation": {*BASE, "alpha_beta"},
-    "bench": {*LIBRARY, "estimate", "report"},
+    "bench": {*LIBRARY, "estimate", "report", "lab"},  # a benchmark notes in which lab it ran, at which rate
     "report": {*NOUNS, "files", "scaling"},
     "report.html": {*NOUNS, "version", "scaling"},  # a page says which version made it
     "reproduce": {*LIBRARY, "estimate", "bench"},  # whatever a paper's figures need

@@ -7,10 +7,10 @@ from torch import nn
 import anabranch as ab
 from anabranch.bench.compress import OTHERS, Rival, compression
 from anabranch.bench.race import Turn
-from anabranch.bench.run import Settings, counts, run
+from anabranch.bench.run import Settings, nic_counts_all, run
 from anabranch.bench.sparse import sparse_rivals
-from anabranch.bench.subject import from_trace
-from anabranch.report.benchmark import BASELINE, COMPUTE, OURS
+from anabranch.bench.workload import replay_workload
+from anabranch.report.documents import BASELINE, COMPUTE, OURS
 from ranks import on_ranks
 
 NETWORK = ab.Network.linear(3, 1e-4, 1e-9)
@@ -112,7 +112,7 @@ def test_rivals_send_a_part_and_the_same_to_everyone() -> None:
 
 
 def remembered(rank: int) -> list[float]:
-    """What reaches a constant gradient's place in two turns of three steps each behind the layout's settling."""
+    """The residual of a constant gradient after two turns, of three steps each once the layout is in force."""
     model = nn.Linear(8, 1, bias=False)
 
     def step(wrapped: nn.Module | None = None) -> None:
@@ -120,7 +120,7 @@ def remembered(rank: int) -> list[float]:
         (wrapped or model)(torch.arange(1.0, 9.0)).sum().backward()
 
     (contestant,) = sparse_rivals(model, step, trace_of(model), NETWORK, {"topk:0.125": Rival("topk", 0.125)}, [])
-    state = contestant.enter.args[-1]._state  # type: ignore[attr-defined]
+    state = contestant.enter.args[-1]._families[0]._state  # type: ignore[attr-defined]
     for _ in range(2):
         with contestant.enter() as go:
             for _ in range(contestant.warmup + 3):
@@ -129,9 +129,9 @@ def remembered(rank: int) -> list[float]:
     return [float(bucket.step), *bucket.residual.tolist()]
 
 
-def test_what_waits_is_kept_between_turns() -> None:
-    steps, *waiting = on_ranks(remembered, 2)[0]
-    assert steps > 6 and sum(value != 0 for value in waiting) == 7  # but for the one that went last
+def test_residuals_are_kept_between_turns() -> None:
+    steps, *residual = on_ranks(remembered, 2)[0]
+    assert steps > 6 and sum(value != 0 for value in residual) == 7  # all but the one that was sent last
 
 
 def in_the_buckets_of(rank: int) -> list[str]:
@@ -156,10 +156,10 @@ def test_they_run_in_the_buckets_that_ok_topk_sends() -> None:
 
 def whole(rank: int) -> list[str]:
     tensors = [ab.TensorSpec(f"layer{i}.weight", 3000 + 10 * i, 4, 0.001 * (i + 1)) for i in range(3)]
-    subject = from_trace("tiny", ab.Trace(tuple(tensors), 0.001))
+    workload = replay_workload("tiny", ab.Trace(tuple(tensors), 0.001))
     wires = ["bf16", *(f"{name}:0.1" for name in OTHERS)]
     settings = Settings(1, 1, 0, 2, [1], [2], wires, ["none"])
-    found = run(subject, settings, lambda _: None)
+    found = run(workload, settings, lambda _: None)
     assert all(row.step_s > 0 and row.sent_nbytes is None for row in found.rows)
     return [row.name for row in found.rows]
 
@@ -171,5 +171,5 @@ def test_what_was_asked_for_by_name_runs_whatever_only_says() -> None:
 
 
 def test_cards_are_believed_if_they_saw_ddp_send_its_gradients() -> None:
-    assert counts([Turn(BASELINE, 0.1, 1e6), Turn(BASELINE, 0.1, 9e6), Turn(BASELINE, 0.1, 0.0)], 1_000_000)
-    assert not counts([Turn(BASELINE, 0.1, 900.0)], 1_000_000)
+    assert nic_counts_all([Turn(BASELINE, 0.1, 1e6), Turn(BASELINE, 0.1, 9e6), Turn(BASELINE, 0.1, 0.0)], 1_000_000)
+    assert not nic_counts_all([Turn(BASELINE, 0.1, 900.0)], 1_000_000)

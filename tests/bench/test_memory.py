@@ -8,7 +8,7 @@ from torch import nn
 
 from anabranch.bench import trainings, zoo
 from anabranch.bench.memory import FIRST, OPTIMIZERS, sparse_plan, world
-from anabranch.bench.trainings import Subject, Training, naive_exchange
+from anabranch.bench.trainings import Training, TrainingSetup, naive_exchange
 from estimate.models import images
 from ranks import on_ranks
 
@@ -26,7 +26,7 @@ def test_it_trains(training: Training, alone: None) -> None:
     model, loss = images(2)(torch.device("cpu"))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     plan = sparse_plan(images(2), DENSITY)
-    running = training(Subject(model, loss, OPTIMIZERS["momentum"], 4, DENSITY, plan))
+    running = training(TrainingSetup(model, loss, OPTIMIZERS["momentum"], 4, DENSITY, plan))
     for _ in range(3):  # DDP lays out its buckets anew after the first
         next(running)
     running.close()
@@ -39,7 +39,7 @@ def on_real_ranks(rank: int) -> list[torch.Tensor]:
     build = images(2)
     model, loss = build(torch.device("cpu"))
     plan = sparse_plan(build, DENSITY)
-    running = trainings.oktopk(Subject(model, loss, OPTIMIZERS["momentum"], 2, DENSITY, plan))
+    running = trainings.oktopk(TrainingSetup(model, loss, OPTIMIZERS["momentum"], 2, DENSITY, plan))
     for _ in range(FIRST):
         next(running)
     running.close()
@@ -73,4 +73,4 @@ def test_the_plan_is_whole_and_vectors_travel_dense() -> None:
 
 def test_an_unknown_model_is_told() -> None:
     with pytest.raises(ValueError, match="model is 'resnet9': expected one of googlenet"):
-        zoo.built("resnet9", torch.device("meta"), 1)
+        zoo.model_and_loss("resnet9", torch.device("meta"), 1)

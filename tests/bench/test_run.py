@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.bench.contestants import ALL_REDUCE, baselines, ours, rivals
-from anabranch.bench.subject import from_trace, from_zoo
-from anabranch.report.benchmark import BASELINE as DDP
-from anabranch.report.benchmark import COMPUTE
-from anabranch.report.benchmark import OURS as AUTO
+from anabranch.bench.contestants import ALL_REDUCE, ddp_contestants, planned_contestants, reference_contestants
+from anabranch.bench.workload import replay_workload, zoo_workload
+from anabranch.report.documents import BASELINE as DDP
+from anabranch.report.documents import COMPUTE
+from anabranch.report.documents import OURS as AUTO
 from ranks import on_ranks
 
 
@@ -97,12 +97,15 @@ def gradients(rank: int) -> dict[str, list[float]]:
         (wrapped or model)(torch.full((2, 4), 1.0 + rank)).sum().backward()
 
     found = {}
-    for contestant in [*rivals(model, step, trace, network, [1e-5], False), *ours(model, step, trace, network, [2])]:
+    for contestant in [
+        *ddp_contestants(model, step, trace, network, [1e-5], False),
+        *planned_contestants(model, step, trace, network, [2]),
+    ]:
         with contestant.enter() as run:
             for _ in range(contestant.warmup + 1):
                 run()
         found[contestant.name] = [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
-    with baselines(model, step, torch.device("cpu"))[0].enter() as run:
+    with reference_contestants(model, step, torch.device("cpu"))[0].enter() as run:
         run()  # after all of them, nobody's hooks are left on the model
     found[COMPUTE] = [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
     return found
@@ -118,11 +121,11 @@ def test_all_contestants_average_the_same_gradients_and_leave_no_hooks() -> None
             assert second[name] == pytest.approx(sums, rel=1e-6), name
 
 
-def test_subjects() -> None:
-    subject = from_trace("tiny", tiny(), slower=2.0)
-    assert (subject.name, subject.batch, subject.unit) == ("tiny (replayed, 2 times slower)", 16, "img")
-    model, step = subject.build()
+def test_workloads() -> None:
+    workload = replay_workload("tiny", tiny(), slower=2.0)
+    assert (workload.name, workload.batch, workload.unit) == ("tiny (replayed, 2 times slower)", 16, "img")
+    model, step = workload.build()
     step()
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(ValueError, match="--model is 'nonsense': expected one of googlenet"):
-        from_zoo("nonsense", torch.device("cpu"))
+        zoo_workload("nonsense", torch.device("cpu"))

@@ -101,5 +101,5 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert len(result["ddp"]["losses"]) > demo.FEWEST_STEPS and len(result["ddp"]["rounds_s"]) > 1
     assert all(word in result["explanation"] for word in ("running", "predicted", "measured"))
     left = read_runs([tmp_path])
-    assert len(left.traces) == len(left.networks) == len(left.timelines) == 1 and "runs.json" in left.left_out[0]
+    assert len(left.traces) == len(left.networks) == len(left.timelines) == 1 and "runs.json" in left.skipped[0]
     assert len(left.trainings[0].lines) == len(result["anabranch"]["losses"])

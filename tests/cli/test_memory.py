@@ -33,7 +33,7 @@ def small_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
         return images(batch)(device)
 
-    monkeypatch.setattr(zoo, "built", built)
+    monkeypatch.setattr(zoo, "model_and_loss", built)
 
 
 def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +71,7 @@ def test_the_largest_batch_looked_at_is_said(
         x = torch.zeros(batch, 1, device=device)
         return nn.Linear(1, 1, device=device), lambda model: model(x).sum()
 
-    monkeypatch.setattr(zoo, "built", tiny)
+    monkeypatch.setattr(zoo, "model_and_loss", tiny)
     limited = "no batch above 65536 was looked at"
     document = json_of(capsys, *ASKED, "--within", "16GiB")
     assert document["largest_batch"]["ddp"] == 65536 and limited in document["assumptions"]

@@ -51,7 +51,7 @@ def test_a_plan_that_was_only_measured_is_drawn_as_it_ran(capsys: pytest.Capture
     save(plan, tmp_path / "plan.json")
     save(seen, tmp_path / "timeline.json")
     page = made(capsys, tmp_path, "trace.json", "plan.json", "timeline.json")
-    assert 'id="plan-0"' in page and "The plan as a picture: timeline.json, measured" in page
+    assert 'id="plan-0"' in page and "The plan as a chart: timeline.json, measured" in page
 
 
 def test_a_plan_that_the_network_cannot_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_what_fits_decides_the_batch(
 ) -> None:
     from estimate.models import images
 
-    monkeypatch.setattr(zoo, "built", lambda _name, device, batch: images(batch)(device))
+    monkeypatch.setattr(zoo, "model_and_loss", lambda _name, device, batch: images(batch)(device))
     save(replace(small_trace(), meta={"model": "resnet50", "batch": 8}), tmp_path / "fit.json")
     argv = ["scale", "--trace", str(tmp_path / "fit.json"), "--network", RING, *FEW, "--within", "100MiB"]
     document = json_of(capsys, *argv)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anabranch import Trace
-from anabranch.bench.zoo import IMAGES, MODELS, SEQUENCES, build, built, facts
+from anabranch.bench.zoo import IMAGES, MODELS, SEQUENCES, model_and_loss, model_and_step, trace_meta
 from anabranch.files import dumps, loads
 from anabranch.observe.clock import HostClock
 from anabranch.observe.recorder import Recorder, record
@@ -257,19 +257,19 @@ def test_a_recorder_counts_the_steps_of_its_owner() -> None:
 def test_a_language_model_of_the_zoo_has_its_size() -> None:
     pytest.importorskip("transformers")
     for name, millions in (("gpt2-medium", 355), ("qwen2.5-0.5b", 494)):
-        model, _ = built(name, torch.device("meta"), 1)
+        model, _ = model_and_loss(name, torch.device("meta"), 1)
         assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
 
 
 def test_the_zoo_names_what_it_lacks() -> None:
     with pytest.raises(ValueError, match=r"model is 'resnet51': expected one of googlenet, .*gpt2"):
-        build("resnet51", torch.device("cpu"))
+        model_and_step("resnet51", torch.device("cpu"))
     assert set(MODELS) == {*IMAGES, *SEQUENCES}
-    assert facts("gpt2", half=True) == {
+    assert trace_meta("gpt2", half=True) == {
         "model": "gpt2",
         "batch": 8,
         "precision": "bf16 autocast, fp32 parameters and gradients",
         "optimizer": "none",
         "sequence_length": 512,
     }
-    assert facts("resnet50", batch=2)["batch"] == 2
+    assert trace_meta("resnet50", batch=2)["batch"] == 2

@@ -6,6 +6,7 @@ from typing import Any
 
 from anabranch import Network, Span, Timeline, Trace, planners, save, simulate
 from anabranch.cli.main import main
+from anabranch.report.documents import BenchDocument, Benchmark, BenchmarkRow, Document, printed
 from anabranch.scaling.result import NetworkUsed, ScalePoint, Scaling, Strategy
 from cli.nouns import measured, small_trace
 
@@ -34,6 +35,12 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
+def as_json(document: Document) -> dict[str, Any]:
+    """What a command prints, as another program reads it."""
+    read: dict[str, Any] = json.loads(json.dumps(printed(document)))
+    return read
+
+
 def scaling_document(model: str = "densenet", strategy: str = "optimal") -> dict[str, Any]:
     """What scale --json prints, of one network and two strategies."""
     points = tuple(
@@ -45,10 +52,7 @@ def scaling_document(model: str = "densenet", strategy: str = "optimal") -> dict
         model, "weak", (NetworkUsed("10gbe", "published", "half to twice", "a ring"),),
         (Strategy("by_bytes", "dense"), Strategy(strategy, "dense")), points, answer=("10gbe: it helps.",),
     )  # fmt: skip
-    from pydantic import TypeAdapter
-
-    document: dict[str, Any] = TypeAdapter(Scaling).dump_python(found, mode="json")
-    return document
+    return as_json(found)
 
 
 def memory_document(model: str = "bert-large", kind: str = "gradients") -> dict[str, Any]:
@@ -67,14 +71,9 @@ def memory_document(model: str = "bert-large", kind: str = "gradients") -> dict[
 
 def bench_document(model: str = "resnet50", name: str = "DataParallel") -> dict[str, Any]:
     """What bench --json prints."""
-    row = {"turns_s": [0.1, 0.11], "step_s": 0.105, "ratio_to_ddp": 1.0, "ratio_to_bound": 1.2, "sent_nbytes": None,
-           "predicted_s": None, "prediction_error": None, "buckets": None, "lanes": None}  # fmt: skip
-    ours = {**row, "name": name, "step_s": 0.09, "ratio_to_ddp": 0.857, "predicted_s": 0.088, "prediction_error": -0.02}
-    benchmark = {
-        "model": model, "batch": 32, "unit": "images", "ranks": 4, "bound_s": 0.08, "explanation": f"running {name}",
-        "facts": {"date": "2026-11-15"}, "skipped": [], "rows": [{**row, "name": "DDP"}, ours],
-    }  # fmt: skip
-    return {"command": "bench", "benchmarks": [benchmark]}
+    rows = (BenchmarkRow("DDP", (0.1, 0.11)), BenchmarkRow(name, (0.085, 0.095), 0.088))
+    found = Benchmark(model, 32, "images", 4, rows, 0.08, f"running {name}", {"date": "2026-11-15"})
+    return as_json(BenchDocument(benchmarks=(found,)))
 
 
 def planned_document(name: str = "layer") -> dict[str, Any]:
@@ -82,7 +81,8 @@ def planned_document(name: str = "layer") -> dict[str, Any]:
     bucket = {"index": 0, "lane": 1, "collective": "dense", "tensors": 1, "nbytes": 8, "ready_s": 0.1, "start_s": 0.1,
               "end_s": 0.3, "names": [f"{name}.0"]}  # fmt: skip
     return {"command": "simulate", "plan": None, "planner": "optimal", "world_size": 8, "fingerprint": "ab", "lanes": 2,
-            "forward_s": 0.1, "backward_s": 0.2, "buckets": [bucket], "written": []}  # fmt: skip
+            "forward_s": 0.1, "backward_s": 0.2, "finish_s": 0.3, "communication_s": 0.2, "exposed_s": 0.1,
+            "overlap": 0.5, "iteration_s": 0.4, "buckets": [bucket], "written": []}  # fmt: skip
 
 
 def window_document(name: str = "layer") -> dict[str, Any]:

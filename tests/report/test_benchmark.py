@@ -1,9 +1,12 @@
 """A benchmark's figures, as people and programs read them."""
 
+from typing import Any
+
 import pytest
 from rich.console import Console
 
-from anabranch.report.benchmark import Benchmark, Row, benchmark_report, closing_lines, figures, markdown
+from anabranch.report.benchmark import benchmark_report, closing_lines, markdown
+from anabranch.report.documents import BenchDocument, Benchmark, BenchmarkRow, printed
 
 
 def example(**changes: object) -> Benchmark:
@@ -13,9 +16,9 @@ def example(**changes: object) -> Benchmark:
         "unit": "img",
         "ranks": 4,
         "rows": (
-            Row("compute only", (0.05, 0.05, 0.05)),
-            Row("DDP", (0.1, 0.2, 0.1), 0.11, 5, 1),
-            Row("DataParallel", (0.08, 0.16, 0.09), 0.085, 12, 2),
+            BenchmarkRow("compute only", (0.05, 0.05, 0.05)),
+            BenchmarkRow("DDP", (0.1, 0.2, 0.1), 0.11, 5, 1),
+            BenchmarkRow("DataParallel", (0.08, 0.16, 0.09), 0.085, 12, 2),
         ),
         "bound_s": 0.08,
         "explanation": "anabranch: running 2 lanes.",
@@ -23,6 +26,13 @@ def example(**changes: object) -> Benchmark:
         "skipped": ("PowerSGD: it hangs on Gloo",),
     }
     return Benchmark(**(fields | changes))  # type: ignore[arg-type]
+
+
+def figures(benchmark: Benchmark) -> dict[str, Any]:
+    """What bench --json prints of one benchmark."""
+    (found,) = printed(BenchDocument(benchmarks=(benchmark,)))["benchmarks"]
+    assert isinstance(found, dict)
+    return found
 
 
 def shown(benchmark: Benchmark) -> str:
@@ -40,8 +50,8 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_the_error_is_a_share_of_what_was_measured() -> None:
-    assert example().row("DDP").error == pytest.approx(0.1)
-    assert example().row("compute only").error is None
+    assert example().row("DDP").prediction_error == pytest.approx(0.1)
+    assert example().row("compute only").prediction_error is None
 
 
 def test_figures_hold_everything_by_name() -> None:
@@ -50,7 +60,7 @@ def test_figures_hold_everything_by_name() -> None:
     assert ddp["turns_s"] == (0.1, 0.2, 0.1) and ddp["ratio_to_ddp"] == 1.0
     assert ddp["ratio_to_bound"] == pytest.approx(1.25) and ddp["prediction_error"] == pytest.approx(0.1)
     assert told["facts"]["network"] == "4 hosts, 25 Gbit/s" and told["bound_s"] == 0.08
-    assert told["skipped"] == ["PowerSGD: it hangs on Gloo"]
+    assert told["skipped"] == ("PowerSGD: it hangs on Gloo",)
 
 
 def test_the_closing_lines_are_those_that_scripts_look_for() -> None:
@@ -62,7 +72,11 @@ def test_the_closing_lines_are_those_that_scripts_look_for() -> None:
         f"Img/sec per GPU: {mean:.1f} +-{spread:.1f}",
         f"Total img/sec on 4 GPU(s): {4 * mean:.1f} +-{4 * spread:.1f}",
     ]
-    once = example(rows=(Row("DDP", (0.1,)), Row("DataParallel", (0.1,))), facts={"device": "CPU, x86_64"}, unit="seq")
+    once = example(
+        rows=(BenchmarkRow("DDP", (0.1,)), BenchmarkRow("DataParallel", (0.1,))),
+        facts={"device": "CPU, x86_64"},
+        unit="seq",
+    )
     assert closing_lines(once)[1] == "Seq/sec per CPU: 320.0 +-0.0"
 
 
@@ -88,9 +102,21 @@ def test_values_from_elsewhere_cannot_touch_the_terminal() -> None:
 
 def test_what_was_sent_is_shown_where_it_is_known() -> None:
     assert "sent" not in shown(example())
-    counted = example(rows=(Row("DDP", (0.1,), sent_nbytes=78.214e6), Row("DataParallel", (0.1,), sent_nbytes=4.5e6)))
+    counted = example(
+        rows=(
+            BenchmarkRow("DDP", (0.1,), sent_nbytes=78.214e6),
+            BenchmarkRow("DataParallel", (0.1,), sent_nbytes=4.5e6),
+        )
+    )
     lines = markdown("A title", [counted]).splitlines()
     assert next(line for line in lines if line.startswith("| contestant")).endswith("| sent MB |")
     assert next(line for line in lines if line.startswith("| DDP")).endswith("| 78.21 |")
     assert "network cards count" in shown(counted)
     assert figures(counted)["rows"][1]["sent_nbytes"] == 4.5e6
+
+
+def test_a_benchmark_has_ddp_and_as_many_turns_for_all() -> None:
+    with pytest.raises(ValueError, match="expected DDP and as many turns for all"):
+        example(rows=(BenchmarkRow("DataParallel", (0.1,)),))
+    with pytest.raises(ValueError, match=r"of \[1, 2\] turns"):
+        example(rows=(BenchmarkRow("DDP", (0.1,)), BenchmarkRow("DataParallel", (0.1, 0.2))))

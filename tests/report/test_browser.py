@@ -125,7 +125,7 @@ def test_it_opens_from_disk_and_asks_for_nothing(opened: Opener, report: Path) -
     assert found.page.locator("#trouble").is_hidden()
 
 
-@pytest.mark.parametrize("series", ["bucket gathers", "sent, hidden", "sent, exposed"])
+@pytest.mark.parametrize("series", ["bucket fills", "communication, hidden", "communication, exposed"])
 def test_pointing_at_a_bucket_shows_its_tensors(opened: Opener, report: Path, series: str) -> None:
     words = point_at(opened(report).page, series)
     assert "bucket" in words and "layer." in words and "tensor" in words
@@ -213,7 +213,7 @@ def test_the_table_sorts_both_ways(opened: Opener, report: Path) -> None:
 def test_a_hostile_name_is_shown_and_does_not_run(opened: Opener, hostile: Path) -> None:
     found = opened(hostile)
     page = found.page
-    assert "</script><script>" in point_at(page, "sent, exposed")  # its middle is left out there
+    assert "</script><script>" in point_at(page, "communication, exposed")  # its middle is left out there
     for details in page.locator("details").all():
         details.locator("summary").click()
     page.locator("#plan-0 .plot").focus()

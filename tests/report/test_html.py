@@ -16,9 +16,9 @@ from anabranch.cli.main import main
 from anabranch.curve import Curve
 from anabranch.network import Network
 from anabranch.report.html.chart import DASHES, PATTERNS, SYMBOLS
-from anabranch.report.html.curves import BINS, MOST_POINTS, thinned
+from anabranch.report.html.escaping import escaped, json_block, name_lines, plotly_text
 from anabranch.report.html.scaling_chart import log_ticks, network_chart
-from anabranch.report.html.words import data_block, drawn, name_lines, shown
+from anabranch.report.html.training_chart import BINS, MAX_POINTS, downsample
 from report.run_files import metrics_line, run_folder, write_lines, written_page
 
 HOSTILE = "</script><script>window.owned=1</script><img src=x onerror=window.owned=1><b>&lt;%{x}\"'\u202e\n"
@@ -98,7 +98,7 @@ def test_names_of_files_and_titles_are_text(tmp_path: Path) -> None:
     assert "<img" not in page and "&lt;img src=x onerror=owned&gt;%{x}&amp;lt;" in page
     series = [series for figure in figures(page) for series in figure["data"]]
     assert {one["hovertemplate"] for one in series} == {"%{customdata}<extra></extra>"}
-    assert drawn(f"{name}.jsonl") in {one["name"] for one in series}
+    assert plotly_text(f"{name}.jsonl") in {one["name"] for one in series}
 
 
 def test_plotly_is_given_no_tag_of_a_file(hostile_page: str) -> None:
@@ -130,7 +130,8 @@ def test_series_differ_without_colour(page: str) -> None:
     assert len(set(bars)) == len(bars) == 3
     plan = {series["name"]: series for series in by_key["plan-0"]}
     assert (
-        plan["sent, exposed"]["marker"]["pattern"]["shape"] and not plan["sent, hidden"]["marker"]["pattern"]["shape"]
+        plan["communication, exposed"]["marker"]["pattern"]["shape"]
+        and not plan["communication, hidden"]["marker"]["pattern"]["shape"]
     )
     assert len(set(DASHES)) == len(set(SYMBOLS)) == len(set(PATTERNS)) == 8
 
@@ -163,10 +164,10 @@ def test_exposed_and_hidden_parts_add_up(page: str) -> None:
     chart = next(figure for figure in figures(page) if figure["key"] == "plan-0")
     bars = {series["name"]: series for series in chart["data"]}
     end = sum(bars["backward"]["x"])  # milliseconds, of which seven digits are written
-    assert all(base >= end - ROUNDED for base in bars["sent, exposed"]["base"])
+    assert all(base >= end - ROUNDED for base in bars["communication, exposed"]["base"])
     assert all(
         base + length <= end + ROUNDED
-        for base, length in zip(bars["sent, hidden"]["base"], bars["sent, hidden"]["x"], strict=True)
+        for base, length in zip(bars["communication, hidden"]["base"], bars["communication, hidden"]["x"], strict=True)
     )
 
 
@@ -174,11 +175,11 @@ def test_exposed_and_hidden_parts_add_up(page: str) -> None:
 
 
 def test_texts_are_spelled_out() -> None:
-    assert shown("<b>\"'&\x1b") == "&lt;b&gt;&quot;&#x27;&amp;\\x1b"
-    assert drawn("<a href='x'>&lt;") == "&lt;a href='x'&gt;&amp;lt;"
-    assert len(drawn("x" * 1000, 20)) == 20
-    assert data_block(["</script><!--&\u2028"]) == '["\\u003c/script\\u003e\\u003c!--\\u0026\\u2028"]'
-    assert json.loads(data_block(["</script>&"])) == ["</script>&"]
+    assert escaped("<b>\"'&\x1b") == "&lt;b&gt;&quot;&#x27;&amp;\\x1b"
+    assert plotly_text("<a href='x'>&lt;") == "&lt;a href='x'&gt;&amp;lt;"
+    assert len(plotly_text("x" * 1000, 20)) == 20
+    assert json_block(["</script><!--&\u2028"]) == '["\\u003c/script\\u003e\\u003c!--\\u0026\\u2028"]'
+    assert json.loads(json_block(["</script>&"])) == ["</script>&"]
 
 
 def test_many_names_are_counted() -> None:
@@ -190,19 +191,19 @@ def test_many_names_are_counted() -> None:
 
 
 def test_a_short_curve_is_kept_whole() -> None:
-    curve = thinned(range(1, MOST_POINTS + 1), [float(n) for n in range(MOST_POINTS)])
-    assert curve.per_point == 1 and len(curve.steps) == MOST_POINTS and curve.low == curve.high == curve.middle
+    curve = downsample(range(1, MAX_POINTS + 1), [float(n) for n in range(MAX_POINTS)])
+    assert curve.per_point == 1 and len(curve.steps) == MAX_POINTS and curve.low == curve.high == curve.median
 
 
-@pytest.mark.parametrize("steps", [MOST_POINTS + 1, 10_000, 123_457])
+@pytest.mark.parametrize("steps", [MAX_POINTS + 1, 10_000, 123_457])
 def test_a_long_curve_loses_no_extreme(steps: int) -> None:
     values = [float(n * 7919 % 1000) for n in range(steps)]
     values[steps // 2], values[steps // 3] = 1e6, -1e6
-    curve = thinned(range(1, steps + 1), values)
+    curve = downsample(range(1, steps + 1), values)
     assert len(curve.steps) <= BINS and curve.steps[0] == 1 and curve.last[-1] == steps
     assert max(curve.high) == 1e6 and min(curve.low) == -1e6
     assert curve.high_at[curve.high.index(1e6)] == steps // 2 + 1
-    assert all(low <= middle <= high for low, middle, high in zip(curve.low, curve.middle, curve.high, strict=True))
+    assert all(low <= middle <= high for low, middle, high in zip(curve.low, curve.median, curve.high, strict=True))
     assert sum(last - first + 1 for first, last in zip(curve.steps, curve.last, strict=True)) == steps
 
 
@@ -216,11 +217,11 @@ def test_a_long_run_of_a_large_model_stays_small(tmp_path: Path) -> None:
 
 
 def test_predictions_that_never_hold_stay_small(tmp_path: Path) -> None:
-    lines = [{**metrics_line(step), "predicted_s": 0.02 + step * 1e-6} for step in range(1, 3 * MOST_POINTS)]
+    lines = [{**metrics_line(step), "predicted_s": 0.02 + step * 1e-6} for step in range(1, 3 * MAX_POINTS)]
     write_lines(tmp_path / "run.jsonl", lines)
     page = written_page(tmp_path, tmp_path / "report.html")
     drawn_curves = {curve["name"]: curve for figure in figures(page) for curve in figure["data"]}
-    assert len(drawn_curves["predicted"]["x"]) <= MOST_POINTS
+    assert len(drawn_curves["predicted"]["x"]) <= MAX_POINTS
 
 
 def test_runs_side_by_side_have_names(tmp_path: Path) -> None:
@@ -242,7 +243,7 @@ def test_a_step_of_very_many_pieces(tmp_path: Path) -> None:
     page = written_page(tmp_path, tmp_path / "report.html")
     (chart,) = figures(page)
     lengths = {series["name"]: sum(series["x"]) for series in chart["data"] if series["type"] == "bar"}
-    assert lengths["sent, hidden"] == pytest.approx(0.3 * len(many)) == 1.5 * lengths["sent, exposed"]
+    assert lengths["communication, hidden"] == pytest.approx(0.3 * len(many)) == 1.5 * lengths["communication, exposed"]
 
 
 def test_no_axis_is_too_short_to_be_drawn(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.report.plot import LABEL_GAP, NOTE_LETTERS_PER_PANEL, _apart, scaling_plot
+from anabranch.report.plot import LABEL_GAP, NOTE_LETTERS_PER_PANEL, _spread_labels, scaling_plot
 from report.scalings import scaling_of
 
 CURVES = {
@@ -46,12 +46,12 @@ def test_png_has_its_signature(curves: dict[str, dict[int, float]]) -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_labels_stay_apart_and_inside(heights: list[float]) -> None:
-    places = _apart(sorted(heights))
+def test_labels_stay_spread_labels_and_inside(heights: list[float]) -> None:
+    places = _spread_labels(sorted(heights))
     assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
     assert all(high - low >= LABEL_GAP - 1e-9 for low, high in pairwise(places))
 
 
-def test_labels_that_are_apart_do_not_move() -> None:
-    assert _apart([0.1, 0.5, 0.9]) == pytest.approx([0.1, 0.5, 0.9])
-    assert _apart([0.5, 0.5]) == pytest.approx([0.5 - LABEL_GAP / 2, 0.5 + LABEL_GAP / 2])
+def test_labels_that_are_spread_labels_do_not_move() -> None:
+    assert _spread_labels([0.1, 0.5, 0.9]) == pytest.approx([0.1, 0.5, 0.9])
+    assert _spread_labels([0.5, 0.5]) == pytest.approx([0.5 - LABEL_GAP / 2, 0.5 + LABEL_GAP / 2])

@@ -2,24 +2,24 @@
 
 from xml.etree import ElementTree
 
-from anabranch.report.benchmark import Benchmark, Row
+from anabranch.report.documents import Benchmark, BenchmarkRow
 from anabranch.report.race_plot import race_plot
 
 
-def example(model: str, *rows: Row) -> Benchmark:
+def example(model: str, *rows: BenchmarkRow) -> Benchmark:
     facts = {"device": "NVIDIA H200", "network": "4 hosts, 25 Gbit/s"}
     return Benchmark(model, 32, "img", 4, rows, 0.08, "", facts)
 
 
 FULL = example(
     "resnet $50$",
-    Row("compute only", (0.05,)),
-    Row("DDP", (0.1,), 0.1, 5, 1),
-    Row("DDP, 5 MiB", (0.09,), 0.1, 20, 1),
-    Row("DDP, one bucket", (0.02,)),  # no size: not among the best sizes, however fast
-    Row("DataParallel", (0.08,), 0.085, 12, 2),
+    BenchmarkRow("compute only", (0.05,)),
+    BenchmarkRow("DDP", (0.1,), 0.1, 5, 1),
+    BenchmarkRow("DDP, 5 MiB", (0.09,), 0.1, 20, 1),
+    BenchmarkRow("DDP, one bucket", (0.02,)),  # no size: not among the best sizes, however fast
+    BenchmarkRow("DataParallel", (0.08,), 0.085, 12, 2),
 )
-LEAST = example("bert", Row("DDP", (0.2,)), Row("DataParallel", (0.2,)))
+LEAST = example("bert", BenchmarkRow("DDP", (0.2,)), BenchmarkRow("DataParallel", (0.2,)))
 
 
 def test_svg_names_models_choices_and_numbers() -> None:

@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from anabranch import Bucket, Network, Plan, Span, TensorSpec, Timeline, Trace, simulate
-from anabranch.report.comparison import Row, best, comparison_report
-from anabranch.report.figures import bucket_figures, timeline_figures
+from anabranch.report.comparison import best, comparison_report
+from anabranch.report.documents import ComparedPlanner
+from anabranch.report.figures import durations, planned_buckets
 from anabranch.report.gantt import Gantt
 from anabranch.report.scaling import scaling_report
 from anabranch.report.tables import (
@@ -29,9 +30,11 @@ PLAN = Plan(tuple(Bucket((t.name,), k % 3) for k, t in enumerate(TRACE.tensors))
 TIMELINE = simulate(TRACE, PLAN, NETWORK)
 
 
-def row(name: str, iteration_s: float, **more: float) -> Row:
+def row(name: str, iteration_s: float, **more: float) -> ComparedPlanner:
     """A row of a comparison in which only the name and the times matter."""
-    return Row(name, name, {}, "f", 1234, 4, iteration_s, iteration_s, iteration_s, 0.5, 1.0, 12.345, **more)
+    return ComparedPlanner(
+        name, name, {}, "f", 1234, 4, iteration_s, iteration_s, iteration_s, 0.5, 1.0, 12.345, **more
+    )
 
 
 NAMES = ("per_tensor", "by_bytes", "mgwfbp", "optimal", "lanes", "asc", "oktopk:0.01")
@@ -41,8 +44,8 @@ REPORTS: dict[str, RenderableType] = {
     "network": network_report(NETWORK),
     "plan": plan_report(PLAN),
     "timeline": timeline_report(TIMELINE),
-    "buckets": bucket_table(bucket_figures(TRACE, PLAN, TIMELINE)),
-    "durations": facts("Durations", [*duration_pairs(timeline_figures(TIMELINE)), ("fingerprint", "f" * 64)]),
+    "buckets": bucket_table(planned_buckets(TRACE, PLAN, TIMELINE)),
+    "durations": facts("Durations", [*duration_pairs(durations(TIMELINE)), ("fingerprint", "f" * 64)]),
     "comparison": comparison_report(
         [row(name, 1.5, iteration_low_s=1.0, iteration_high_s=2.0) for name in ("per_tensor", "horovod", "optimal")]
     ),

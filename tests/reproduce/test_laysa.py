@@ -8,24 +8,19 @@ from anabranch.bench import memory as ways
 from anabranch.bench import zoo
 from anabranch.estimate.account import LEAN_HOST, NAIVE, predict
 from anabranch.estimate.probe import Loss, probe
-from anabranch.reproduce import laysa, reports
+from anabranch.reproduce import laysa
 from estimate.models import images
 
 
-def test_headlines_are_read_from_the_committed_report() -> None:
+def test_headlines_are_measured_and_say_on_what() -> None:
     section = laysa.headlines()
-    assert reports.LEAN_REPORT in section.how
+    assert "benchmarks/lean_h200_2026-11-15.md" in section.how and "one NVIDIA H200" in section.how
     memory, offloaded, mix, slow, faster = section.figures
-    assert memory.ours == reports.cell(reports.LEAN_REPORT, laysa.MIX, "less than naive", "3.")
+    assert memory.ours == 82.0
     assert offloaded.ours == pytest.approx(100 * (1 - 820.7 / 1468.7))
-    assert mix.ours is not None and offloaded.ours is not None and mix.ours > offloaded.ours
+    assert mix.ours == pytest.approx(100 * (1 - 206.7 / 1468.7))
     assert slow.ours == pytest.approx(1053) and faster.ours == pytest.approx(739)
-
-
-def test_without_the_report_there_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laysa, "cell", lambda *_: None)
-    for figure in laysa.headlines().figures:
-        assert figure.ours is None and figure.published and figure.word.startswith("not here: ")
+    assert [figure.published for figure in section.figures] == [80.5, 12.25, 12.25, 150.0, 150.0]
 
 
 def test_memory_beside_activations() -> None:
@@ -47,7 +42,7 @@ def test_whole_steps_are_predicted_where_torchvision_is(monkeypatch: pytest.Monk
     def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
         return images(2)(device)
 
-    monkeypatch.setattr(zoo, "built", built)
+    monkeypatch.setattr(zoo, "model_and_loss", built)
     monkeypatch.setattr(laysa, "find_spec", lambda name: object())
     momentum = ways.OPTIMIZERS["momentum"]
     lean = predict(probe(images(2), momentum, offload=True), LEAN_HOST, laysa.SETTING).nbytes

@@ -157,6 +157,29 @@ def test_all_residuals_follow_the_loss_scale() -> None:
     assert all(torch.equal(piece, before[name]) for name, piece in other.residuals().items())
 
 
+def test_the_format_of_saved_states_does_not_change() -> None:
+    """As version 1 was written from the beginning, whatever attributes are called today."""
+    saved: dict[str, Any] = {
+        "version": 1,
+        "rank": 0,
+        "world_size": 2,
+        "step": 17,
+        "scale": 8.0,
+        "residuals": {"a": torch.arange(5.0), "b": torch.ones(1), "d": torch.ones(7)},
+        "buckets": [{"names": ["a", "b"], "tilt": 0.25, "boundaries": [0, 2, 6], "step": 17}],
+    }
+    state = SparseState(0, 2)
+    state.load_state_dict(saved)
+    bucket = state.bucket(["a", "b"], [5, 1])
+    assert (bucket.step, bucket.fresh, bucket.boundaries.tolist()) == (17, False, [0, 2, 6])
+    assert bucket.threshold_bias.item() == 0.25
+    again = state.state_dict()
+    assert {name: piece.tolist() for name, piece in again.pop("residuals").items()} == {
+        name: piece.tolist() for name, piece in saved.pop("residuals").items()
+    }
+    assert again == saved
+
+
 def test_bad_states_are_refused() -> None:
     saved = filled().state_dict()
     with pytest.raises(ValueError, match="give its own"):

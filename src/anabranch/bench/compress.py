@@ -1,4 +1,4 @@
-"""What --compress means: a way for DataParallel to send less, or a rival to compare it with."""
+"""The values of --compress: compressions of DataParallel, and published exchanges to compare with (rivals)."""
 
 from dataclasses import replace
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Contestants: what DDP users do today, and DataParallel with each planner, lanes and wire precision."""
+"""The contestants of a benchmark: stock DDP with its settings and hooks, and DataParallel with each planner."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,47 +18,50 @@ from anabranch.ddp.reducer import unwrap
 from anabranch.network import Network
 from anabranch.parallel import DataParallel
 from anabranch.plan import Plan
-from anabranch.report.benchmark import BASELINE, COMPUTE
+from anabranch.report.documents import BASELINE, COMPUTE
 from anabranch.trace import Trace
 from anabranch.tuning.candidates import predicted_s
 from anabranch.tuning.policy import DEFAULT_POLICY
 
 MIB = 1 << 20
 ALL_REDUCE = "one all-reduce"
-POWER_SGD_FROM = 2  # the first step that torch lets it compress
+POWER_SGD_START = 2  # the first step in which torch allows it to compress
 SETTLE_STEPS = DEFAULT_POLICY.settle_steps
-PLANNED_AFTER = 2 * SETTLE_STEPS + 1  # a given plan is in force from the step after the first few, and settles then
-FEWEST_MIB, MOST_MIB = 1e-6, 1e6  # no merging and one bucket, as a size for DDP
-# For all alike: it saves a copy, and everyone who is after speed sets it.
-OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
+PLAN_WARMUP_STEPS = 2 * SETTLE_STEPS + 1  # a given plan is used after SETTLE_STEPS, and needs as many to settle
+NO_MERGING_MIB, ONE_BUCKET_MIB = 1e-6, 1e6  # bucket sizes for DDP
+# The same for all contestants: it saves a copy, and users who want speed set it.
+DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
 
-Running = AbstractContextManager[Callable[[], None]]  # gives a function that runs one step
+EnteredStep = AbstractContextManager[Callable[[], None]]  # yields a function that runs one step
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A way to run the step. ``enter`` sets it up; ``warmup`` steps later it does what it is named for.
+    """A way to run the step. ``enter`` sets it up; it needs ``warmup`` steps before it can be timed.
 
-    ``plan`` is what it runs in our terms and ``predicted_s`` how long a step of it should take, where these are known.
+    ``plan``: its buckets, and ``predicted_s``: the predicted step, where these are known.
     """
 
     name: str
-    enter: Callable[[], Running]
+    enter: Callable[[], EnteredStep]
     plan: Plan | None = None
     predicted_s: float | None = None
     warmup: int = SETTLE_STEPS
 
 
-def baselines(model: nn.Module, step: Step, device: torch.device) -> list[Contestant]:
-    """Computing without sending, and sending everything at once without computing."""
-    elements = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // 4
-    return [Contestant(COMPUTE, lambda: _just(step)), Contestant(ALL_REDUCE, lambda: _whole(elements, device))]
+def reference_contestants(model: nn.Module, step: Step, device: torch.device) -> list[Contestant]:
+    """Computation without communication, and one all-reduce of all gradients without computation."""
+    numel = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // 4
+    return [
+        Contestant(COMPUTE, lambda: _unwrapped(step)),
+        Contestant(ALL_REDUCE, lambda: _one_all_reduce(numel, device)),
+    ]
 
 
-def rivals(
+def ddp_contestants(
     model: nn.Module, step: Step, trace: Trace, network: Network, sizes_mib: Sequence[float], nccl: bool
 ) -> list[Contestant]:
-    """Stock DDP in every way its users know; PowerSGD only on NCCL, since torch's hook hangs on Gloo."""
+    """Stock DDP with each bucket size and comm hook; PowerSGD only on NCCL, since torch's hook hangs on Gloo."""
 
     def stock(name: str, plan: Plan, **options: Any) -> Contestant:
         return Contestant(name, partial(_ddp, model, step, **options), plan, predicted_s(trace, plan, network))
@@ -70,18 +73,20 @@ def rivals(
     found = [
         stock(BASELINE, planners.by_bytes(trace, network)),
         *(sized(f"DDP, {mib:g} MiB", mib) for mib in sizes_mib),
-        sized("DDP, no merging", FEWEST_MIB),
-        sized("DDP, one bucket", MOST_MIB),
+        sized("DDP, no merging", NO_MERGING_MIB),
+        sized("DDP, one bucket", ONE_BUCKET_MIB),
         Contestant("DDP, fp16 hook", partial(_ddp, model, step, hook=_fp16)),
     ]
     if nccl:
         hooked = partial(_ddp, model, step, hook=_power_sgd)
-        found.append(Contestant("DDP, PowerSGD rank 4", hooked, warmup=POWER_SGD_FROM + SETTLE_STEPS))
+        found.append(Contestant("DDP, PowerSGD rank 4", hooked, warmup=POWER_SGD_START + SETTLE_STEPS))
     return found
 
 
-def ours(model: nn.Module, step: Step, trace: Trace, network: Network, lanes: Sequence[int]) -> list[Contestant]:
-    """DataParallel told to run each planner's plan, without choosing: each different plan once."""
+def planned_contestants(
+    model: nn.Module, step: Step, trace: Trace, network: Network, lanes: Sequence[int]
+) -> list[Contestant]:
+    """DataParallel with the plan of each planner, without tuning; planners that make the same plan share an entry."""
 
     def expected(plan: Plan) -> float:
         return predicted_s(trace, plan, network)
@@ -94,7 +99,7 @@ def ours(model: nn.Module, step: Step, trace: Trace, network: Network, lanes: Se
     for name, plan in plans.items():
         distinct[plan] = f"{distinct[plan]} = {name}" if plan in distinct else name
     return [
-        Contestant(f"plan: {name}", partial(_planned, model, step, plan), plan, expected(plan), PLANNED_AFTER)
+        Contestant(f"plan: {name}", partial(_planned, model, step, plan), plan, expected(plan), PLAN_WARMUP_STEPS)
         for plan, name in distinct.items()
     ]
 
@@ -103,7 +108,7 @@ def ours(model: nn.Module, step: Step, trace: Trace, network: Network, lanes: Se
 def _ddp(
     model: nn.Module, step: Step, hook: Callable[[DistributedDataParallel], None] | None = None, **options: Any
 ) -> Iterator[Callable[[], None]]:
-    wrapped = DistributedDataParallel(model, **OPTIONS, **options)
+    wrapped = DistributedDataParallel(model, **DDP_OPTIONS, **options)
     if hook is not None:
         hook(wrapped)
     try:
@@ -114,7 +119,7 @@ def _ddp(
 
 @contextmanager
 def _planned(model: nn.Module, step: Step, plan: Plan) -> Iterator[Callable[[], None]]:
-    wrapped = DataParallel(model, plan=plan, profile_steps=0, **OPTIONS)
+    wrapped = DataParallel(model, plan=plan, profile_steps=0, **DDP_OPTIONS)
     try:
         yield partial(step, wrapped)
     finally:
@@ -126,24 +131,24 @@ def _fp16(ddp: DistributedDataParallel) -> None:
 
 
 def _power_sgd(ddp: DistributedDataParallel) -> None:
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=POWER_SGD_FROM)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=POWER_SGD_START)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 @contextmanager
-def _just(step: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def _unwrapped(step: Callable[[], None]) -> Iterator[Callable[[], None]]:
     yield step
 
 
 @contextmanager
-def _whole(elements: int, device: torch.device) -> Iterator[Callable[[], None]]:
-    buffer = torch.zeros(elements, device=device)
+def _one_all_reduce(numel: int, device: torch.device) -> Iterator[Callable[[], None]]:
+    buffer = torch.zeros(numel, device=device)
     yield lambda: dist.all_reduce(buffer)
 
 
-def living(name: str, parallel: DataParallel, step: Step) -> Contestant:
-    """A DataParallel that has chosen already and lives on between its turns, on a model of its own; plans no more."""
+def tuned_contestant(name: str, parallel: DataParallel, step: Step) -> Contestant:
+    """A DataParallel that has finished tuning, on its own model. It is kept between its turns and plans no more."""
     assert parallel.trace is not None and parallel.network is not None
     parallel.hold()
     expected_s = predicted_s(parallel.trace, parallel.plan, parallel.network)
-    return Contestant(name, lambda: _just(partial(step, parallel)), parallel.plan, expected_s)
+    return Contestant(name, lambda: _unwrapped(partial(step, parallel)), parallel.plan, expected_s)

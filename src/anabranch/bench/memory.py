@@ -1,6 +1,6 @@
-"""The allocator's peak of every way to train, over a few steps on a GPU: what predictions are held against.
+"""Measures the allocator's peak of every way to train over a few steps on a GPU, to check the predicted peaks.
 
-One rank is enough to see what a rank holds. Lean runs where there are real ranks, as does Ok-Topk itself.
+One rank is enough for DDP and naive sparse; Lean needs several ranks, and Ok-Topk is emulated on one.
 """
 
 import gc
@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import HashStore
 
 from anabranch.activations.policy import Activations
 from anabranch.bench import zoo
-from anabranch.bench.contestants import PLANNED_AFTER
-from anabranch.bench.trainings import Subject, training_of
+from anabranch.bench.contestants import PLAN_WARMUP_STEPS
+from anabranch.bench.trainings import TrainingSetup, training_of
 from anabranch.estimate.account import BUCKET_NBYTES, LEAN, MODES
 from anabranch.estimate.probe import Loss, probe
 from anabranch.estimate.step_profile import buckets_by_size
@@ -26,8 +26,8 @@ from anabranch.lean.options import KEPT, OptimizerFactory
 from anabranch.plan import Bucket, Plan
 from anabranch.sparse.naming import kind_of
 
-FIRST, STEPS = 2 * PLANNED_AFTER, 3  # a plan is in force, and nothing is left of what was before
-# foreach is a GPU's default, and must be said where tensors have no device.
+FIRST, STEPS = 2 * PLAN_WARMUP_STEPS, 3  # after FIRST steps the plan is used, and older memory is freed
+# foreach is the default on a GPU; it must be given for tensors on the meta device.
 OPTIMIZERS: Mapping[str, OptimizerFactory] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, foreach=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=True),
@@ -37,26 +37,26 @@ OPTIMIZERS: Mapping[str, OptimizerFactory] = {
 Build = Callable[[torch.device], tuple[nn.Module, Loss]]
 
 
-def of_zoo(name: str, batch: int) -> Build:
-    """What makes a model of the zoo, and its loss at a batch."""
-    return lambda device: zoo.built(name, device, batch)
+def zoo_build(name: str, batch: int) -> Build:
+    """A function that builds a model of the zoo, and its loss at this batch, on a device."""
+    return lambda device: zoo.model_and_loss(name, device, batch)
 
 
 def sparse_plan(build: Build, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
-    """Buckets in the order of backward, those of matrices sparse; of the size that ``account`` takes for granted."""
+    """Buckets in the order of backward, of the size that ``estimate.account`` assumes; those of matrices are sparse."""
     profile = probe(build)
     buckets = sorted(buckets_by_size(profile, bucket_nbytes), key=lambda bucket: bucket.last_index)
     kinds = {True: kind_of(density), False: "dense"}
     return Plan(tuple(Bucket(tuple(profile.gradients[i].name for i in b.indices), 0, kinds[b.sparse]) for b in buckets))
 
 
-def runnable() -> list[str]:
+def runnable_modes() -> list[str]:
     """The modes that can run here: Lean where there are real ranks."""
     return [mode for mode in MODES if dist.get_world_size() > 1 or not mode.startswith(LEAN)]
 
 
 class Peak(NamedTuple):
-    """Of the allocator, in bytes: in the first steps, and in those after them."""
+    """Peaks of the allocator in bytes: of the first steps, and of the steps after them."""
 
     first: int
     steady: int
@@ -65,40 +65,40 @@ class Peak(NamedTuple):
 def peak(
     build: Build, mode: str, optimizer: OptimizerFactory, ranks: int, density: float, activations: Activations = KEPT
 ) -> Peak:
-    """What a mode needs on this GPU; ``activations`` as Lean's modes treat them.
+    """The peaks of a mode on this GPU; ``activations`` applies to Lean's modes.
 
-    DDP lays its buckets out anew in its second step, when NCCL still has what it sent in the first: so for a moment it
-    has its buckets twice. That is in the peak of the first steps.
+    DDP rebuilds its buckets in the second step, while NCCL still holds those of the first. The peak of the first steps
+    therefore contains the buckets twice.
     """
     plan = sparse_plan(build, density)
     device = torch.device("cuda", torch.cuda.current_device())
-    tidy()
-    _settle()
+    release_memory()
+    _drain()
     before = torch.cuda.memory_allocated()
-    training = training_of(mode, activations)(Subject(*build(device), optimizer, ranks, density, plan))
+    training = training_of(mode, activations)(TrainingSetup(*build(device), optimizer, ranks, density, plan))
     found = []
     try:
         for steps in (FIRST, STEPS):
             torch.cuda.reset_peak_memory_stats()
             for _ in range(steps):
                 next(training)
-            _settle()
+            _drain()
             found.append(int(torch.cuda.max_memory_allocated()) - before)
     finally:
         training.close()
     return Peak(*found)
 
 
-def tidy() -> None:
-    """Let go of what earlier trainings have left, so that the next one finds all memory free."""
+def release_memory() -> None:
+    """Release what earlier trainings have left in the caches of torch, cuBLAS and pinned memory."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch._C._host_emptyCache()
 
 
-def _settle() -> None:
-    """Until nothing is under way and NCCL holds no more than a word: it keeps what it sent until it sends again."""
+def _drain() -> None:
+    """Wait until all work is done and NCCL has released the last message, which it keeps until it sends another."""
     for _ in range(2):
         dist.all_reduce(torch.zeros(1, device="cuda"))
         torch.cuda.synchronize()
@@ -108,7 +108,7 @@ def _settle() -> None:
 
 @contextmanager
 def world(backend: str = "nccl") -> Iterator[int]:
-    """The ranks that torchrun or the lab started, or a world of one; yields their number."""
+    """Join the ranks that torchrun or the lab started, or be a world of one rank; yields the number of ranks."""
     if dist.is_initialized():
         yield dist.get_world_size()
         return

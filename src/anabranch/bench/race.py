@@ -1,4 +1,4 @@
-"""The race: contestants take turns on the same ranks, again and again, so that what slows the machine slows all."""
+"""The race: contestants take turns on the same ranks, so that whatever slows the machine slows all of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from anabranch.bench.contestants import Contestant
 
-COUNTERS = Path("/proc/net/dev")  # of this network namespace: in a lab, of this rank's host
+COUNTERS = Path("/proc/net/dev")  # of this network namespace: in a lab, that of this rank's host
 
 
 class Turn(NamedTuple):
-    """Of one contestant: what a step took on the slowest rank, and what it made the busiest rank's host send."""
+    """One turn of one contestant: mean step on the slowest rank, and bytes per step sent by the busiest rank's host."""
 
     name: str
     seconds: float
@@ -24,10 +24,10 @@ class Turn(NamedTuple):
 def race(
     contestants: Sequence[Contestant], iters: int, batches: int, warmup: int, device: torch.device
 ) -> Iterator[Turn]:
-    """Each turn as it comes, ``iters`` of each contestant.
+    """Yields every turn when it is over, ``iters`` turns of each contestant. Collective.
 
-    A turn is a mean over ``batches`` steps after ``warmup`` that are not counted. Every round begins with another
-    contestant, so that nobody always follows the same one. Collective.
+    A turn is the mean over ``batches`` steps, after at least ``warmup`` uncounted ones. Every round begins with another
+    contestant, so that none always follows the same one.
     """
     for number in range(iters):
         first = number * len(contestants) // iters
@@ -39,14 +39,14 @@ def race(
 
 
 def _means(step: Callable[[], None], batches: int, device: torch.device) -> tuple[float, float]:
-    """Seconds and bytes of a step, each on the rank that has most of them."""
-    _settle(device)
+    """Seconds and sent bytes per step, each the maximum over the ranks."""
+    _synchronize(device)
     dist.barrier()
-    _settle(device)
+    _synchronize(device)
     before_nbytes, begun_s = sent_nbytes(), perf_counter()
     for _ in range(batches):
         step()
-    _settle(device)
+    _synchronize(device)
     took = [perf_counter() - begun_s, float(sent_nbytes() - before_nbytes)]
     means = torch.tensor(took, dtype=torch.float64, device=device) / batches
     dist.all_reduce(means, op=dist.ReduceOp.MAX)
@@ -55,7 +55,7 @@ def _means(step: Callable[[], None], batches: int, device: torch.device) -> tupl
 
 
 def sent_nbytes() -> int:
-    """All that the network cards of this host have sent, as Linux counts it; 0 where it does not tell."""
+    """Bytes that this host's network interfaces have sent, loopback excluded; 0 where the system has no such count."""
     try:
         lines = COUNTERS.read_text().splitlines()[2:]  # two lines of headings
     except OSError:
@@ -64,6 +64,6 @@ def sent_nbytes() -> int:
     return sum(int(counts.split()[8]) for name, counts in cards.items() if name.strip() != "lo")
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
 """A model that replays a trace: real sizes, real autograd, and a backward that takes the recorded time by sleeping.
 
-On a machine without a GPU computing would fight with communication for a few cores; sleeping does not, so that a real
-network can be tested with the backward pass of a real accelerator.
+On a machine without a GPU, computation would compete with communication for a few cores. Sleeping does not: a real
+network can be tested with the recorded backward pass of an accelerator.
 """
 
 from time import perf_counter, sleep
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from anabranch.trace import Trace
 
-# A trace has no shapes. Biases and norms are vectors of at most a vocabulary's length, and are treated as such.
+# A trace has no shapes. Gradients up to the length of a vocabulary, such as biases and norms, are taken for vectors.
 LONGEST_VECTOR = 1 << 15
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -28,7 +28,7 @@ class ReplayedModel(nn.Module):
     def __init__(self, trace: Trace, seed: int = 0) -> None:
         super().__init__()
         self._forward_s = trace.forward_s
-        self._pace = _Pace()
+        self._start = _BackwardStart()
         noise = torch.randn(
             max(tensor.numel for tensor in trace.tensors), generator=torch.Generator().manual_seed(seed)
         )
@@ -44,43 +44,43 @@ class ReplayedModel(nn.Module):
             if tensor.numel > LONGEST_VECTOR:
                 gradient = gradient[:, None]
             parameter = nn.Parameter(torch.zeros_like(gradient))
-            _put(self, tensor.name, parameter)
+            _register(self, tensor.name, parameter)
             self._layers.append((parameter, gradient, tensor.ready_s))
 
     def forward(self) -> torch.Tensor:
-        """A scalar whose backward is the recorded one."""
+        """A scalar whose backward replays the recorded one."""
         begun_s = perf_counter()
         carried = torch.zeros(())
         for parameter, gradient, ready_s in self._layers:
-            carried = _Layer.apply(carried, parameter, gradient, ready_s, self._pace)  # type: ignore[no-untyped-call]
-        scalar: torch.Tensor = _Begin.apply(carried, self._pace)  # type: ignore[no-untyped-call]
+            carried = _Layer.apply(carried, parameter, gradient, ready_s, self._start)  # type: ignore[no-untyped-call]
+        scalar: torch.Tensor = _MarkBackwardStart.apply(carried, self._start)  # type: ignore[no-untyped-call]
         _sleep_until(begun_s + self._forward_s)
         return scalar
 
 
-class _Pace:
-    """When the running backward began."""
+class _BackwardStart:
+    """When the current backward began."""
 
     begun_s = 0.0
 
 
-class _Begin(torch.autograd.Function):
-    """The identity; the first to run in backward."""
+class _MarkBackwardStart(torch.autograd.Function):
+    """The identity in forward; in backward, which runs it first, it notes the time."""
 
     @staticmethod
-    def forward(ctx: Any, carried: torch.Tensor, pace: _Pace) -> torch.Tensor:
-        ctx.pace = pace
+    def forward(ctx: Any, carried: torch.Tensor, start: _BackwardStart) -> torch.Tensor:
+        ctx.start = start
         return carried.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.pace.begun_s = perf_counter()
+        ctx.start.begun_s = perf_counter()
         return gradient, None
 
 
 class _Layer(torch.autograd.Function):
-    """Passes its input on; its backward waits for its time and hands out the gradient."""
+    """The identity in forward; in backward it sleeps until the recorded time and returns the gradient."""
 
     @staticmethod
     def forward(
@@ -89,20 +89,20 @@ class _Layer(torch.autograd.Function):
         parameter: torch.Tensor,  # noqa: ARG004 (autograd sees it: its gradient is made here)
         gradient: torch.Tensor,
         ready_s: float,
-        pace: _Pace,
+        start: _BackwardStart,
     ) -> torch.Tensor:
-        ctx.gradient, ctx.ready_s, ctx.pace = gradient, ready_s, pace
+        ctx.gradient, ctx.ready_s, ctx.start = gradient, ready_s, start
         return carried.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, carried: torch.Tensor) -> tuple[Any, ...]:
-        made = ctx.gradient.clone()  # before the wait: making it is part of the recorded time
-        _sleep_until(ctx.pace.begun_s + ctx.ready_s)
+        made = ctx.gradient.clone()  # before it sleeps: the recorded time includes making it
+        _sleep_until(ctx.start.begun_s + ctx.ready_s)
         return carried, made, None, None, None
 
 
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Register a parameter under a dotted name, making the modules on the way."""
     *path, last = name.split(".")
     try:

@@ -1,39 +1,50 @@
-"""One benchmark: a subject on the ranks of the default process group, from the first step to the finished figures."""
+"""Runs one benchmark: a workload on the ranks of the default process group, from tuning to the finished figures."""
 
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
-from time import monotonic
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from anabranch.alpha_beta import AlphaBeta
 from anabranch.bench.compress import Rival, compression
-from anabranch.bench.contestants import OPTIONS, Contestant, baselines, living, ours, rivals
+from anabranch.bench.contestants import (
+    DDP_OPTIONS,
+    SETTLE_STEPS,
+    Contestant,
+    ddp_contestants,
+    planned_contestants,
+    reference_contestants,
+    tuned_contestant,
+)
+from anabranch.bench.progress import RaceProgress, Say, SearchProgress
 from anabranch.bench.race import Turn, race
 from anabranch.bench.sparse import sparse_rivals
-from anabranch.bench.subject import Subject
+from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
 from anabranch.comm.dense import COLLECTIVES
 from anabranch.errors import AnabranchError
 from anabranch.lab.environment import LAB, LAB_BIT_S
+from anabranch.network import Network
 from anabranch.parallel import DataParallel
-from anabranch.report.benchmark import BASELINE, COMPUTE, OURS, Benchmark, Row
+from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.sparse.options import OkTopk
+from anabranch.trace import Trace
 from anabranch.version import __version__
 
-MOST_STEPS = 1000  # for DataParallel to choose: it takes about a hundred
+MAX_TUNING_STEPS = 1000  # tuning usually takes 45 to 120
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How long to measure, and what. ``only``: those contestants whose name contains one of these, if any are given."""
+    """How long to measure, and which contestants. ``only``: if given, contestants whose name contains one of these."""
 
     iters: int = 10
     batches: int = 10
@@ -41,121 +52,164 @@ class Settings:
     profile_steps: int = 10
     sizes_mib: Sequence[float] = (1, 5, 10, 50, 100)
     lanes: Sequence[int] = (2, 4)
-    wires: Sequence[str] = ()
+    compress: Sequence[str] = ()
     only: Sequence[str] = ()
 
 
-def run(subject: Subject, settings: Settings, say: Callable[[str], None]) -> Benchmark:
-    """Let DataParallel choose, then race everyone. Collective; ``say`` gets a word now and then."""
+class TunedModel(NamedTuple):
+    """A DataParallel that has finished tuning, its step, and the contestant's name."""
+
+    name: str
+    parallel: DataParallel
+    step: Step
+
+
+def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
+    """Let DataParallel tune itself, then race all contestants. Collective; ``say`` gets a line of progress at times."""
     if dist.get_world_size() == 1:
         raise AnabranchError("there is one rank, so nothing to send and nothing to compare: run at least two")
-    say(f"{subject.name}: DataParallel profiles, measures, plans and chooses")
-    asked = {wire: compression(wire) for wire in settings.wires}
-    auto, auto_step = _chosen(subject, settings, None)
-    packed = [(wire, *_chosen(subject, settings, way)) for wire, way in asked.items() if not isinstance(way, Rival)]
-    assert auto.trace is not None and auto.network is not None
-    network = auto.network
-    for wire, parallel, _ in packed:  # each has measured, and corrected by its own steps, what its wire costs
-        assert parallel.network is not None
-        if wire in COLLECTIVES:  # any plan can use it
-            network = replace(network, curves={**network.curves, wire: parallel.network.curve(wire)}, model=None)
-    model, step = subject.build()
-    nccl = "nccl" in dist.get_backend()
-    sparse = {wire: way for wire, way in asked.items() if isinstance(way, Rival)}
-    compressed = [
-        *(living(f"{OURS}, {wire}", parallel, own_step) for wire, parallel, own_step in packed),
-        *sparse_rivals(model, step, auto.trace, network, sparse, [parallel.plan for _, parallel, _ in packed]),
-    ]
-    field = [
-        *baselines(model, step, subject.device),
-        *rivals(model, step, auto.trace, network, settings.sizes_mib, nccl),
-        living(OURS, auto, auto_step),
-        *compressed,
-        *ours(model, step, auto.trace, network, settings.lanes),
-    ]
-    always = {COMPUTE, BASELINE, OURS, *(contestant.name for contestant in compressed)}
-    field = [contestant for contestant in field if _wanted(contestant.name, settings.only, always)]
-    turns = _raced(subject, settings, field, say)
-    everyone = [auto, *(parallel for _, parallel, _ in packed)]
-    explanation = "\n\n".join(parallel.explain() for parallel in everyone)
-    forward_share = auto.trace.forward_s / (auto.trace.forward_s + auto.trace.backward_s)
-    compute_s = median(turn.seconds for turn in turns[COMPUTE])
-    bound_s = max(compute_s, forward_share * compute_s + wire_s(auto.trace.nbytes, dist.get_world_size()))
-    counted = counts(turns[BASELINE], auto.trace.nbytes)
-    for parallel in everyone:
-        parallel.close()
-    rows = tuple(_row(contestant, turns[contestant.name], counted) for contestant in field)
-    skipped = () if nccl else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",)
+    say(f"{workload.name}: DataParallel profiles, measures, plans and chooses")
+    compressions = {text: compression(text) for text in settings.compress}
+    ours = _tuned(workload, settings, OURS, None, say)
+    compressed = {
+        text: _tuned(workload, settings, f"{OURS}, {text}", kind, say)
+        for text, kind in compressions.items()
+        if not isinstance(kind, Rival)
+    }
+    rivals = {text: kind for text, kind in compressions.items() if isinstance(kind, Rival)}
+    contestants = _contestants(workload, settings, ours, compressed, rivals)
+    turns = _raced(workload, settings, contestants, say)
+    trace = _trace(ours)
+    nic_counts = nic_counts_all(turns[BASELINE], trace.nbytes)
+    tuned = [ours, *compressed.values()]
+    explanation = "\n\n".join(model.parallel.explain() for model in tuned)
+    for model in tuned:
+        model.parallel.close()
     return Benchmark(
-        subject.name, subject.batch, subject.unit, dist.get_world_size(), rows, bound_s, explanation,
-        _facts(subject, settings), skipped,
-    )  # fmt: skip
+        workload.name,
+        workload.batch,
+        workload.unit,
+        dist.get_world_size(),
+        tuple(_row(contestant, turns[contestant.name], nic_counts) for contestant in contestants),
+        _bound_s(trace, median(turn.seconds for turn in turns[COMPUTE])),
+        explanation,
+        _facts(workload, settings),
+        () if _on_nccl() else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",),
+    )
+
+
+def _tuned(workload: Workload, settings: Settings, name: str, compress: str | OkTopk | None, say: Say) -> TunedModel:
+    """A DataParallel on a model of its own, run until it has chosen a layout."""
+    model, step = workload.build()
+    parallel = DataParallel(model, compress=compress, profile_steps=settings.profile_steps, **DDP_OPTIONS)
+    progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
+    for _ in range(MAX_TUNING_STEPS):
+        step(parallel)
+        progress.step_done()
+        if parallel.timeline is not None:  # of the chosen layout
+            return TunedModel(name, parallel, step)
+    raise RuntimeError(f"DataParallel has not chosen a layout in {MAX_TUNING_STEPS} steps: {parallel.explain()}")
+
+
+def _contestants(
+    workload: Workload,
+    settings: Settings,
+    ours: TunedModel,
+    compressed: Mapping[str, TunedModel],
+    rivals: Mapping[str, Rival],
+) -> list[Contestant]:
+    """The contestants that ``settings.only`` admits, and always the compressed ones and the references."""
+    trace, network = _trace(ours), _network(ours, compressed)
+    model, step = workload.build()
+    asked = [
+        *(tuned_contestant(*tuned) for tuned in compressed.values()),
+        *sparse_rivals(model, step, trace, network, rivals, [tuned.parallel.plan for tuned in compressed.values()]),
+    ]
+    found = [
+        *reference_contestants(model, step, workload.device),
+        *ddp_contestants(model, step, trace, network, settings.sizes_mib, _on_nccl()),
+        tuned_contestant(*ours),
+        *asked,
+        *planned_contestants(model, step, trace, network, settings.lanes),
+    ]
+    always = {COMPUTE, BASELINE, OURS, *(contestant.name for contestant in asked)}
+    return [contestant for contestant in found if _wanted(contestant.name, settings.only, always)]
+
+
+def _trace(ours: TunedModel) -> Trace:
+    assert ours.parallel.trace is not None
+    return ours.parallel.trace
+
+
+def _network(ours: TunedModel, compressed: Mapping[str, TunedModel]) -> Network:
+    """The network as DataParallel measured and calibrated it, with the costs of compressed dense collectives."""
+    network = ours.parallel.network
+    assert network is not None
+    for kind, tuned in compressed.items():
+        assert tuned.parallel.network is not None
+        if kind in COLLECTIVES:  # any plan can use it
+            network = replace(network, curves={**network.curves, kind: tuned.parallel.network.curve(kind)}, model=None)
+    return network
+
+
+def _on_nccl() -> bool:
+    return "nccl" in dist.get_backend()
 
 
 def _raced(
-    subject: Subject, settings: Settings, field: Sequence[Contestant], say: Callable[[str], None]
+    workload: Workload, settings: Settings, contestants: Sequence[Contestant], say: Say
 ) -> dict[str, list[Turn]]:
-    """Everyone's turns; says after each round how long the others will take."""
-    turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in field}
-    begun_s = monotonic()
-    racing = race(field, settings.iters, settings.batches, settings.warmup, subject.device)
-    for done, turn in enumerate(racing, start=1):
+    """The turns of every contestant by its name."""
+    turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in contestants}
+    progress = RaceProgress(workload.name, len(contestants), settings.iters, say)
+    for turn in race(contestants, settings.iters, settings.batches, settings.warmup, workload.device):
         turns[turn.name].append(turn)
-        if done % len(field) == 0:
-            spent_s = monotonic() - begun_s
-            number = done // len(field)
-            left_s = spent_s / number * (settings.iters - number)
-            say(f"{subject.name}: round {number} of {settings.iters}, {len(field)} contestants; {left_s:.0f} s to go")
+        progress.turn_done(turn.name, turn.seconds)
     return turns
 
 
-def counts(baseline: Sequence[Turn], nbytes: int) -> bool:
-    """Whether network cards count what ranks send: DDP's own gradients, all of them once, must have been seen.
+def nic_counts_all(baseline: Sequence[Turn], nbytes: int) -> bool:
+    """Whether network interfaces count what ranks send: DDP must have been seen to send all its gradients once.
 
-    They are not where ranks share a host and its memory, or where RDMA passes by the kernel.
+    They do not where ranks share a host and its memory, or where RDMA bypasses the kernel.
     """
     return median(turn.sent_nbytes for turn in baseline) >= nbytes
 
 
-def wire_s(nbytes: int, ranks: int) -> float:
-    """What an all-reduce of so much takes at least on the lab's slowest link; 0 where no lab tells its rate.
+def _bound_s(trace: Trace, compute_s: float) -> float:
+    """The shortest step that sends every gradient in full: computation, or forward and all bytes at the link's rate."""
+    forward_share = trace.forward_s / (trace.forward_s + trace.backward_s)
+    return max(compute_s, forward_share * compute_s + min_allreduce_s(trace.nbytes, dist.get_world_size()))
 
-    Every rank must send and receive 2(N−1)/N of it, whatever the algorithm.
+
+def min_allreduce_s(nbytes: int, ranks: int) -> float:
+    """The shortest all-reduce of so many bytes on the lab's slowest link; 0 outside a lab, where no rate is known.
+
+    Every rank must send and receive 2(N−1)/N of the bytes, whatever the algorithm.
     """
     rate_bit_s = float(os.environ.get(LAB_BIT_S) or 0)
     return nbytes * AlphaBeta("ring", 0.0, 8 / rate_bit_s).line(ranks)[1] if rate_bit_s else 0.0
 
 
-def _chosen(subject: Subject, settings: Settings, way: str | OkTopk | None) -> tuple[DataParallel, Step]:
-    """A DataParallel that has made its choice, on a model of its own."""
-    model, step = subject.build()
-    parallel = DataParallel(model, compress=way, profile_steps=settings.profile_steps, **OPTIONS)
-    for _ in range(MOST_STEPS):
-        step(parallel)
-        if parallel.timeline is not None:  # of what it has chosen
-            return parallel, step
-    raise RuntimeError(f"nothing to compare, DataParallel makes no choice: {parallel.explain()}")
-
-
 def _wanted(name: str, only: Sequence[str], always: Collection[str]) -> bool:
-    """Those with which all others are compared always run, and those that were asked for by name."""
+    """Whether to race this contestant: always, or because ``only`` is empty or matches."""
     return not only or name in always or any(part in name for part in only)
 
 
-def _row(contestant: Contestant, turns: Sequence[Turn], counted: bool) -> Row:
+def _row(contestant: Contestant, turns: Sequence[Turn], nic_counts: bool) -> BenchmarkRow:
     plan = contestant.plan
-    return Row(
+    return BenchmarkRow(
         contestant.name,
         tuple(turn.seconds for turn in turns),
         contestant.predicted_s,
         buckets=len(plan) if plan is not None else None,
         lanes=plan.lanes if plan is not None else None,
-        sent_nbytes=median(turn.sent_nbytes for turn in turns) if counted else None,
+        sent_nbytes=median(turn.sent_nbytes for turn in turns) if nic_counts else None,
     )
 
 
-def _facts(subject: Subject, settings: Settings) -> dict[str, str]:
-    cuda, lab = subject.device.type == "cuda", os.environ.get(LAB, "")
+def _facts(workload: Workload, settings: Settings) -> dict[str, str]:
+    cuda, lab = workload.device.type == "cuda", os.environ.get(LAB, "")
     versions = [f"anabranch {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
     if cuda:
         versions += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
@@ -163,7 +217,7 @@ def _facts(subject: Subject, settings: Settings) -> dict[str, str]:
         "date": datetime.now(UTC).date().isoformat(),
         "network": lab or "as it is: no lab",
         "backend": dist.get_backend(),
-        "device": torch.cuda.get_device_name(subject.device) if cuda else f"CPU, {platform.machine()}",
+        "device": torch.cuda.get_device_name(workload.device) if cuda else f"CPU, {platform.machine()}",
         "host": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "versions": ", ".join(versions),
         "command": shlex.join(["anabranch", *sys.argv[1:]]) + (" (under anabranch lab)" if lab else ""),

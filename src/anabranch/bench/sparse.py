@@ -13,7 +13,7 @@ from torch import nn
 from anabranch import planners
 from anabranch.bench.baselines import BASELINES
 from anabranch.bench.compress import Rival
-from anabranch.bench.contestants import OPTIONS, PLANNED_AFTER, Contestant
+from anabranch.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant
 from anabranch.bench.zoo import Step
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.communicator import GroupCommunicator
@@ -69,7 +69,7 @@ class BaselineParallel(DataParallel):
 
     def __init__(self, module: nn.Module, plan: Plan, collectives: Collectives) -> None:
         self._given_collectives = collectives  # DataParallel.__init__ asks for it, so it comes first
-        super().__init__(module, plan=plan, profile_steps=0, **OPTIONS)
+        super().__init__(module, plan=plan, profile_steps=0, **DDP_OPTIONS)
 
     def _make_collectives(self, compress: Any) -> Collectives:  # noqa: ARG002
         return self._given_collectives
@@ -95,7 +95,7 @@ def sparse_rivals(
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # One for all turns of the contestant, so that residuals are kept between them, as in one DataParallel.
         collectives = Collectives(BaselineExchanges(kind, rival, parameters), DenseExchanges())
-        found.append(Contestant(kind, partial(_raced, model, step, plan, collectives), plan, warmup=PLANNED_AFTER))
+        found.append(Contestant(kind, partial(_raced, model, step, plan, collectives), plan, warmup=PLAN_WARMUP_STEPS))
     return found
 
 

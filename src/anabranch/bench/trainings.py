@@ -1,7 +1,7 @@
-"""The ways to train whose memory is measured: each is a generator of steps.
+"""The ways to train whose memory is measured: each is a generator that runs a step per ``next``.
 
-On one rank ``Mirror`` is a world of ranks that all send what this one sends, so that messages have the sizes of that
-world.
+On one rank, ``ReplicatedCommunicator`` stands for a world of ranks that all send what this one sends, so that messages
+have the sizes of that world.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -29,8 +29,8 @@ from anabranch.sparse.select import add_pairs
 from anabranch.sparse.state import BucketState
 
 
-class Subject(NamedTuple):
-    """What is trained, and how it travels: as ``plan`` says where a training has one, on all ranks or on a group's."""
+class TrainingSetup(NamedTuple):
+    """What is trained and how gradients are exchanged; ``plan`` is used by the modes that take one."""
 
     model: nn.Module
     loss: Loss
@@ -41,7 +41,7 @@ class Subject(NamedTuple):
     group: dist.ProcessGroup | None = None
 
 
-Training = Callable[[Subject], Generator[None, None, None]]
+Training = Callable[[TrainingSetup], Generator[None, None, None]]
 
 
 class _Done:
@@ -49,8 +49,8 @@ class _Done:
         return True
 
 
-class Mirror(ZeroBuffer):
-    """A ``Communicator`` of ``size`` ranks that all offer what this one does. Messages have their size; none leaves."""
+class ReplicatedCommunicator(ZeroBuffer):
+    """A communicator of ``size`` ranks that all send what this one sends. Messages have their sizes; none is sent."""
 
     rank = 0
 
@@ -59,40 +59,38 @@ class Mirror(ZeroBuffer):
         self.size = size
 
     def all_to_all(self, output: torch.Tensor, given: torch.Tensor, phase: str, *_: Any) -> Any:  # noqa: ARG002
-        """What every rank sends to the first."""
         output.view(self.size, -1).copy_(given.view(self.size, -1)[:1].expand(self.size, -1))
         return _Done()
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> Any:  # noqa: ARG002
-        """This rank's part; those of the others are zeros: places in this rank's region need not be in theirs."""
+        """This rank's part, and zeros for the others: positions in this rank's region need not be in theirs."""
         output.zero_().view(self.size, -1)[0].copy_(part.view(-1))
         return _Done()
 
     def all_reduce(self, tensor: torch.Tensor, phase: str, op: Any = None) -> Any:  # noqa: ARG002
-        """A sum."""
         tensor.mul_(self.size)
         return _Done()
 
 
-def ddp(subject: Subject) -> Generator[None, None, None]:
+def ddp(setup: TrainingSetup) -> Generator[None, None, None]:
     """Stock DDP, gradients being views of its buckets."""
-    wrapped = DistributedDataParallel(subject.model, gradient_as_bucket_view=True, process_group=subject.group)
+    wrapped = DistributedDataParallel(setup.model, gradient_as_bucket_view=True, process_group=setup.group)
     try:
-        yield from _steps(wrapped, subject)
+        yield from _steps(wrapped, setup)
     finally:
         unwrap(wrapped)
 
 
-def naive(subject: Subject) -> Generator[None, None, None]:
-    """Top-k of the whole model after backward, as the published codes do it: every object beside every other."""
-    parameters = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
-    optimizer = subject.optimizer(parameters)
+def naive(setup: TrainingSetup) -> Generator[None, None, None]:
+    """Top-k of the whole model after backward, as in published code: all its buffers exist at the same time."""
+    parameters = [parameter for parameter in setup.model.parameters() if parameter.requires_grad]
+    optimizer = setup.optimizer(parameters)
     numel = sum(parameter.numel() for parameter in parameters)
     residual = torch.zeros(numel, device=parameters[0].device)
     while True:
         optimizer.zero_grad(set_to_none=True)
-        subject.loss(subject.model).backward()
-        naive_exchange(parameters, residual, subject.ranks, top_count(numel, subject.density), subject.group)
+        setup.loss(setup.model).backward()
+        naive_exchange(parameters, residual, setup.ranks, top_count(numel, setup.density), setup.group)
         optimizer.step()
         yield
 
@@ -104,9 +102,10 @@ def naive_exchange(
     k: int,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Add what waits to a flat copy, send its k largest, keep the rest, and give back the average of all that came.
+    """Replace gradients by the average of the k largest of each rank; the others are kept in ``residual``.
 
-    Where the group has not so many ranks, all are taken to send what this one does.
+    The residual is first added to a flat copy of the gradients. Where the group has fewer than ``ranks`` ranks, all
+    are assumed to send what this one sends.
     """
     total = torch.cat([cast(torch.Tensor, parameter.grad).flatten() for parameter in parameters]).add_(residual)
     pairs = top_pairs(total, k)
@@ -124,39 +123,39 @@ def naive_exchange(
         cast(torch.Tensor, parameter.grad).copy_(piece.view_as(parameter))
 
 
-def oktopk(subject: Subject) -> Generator[None, None, None]:
-    """DataParallel with Ok-Topk; on one rank the same exchange, in a mirror of ranks."""
-    if dist.get_world_size(subject.group) == 1:
-        yield from _mirrored(subject)
+def oktopk(setup: TrainingSetup) -> Generator[None, None, None]:
+    """DataParallel with Ok-Topk; on one rank the same exchange with replicated ranks."""
+    if dist.get_world_size(setup.group) == 1:
+        yield from _oktopk_on_one_rank(setup)
         return
-    wrapped = _sparse(subject, gradient_as_bucket_view=True)
+    wrapped = _sparse(setup, gradient_as_bucket_view=True)
     try:
-        yield from _steps(wrapped, subject)
+        yield from _steps(wrapped, setup)
     finally:
         wrapped.close()
 
 
-def _mirrored(subject: Subject) -> Generator[None, None, None]:
-    """DDP whose buckets travel by Ok-Topk's exchange of fixed-size messages, with no other rank.
+def _oktopk_on_one_rank(setup: TrainingSetup) -> Generator[None, None, None]:
+    """DDP whose buckets are exchanged by Ok-Topk with fixed-size messages, without another rank.
 
-    Not in the first step: then everything is in one bucket, which DDP parts before the second.
+    The first step exchanges nothing: it has one bucket, and DDP rebuilds its buckets after it.
     """
-    wrapped = DistributedDataParallel(subject.model, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(setup.model, gradient_as_bucket_view=True)
     states: dict[int, BucketState] = {}
-    parted = False
-    ranks, density, comm = subject.ranks, subject.density, cast(Communicator, Mirror(subject.ranks))
+    rebuilt = False
+    ranks, density, comm = setup.ranks, setup.density, cast(Communicator, ReplicatedCommunicator(setup.ranks))
     options = OkTopk(density=density)
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG001
-        nonlocal parted
+        nonlocal rebuilt
         buffer = bucket.buffer()
-        if parted:
+        if rebuilt:
             if buffer.data_ptr() not in states:
                 states[buffer.data_ptr()] = BucketState.of(torch.zeros_like(buffer), ranks)
             run = fixed_size_version(buffer, options)
             for work in run(buffer, states[buffer.data_ptr()], comm, float(ranks), density, options):
                 work.wait()
-        parted = parted or bucket.is_last()
+        rebuilt = rebuilt or bucket.is_last()
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         done.set_result(buffer)
@@ -164,42 +163,42 @@ def _mirrored(subject: Subject) -> Generator[None, None, None]:
 
     wrapped.register_comm_hook(None, hook)
     try:
-        yield from _steps(wrapped, subject)
+        yield from _steps(wrapped, setup)
     finally:
         unwrap(wrapped)
 
 
 def lean(
-    subject: Subject, residuals: ResidualPlacement = "in place", activations: Activations = KEPT
+    setup: TrainingSetup, residuals: ResidualPlacement = "in place", activations: Activations = KEPT
 ) -> Generator[None, None, None]:
     """DataParallel with Lean."""
-    wrapped = _sparse(subject, memory=Lean(subject.optimizer, residuals, activations))
+    wrapped = _sparse(setup, memory=Lean(setup.optimizer, residuals, activations))
     try:
         while True:
-            subject.loss(wrapped).backward()
+            setup.loss(wrapped).backward()
             yield
     finally:
         wrapped.close()
 
 
-def _sparse(subject: Subject, **further: Any) -> Any:
-    options = OkTopk(density=subject.density, warmup_steps=0)
+def _sparse(setup: TrainingSetup, **options: Any) -> Any:
+    compress = OkTopk(density=setup.density, warmup_steps=0)
     return DataParallel(
-        subject.model, plan=subject.plan, profile_steps=0, process_group=subject.group, compress=options, **further
+        setup.model, plan=setup.plan, profile_steps=0, process_group=setup.group, compress=compress, **options
     )
 
 
-def _steps(wrapped: nn.Module, subject: Subject) -> Generator[None, None, None]:
-    optimizer = subject.optimizer(list(subject.model.parameters()))
+def _steps(wrapped: nn.Module, setup: TrainingSetup) -> Generator[None, None, None]:
+    optimizer = setup.optimizer(list(setup.model.parameters()))
     while True:
         optimizer.zero_grad(set_to_none=True)
-        subject.loss(wrapped).backward()
+        setup.loss(wrapped).backward()
         optimizer.step()
         yield
 
 
 def training_of(mode: str, activations: Activations = KEPT) -> Training:
-    """The way to train that a mode names; ``activations`` as Lean's modes treat them."""
+    """The training of this mode; ``activations`` applies to Lean's modes."""
     trainings: Mapping[str, Training] = {
         DDP: ddp,
         NAIVE: naive,

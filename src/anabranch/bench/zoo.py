@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from anabranch.checks import Scalar
 from anabranch.extras import require
 
-# Batch per rank: images, or sequences with their length. The sizes that the literature and our lab use.
+# Default batch per rank: images, or sequences and their length; the sizes of the literature and of our lab.
 IMAGES = {
     "googlenet": 64,
     "resnet50": 64,
@@ -28,7 +28,7 @@ SEQUENCES = {
     "gpt2-medium": (4, 512),
     "qwen2.5-0.5b": (2, 512),
 }
-SIZES: dict[str, dict[str, Any]] = {  # where they are not the defaults of their configuration
+SIZES: dict[str, dict[str, Any]] = {  # that differ from the defaults of the model's configuration
     "bert-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
     "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
     "qwen2.5-0.5b": {
@@ -47,21 +47,19 @@ Loss = Callable[[nn.Module], torch.Tensor]
 
 
 class Step(Protocol):
-    """One forward and backward, of the model itself or through a wrapper of it."""
+    """Runs one forward and backward, of the model itself or through a wrapper of it."""
 
-    def __call__(self, wrapped: nn.Module | None = None) -> None:
-        """Run it."""
-        ...
+    def __call__(self, wrapped: nn.Module | None = None) -> None: ...
 
 
-def build(
+def model_and_step(
     name: str, device: torch.device, autocast: torch.dtype | None = None, batch: int | None = None
 ) -> tuple[nn.Module, Step]:
     """A freshly initialised model in training mode, and a function that runs one forward and backward of it.
 
     The function also takes the model in a wrapper, such as DataParallel, to run it through that.
     """
-    model, loss = built(name, device, batch)
+    model, loss = model_and_loss(name, device, batch)
 
     def step(wrapped: nn.Module | None = None) -> None:
         model.zero_grad(set_to_none=True)
@@ -72,26 +70,31 @@ def build(
     return model, step
 
 
-def built(name: str, device: torch.device, batch: int | None = None) -> tuple[nn.Module, Loss]:
+def model_and_loss(name: str, device: torch.device, batch: int | None = None) -> tuple[nn.Module, Loss]:
     """A freshly initialised model in training mode, and its loss; on any device, also on one without data."""
     if name in IMAGES:
         return _image_model(name, device, batch or IMAGES[name])
     if name in SEQUENCES:
-        usual, length = SEQUENCES[name]
-        return _language_model(name, device, batch or usual, length)
+        default_batch, length = SEQUENCES[name]
+        return _language_model(name, device, batch or default_batch, length)
     raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
 
 
-def facts(name: str, half: bool = False, batch: int | None = None) -> dict[str, Scalar]:
-    """What to note beside a trace of ``build(name, ...)``; ``half`` where it was built with bfloat16 autocast."""
-    usual, length = SEQUENCES[name] if name in SEQUENCES else (IMAGES[name], None)
+def trace_meta(name: str, half: bool = False, batch: int | None = None) -> dict[str, Scalar]:
+    """The meta of a trace of this model; ``half``: it was recorded with bfloat16 autocast."""
+    default_batch, length = SEQUENCES[name] if name in SEQUENCES else (IMAGES[name], None)
     precision = "bf16 autocast, fp32 parameters and gradients" if half else "fp32"
-    noted: dict[str, Scalar] = {"model": name, "batch": batch or usual, "precision": precision, "optimizer": "none"}
-    return noted if length is None else {**noted, "sequence_length": length}
+    meta: dict[str, Scalar] = {
+        "model": name,
+        "batch": batch or default_batch,
+        "precision": precision,
+        "optimizer": "none",
+    }
+    return meta if length is None else {**meta, "sequence_length": length}
 
 
 def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
-    models = _needs("torchvision.models", name)
+    models = _imported("torchvision.models", name)
     side = 299 if name == "inception_v3" else 224
     options = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = getattr(models, name)(weights=None, **options).to(device).train()
@@ -107,9 +110,9 @@ def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module
 
 
 def _language_model(name: str, device: torch.device, batch: int, length: int) -> tuple[nn.Module, Loss]:
-    transformers: Any = _needs("transformers", name)
+    transformers: Any = _imported("transformers", name)
     size = SIZES.get(name, {})
-    with device:  # where a billion parameters are drawn in no time
+    with device:  # initialises large models on the GPU, which is fast
         if name.startswith("gpt2"):
             model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, use_cache=False))
         elif name.startswith("qwen2"):
@@ -126,6 +129,6 @@ def _language_model(name: str, device: torch.device, batch: int, length: int) ->
     return model, loss
 
 
-def _needs(library: str, name: str) -> Any:
+def _imported(library: str, name: str) -> Any:
     require(library.partition(".")[0], "models", f"the model {name}", pin=f"torch=={torch.__version__}")
     return import_module(library)

@@ -1,4 +1,4 @@
-"""anabranch bench: DDP in all its ways and DataParallel in all of ours, in turn, on the ranks that run it."""
+"""anabranch bench: stock DDP with its settings and hooks against DataParallel, in turn, on the same ranks."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from anabranch.plan import MAX_LANES
 
 if TYPE_CHECKING:
     from anabranch.bench.run import Settings
-    from anabranch.bench.subject import Subject
+    from anabranch.bench.workload import Workload
     from anabranch.report.plot import Format
 
 HOW = "anabranch lab --hosts 4 --rate 10gbit -- anabranch bench --trace resnet50, or torchrun with -m anabranch bench"
@@ -41,7 +41,7 @@ ItersOption = Annotated[int, typer.Option(min=1, help="Turns of each contestant.
 ProfileOption = Annotated[int, typer.Option(min=1, help="Steps of each of DataParallel's own trials.")]
 SizesOption = Annotated[str, typer.Option(metavar="MIB,...", help="Bucket sizes to try with DDP.")]
 LanesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of lanes to plan for.")]
-WireOption = Annotated[
+CompressOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
@@ -74,7 +74,7 @@ def bench(
     profile_steps: ProfileOption = 10,
     bucket_sizes: SizesOption = "1,5,10,50,100",
     lanes: LanesOption = "2,4",
-    compress: WireOption = None,
+    compress: CompressOption = None,
     only: OnlyOption = None,
     backend: BackendOption = None,
     report: ReportOption = None,
@@ -84,29 +84,29 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Race DDP with every setting and hook against DataParallel on one model and network; predicted beside measured."""
-    _check_subjects(model, trace)
+    _check_workloads(model, trace)
     check_free([report, plot], force)
     _check_folders([report, plot])
     form = plot_format(plot)
-    sizes, counts, wires = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes), list(dict.fromkeys(compress or ()))
+    sizes, counts, kinds = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes), list(dict.fromkeys(compress or ()))
     traces = [(text, arguments.trace(text)) for text in trace or ()]
 
     from anabranch.bench.compress import compression
     from anabranch.bench.run import Settings
-    from anabranch.bench.subject import from_trace, from_zoo
+    from anabranch.bench.workload import replay_workload, zoo_workload
 
-    for wire in wires:
-        compression(wire)  # refuses what it does not know
+    for kind in kinds:
+        compression(kind)  # refuses what it does not know
     steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
-    settings = Settings(*steps, sizes, counts, wires, only or ())
+    settings = Settings(*steps, sizes, counts, kinds, only or ())
     device = join(backend, on_gpu=bool(model))
-    subjects = [from_zoo(name, device, batch_size) for name in model or ()]
-    subjects += [from_trace(Path(text).stem, noun, slower) for text, noun in traces]
-    _run(subjects, settings, _Outputs(report, title, plot, form, as_json))
+    workloads = [zoo_workload(name, device, batch_size) for name in model or ()]
+    workloads += [replay_workload(Path(text).stem, noun, slower) for text, noun in traces]
+    _run(workloads, settings, _Outputs(report, title, plot, form, as_json))
 
 
 class _Outputs(NamedTuple):
-    """Where results go, beside the terminal."""
+    """The files to write, and whether to print JSON."""
 
     report: Path | None
     title: str
@@ -115,35 +115,36 @@ class _Outputs(NamedTuple):
     as_json: bool
 
 
-def _run(subjects: "Sequence[Subject]", settings: "Settings", outputs: _Outputs) -> None:
-    """One subject after the other; rank 0 tells of each as soon as it is measured."""
+def _run(workloads: "Sequence[Workload]", settings: "Settings", outputs: _Outputs) -> None:
+    """One workload after the other; rank 0 prints and writes the results of each when it is done."""
     import torch.distributed as dist
 
     from anabranch.bench.run import run
     from anabranch.report import benchmark as reports
+    from anabranch.report.documents import BenchDocument, printed
     from anabranch.report.race_plot import race_plot
 
     leads = dist.get_rank() == 0
     results = []
-    for subject in subjects:
-        results.append(run(subject, settings, _say if leads else lambda _: None))
+    for workload in workloads:
+        results.append(run(workload, settings, _print_progress if leads else lambda _: None))
         if not leads:
             continue
         if not outputs.as_json:
             closing = "\n".join(reports.closing_lines(results[-1]))
             show_tables(reports.benchmark_report(results[-1]), closing, "")
-        if outputs.report is not None:  # which was seen to be free
+        if outputs.report is not None:  # check_free has made sure of it
             write_bytes(reports.markdown(outputs.title, results).encode(), outputs.report, force=True)
         if outputs.plot is not None and outputs.form is not None:
             write_bytes(race_plot(results, outputs.form), outputs.plot, force=True)
     if leads and not outputs.as_json and (written := [str(path) for path in (outputs.report, outputs.plot) if path]):
         show_tables(f"Written to {' and '.join(written)}.")
     if leads and outputs.as_json:
-        print_json({"command": "bench", "benchmarks": [reports.figures(result) for result in results]})
+        print_json(printed(BenchDocument(benchmarks=tuple(results))))
     dist.destroy_process_group()
 
 
-def _check_subjects(model: Sequence[str] | None, trace: Sequence[str] | None) -> None:
+def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None) -> None:
     if not model and not trace:
         raise ValueError("nothing to run: give --model resnet50, or --trace resnet50 where there is no GPU")
     if model and trace:
@@ -153,7 +154,7 @@ def _check_subjects(model: Sequence[str] | None, trace: Sequence[str] | None) ->
 
 
 def _check_folders(paths: Sequence[Path | None]) -> None:
-    """What is measured for minutes must have a place to go."""
+    """Refuse, before minutes of measuring, an output file in a folder that does not exist."""
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path.absolute().parent}: no such folder, expected one for {path.name}")
@@ -176,5 +177,5 @@ def _counts(text: str) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

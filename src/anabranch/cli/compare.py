@@ -1,6 +1,5 @@
 """anabranch compare: every planner side by side."""
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from anabranch.cli import arguments
@@ -12,33 +11,33 @@ from anabranch.sim import simulate as predict
 from anabranch.trace import Trace
 
 if TYPE_CHECKING:
-    from anabranch.report.comparison import Row
+    from anabranch.report.documents import ComparedPlanner
 
 
 def compare(trace: arguments.TraceOption, network: arguments.NetworkOption, as_json: JsonOption = False) -> None:
     """Compare every planner on one trace and network, and with the bound that none can beat."""
     from anabranch.report import comparison
+    from anabranch.report.documents import CompareDocument, printed
 
     gradients, links = arguments.trace(trace), arguments.network(network)
     rows = _rows(gradients, links)
     best = comparison.best(rows)
     if as_json:
-        document = {
-            "command": "compare",
-            "trace": trace,
-            "network": network,
-            "world_size": links.world_size,
-            "forward_s": gradients.forward_s,
-            "backward_s": gradients.backward_s,
-            "best": best.name,
-            "rows": [asdict(row) for row in rows],
-        }
-        print_json(document)
+        document = CompareDocument(
+            trace=trace,
+            network=network,
+            world_size=links.world_size,
+            forward_s=gradients.forward_s,
+            backward_s=gradients.backward_s,
+            best=best.name,
+            rows=tuple(rows),
+        )
+        print_json(printed(document))
     else:
         show_tables(comparison.comparison_report(rows))
 
 
-def _rows(trace: Trace, network: Network) -> "list[Row]":
+def _rows(trace: Trace, network: Network) -> "list[ComparedPlanner]":
     from anabranch.report.figures import has_spread
 
     ddp = line_up.LINE_UP[line_up.DDP_DEFAULT](trace, network)
@@ -48,8 +47,10 @@ def _rows(trace: Trace, network: Network) -> "list[Row]":
     return [_row(name, trace, network, ddp_s, around) for name in names]
 
 
-def _row(name: str, trace: Trace, network: Network, ddp_s: float, around: tuple[Network, Network] | None) -> "Row":
-    from anabranch.report.comparison import Row
+def _row(
+    name: str, trace: Trace, network: Network, ddp_s: float, around: tuple[Network, Network] | None
+) -> "ComparedPlanner":
+    from anabranch.report.documents import ComparedPlanner
     from anabranch.report.figures import ratio
 
     planner = line_up.LINE_UP[name]
@@ -57,7 +58,7 @@ def _row(name: str, trace: Trace, network: Network, ddp_s: float, around: tuple[
     timeline = predict(trace, made, network)
     bound_s = lower_bound_s(trace, network, made.lanes)
     low_s, high_s = (trace.forward_s + finish_s(trace, made, at) for at in around) if around else (None, None)
-    return Row(
+    return ComparedPlanner(
         name=name,
         planner=planner.planner,
         options=dict(planner.options),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from anabranch.estimate.account import Footprint, Setting
     from anabranch.estimate.estimator import BuildAt, MemoryEstimator
     from anabranch.network import Network
+    from anabranch.report.documents import MemoryDocument, MemoryMode
 
 RATE_ALPHA = "30us"
 DEFAULT_RANKS = 4
@@ -91,6 +92,7 @@ def memory(
     links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
     from anabranch.estimate.account import Setting
+    from anabranch.report.documents import MemoryDocument, printed
 
     if plan is not None and measure:
         raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
@@ -98,37 +100,47 @@ def memory(
     setting = Setting(ranks=ranks, density=density, buckets=buckets)
     estimator = estimator_of(model, optimizer, activations, plan)
     footprints = estimator.footprints(batch_size, setting)
-    found: dict[str, Any] = {
-        "command": "memory", "model": model, "batch_size": batch_size, "ranks": ranks, "density": density,
-        "optimizer": optimizer.value, "activations": activations.value, "assumptions": list(estimator.assumptions),
-        "modes": {mode: _figures(footprint) for mode, footprint in footprints.items()},
-    }  # fmt: skip
-    if measure:
-        for mode, nbytes in _measured(model, batch_size, optimizer, activations, setting).items():
-            found["modes"][mode]["measured_nbytes"] = nbytes
+    measured = _measured(model, batch_size, optimizer, activations, setting) if measure else {}
+    assumptions = list(estimator.assumptions)
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
         batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
-        found["within_nbytes"] = limit_nbytes
-        found["largest_batch"] = batches
-        found["assumptions"] += _limits(batches)
+        assumptions += _limits(batches)
+    speeds = None
     if links is not None:
         kept: dict[str, str] = {mode: estimator.activations_of(mode) for mode in batches}
-        found["samples_per_s"], assumptions = _throughputs(trace or model, links, batches, density, kept)
-        found["assumptions"] += assumptions
+        speeds, more = _throughputs(trace or model, links, batches, density, kept)
+        assumptions += more
+    modes = {mode: _mode(footprint, measured.get(mode)) for mode, footprint in footprints.items()}
+    document = MemoryDocument(
+        model=model,
+        batch_size=batch_size,
+        ranks=ranks,
+        density=density,
+        optimizer=optimizer.value,
+        activations=activations.value,
+        assumptions=tuple(assumptions),
+        modes=modes,
+        within_nbytes=limit_nbytes,
+        largest_batch=batches if limit_nbytes is not None else None,
+        samples_per_s=speeds,
+    )
     if as_json:
-        print_json(found)
+        print_json(printed(document))
     else:
-        _print(found)
+        _print(document)
 
 
-def _figures(footprint: "Footprint") -> dict[str, Any]:
-    return {
-        "kinds": dict(footprint.kinds),
-        "predicted_nbytes": footprint.nbytes,
-        "at": footprint.at,
-        "host_nbytes": footprint.host_nbytes,
-    }
+def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
+    from anabranch.report.documents import MemoryMode
+
+    return MemoryMode(
+        kinds=dict(footprint.kinds),
+        predicted_nbytes=footprint.nbytes,
+        at=footprint.at,
+        host_nbytes=footprint.host_nbytes,
+        measured_nbytes=measured_nbytes,
+    )
 
 
 def estimator_of(
@@ -150,9 +162,9 @@ def _build_at(model: str) -> "BuildAt":
         function = user_function.load_function(model, EXAMPLE)
         second = "loss): a torch module and a function of it"
         return lambda batch: lambda device: user_function.check_returned(model, function(batch, device), second)
-    from anabranch.bench.memory import of_zoo
+    from anabranch.bench.memory import zoo_build
 
-    return partial(of_zoo, model)
+    return partial(zoo_build, model)
 
 
 def _limits(batches: Mapping[str, int]) -> list[str]:
@@ -173,14 +185,17 @@ def _measured(
     if not torch.cuda.is_available():
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.activations import policy
-    from anabranch.bench.memory import OPTIMIZERS, peak, runnable, world
+    from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, world
 
     build, factory = _build_at(model)(batch), OPTIMIZERS[optimizer.value]
     options = policy.Activations(activations.value)
     with world() as ranks:
         if ranks not in (1, setting.ranks):
             raise ValueError(f"--measure runs on {ranks} ranks and --ranks is {setting.ranks}: leave out --ranks")
-        return {mode: peak(build, mode, factory, setting.ranks, setting.density, options).steady for mode in runnable()}
+        return {
+            mode: peak(build, mode, factory, setting.ranks, setting.density, options).steady
+            for mode in runnable_modes()
+        }
 
 
 def _throughputs(
@@ -212,29 +227,29 @@ def throughput_network(text: str | None, rate: str | None, ranks: int | None) ->
     return network if ranks is None else network.at(ranks)
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(found: "MemoryDocument") -> None:
     from rich.text import Text
 
     from anabranch.report.formatting import plain, size
     from anabranch.report.memory import batch_report, memory_report
 
-    modes: dict[str, Any] = found["modes"]
-    title = f"{found['model']}, batch {found['batch_size']}, {found['optimizer']}, {found['ranks']} ranks"
+    modes = found.modes
+    title = f"{found.model}, batch {found.batch_size}, {found.optimizer}, {found.ranks} ranks"
     parts: list[Any] = [
         memory_report(
             title,
-            {mode: row["kinds"] for mode, row in modes.items()},
-            {mode: row["host_nbytes"] for mode, row in modes.items()},
-            {mode: row["measured_nbytes"] for mode, row in modes.items() if "measured_nbytes" in row},
+            {mode: peak.kinds for mode, peak in modes.items()},
+            {mode: peak.host_nbytes for mode, peak in modes.items()},
+            {mode: peak.measured_nbytes for mode, peak in modes.items() if peak.measured_nbytes is not None},
         )
     ]
     rows: dict[str, dict[str, str]] = {}
-    if "largest_batch" in found:
-        rows["largest batch per rank"] = {mode: str(batch) for mode, batch in found["largest_batch"].items()}
-    if found.get("samples_per_s"):
-        rows["samples/s, all ranks"] = {mode: f"{speed:.1f}" for mode, speed in found["samples_per_s"].items()}
+    if found.largest_batch is not None:
+        rows["largest batch per rank"] = {mode: str(batch) for mode, batch in found.largest_batch.items()}
+    if found.samples_per_s:
+        rows["samples/s, all ranks"] = {mode: f"{speed:.1f}" for mode, speed in found.samples_per_s.items()}
     if rows:
-        where = f"Within {size(found['within_nbytes'])}" if "within_nbytes" in found else "At this batch"
+        where = f"Within {size(found.within_nbytes)}" if found.within_nbytes is not None else "At this batch"
         parts.append(batch_report(where, list(modes), rows))
-    parts.append(Text(plain(f"Assumed: {'; '.join(found['assumptions'])}.")))
+    parts.append(Text(plain(f"Assumed: {'; '.join(found.assumptions)}.")))
     show_tables(*parts)

@@ -1,7 +1,7 @@
 """anabranch plan: decide which gradients travel together, and say what that should cost."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from anabranch.scaling import line_up
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.sim import simulate as predict
 from anabranch.trace import Trace
+
+if TYPE_CHECKING:
+    from anabranch.report.documents import PlanDocument
 
 
 def plan(
@@ -31,54 +34,56 @@ def plan(
     chosen = line_up.configured_planner(planner, lanes, cap_mb)
     gradients, links = arguments.trace(trace), arguments.network(network)
     made = chosen(gradients, links)
-    document = {
-        "command": "plan",
-        "planner": chosen.planner,
-        "options": dict(chosen.options),
-        **_prediction(gradients, made, links),
-        "written": str(output) if output else None,
-    }
+    document = _prediction(chosen, gradients, made, links, str(output) if output else None)
     if output:
         save(made, output, force)
     if as_json:
-        print_json(document)
+        from anabranch.report.documents import printed
+
+        print_json(printed(document))
     else:
         _print(planner, document)
 
 
-def _prediction(trace: Trace, made: Plan, network: Network) -> dict[str, Any]:
+def _prediction(
+    chosen: line_up.ConfiguredPlanner, trace: Trace, made: Plan, network: Network, written: str | None
+) -> "PlanDocument":
     """What the plan is and what it should cost; speed-ups are ratios of iteration times."""
-    from anabranch.report.figures import bucket_figures, ratio, timeline_figures
+    from anabranch.report.documents import PlanDocument
+    from anabranch.report.figures import planned_buckets, ratio, timeline_figures
 
     timeline = predict(trace, made, network)
     over = {
         name: trace.forward_s + finish_s(trace, line_up.LINE_UP[name](trace, network), network)
         for name in (line_up.DDP_DEFAULT, line_up.NO_MERGING)
     }
-    return {
-        "world_size": network.world_size,
-        "fingerprint": made.fingerprint,
-        "lanes": made.lanes,
+    return PlanDocument(
+        planner=chosen.planner,
+        options=dict(chosen.options),
+        world_size=network.world_size,
+        fingerprint=made.fingerprint,
+        lanes=made.lanes,
         **timeline_figures(timeline),
-        "lower_bound_s": lower_bound_s(trace, network, made.lanes),
-        "speedup_over_ddp_default": ratio(over[line_up.DDP_DEFAULT], timeline.iteration_s),
-        "speedup_over_per_tensor": ratio(over[line_up.NO_MERGING], timeline.iteration_s),
-        "buckets": bucket_figures(trace, made, timeline),
-    }
+        lower_bound_s=lower_bound_s(trace, network, made.lanes),
+        speedup_over_ddp_default=ratio(over[line_up.DDP_DEFAULT], timeline.iteration_s),
+        speedup_over_per_tensor=ratio(over[line_up.NO_MERGING], timeline.iteration_s),
+        buckets=planned_buckets(trace, made, timeline),
+        written=written,
+    )
 
 
-def _print(planner: str, document: dict[str, Any]) -> None:
+def _print(planner: str, document: "PlanDocument") -> None:
     from anabranch.report.formatting import count, factor, plain, seconds
     from anabranch.report.tables import bucket_table, duration_pairs, facts
 
-    buckets, lanes = count(len(document["buckets"]), "bucket"), count(document["lanes"], "lane")
-    ddp, alone = factor(document["speedup_over_ddp_default"]), factor(document["speedup_over_per_tensor"])
+    buckets, lanes = count(len(document.buckets), "bucket"), count(document.lanes, "lane")
+    ddp, alone = factor(document.speedup_over_ddp_default), factor(document.speedup_over_per_tensor)
     pairs = [
         *duration_pairs(document),
-        ("lower bound", f"{seconds(document['lower_bound_s'])} for the finish of any plan on {lanes}"),
+        ("lower bound", f"{seconds(document.lower_bound_s)} for the finish of any plan on {lanes}"),
         ("speed-up", f"{ddp} over DDP's default, {alone} over no merging"),
-        ("fingerprint", document["fingerprint"]),
-        *([("written to", plain(document["written"]))] if document["written"] else []),
+        ("fingerprint", document.fingerprint),
+        *([("written to", plain(document.written))] if document.written else []),
     ]
-    title = f"Plan by {planner}: {buckets} on {lanes}, {count(document['world_size'], 'rank')}"
-    show_tables(bucket_table(document["buckets"]), facts(title, pairs))
+    title = f"Plan by {planner}: {buckets} on {lanes}, {count(document.world_size, 'rank')}"
+    show_tables(bucket_table(document.buckets), facts(title, pairs))

@@ -101,5 +101,5 @@ def _named(
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch sees no GPU here: choose cpu, or install a torch build for CUDA")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model, step = zoo.build(name, where, torch.bfloat16 if precision is Precision.bf16 else None, batch)
-    return model, step, zoo.facts(name, precision is Precision.bf16, batch)
+    model, step = zoo.model_and_step(name, where, torch.bfloat16 if precision is Precision.bf16 else None, batch)
+    return model, step, zoo.trace_meta(name, precision is Precision.bf16, batch)

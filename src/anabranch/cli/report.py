@@ -43,21 +43,21 @@ def report(
     page = report_page(title, found, _predicted(found))
     write_text(page, output, force)
     print(plain(f"{output}: {len(page.encode()) / 1e6:.1f} MB, from {count(len(found.files), 'file')}"))
-    for reason in found.left_out:
+    for reason in found.skipped:
         print(plain(f"left out: {reason}"))
 
 
 def _predicted(runs: "Runs") -> "list[Predicted]":
     """Each plan on the first trace that it fits and the first network that prices it; without any, DDP's default."""
     from anabranch.errors import NetworkError
-    from anabranch.report.html.views import fits
+    from anabranch.report.html.step_view import plan_fits
 
     if not runs.traces or not runs.networks:
         return []
     found: list[Predicted] = []
     wanted = []
     for name, plan in runs.plans:
-        wanted += [(name, plan, trace) for _, trace in runs.traces if fits(plan, trace)][:1]
+        wanted += [(name, plan, trace) for _, trace in runs.traces if plan_fits(plan, trace)][:1]
     if not runs.plans and not runs.steps:
         trace, network = runs.traces[0][1], runs.networks[0][1]
         plan = line_up.LINE_UP[line_up.DDP_DEFAULT](trace, network)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from anabranch.files import save, write_text
 from anabranch.scaling import line_up
 from anabranch.sim import simulate as predict
 from anabranch.timeline import Timeline
+
+if TYPE_CHECKING:
+    from anabranch.report.documents import SimulateDocument
 
 
 def simulate(
@@ -32,21 +35,21 @@ def simulate(
     made = arguments.plan(plan) if plan else line_up.configured_planner(planner or "optimal")(gradients, links)
     timeline = predict(gradients, made, links)
     written = _write(timeline, output, chrome, force)
-    from anabranch.report.figures import bucket_figures, timeline_figures
+    from anabranch.report.documents import SimulateDocument, printed
+    from anabranch.report.figures import planned_buckets, timeline_figures
 
-    document = {
-        "command": "simulate",
-        "plan": str(plan) if plan else None,
-        "planner": None if plan else planner or "optimal",
-        "world_size": links.world_size,
-        "fingerprint": made.fingerprint,
-        "lanes": made.lanes,
+    document = SimulateDocument(
+        plan=str(plan) if plan else None,
+        planner=None if plan else planner or "optimal",
+        world_size=links.world_size,
+        fingerprint=made.fingerprint,
+        lanes=made.lanes,
         **timeline_figures(timeline),
-        "buckets": bucket_figures(gradients, made, timeline),
-        "written": written,
-    }
+        buckets=planned_buckets(gradients, made, timeline),
+        written=tuple(written),
+    )
     if as_json:
-        print_json(document)
+        print_json(printed(document))
     else:
         _print(document, timeline)
 
@@ -59,12 +62,12 @@ def _write(timeline: Timeline, output: Path | None, chrome: Path | None, force: 
     return [str(path) for path in (output, chrome) if path]
 
 
-def _print(document: dict[str, Any], timeline: Timeline) -> None:
+def _print(document: "SimulateDocument", timeline: Timeline) -> None:
     from anabranch.report.formatting import count, plain
     from anabranch.report.gantt import Gantt
     from anabranch.report.tables import bucket_table, duration_pairs, facts
 
-    pairs = [*duration_pairs(document), ("fingerprint", document["fingerprint"])]
-    pairs += [("written to", plain(path)) for path in document["written"]]
-    title = f"One step among {count(document['world_size'], 'rank')}, predicted"
-    show_tables(bucket_table(document["buckets"]), Gantt(timeline), facts(title, pairs))
+    pairs = [*duration_pairs(document), ("fingerprint", document.fingerprint)]
+    pairs += [("written to", plain(path)) for path in document.written]
+    title = f"One step among {count(document.world_size, 'rank')}, predicted"
+    show_tables(bucket_table(document.buckets), Gantt(timeline), facts(title, pairs))

@@ -1,1 +1,1 @@
-"""Reports: the nouns, and rows of plain numbers about them, as terminal tables and plots."""
+"""Reports: traces, networks, plans, timelines and results of commands as terminal tables, plots and an HTML page."""

@@ -1,119 +1,43 @@
-"""A benchmark's figures as a terminal table, JSON, Markdown, and the closing lines that everyone's scripts read."""
+"""A benchmark as a terminal table, as Markdown, and as the closing lines that scripts for Horovod's benchmark read."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import fmean, median, stdev
-from typing import Any
+from collections.abc import Sequence
+from statistics import fmean, stdev
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from anabranch.report.documents import OURS, Benchmark
 from anabranch.report.formatting import plain, seconds, time_scale
 from anabranch.report.tables import columns, facts
 
-COMPUTE, BASELINE, OURS = "compute only", "DDP", "DataParallel"  # what all others are compared with
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One contestant: seconds a step in each of its turns, and what was predicted where there is a prediction.
-
-    ``sent_nbytes``: what a step made the busiest rank's host send, where that is known.
-    """
-
-    name: str
-    turns_s: tuple[float, ...]
-    predicted_s: float | None = None
-    buckets: int | None = None
-    lanes: int | None = None
-    sent_nbytes: float | None = None
-
-    @property
-    def step_s(self) -> float:
-        """Median over the turns."""
-        return median(self.turns_s)
-
-    @property
-    def error(self) -> float | None:
-        """How far the prediction is off, as a share of what was measured."""
-        return None if self.predicted_s is None else self.predicted_s / self.step_s - 1
-
-    def ratio_to(self, other: "Row") -> float:
-        """Median over the rounds of the ratio of the two, which were measured minutes apart at most."""
-        return median(mine / theirs for mine, theirs in zip(self.turns_s, other.turns_s, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Benchmark:
-    """Everything measured on one model.
-
-    ``bound_s``: nothing that sends every gradient in full gets through a step sooner.
-    """
-
-    model: str
-    batch: int
-    unit: str
-    ranks: int
-    rows: tuple[Row, ...]
-    bound_s: float
-    explanation: str
-    facts: Mapping[str, str]
-    skipped: tuple[str, ...] = ()
-
-    def row(self, name: str) -> Row:
-        """The contestant of this name."""
-        return next(row for row in self.rows if row.name == name)
-
-    def rates(self, name: str) -> list[float]:
-        """Images (or sequences) a second on one rank, turn by turn."""
-        return [self.batch / turn_s for turn_s in self.row(name).turns_s]
-
-
-def figures(benchmark: Benchmark) -> dict[str, Any]:
-    """What --json prints."""
-    baseline = benchmark.row(BASELINE)
-    rows = [
-        {
-            **asdict(row),
-            "step_s": row.step_s,
-            "ratio_to_ddp": row.ratio_to(baseline),
-            "ratio_to_bound": row.step_s / benchmark.bound_s,
-            "prediction_error": row.error,
-        }
-        for row in benchmark.rows
-    ]
-    rest = {name: getattr(benchmark, name) for name in ("model", "batch", "unit", "ranks", "bound_s", "explanation")}
-    return {**rest, "facts": dict(benchmark.facts), "skipped": list(benchmark.skipped), "rows": rows}
-
 
 def _cells(benchmark: Benchmark) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows for people; the first column holds words."""
+    """Headers and rows of the table; the first column holds names."""
     scale = time_scale(row.step_s for row in benchmark.rows)
-    baseline = benchmark.row(BASELINE)
     headers = [
         "contestant", "buckets", "lanes", f"step {scale.unit}", "from – to", "step / DDP", "step / bound",
-        f"predicted {scale.unit}", "error", *(["sent MB"] if _counted(benchmark) else []),
+        f"predicted {scale.unit}", "error", *(["sent MB"] if _has_sent_bytes(benchmark) else []),
     ]  # fmt: skip
     table = []
     for row in benchmark.rows:
-        known = row.predicted_s is not None and row.error is not None
+        error = row.prediction_error
         table.append([
             row.name,
             str(row.buckets or "-"),
             str(row.lanes or "-"),
             scale(row.step_s),
             f"{scale(min(row.turns_s))} – {scale(max(row.turns_s))}",
-            f"{row.ratio_to(baseline):.3f}",
+            f"{benchmark.ratio_to_ddp(row):.3f}",
             f"{row.step_s / benchmark.bound_s:.2f}",
-            scale(row.predicted_s or 0.0) if known else "-",
-            f"{row.error:+.1%}" if known else "-",
-            *([f"{(row.sent_nbytes or 0.0) / 1e6:.2f}"] if _counted(benchmark) else []),
+            "-" if row.predicted_s is None else scale(row.predicted_s),
+            "-" if error is None else f"{error:+.1%}",
+            *([f"{(row.sent_nbytes or 0.0) / 1e6:.2f}"] if _has_sent_bytes(benchmark) else []),
         ])  # fmt: skip
     return headers, table
 
 
 def benchmark_report(benchmark: Benchmark) -> RenderableType:
-    """The table, with what it was measured on above and what its columns mean below."""
+    """The table, with the conditions of the measurement above and the meaning of its columns below."""
     headers, rows = _cells(benchmark)
     table = columns(_title(benchmark), *(header.replace(" ", "\n", 1) for header in headers), left=headers[:1])
     for cells in rows:
@@ -125,7 +49,7 @@ def benchmark_report(benchmark: Benchmark) -> RenderableType:
 
 
 def closing_lines(benchmark: Benchmark) -> list[str]:
-    """As Horovod's synthetic benchmark ends, and every script that was made after it."""
+    """The last lines of Horovod's synthetic benchmark, in its format."""
     rates = benchmark.rates(OURS)
     mean, spread = fmean(rates), 1.96 * stdev(rates) if len(rates) > 1 else 0.0
     kind = "CPU" if benchmark.facts.get("device", "").startswith("CPU") else "GPU"
@@ -139,7 +63,7 @@ def closing_lines(benchmark: Benchmark) -> list[str]:
 
 
 def markdown(title: str, benchmarks: Sequence[Benchmark]) -> str:
-    """A report for benchmarks/: what it was measured on, a table per model, and DataParallel's own words."""
+    """A report for benchmarks/: the conditions, a table per model, and the output of ``explain()``."""
     lines = [f"# {title}", ""]
     lines += [f"* {name}: {value}" for name, value in benchmarks[0].facts.items()]
     for benchmark in benchmarks:
@@ -156,12 +80,16 @@ def _title(benchmark: Benchmark) -> str:
     return f"{plain(benchmark.model)}, {benchmark.ranks} ranks, {benchmark.batch} {benchmark.unit} each"
 
 
-def _counted(benchmark: Benchmark) -> bool:
+def _has_sent_bytes(benchmark: Benchmark) -> bool:
     return any(row.sent_nbytes is not None for row in benchmark.rows)
 
 
 def _legend(benchmark: Benchmark) -> str:
-    sent = " Sent: a step, by the busiest rank's host, as its network cards count it." if _counted(benchmark) else ""
+    sent = (
+        " Sent: a step, by the busiest rank's host, as its network cards count it."
+        if _has_sent_bytes(benchmark)
+        else ""
+    )
     return (
         "Medians over the turns, and their range: differences within the ranges mean nothing. step / DDP: median over "
         "the rounds of the ratio to DDP's default in "

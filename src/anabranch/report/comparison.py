@@ -1,48 +1,24 @@
 """Every planner side by side on one trace and network."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.report.documents import ComparedPlanner
 from anabranch.report.formatting import factor, percent, time_scale
 from anabranch.report.tables import columns
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One planner's plan and what is predicted of it.
-
-    ``speedup`` is over DDP's default. ``lower_bound_s`` is what no plan on as many lanes can finish before, and
-    ``above_bound`` how much later, as a share of it, this one does. The low and high iteration times are those of
-    the same plan on a network one measured spread faster and slower; None where no spread was measured.
-    """
-
-    name: str
-    planner: str
-    options: dict[str, Any]
-    fingerprint: str
-    buckets: int
-    lanes: int
-    finish_s: float
-    exposed_s: float
-    iteration_s: float
-    speedup: float | None
-    lower_bound_s: float
-    above_bound: float
-    iteration_low_s: float | None = None
-    iteration_high_s: float | None = None
-
-
-def best(rows: Sequence[Row], seconds: Callable[[Row], float | None] = lambda row: row.iteration_s) -> Row:
+def best(
+    rows: Sequence[ComparedPlanner], seconds: Callable[[ComparedPlanner], float | None] = lambda row: row.iteration_s
+) -> ComparedPlanner:
     """The fastest; among equals the one with fewest lanes, then buckets, then the first."""
     return min(rows, key=lambda row: (seconds(row) or 0.0, row.lanes, row.buckets))
 
 
-def comparison_report(rows: Sequence[Row]) -> RenderableType:
+def comparison_report(rows: Sequence[ComparedPlanner]) -> RenderableType:
     """The table, and a second one where the network's spread was measured."""
     parts: list[RenderableType] = [_planners(rows)]
     if rows[0].iteration_high_s is not None:
@@ -50,7 +26,7 @@ def comparison_report(rows: Sequence[Row]) -> RenderableType:
     return Group(*parts)
 
 
-def _planners(rows: Sequence[Row]) -> Table:
+def _planners(rows: Sequence[ComparedPlanner]) -> Table:
     scale = time_scale(row.iteration_s for row in rows)
     times = [f"{what}\n{scale.unit}" for what in ("finish", "exposed", "iteration")]
     table = columns("Planners", "planner", "buckets", "lanes", *times, "speed-\nup", "above\nbound", left=["planner"])
@@ -69,11 +45,11 @@ def _planners(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _spread(rows: Sequence[Row]) -> Table:
+def _spread(rows: Sequence[ComparedPlanner]) -> Table:
     scale = time_scale(row.iteration_high_s or 0.0 for row in rows)
     headers = [f"{what}\n{scale.unit}" for what in ("fast network", "median", "slow network")]
     table = columns("Iteration across the measured spread", "planner", *headers, left=["planner"])
-    views: list[Callable[[Row], float | None]] = [
+    views: list[Callable[[ComparedPlanner], float | None]] = [
         lambda row: row.iteration_low_s,
         lambda row: row.iteration_s,
         lambda row: row.iteration_high_s,

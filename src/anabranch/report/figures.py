@@ -1,22 +1,24 @@
-"""The numbers that describe a noun, by name and with their unit in it: what --json prints."""
+"""The numbers that describe a trace, network, plan or timeline, by name, as --json prints them."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from anabranch.curve import Curve
 from anabranch.network import Network
 from anabranch.plan import Plan
+from anabranch.report.documents import Durations, PlannedBucket
 from anabranch.timeline import Timeline
 from anabranch.trace import TensorSpec, Trace
 
-SMALL_NBYTES = 64 << 10  # below this, on the networks we know, a message is nearly all start-up
+SMALL_NBYTES = 64 << 10  # below this size a message costs little more than its start-up, on common networks
 SAMPLE_NBYTES = tuple(1 << power for power in range(10, 31, 4))
 
 Figures = dict[str, Any]
 
 
 def small_tensors(trace: Trace) -> list[TensorSpec]:
-    """The gradients that are hardly worth a message of their own."""
+    """The gradients whose message would cost little more than its start-up."""
     return [tensor for tensor in trace.tensors if tensor.nbytes < SMALL_NBYTES]
 
 
@@ -28,12 +30,12 @@ def samples(curve: Curve) -> list[tuple[int, float, float]]:
 
 
 def has_spread(network: Network) -> bool:
-    """Whether anyone measured how much the costs vary."""
+    """Whether the network has a measured spread of its costs."""
     return any(point.spread_s > 0 for curve in network.curves.values() for point in curve.points)
 
 
 def ratio(before_s: float, after_s: float) -> float | None:
-    """How many times as fast; None where something takes no time, and a ratio says nothing."""
+    """How many times as fast; None where ``after_s`` is 0."""
     return before_s / after_s if after_s > 0 else None
 
 
@@ -52,7 +54,7 @@ def trace_figures(trace: Trace) -> Figures:
 
 
 def network_figures(network: Network) -> Figures:
-    """What messages of some sizes cost, by collective, and how k at once slow each other."""
+    """The cost of messages of some sizes by collective, and the slowdown of k simultaneous messages."""
     return {
         "world_size": network.world_size,
         "collectives": {
@@ -76,34 +78,40 @@ def plan_figures(plan: Plan) -> Figures:
     }
 
 
+def durations(timeline: Timeline) -> Durations:
+    """The durations of the step; ``finish_s`` counts from the start of backward."""
+    return Durations(
+        forward_s=max(0.0, -min(span.start_s for span in timeline.spans)),
+        backward_s=max(span.end_s for span in timeline.compute),
+        finish_s=timeline.finish_s,
+        communication_s=timeline.communication_s,
+        exposed_s=timeline.exposed_s,
+        overlap=timeline.overlap,
+        iteration_s=timeline.iteration_s,
+    )
+
+
 def timeline_figures(timeline: Timeline) -> Figures:
-    """The durations that matter, seconds from the start of backward; ``overlap`` is a share from 0 to 1."""
-    return {
-        "forward_s": max(0.0, -min(span.start_s for span in timeline.spans)),
-        "backward_s": max(span.end_s for span in timeline.compute),
-        "finish_s": timeline.finish_s,
-        "communication_s": timeline.communication_s,
-        "exposed_s": timeline.exposed_s,
-        "overlap": timeline.overlap,
-        "iteration_s": timeline.iteration_s,
-    }
+    """The durations of the step by name."""
+    return asdict(durations(timeline))
 
 
-def bucket_figures(trace: Trace, plan: Plan, timeline: Timeline) -> list[Figures]:
+def planned_buckets(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[PlannedBucket, ...]:
     """Each bucket of a plan for ``trace`` with its span in ``timeline``, which lists them in launch order."""
     tensors: Mapping[str, TensorSpec] = {tensor.name: tensor for tensor in trace.tensors}
     rows = []
     for index, (bucket, span) in enumerate(zip(plan.buckets, timeline.communication, strict=True)):
         members = [tensors[name] for name in bucket.names]
-        rows.append({
-            "index": index,
-            "lane": bucket.lane,
-            "collective": bucket.collective,
-            "tensors": len(members),
-            "nbytes": sum(tensor.nbytes for tensor in members),
-            "ready_s": max(tensor.ready_s for tensor in members),
-            "start_s": span.start_s,
-            "end_s": span.end_s,
-            "names": list(bucket.names),
-        })  # fmt: skip
-    return rows
+        row = PlannedBucket(
+            index=index,
+            lane=bucket.lane,
+            collective=bucket.collective,
+            tensors=len(members),
+            nbytes=sum(tensor.nbytes for tensor in members),
+            ready_s=max(tensor.ready_s for tensor in members),
+            start_s=span.start_s,
+            end_s=span.end_s,
+            names=bucket.names,
+        )
+        rows.append(row)
+    return tuple(rows)

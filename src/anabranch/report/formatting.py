@@ -1,4 +1,4 @@
-"""Values as short, harmless text: numbers in the unit that suits them, names that cannot touch the terminal."""
+"""Values as short text: numbers with a suitable unit, names without control characters."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ MAX_NAME = 60
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """One unit and one number of decimals for a whole column, so that its numbers compare at a glance."""
+    """One unit and one number of decimals for a whole column of times."""
 
     unit: str
     per_second: float
@@ -22,7 +22,7 @@ class Scale:
 
 
 def time_scale(values_s: Iterable[float]) -> Scale:
-    """The unit that suits the largest of these times, with the decimals that give the smallest a few digits."""
+    """The unit that suits the largest of these times, with enough decimals for the smallest."""
     sizes_s = [abs(value) for value in values_s if value] or [0.0]
     # A column is easier to read as 64.2 and 4172.3 ms than as 0.0642 and 4.1723 s: hence ten of a unit, not one.
     unit, per_second = _unit(max(sizes_s) / 10)
@@ -74,7 +74,7 @@ def count(number: int, thing: str) -> str:
 
 
 def plain(text: str) -> str:
-    """``text`` on one line, with whatever could move a cursor, turn text around or hide in it spelled out."""
+    """``text`` with every non-printable character escaped, so that it cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

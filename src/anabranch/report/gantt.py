@@ -9,15 +9,15 @@ from anabranch.report.formatting import plain, seconds
 from anabranch.timeline import COMPUTE, Timeline
 
 MAX_WIDTH = 110
-MAX_TRACKS = 65  # as many lanes as a plan may have, and the computation
+MAX_TRACKS = 65  # the lanes of the largest plan, and the computation
 MAX_LABEL = 12
 IDLE = "."
 
 
 class Gantt:
-    """``f`` is forward, ``b`` backward, a digit the last one of a message's number; characters, so no colour is needed.
+    """Draws a timeline: ``f`` is forward, ``b`` backward, a digit the last one of a message's number.
 
-    A column shows what was there last, so that a message shorter than a column is still seen.
+    A column shows the last span that touches it, so that a message shorter than a column is still seen.
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -1,4 +1,4 @@
-"""What each way to train holds in memory: a column each, a row for every kind of object."""
+"""Peak memory as a terminal table: a column per way to train, a row per kind of object."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ GIB, MIB = 2**30, 2**20
 
 
 def unit(largest_nbytes: int) -> tuple[str, int]:
-    """In what to give sizes up to this one: GiB, or MiB where all of them are small."""
+    """The unit for sizes up to this one: GiB, or MiB where all are below 1 GiB."""
     return ("GiB", GIB) if largest_nbytes >= GIB else ("MiB", MIB)
 
 
@@ -37,7 +37,7 @@ def memory_report(
     table.add_row(Text("predicted peak"), *(cell(peaks[mode]) for mode in modes))
     if measured:
         table.add_row(Text("measured peak"), *(cell(measured.get(mode, 0)) for mode in modes))
-        cells = [_off(peaks[mode], measured.get(mode, 0)) for mode in modes]
+        cells = [_error(peaks[mode], measured.get(mode, 0)) for mode in modes]
         table.add_row(Text("predicted, off by"), *map(Text, cells))
     if any(host.values()):
         table.add_row(Text("in host memory"), *(cell(host.get(mode, 0)) for mode in modes))
@@ -45,12 +45,12 @@ def memory_report(
 
 
 def batch_report(title: str, modes: Sequence[str], rows: Mapping[str, Mapping[str, str]]) -> Table:
-    """What fits and how fast that is: a row of texts by mode for each name."""
+    """Largest batches and throughputs: a row of texts per name, a column per mode."""
     table = columns(plain(title)[:100], "", *modes, left=[""])
     for name, cells in rows.items():
         table.add_row(Text(name), *(Text(cells.get(mode, "-")) for mode in modes))
     return table
 
 
-def _off(predicted: int, measured: int) -> str:
+def _error(predicted: int, measured: int) -> str:
     return f"{predicted / measured - 1:+.1%}" if measured else "-"

@@ -10,20 +10,20 @@ from anabranch.extras import require
 from anabranch.report.formatting import plain, time_scale
 from anabranch.scaling.result import Curves, Scaling
 
-if TYPE_CHECKING:  # matplotlib takes a second to import, which only a plot is worth
+if TYPE_CHECKING:  # imported by functions only: it is optional, and takes a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Format = Literal["png", "svg"]
 
-# Okabe and Ito's colours, told apart by colour-blind readers; shapes tell them apart without any colour.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; markers differ, too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-FEW_TIMES = 8  # beyond this range a linear axis would squeeze all lines but the slowest together
+LINEAR_RANGE = 8  # largest over smallest value up to which a linear axis shows all lines
 LABEL_GAP = 0.052  # of the axes' height: one line of text
-NOTE_LETTERS_PER_PANEL = 110  # that a line below the figure holds
+NOTE_LETTERS_PER_PANEL = 110  # in a line of text below the figure
 NAME_LETTERS = 60
-ABREAST = 3  # panels
+MAX_COLUMNS = 3  # of panels
 
 
 class Banded(NamedTuple):
@@ -47,14 +47,14 @@ def scaling_plot(scaling: Scaling, form: Format = "png") -> bytes:
 
     networks = [(network.name, scaling.on(network.name)) for network in scaling.networks]
     panels = 2 if len(networks) == 1 else len(networks)
-    across = min(panels, ABREAST)
+    across = min(panels, MAX_COLUMNS)
     down = -(-panels // across)
     figure = Figure(figsize=(6 * across, 1 + 4 * down), dpi=120, layout="constrained")
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     for spare in axes[panels:]:
         spare.set_axis_off()
     if len(networks) == 1:
-        _iterations(axes.pop(0), networks[0][1])
+        _iteration_panel(axes.pop(0), networks[0][1])
     for place, (name, curves) in zip(axes, networks, strict=False):
         lines = {
             strategy: {n: Banded(100 * p.efficiency, *(100 * e for e in p.efficiencies)) for n, p in curve.items()}
@@ -66,10 +66,10 @@ def scaling_plot(scaling: Scaling, form: Format = "png") -> bytes:
     note = fill(f"Assumed: {plain('; '.join(scaling.assumptions))}", NOTE_LETTERS_PER_PANEL * across)
     figure.suptitle(f"{plain(scaling.model)}: predicted scaling", fontsize=12, parse_math=False)
     figure.supxlabel(note, fontsize=7, color="#555555", parse_math=False)
-    return saved(figure, form)
+    return figure_bytes(figure, form)
 
 
-def _iterations(axes: "Axes", curves: Curves) -> None:
+def _iteration_panel(axes: "Axes", curves: Curves) -> None:
     scale = time_scale(point.iteration_s for curve in curves.values() for point in curve.values())
     lines = {
         strategy: {
@@ -81,13 +81,13 @@ def _iterations(axes: "Axes", curves: Curves) -> None:
     _panel(axes, lines, "Iteration time", f"iteration, {scale.unit} (lower is better)", logarithmic=True)
 
 
-def saved(figure: "Figure", form: Format) -> bytes:
-    """A figure as a file: the same numbers give the same bytes."""
+def figure_bytes(figure: "Figure", form: Format) -> bytes:
+    """The bytes of a figure's file; the same figure gives the same bytes."""
     from matplotlib import rc_context
 
     content = io.BytesIO()
     with warnings.catch_warnings(), rc_context({"svg.hashsalt": "anabranch"}):
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font lacks is drawn as boxes
+        warnings.filterwarnings("ignore", message="Glyph")  # letters that the font lacks are drawn as boxes
         figure.savefig(content, format=form, metadata={"Date": None} if form == "svg" else None)
     return content.getvalue()
 
@@ -109,7 +109,7 @@ def _panel(axes: "Axes", curves: Lines, title: str, unit: str, logarithmic: bool
     axes.set_xticks(sizes, [f"{n:,}" for n in sizes], rotation=45 if len(sizes) > 7 else 0)
     axes.minorticks_off()
     values = [value.middle for curve in curves.values() for value in curve.values()]
-    if logarithmic and max(values) > FEW_TIMES * min(values) > 0:
+    if logarithmic and max(values) > LINEAR_RANGE * min(values) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -128,7 +128,7 @@ def _name_ends(axes: "Axes", last: int, ends: Sequence[tuple[str, float, str]]) 
     """Each line's name at its right end, with a thin line to the point where names that would touch are moved."""
     rows = sorted(ends, key=lambda end: end[1])
     in_axes = axes.transData + axes.transAxes.inverted()
-    places = _apart([float(in_axes.transform((last, value))[1]) for _, value, _ in rows])
+    places = _spread_labels([float(in_axes.transform((last, value))[1]) for _, value, _ in rows])
     for (name, value, colour), place in zip(rows, places, strict=True):
         axes.annotate(
             plain(name), xy=(last, value), xycoords="data", xytext=(1.05, place), textcoords="axes fraction",
@@ -137,7 +137,7 @@ def _name_ends(axes: "Axes", last: int, ends: Sequence[tuple[str, float, str]]) 
         )  # fmt: skip
 
 
-def _apart(wanted: Sequence[float]) -> list[float]:
+def _spread_labels(wanted: Sequence[float]) -> list[float]:
     """Rising heights at least a label apart, from 0 to 1, as near as can be to those wanted (by least squares).
 
     Less LABEL_GAP per place, "apart" becomes "not falling": isotonic regression, by pooling adjacent violators.

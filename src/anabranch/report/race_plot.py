@@ -1,18 +1,18 @@
-"""The picture of a benchmark: for each model, steps as shares of DDP's, predicted beside measured."""
+"""The plot of a benchmark: for each model, steps relative to DDP's, predicted beside measured."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from anabranch.extras import require
-from anabranch.report.benchmark import BASELINE, COMPUTE, OURS, Benchmark, Row
+from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.report.formatting import plain
-from anabranch.report.plot import COLOURS, Format, saved
+from anabranch.report.plot import COLOURS, Format, figure_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BAR = 0.26
-SIZED = "MiB"
+BAR_HEIGHT = 0.26
+MIB_SUFFIX = "MiB"
 
 
 def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
@@ -34,31 +34,31 @@ def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     where = benchmarks[0].facts
     figure.suptitle(plain(f"{where.get('network', '')}, {where.get('device', '')}"), fontsize=11, parse_math=False)
-    return saved(figure, form)
+    return figure_bytes(figure, form)
 
 
 def _model(axes: "Axes", place: int, benchmark: Benchmark, named: bool) -> None:
-    """One model's bars, its prediction and its computation; the first model's name them in the legend."""
+    """The bars of one model, its predicted step and its computation; ``named`` adds them to the legend."""
     baseline, ours = benchmark.row(BASELINE), benchmark.row(OURS)
-    sized = [row for row in benchmark.rows if row.name.startswith(BASELINE) and SIZED in row.name]
+    sized = [row for row in benchmark.rows if row.name.startswith(BASELINE) and MIB_SUFFIX in row.name]
     best = min([baseline, *sized], key=lambda row: row.ratio_to(baseline))
     bars = {"DDP's default": baseline, "DDP, best bucket size tried": best, "anabranch.DataParallel": ours}
     for number, (name, row) in enumerate(bars.items()):
-        ratio, height = row.ratio_to(baseline), place + (number - 1) * BAR
-        axes.barh(height, ratio, BAR * 0.9, color=COLOURS[(1, 4, 0)[number]], label=name if named else None)
+        ratio, height = row.ratio_to(baseline), place + (number - 1) * BAR_HEIGHT
+        axes.barh(height, ratio, BAR_HEIGHT * 0.9, color=COLOURS[(1, 4, 0)[number]], label=name if named else None)
         furthest = max(ratio, (row.predicted_s or 0.0) / baseline.step_s) if row is ours else ratio
         axes.annotate(f"{ratio:.2f}  ({row.step_s * 1e3:.0f} ms)", (furthest, height), (6, 0),
                       textcoords="offset points", va="center", fontsize=8)  # fmt: skip
     if ours.predicted_s is not None:
-        axes.plot(ours.predicted_s / baseline.step_s, place + BAR, "D", color="white", markeredgecolor="black",
+        axes.plot(ours.predicted_s / baseline.step_s, place + BAR_HEIGHT, "D", color="white", markeredgecolor="black",
                   markersize=5, label="predicted" if named else None)  # fmt: skip
-    if compute := _found(benchmark, COMPUTE):
-        ratio, reach = compute.ratio_to(baseline), 1.5 * BAR
+    if compute := _row_named(benchmark, COMPUTE):
+        ratio, reach = compute.ratio_to(baseline), 1.5 * BAR_HEIGHT
         axes.plot([ratio, ratio], [place - reach, place + reach], color="black", linewidth=1.2,
                   label="computing alone" if named else None)  # fmt: skip
 
 
-def _found(benchmark: Benchmark, name: str) -> Row | None:
+def _row_named(benchmark: Benchmark, name: str) -> BenchmarkRow | None:
     return next((row for row in benchmark.rows if row.name == name), None)
 
 

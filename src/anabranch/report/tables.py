@@ -11,7 +11,8 @@ from rich.text import Text
 from anabranch.alpha_beta import AlphaBeta, TwoLevel
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.report.figures import Figures, samples, small_tensors, timeline_figures
+from anabranch.report.documents import Durations, PlannedBucket
+from anabranch.report.figures import durations, samples, small_tensors
 from anabranch.report.formatting import bandwidth, count, label, percent, plain, seconds, size, time_scale
 from anabranch.report.gantt import Gantt
 from anabranch.timeline import Timeline
@@ -118,32 +119,30 @@ def plan_report(plan: Plan) -> RenderableType:
 
 def timeline_report(timeline: Timeline) -> RenderableType:
     """Durations, and the step drawn in characters."""
-    figures = timeline_figures(timeline)
-    pairs = [*duration_pairs(figures), *meta_pairs(timeline.meta)]
+    pairs = [*duration_pairs(durations(timeline)), *meta_pairs(timeline.meta)]
     return Group(facts("Timeline", pairs), Text(), Gantt(timeline))
 
 
-def duration_pairs(figures: Figures) -> list[tuple[str, str | Text]]:
-    """What ``timeline_figures`` found, in words."""
-    hidden = f"{seconds(figures['communication_s'])}, {percent(figures['overlap'])} of it behind computation"
+def duration_pairs(step: Durations) -> list[tuple[str, str | Text]]:
+    """The durations of a step as names and values for ``facts``."""
     return [
-        ("forward", seconds(figures["forward_s"])),
-        ("backward", seconds(figures["backward_s"])),
-        ("communication", hidden),
-        ("exposed", seconds(figures["exposed_s"])),
-        ("finish", f"{seconds(figures['finish_s'])} after the start of backward"),
-        ("iteration", seconds(figures["iteration_s"])),
+        ("forward", seconds(step.forward_s)),
+        ("backward", seconds(step.backward_s)),
+        ("communication", f"{seconds(step.communication_s)}, {percent(step.overlap)} of it hidden behind computation"),
+        ("exposed", seconds(step.exposed_s)),
+        ("finish", f"{seconds(step.finish_s)} after the start of backward"),
+        ("iteration", seconds(step.iteration_s)),
     ]
 
 
-def bucket_table(buckets: Sequence[Figures]) -> Table:
-    """The rows of ``bucket_figures``; times count from the start of backward."""
-    scale = time_scale(bucket["end_s"] for bucket in buckets)
+def bucket_table(buckets: Sequence[PlannedBucket]) -> Table:
+    """One row per bucket; times count from the start of backward."""
+    scale = time_scale(bucket.end_s for bucket in buckets)
     headers = ["#", "lane", "tensors", "size", *(f"{what}\n{scale.unit}" for what in ("ready", "start", "end"))]
     table = columns("Buckets in launch order", *headers, "first tensor", left=["first tensor"])
     rows: Iterable[Cells] = (
-        [str(b["index"]), str(b["lane"]), f"{b['tensors']:,}", size(b["nbytes"]),
-         scale(b["ready_s"]), scale(b["start_s"]), scale(b["end_s"]), label(b["names"][0])]
+        [str(b.index), str(b.lane), f"{b.tensors:,}", size(b.nbytes), scale(b.ready_s), scale(b.start_s),
+         scale(b.end_s), label(b.names[0])]
         for b in buckets
     )  # fmt: skip
     return add_rows(table, rows, len(buckets), "bucket")

@@ -4,9 +4,9 @@ from importlib.util import find_spec
 
 from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, Setting, predict
 from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
-from anabranch.reproduce.reports import LEAN_REPORT, cell
+from anabranch.reproduce.measurements import measurements
 from anabranch.reproduce.stand_in import bundled
-from anabranch.reproduce.table import OURS_ALONE, Figure, Reproduction, Section, Words
+from anabranch.reproduce.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
 
 PAPER = "LaySA (Zhao, Liu, Wang, Feng: IEEE Access 2021)"
 SOURCE = "the abstract, §3.1; models, GPUs, network, density and batch sizes are not available"
@@ -16,12 +16,9 @@ MODELS = ("vgg16", "resnet152", "bert-large")
 WITH_ACTIVATIONS = (("vgg16", 64), ("resnet50", 64))
 MATRIX_NUMEL = 8192  # a trace knows no shapes: vectors, which never travel sparsely, are all smaller
 SETTING = Setting(ranks=4, density=0.01)
-ABSENT = f"not here: {LEAN_REPORT} comes with the source, not with the package"
 MODEL_UNKNOWN = "LaySA's model and batch are not known"
 NETWORK_UNKNOWN = "LaySA's network, model and batch are not known"
 STAND_IN = "save_on_cpu, which waits for every tensor, stands in for the earlier system's memory reuse"
-KEPT, RECOMPUTED = "Lean, activations kept", "Lean, recomputed, residuals on the host"
-MIX = "Lean, a mix, residuals on the host"
 
 
 def reproduce() -> Reproduction:
@@ -30,47 +27,45 @@ def reproduce() -> Reproduction:
 
 
 def headlines() -> Section:
-    """What only a GPU can tell, from the committed report."""
-    save_on_cpu, offloaded, mix = (
-        cell(LEAN_REPORT, way, "ms a step", "2. Activations")
-        for way in ("torch's save_on_cpu(pin_memory=True)", "offloaded", "mix within 3 GiB")
-    )
-    ours = (
-        ("ResNet-152, batch 128", "memory saved over naive sparse", SAVED, cell(
-            LEAN_REPORT, MIX, "less than naive", "3. Equal batches"), Words(MODEL_UNKNOWN, MODEL_UNKNOWN)),
-        ("ResNet-152, one GPU", "time saved, offloaded, over save_on_cpu", FASTER, _less(save_on_cpu, offloaded),
-         Words(STAND_IN, STAND_IN)),
-        ("ResNet-152, one GPU", "time saved, a mix, over save_on_cpu", FASTER, _less(save_on_cpu, mix),
-         Words(STAND_IN, f"{STAND_IN}; and the mix recomputes what is cheap")),
-        ("VGG-16, 16 GiB, 1 Gbit/s", "throughput gained over dense with reuse", MORE, _more(cell(
-            LEAN_REPORT, KEPT, "× the better reuse", "4. 16 GiB")),
-         Words(NETWORK_UNKNOWN, f"{NETWORK_UNKNOWN}; here the wire alone takes 6.6 s of dense's step")),
-        ("Qwen2.5-0.5B, 16 GiB, 10 Gbit/s", "throughput gained over dense with reuse", MORE, _more(cell(
-            LEAN_REPORT, RECOMPUTED, "× the better reuse", "5. 16 GiB")),
-         Words(NETWORK_UNKNOWN, f"{NETWORK_UNKNOWN}; here the wire alone takes 2.4 s of dense's step")),
+    """The abstract's three figures beside our measurements on a GPU."""
+    measured = measurements()["lean"]
+    save_on_cpu_ms = measured.value("resnet152_save_on_cpu_ms")
+    model, network = Reasons(MODEL_UNKNOWN, MODEL_UNKNOWN), NETWORK_UNKNOWN
+    figures = (
+        model.compare("ResNet-152, batch 128", "memory saved over naive sparse", "%", SAVED,
+                      measured.value("resnet152_memory_saved_percent")),
+        Reasons(STAND_IN, STAND_IN).compare(
+            "ResNet-152, one GPU", "time saved, offloaded, over save_on_cpu", "%", FASTER,
+            _saved_percent(save_on_cpu_ms, measured.value("resnet152_offloaded_ms"))),
+        Reasons(STAND_IN, f"{STAND_IN}; and the mix recomputes what is cheap").compare(
+            "ResNet-152, one GPU", "time saved, a mix, over save_on_cpu", "%", FASTER,
+            _saved_percent(save_on_cpu_ms, measured.value("resnet152_mix_ms"))),
+        Reasons(network, f"{network}; here communication alone takes 6.6 s of a dense step").compare(
+            "VGG-16, 16 GiB, 1 Gbit/s", "throughput gained over dense with reuse", "%", MORE,
+            _gained_percent(measured.value("vgg16_throughput_ratio"))),
+        Reasons(network, f"{network}; here communication alone takes 2.4 s of a dense step").compare(
+            "Qwen2.5-0.5B, 16 GiB, 10 Gbit/s", "throughput gained over dense with reuse", "%", MORE,
+            _gained_percent(measured.value("qwen_throughput_ratio"))),
     )  # fmt: skip
-    figures = tuple(
-        Figure(case, what, "%", published, None, ABSENT)
-        if found is None
-        else words.compare(case, what, "%", published, found)
-        for case, what, published, found, words in ours
+    how = (
+        f"measured: {measured.source}, with naive sparse, torch's checkpointing and save_on_cpu beside it; "
+        f"{measured.conditions}"
     )
-    how = f"measured: {LEAN_REPORT}, with naive sparse, torch's checkpointing and save_on_cpu beside it"
     return Section("LaySA's figures", SOURCE, how, figures, (
         'the abstract says "up to 80.5 %", "about 12.25 %" and "more than 150 %"; the last may mean 1.5 or 2.5 times',
     ))  # fmt: skip
 
 
-def _less(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else 100 * (1 - after / before)
+def _saved_percent(before: float, after: float) -> float:
+    return 100 * (1 - after / before)
 
 
-def _more(times: float | None) -> float | None:
-    return None if times is None else 100 * (times - 1)
+def _gained_percent(ratio: float) -> float:
+    return 100 * (ratio - 1)
 
 
 def without_activations() -> Section:
-    """Everything that sparsity adds, and Lean takes away again, predicted from sizes alone."""
+    """Peak memory without activations, predicted from sizes alone."""
     figures: list[Figure] = []
     for model in MODELS:
         peaks = {mode: predict(_parameters_only(model), mode, SETTING).nbytes for mode in (DDP, NAIVE, LEAN, LEAN_HOST)}
@@ -94,13 +89,13 @@ def without_activations() -> Section:
 
 
 def _largest(model: str) -> float:
-    """Which share of all bytes is in one gradient."""
+    """The largest gradient's share of all bytes."""
     trace = bundled(model)
     return max(tensor.nbytes for tensor in trace.tensors) / trace.nbytes
 
 
 def _parameters_only(model: str) -> StepProfile:
-    """A step that holds nothing but what belongs to parameters."""
+    """The profile of a step without activations."""
     trace = bundled(model)
     gradients = tuple(
         ReadyGradient(t.name, t.numel, t.nbytes, MemoryUse(0, t.nbytes), MemoryUse(0, t.nbytes), t.numel > MATRIX_NUMEL)
@@ -123,19 +118,19 @@ def with_activations() -> Section:
     return Section(
         "Memory of a whole step, Lean with residuals and activations in host memory",
         SOURCE,
-        "predicted by anabranch.memory from a step on tensors without data: 4 ranks, 1 %, SGD with momentum, against "
+        "predicted by anabranch.estimate from a step on tensors without data: 4 ranks, 1 %, SGD with momentum, against "
         "naive sparse that keeps everything; not measured",
         tuple(figures),
     )
 
 
 def saved_percent(model: str, batch: int) -> float:
-    """Of naive sparse's predicted peak."""
+    """How much less Lean is predicted to need than naive sparse, in percent."""
     from anabranch.bench import memory as ways
     from anabranch.estimate.probe import probe
 
     def step(offload: bool) -> StepProfile:
-        return probe(ways.of_zoo(model, batch), ways.OPTIMIZERS["momentum"], offload=offload)
+        return probe(ways.zoo_build(model, batch), ways.OPTIMIZERS["momentum"], offload=offload)
 
     lean, naive = predict(step(True), LEAN_HOST, SETTING), predict(step(False), NAIVE, SETTING)
     return 100 * (1 - lean.nbytes / naive.nbytes)

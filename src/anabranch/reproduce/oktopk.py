@@ -8,10 +8,10 @@ from anabranch import planners
 from anabranch.alpha_beta import AlphaBeta
 from anabranch.network import Network
 from anabranch.planners.sparse import sparse_if_faster
-from anabranch.reproduce.oktopk_counts import DENSITY, FIXED, NUMEL, RANKS, k_of, words_sent
-from anabranch.reproduce.reports import OKTOPK_REPORT, cell
+from anabranch.reproduce.measurements import measurements
+from anabranch.reproduce.oktopk_counts import DENSITY, FIXED, NUMEL, RANKS, selected_count, words_sent
 from anabranch.reproduce.stand_in import StandIn, bundled
-from anabranch.reproduce.table import OURS_ALONE, Figure, Reproduction, Section, Words
+from anabranch.reproduce.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
 from anabranch.sim import finish_s
 from anabranch.sparse.cost_model import H200, phases, priced, travel_s
 from anabranch.sparse.naming import kind_of
@@ -29,10 +29,10 @@ GBITS = (10, 25, 100)
 OURS, DENSE = "Ok-Topk", "Dense"
 ELSEWHERE = "on this network and an H200; Piz Daint's α and β are not known"
 ENDS = {
-    "least": Words("gTopk by its formula; all of theirs were staged through the host", ELSEWHERE),
-    "most": Words(ELSEWHERE, ELSEWHERE),
+    "least": Reasons("gTopk by its formula; all of theirs were staged through the host", ELSEWHERE),
+    "most": Reasons(ELSEWHERE, ELSEWHERE),
 }
-COUNTS = Words("fewer words than the formula", "more words than the formula")
+COUNTS = Reasons("fewer words than the formula", "more words than the formula")
 
 
 class Cost(NamedTuple):
@@ -66,18 +66,18 @@ def reproduce() -> Reproduction:
 
 def volumes() -> Section:
     """Counted on virtual ranks, and by our formula for the paper's own size."""
-    k, numel = k_of(NUMEL), BERT.numel or 0
+    k, numel = selected_count(NUMEL), BERT.numel or 0
     table = {name: cost.words / k for name, cost in published_costs(NUMEL, k, RANKS).items()}
     case = f"{RANKS} workers, {NUMEL:,} elements"
     figures = [_bounded(case, name, table[name.split(",")[0]], sent / k) for name, sent in words_sent().items()]
-    large = published_costs(numel, k_of(numel), WORKERS)[OURS].words / k_of(numel)
-    fixed = sum(phase.words for phase in phases(numel, WORKERS, DENSITY).values()) / k_of(numel)
+    large = published_costs(numel, selected_count(numel), WORKERS)[OURS].words / selected_count(numel)
+    fixed = sum(phase.words for phase in phases(numel, WORKERS, DENSITY).values()) / selected_count(numel)
     figures.append(_bounded(f"{WORKERS} workers, BERT", FIXED, large, fixed))
     return Section(
         "Words that the busiest rank sends or receives in a step, in units of k (1 %)",
         COSTS,
         "counted: every word of one step on virtual ranks in this process, seeded heavy-tailed gradients with error "
-        "feedback, after a first step; the row for BERT by sparse/pricing.py, whose traffic depends on sizes alone",
+        "feedback, after a first step; the row for BERT by sparse/cost_model.py, whose traffic depends on sizes alone",
         tuple(figures),
         (
             "Ok-Topk, exact: thresholds as published; Ok-Topk, fixed: what GPUs run here, messages of fixed size with "
@@ -103,7 +103,7 @@ def throughput() -> Section:
         HEADLINE,
         "simulated: our H200 trace of BERT-base (batch 8, sequence 128, as theirs), its gradients enlarged alike to "
         "133,547,324 elements; links of 30 µs and the rate named; every scheme sends one flat vector after backward, "
-        "as in the paper; the others by the cost table; Ok-Topk by the messages of our exchange (sparse/pricing.py) "
+        "as in the paper; the others by the cost table; Ok-Topk by the messages of our exchange (sparse/cost_model.py) "
         f"and selection of {H200.source}, which is granted to all that select",
         tuple(figures),
         (
@@ -119,7 +119,7 @@ def throughput() -> Section:
 def bert() -> Trace:
     """At the paper's size and as long as it took on an H200."""
     recorded = bundled(BERT.trace)
-    return BERT.lasting(recorded.forward_s, recorded.backward_s)
+    return BERT.with_durations(recorded.forward_s, recorded.backward_s)
 
 
 def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
@@ -129,7 +129,7 @@ def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
     exchange = phases(numel, WORKERS, DENSITY).values()
     own_s = compute_s + selecting_s + sum(travel_s(phase, links, WORKERS) for phase in exchange)
     over = {}
-    for name, cost in published_costs(numel, k_of(numel), WORKERS).items():
+    for name, cost in published_costs(numel, selected_count(numel), WORKERS).items():
         if name != OURS:
             step_s = compute_s + cost.seconds(links) + (0.0 if name == DENSE else selecting_s)
             over[name] = step_s / own_s
@@ -149,13 +149,11 @@ def _planned(trace: Trace, network: Network) -> float:
 
 
 def measured() -> Section:
-    """What a committed report says; the paper has no figure for so few workers."""
-    found = cell(OKTOPK_REPORT, "bert-base", "over DDP")
-    word = f"not here: {OKTOPK_REPORT} comes with the source only" if found is None else "measured; no published figure"
-    figure = Figure("4 hosts, 10 Gbit/s", "BERT-base at 1 % over DDP", "×", None, found, word)
-    return Section(
-        "Measured",
-        "nothing on 4 workers",
-        f"read from {OKTOPK_REPORT}: four NCCL hosts sharing one H200",
-        (figure,),
+    """Our measurement on 4 workers, a size for which the paper has no figure."""
+    found = measurements()["sparse"]
+    ratio = found.value("bert_base_throughput_ratio")
+    figure = Figure(
+        "4 hosts, 10 Gbit/s", "BERT-base at 1 % over DDP", "×", None, ratio, "measured; no published figure"
     )
+    how = f"measured: {found.source}; {found.conditions}"
+    return Section("Measured", "nothing on 4 workers", how, (figure,))

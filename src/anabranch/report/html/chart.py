@@ -1,7 +1,7 @@
-"""Chart: a plotly figure as plain values, and the words around it.
+"""Chart: a plotly figure as plain values, with its title and caption.
 
 Colours are names of the page's CSS variables ("--c1", or "--c1/0.16" with an opacity), which differ between light and
-dark. Every series also differs by a pattern, a dash or a symbol, so that no colour need be seen.
+dark. Series also differ by pattern, dash or symbol, for readers who cannot tell the colours apart.
 """
 
 from collections.abc import Sequence
@@ -13,62 +13,71 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "5px,2px
 SYMBOLS = ("circle", "square", "triangle-up", "diamond", "cross", "x", "star", "pentagon")
 PATTERNS = ("", "/", "x", ".", "\\", "-", "|", "+")
 
-Trace = dict[str, Any]
+Series = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """``walk`` are the series through whose points the arrow keys ← and → lead, ``apart`` one at a time: then ↑ and ↓
-    lead from one to the next."""
+    """A plotly figure with its caption, and how to move in it by keys.
+
+    The keys ← and → move from point to point of the series ``arrow_key_series`` (their places in ``data``). With
+    ``one_curve_at_a_time`` they stay on one series, and ↑ and ↓ change it. Two charts of ``half_width`` stand side by
+    side where there is room.
+    """
 
     key: str
     label: str
-    data: Sequence[Trace]
+    data: Sequence[Series]
     layout: dict[str, Any]
     height: int
     caption: str = ""
-    walk: Sequence[int] = field(default=())
+    arrow_key_series: Sequence[int] = field(default=())
     title: str = ""
-    apart: bool = False
-    half: bool = False  # two of them side by side, where there is room
+    one_curve_at_a_time: bool = False
+    half_width: bool = False
 
     @property
     def figure(self) -> dict[str, Any]:
         """What the page's script draws."""
-        own = {"key": self.key, "walk": list(self.walk), "apart": self.apart}
-        return {**own, "data": list(self.data), "layout": self.layout}
+        return {
+            "key": self.key,
+            "arrowKeySeries": list(self.arrow_key_series),
+            "oneCurveAtATime": self.one_curve_at_a_time,
+            "data": list(self.data),
+            "layout": self.layout,
+        }
 
 
 def colour(index: int) -> str:
-    """Of the series with this number."""
+    """The colour of series number ``index``."""
     return COLOURS[index % len(COLOURS)]
 
 
 def line(index: int) -> dict[str, Any]:
-    """Of the series with this number: its colour and its dash."""
+    """The line style of series number ``index``: colour and dash."""
     return {"color": colour(index), "dash": DASHES[index % len(DASHES)], "width": 2}
 
 
 def marker(index: int) -> dict[str, Any]:
-    """Of the series with this number: its colour and its shape."""
+    """The marker style of series number ``index``: colour and symbol."""
     return {"color": colour(index), "symbol": SYMBOLS[index % len(SYMBOLS)], "size": 8}
 
 
 def hatching(shape: str) -> dict[str, Any]:
-    """Lines of the page's colour over a bar's own."""
+    """A hatching in the colour of the page over a bar's own colour."""
     return {"shape": shape, "fillmode": "overlay", "fgcolor": "--page", "fgopacity": 0.5, "size": 7, "solidity": 0.28}
 
 
 def pattern(index: int) -> dict[str, Any]:
-    """Of the bar series with this number: its colour and its hatching."""
+    """The bar style of series number ``index``: colour and hatching."""
     shape = PATTERNS[index % len(PATTERNS)]
     return {"color": colour(index), "pattern": hatching(shape), "line": {"color": "--page", "width": 0.7}}
 
 
 def band(
     x: Sequence[float], low: Sequence[float], high: Sequence[float], index: int, edge: int = 0, **where: str
-) -> Trace:
-    """An area between two curves, there and back, that the pointer passes through; with an ``edge``, spikes show."""
+) -> Series:
+    """The area between two curves. It takes no pointer events; an ``edge`` of 1 pixel keeps narrow spikes visible."""
     return {
         "type": "scatter", "mode": "lines", "x": [*x, *reversed(x)], "y": [*high, *reversed(low)], "fill": "toself",
         "fillcolor": f"{colour(index)}/0.16", "line": {"width": edge, "color": f"{colour(index)}/0.5"},
@@ -77,5 +86,5 @@ def band(
 
 
 def time_axis(unit: str) -> dict[str, Any]:
-    """The horizontal axis of a picture of one step."""
+    """The horizontal axis of a chart of one step."""
     return {"title": {"text": f"time from the start of backward, {unit}"}, "zeroline": True, "showgrid": True}

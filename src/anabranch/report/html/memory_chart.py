@@ -1,37 +1,37 @@
-"""What each way to train holds in memory, by kind of object."""
+"""Peak memory of each way to train, by kind of object."""
 
+from anabranch.report.documents import MemoryDocument
 from anabranch.report.formatting import size
-from anabranch.report.html.chart import Chart, Trace, pattern
-from anabranch.report.html.words import drawn, hover
+from anabranch.report.html.chart import Chart, Series, pattern
+from anabranch.report.html.escaping import hover_text, plotly_text
 from anabranch.report.memory import unit
-from anabranch.report.runs.documents import Memory
 
 ROW_PX, EDGE_PX = 56, 170
 
 
-def memory_chart(key: str, found: Memory) -> Chart:
-    """A bar per mode, made of its kinds; a cross where a peak was measured."""
+def memory_chart(key: str, found: MemoryDocument) -> Chart:
+    """A stacked bar per mode, a part per kind of object; a cross where a peak was measured."""
     modes = list(found.modes)
     kinds = list(dict.fromkeys(kind for mode in found.modes.values() for kind in mode.kinds))
     rows = list(range(len(modes)))
     peaks = [max(mode.predicted_nbytes, mode.measured_nbytes or 0) for mode in found.modes.values()]
     name, one = unit(max(peaks, default=0))
-    data: list[Trace] = []
+    data: list[Series] = []
     for index, kind in enumerate(kinds):
         held = [found.modes[mode].kinds.get(kind, 0) for mode in modes]
         if not any(held):
             continue
-        words = [
-            hover(f"<b>{drawn(kind)}</b>: {size(nbytes)}",
-                  f"of {size(found.modes[mode].predicted_nbytes)}, {drawn(mode, 30)}")
+        hover = [
+            hover_text(f"<b>{plotly_text(kind)}</b>: {size(nbytes)}",
+                  f"of {size(found.modes[mode].predicted_nbytes)}, {plotly_text(mode, 30)}")
             for nbytes, mode in zip(held, modes, strict=True)
         ]  # fmt: skip
         data.append({
-            "type": "bar", "orientation": "h", "name": drawn(kind, 40), "x": [nbytes / one for nbytes in held],
-            "y": rows, "width": 0.7, "marker": pattern(index), "customdata": words,
+            "type": "bar", "orientation": "h", "name": plotly_text(kind, 40), "x": [nbytes / one for nbytes in held],
+            "y": rows, "width": 0.7, "marker": pattern(index), "customdata": hover,
             "hovertemplate": "%{customdata}<extra></extra>",
         })  # fmt: skip
-    walk = list(range(len(data)))
+    arrow_key_series = list(range(len(data)))
     measured = [(row, found.modes[mode].measured_nbytes) for row, mode in zip(rows, modes, strict=True)]
     known = [(row, nbytes) for row, nbytes in measured if nbytes]
     if known:
@@ -45,10 +45,10 @@ def memory_chart(key: str, found: Memory) -> Chart:
         "barmode": "stack",
         "hovermode": "closest",
         "xaxis": {"title": {"text": f"{name} at the peak of a step"}, "rangemode": "tozero"},
-        "yaxis": {"tickvals": rows, "ticktext": [drawn(mode, 18) for mode in modes], "autorange": "reversed",
+        "yaxis": {"tickvals": rows, "ticktext": [plotly_text(mode, 18) for mode in modes], "autorange": "reversed",
                   "fixedrange": True, "showgrid": False, "zeroline": False},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
     }  # fmt: skip
     label = f"Predicted memory of {found.model} by kind of object"
     caption = f"Assumed: {'; '.join(found.assumptions)}." if found.assumptions else ""
-    return Chart(key, label, data, layout, ROW_PX * len(modes) + EDGE_PX, caption, walk)
+    return Chart(key, label, data, layout, ROW_PX * len(modes) + EDGE_PX, caption, arrow_key_series)

@@ -12,9 +12,9 @@ from string import Template
 from anabranch.extras import require
 from anabranch.report.formatting import count
 from anabranch.report.html.chart import Chart
-from anabranch.report.html.elements import Answer, Table, Text, answer_html, table_html, text_html, tile_html
+from anabranch.report.html.elements import BulletList, Table, Verbatim, list_html, table_html, tile_html, verbatim_html
+from anabranch.report.html.escaping import escaped, json_block
 from anabranch.report.html.sections import Part, Predicted, Section, sections
-from anabranch.report.html.words import data_block, shown
 from anabranch.report.runs.reading import Runs
 from anabranch.version import __version__
 
@@ -33,16 +33,16 @@ def report_page(title: str, runs: Runs, predicted: Sequence[Predicted]) -> str:
     script = "\n".join(_asset(name) for name in SCRIPTS)
     library = _plotly() if figures else ""
     return Template(_asset("page.html")).substitute(
-        title=shown(title),
+        title=escaped(title),
         policy=_policy(script, library),
         style=_asset("style.css"),
-        subtitle=shown(
+        subtitle=escaped(
             f"{count(len(runs.files), 'file')}, read on {datetime.now(UTC):%d %B %Y} by anabranch {__version__}"
         ),
-        contents="".join(f'<li><a href="#{section.key}">{shown(section.title)}</a></li>' for section in parts),
+        contents="".join(f'<li><a href="#{section.key}">{escaped(section.title)}</a></li>' for section in parts),
         tiles=f"<dl class=tiles>{''.join(tile_html(tile) for tile in tiles)}</dl>" if tiles else "",
         sections="".join(_section(section) for section in parts),
-        figures=data_block(figures),
+        figures=json_block(figures),
         plotly=base64.b64encode(gzip.compress(library.encode(), 9, mtime=0)).decode() if library else "",
         script=script,
     )
@@ -76,22 +76,22 @@ def _policy(*scripts: str) -> str:
 
 
 def _section(section: Section) -> str:
-    about = f"<p>{shown(section.about)}</p>" if section.about else ""
+    about = f"<p>{escaped(section.about)}</p>" if section.about else ""
     inner = ""
-    for half, parts in groupby(section.parts, key=lambda part: isinstance(part, Chart) and part.half):
+    for half_width, parts in groupby(section.parts, key=lambda part: isinstance(part, Chart) and part.half_width):
         drawn = "".join(_part(part) for part in parts)
-        inner += f"<div class=pairs>{drawn}</div>" if half else drawn
-    head = f'<h2 id="{section.key}-title">{shown(section.title)}</h2>'
+        inner += f"<div class=pairs>{drawn}</div>" if half_width else drawn
+    head = f'<h2 id="{section.key}-title">{escaped(section.title)}</h2>'
     return f'<section id="{section.key}" aria-labelledby="{section.key}-title">{head}{about}{inner}</section>'
 
 
 def _part(part: Part) -> str:
     if isinstance(part, Table):
         return table_html(part)
-    if isinstance(part, Text):
-        return text_html(part)
-    if isinstance(part, Answer):
-        return answer_html(part)
+    if isinstance(part, Verbatim):
+        return verbatim_html(part)
+    if isinstance(part, BulletList):
+        return list_html(part)
     return _chart(part)
 
 
@@ -100,11 +100,11 @@ def _chart(chart: Chart) -> str:
         f'<button type=button data-tool={tool} title="{words}" aria-label="{words}">{sign}</button>'
         for tool, sign, words in TOOLS
     )
-    caption = f"<figcaption>{shown(chart.caption)}</figcaption>" if chart.caption else ""
-    title = f"<h3>{shown(chart.title)}</h3>" if chart.title else ""
+    caption = f"<figcaption>{escaped(chart.caption)}</figcaption>" if chart.caption else ""
+    title = f"<h3>{escaped(chart.title)}</h3>" if chart.title else ""
     return (
         f'<figure class=chart id="{chart.key}">{title}<div class=plot tabindex=0 role=application '
-        f'aria-label="{shown(chart.label)}" style="height:{chart.height}px"></div>'
+        f'aria-label="{escaped(chart.label)}" style="height:{chart.height}px"></div>'
         f'<div class=tools role=group aria-label="Zoom">{tools}</div>'
         f"<p class=spoken aria-live=polite></p>{caption}</figure>"
     )

@@ -5,21 +5,21 @@ from math import floor, inf, log10
 from typing import Any
 
 from anabranch.network import Network
+from anabranch.report.documents import MAX_NUMBER
 from anabranch.report.figures import samples
 from anabranch.report.formatting import count, percent, seconds, size, time_scale
-from anabranch.report.html.chart import Chart, Trace, band, line, marker
-from anabranch.report.html.words import drawn, hover
+from anabranch.report.html.chart import Chart, Series, band, line, marker
+from anabranch.report.html.escaping import hover_text, plotly_text
 from anabranch.scaling.result import NetworkUsed, ScalePoint, Scaling
 
 HEIGHT_PX = 430
-MOST = 1e30
-MOST_NETWORKS = 12  # of one sweep, two pictures each
+MAX_NETWORKS = 12  # of one sweep, with two charts each
 
 
 def scaling_charts(key: str, sweep: Scaling) -> list[Chart]:
-    """For each network iteration time and efficiency over the number of ranks, a line and a band for each strategy."""
+    """Iteration time and efficiency over the number of ranks for each network; a line and a band per strategy."""
     charts = []
-    for at, network in enumerate(sweep.networks[:MOST_NETWORKS]):
+    for at, network in enumerate(sweep.networks[:MAX_NETWORKS]):
         points = [point for point in sweep.points if point.network == network.name]
         charts += _network_charts(f"{key}-{at}", network, points, [strategy.name for strategy in sweep.strategies])
     return charts
@@ -29,14 +29,14 @@ def _network_charts(
     key: str, network: NetworkUsed, points: Sequence[ScalePoint], strategies: Sequence[str]
 ) -> list[Chart]:
     scale = time_scale(point.iteration_s for point in points)
-    iterations: list[Trace] = []
-    shares: list[Trace] = []
+    iterations: list[Series] = []
+    shares: list[Series] = []
     for index, strategy in enumerate(strategies):
         own = sorted((p for p in points if p.planner == strategy), key=lambda p: p.world_size)
         ranks = [point.world_size for point in own]
-        look = {"type": "scatter", "mode": "lines+markers", "x": ranks, "name": drawn(strategy, 30),
+        look = {"type": "scatter", "mode": "lines+markers", "x": ranks, "name": plotly_text(strategy, 30),
                 "legendgroup": str(index), "line": line(index), "marker": marker(index),
-                "customdata": [_words(point) for point in own],
+                "customdata": [_hover(point) for point in own],
                 "hovertemplate": "%{customdata}<extra></extra>"}  # fmt: skip
         if any(point.iteration_low_s < point.iteration_high_s for point in own):
             low = [point.iteration_low_s * scale.per_second for point in own]
@@ -52,26 +52,26 @@ def _network_charts(
     times = [at * scale.per_second for point in points for at in (point.iteration_low_s, point.iteration_high_s)]
     time = _layout(f"iteration, {scale.unit} (lower is better)", sizes, times, logarithmic=True)
     share = _layout("speed-up / ranks, % (higher is better)", sizes, [])
-    bands = "Bands: what the spread of the network's costs does." if banded else ""
+    bands = "Bands: the range that results from the spread of the network's costs." if banded else ""
     charts = []
     for what, data, layout in (("iteration time", iterations, time), ("efficiency", shares, share)):
-        walk = [at for at, trace in enumerate(data) if trace.get("hoverinfo") != "skip"]
+        arrow_key_series = [at for at, trace in enumerate(data) if trace.get("hoverinfo") != "skip"]
         label = f"Predicted {what} over the number of ranks, {network.name}"
         title, place = f"{network.name}: {what}", f"{key}-{what.partition(' ')[0]}"
-        charts.append(Chart(place, label, data, layout, HEIGHT_PX, bands, walk, title, half=True))
+        charts.append(Chart(place, label, data, layout, HEIGHT_PX, bands, arrow_key_series, title, half_width=True))
     return charts
 
 
 def _percents(share: float) -> float:
-    """Within what can be drawn, whatever a file says."""
-    return min(max(100 * share, -MOST), MOST)
+    """In percent, within the range of an axis."""
+    return min(max(100 * share, -MAX_NUMBER), MAX_NUMBER)
 
 
-def _words(point: ScalePoint) -> str:
+def _hover(point: ScalePoint) -> str:
     low_s, high_s = point.iteration_low_s, point.iteration_high_s
     within = f" ({seconds(low_s)} to {seconds(high_s)})" if low_s < high_s else ""
-    return hover(
-        f"<b>{drawn(point.planner, 30)}</b>, {count(point.world_size, 'rank')}",
+    return hover_text(
+        f"<b>{plotly_text(point.planner, 30)}</b>, {count(point.world_size, 'rank')}",
         f"{count(point.buckets, 'bucket')} on {count(point.lanes, 'lane')}",
         f"iteration {seconds(point.iteration_s)}{within}",
         f"exposed {seconds(point.exposed_s)}, efficiency {percent(point.efficiency)}",
@@ -79,7 +79,7 @@ def _words(point: ScalePoint) -> str:
 
 
 def log_ticks(values: Sequence[float]) -> dict[str, Any]:
-    """1, 2, 5, 10 … over the range of these values; only powers of ten where it is wide."""
+    """Ticks at 1, 2, 5, 10 … over the range of these values; at powers of ten only, where the range is wide."""
     drawable = [value for value in values if 0 < value < inf] or [1.0]
     low, high = min(drawable), max(drawable)
     steps = (1, 2, 5) if high < 200 * low else (1,)
@@ -89,7 +89,7 @@ def log_ticks(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _layout(title: str, sizes: Sequence[int], values: Sequence[float], logarithmic: bool = False) -> dict[str, Any]:
-    every = -(-len(sizes) // 6)  # so that labels do not touch on a phone
+    every = -(-len(sizes) // 6)  # keeps labels apart on a phone
     ticks = sizes[::every]
     y: dict[str, Any] = {"title": {"text": title}}
     y |= {"type": "log", **log_ticks(values)} if logarithmic else {"rangemode": "tozero", "ticksuffix": " %"}
@@ -102,8 +102,8 @@ def _layout(title: str, sizes: Sequence[int], values: Sequence[float], logarithm
 
 
 def network_chart(key: str, network: Network) -> Chart:
-    """What a message of each size costs, by kind of collective; the band is the measured spread."""
-    data: list[Trace] = []
+    """Time over message size, a line per collective; the band is the measured spread."""
+    data: list[Series] = []
     drawn_ms: list[float] = []
     for index, (kind, curve) in enumerate(network.curves.items()):
         points = [
@@ -115,15 +115,18 @@ def network_chart(key: str, network: Network) -> Chart:
             drawn_ms += [*low, *high]
             data.append(band([nbytes / 2**20 for nbytes, _, _ in points], low, high, index))
         drawn_ms += [1e3 * took_s for _, took_s, _ in points]
-        words = [
-            hover(f"<b>{drawn(kind, 30)}</b>, {size(nbytes)}", f"{seconds(took_s)}, spread {seconds(spread_s)}",
-                  f"{8e-9 * nbytes / took_s:.3g} Gbit/s of gradients")
+        hover = [
+            hover_text(
+                f"<b>{plotly_text(kind, 30)}</b>, {size(nbytes)}",
+                f"{seconds(took_s)}, spread {seconds(spread_s)}",
+                f"{8e-9 * nbytes / took_s:.3g} Gbit/s of gradients",
+            )
             for nbytes, took_s, spread_s in points
-        ]  # fmt: skip
+        ]
         data.append({
-            "type": "scatter", "mode": "lines+markers", "name": drawn(kind, 30), "line": line(index),
+            "type": "scatter", "mode": "lines+markers", "name": plotly_text(kind, 30), "line": line(index),
             "marker": marker(index), "x": [nbytes / 2**20 for nbytes, _, _ in points],
-            "y": [1e3 * took_s for _, took_s, _ in points], "customdata": words,
+            "y": [1e3 * took_s for _, took_s, _ in points], "customdata": hover,
             "hovertemplate": "%{customdata}<extra></extra>", "showlegend": True,
         })  # fmt: skip
     layout = {
@@ -132,6 +135,6 @@ def network_chart(key: str, network: Network) -> Chart:
         "yaxis": {"type": "log", "title": {"text": "milliseconds"}, **log_ticks(drawn_ms)},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     }
-    label = f"What messages cost among {count(network.world_size, 'rank')}"
-    walk = [at for at, trace in enumerate(data) if trace.get("hoverinfo") != "skip"]
-    return Chart(key, label, data, layout, HEIGHT_PX - 40, "", walk)
+    label = f"Cost of messages among {count(network.world_size, 'rank')}"
+    arrow_key_series = [at for at, trace in enumerate(data) if trace.get("hoverinfo") != "skip"]
+    return Chart(key, label, data, layout, HEIGHT_PX - 40, "", arrow_key_series)

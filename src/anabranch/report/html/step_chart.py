@@ -1,4 +1,4 @@
-"""Steps drawn as bars over time: computing, gradients and their buckets, messages on their lanes, what is exposed."""
+"""Steps drawn as bars over time: computation, gradients and their buckets, messages on lanes, hidden or exposed."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -6,40 +6,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anabranch.report.formatting import Scale, count, seconds, size, time_scale
-from anabranch.report.html.chart import Chart, Trace, hatching, time_axis
-from anabranch.report.html.views import View
-from anabranch.report.html.words import drawn, hover, name_lines
+from anabranch.report.html.chart import Chart, Series, hatching, time_axis
+from anabranch.report.html.escaping import hover_text, name_lines, plotly_text
+from anabranch.report.html.step_view import StepView
 from anabranch.timeline import Interval, Span, Timeline, union
-from anabranch.trace import Trace as ModelTrace
+from anabranch.trace import Trace
 
 ROW_PX, EDGE_PX, TITLE_ROWS = 38, 120, 0.9
-EDGED = 100  # messages of a step that have room for an edge each
-LEAST = 1e-9  # of any unit; an axis of less than 1e-300 is one that plotly gives up on
-MOST_TICKS = 5000  # gradients that are marked one by one
-# What a bar is: name in the legend, colour, hatching. The order is that of the legend.
+MAX_EDGED = 100  # messages of a step; the bars of more are too narrow for an edge
+SMALLEST = 1e-9  # of any unit, drawn as 0 below this: plotly draws no axis that ends below 1e-300
+MAX_TICKS = 5000  # gradients with a mark each
+# Kind of bar: name in the legend, colour, hatching; in the order of the legend.
 KINDS: dict[str, tuple[str, str, str]] = {
     "forward": ("forward", "--quiet", ""),
     "backward": ("backward", "--compute", ""),
-    "gathering": ("bucket gathers", "--gather", "."),
-    "hidden": ("sent, hidden", "--wire", ""),
-    "exposed": ("sent, exposed", "--exposed", "/"),
+    "filling": ("bucket fills", "--gather", "."),
+    "hidden": ("communication, hidden", "--wire", ""),
+    "exposed": ("communication, exposed", "--exposed", "/"),
 }
 
 
 @dataclass(slots=True)
 class _Bars:
-    """The bars of one kind, a list per property as plotly wants them."""
+    """The bars of one kind, as plotly takes them: a list per property."""
 
     base: list[float] = field(default_factory=list)
     length: list[float] = field(default_factory=list)
     row: list[float] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
+    hover: list[str] = field(default_factory=list)
     crowded: list[bool] = field(default_factory=list)
 
 
 class _Drawing:
-    """Rows from top to bottom, and what is on them."""
+    """The rows of the chart from top to bottom, and the bars and marks on them; ``depth`` is the next free row."""
 
     def __init__(self, scale: Scale) -> None:
         self.scale = scale
@@ -49,7 +49,7 @@ class _Drawing:
         self.ticks: list[tuple[float, float, str]] = []
         self.ends: list[tuple[float, float, float]] = []  # of backward: instant, from row, to row
         self.depth = 0.0
-        self.crowded = False  # whether the step that is being drawn has more messages than edges have room for
+        self.crowded = False  # whether the step being drawn has more than MAX_EDGED messages
 
     def row(self, label: str) -> float:
         self.rows.append((self.depth, label))
@@ -60,20 +60,20 @@ class _Drawing:
         self.depth += TITLE_ROWS if self.rows else 0.2
         self.titles.append((self.depth - 0.75, text))
 
-    def bar(self, kind: str, row: float, interval: Interval, inside: str, words: str) -> None:
+    def bar(self, kind: str, row: float, interval: Interval, inside: str, hover: str) -> None:
         bars, (start_s, end_s) = self.bars[kind], interval
         bars.base.append(_rounded(start_s * self.scale.per_second))
         bars.length.append(_rounded((end_s - start_s) * self.scale.per_second))
         bars.row.append(row)
         bars.inside.append(inside)
-        bars.words.append(words)
+        bars.hover.append(hover)
         bars.crowded.append(self.crowded)
 
 
-def step_chart(key: str, label: str, steps: Sequence[View], caption: str, gradients: bool = False) -> Chart:
-    """Steps one above the other on one axis; with ``gradients`` also how these gather in buckets, where that is known.
+def step_chart(key: str, label: str, steps: Sequence[StepView], caption: str, gradients: bool = False) -> Chart:
+    """Steps one above the other on one time axis; several steps have a title each.
 
-    A step's title stands above its rows, unless there is only one.
+    With ``gradients``, rows show when gradients become ready and buckets fill, for steps whose trace is known.
     """
     drawing = _Drawing(time_scale(view.timeline.iteration_s for view in steps))
     for view in steps:
@@ -82,19 +82,19 @@ def step_chart(key: str, label: str, steps: Sequence[View], caption: str, gradie
         _draw(drawing, view, gradients)
     data = [_series(kind, bars) for kind, bars in drawing.bars.items() if bars.row]
     kinds = [kind for kind, bars in drawing.bars.items() if bars.row]
-    walk = [kinds.index(kind) for kind in ("hidden", "exposed") if kind in kinds]
+    arrow_key_series = [kinds.index(kind) for kind in ("hidden", "exposed") if kind in kinds]
     if drawing.ticks:
         data.append(_gradient_ticks(drawing))
-    return Chart(key, label, data, _layout(drawing), int(drawing.depth * ROW_PX) + EDGE_PX, caption, walk)
+    return Chart(key, label, data, _layout(drawing), int(drawing.depth * ROW_PX) + EDGE_PX, caption, arrow_key_series)
 
 
-def _draw(drawing: _Drawing, view: View, gradients: bool) -> None:
+def _draw(drawing: _Drawing, view: StepView, gradients: bool) -> None:
     top = drawing.depth
-    drawing.crowded = len(view.timeline.communication) > EDGED
-    row = drawing.row("computing")
+    drawing.crowded = len(view.timeline.communication) > MAX_EDGED
+    row = drawing.row("compute")
     for kind, interval in _computing(view.timeline):
-        words = hover(f"{kind}", f"{seconds(interval[1] - interval[0])}, to {seconds(interval[1])}")
-        drawing.bar(kind, row, interval, kind, words)
+        hover = hover_text(f"{kind}", f"{seconds(interval[1] - interval[0])}, to {seconds(interval[1])}")
+        drawing.bar(kind, row, interval, kind, hover)
     if gradients and view.trace is not None:
         _draw_gradients(drawing, view)
     computing = union(view.timeline.compute)
@@ -108,65 +108,67 @@ def _draw(drawing: _Drawing, view: View, gradients: bool) -> None:
     drawing.ends.append((max(end for _, end in computing), top - 0.5, drawing.depth - 0.5))
 
 
-def _draw_gradients(drawing: _Drawing, view: View) -> None:
+def _draw_gradients(drawing: _Drawing, view: StepView) -> None:
     assert view.trace is not None
     row = drawing.row("gradients")
-    for tensor in view.trace.tensors[:MOST_TICKS]:
-        words = hover(f"<b>{drawn(tensor.name, 48)}</b>", f"{size(tensor.nbytes)}, ready at {seconds(tensor.ready_s)}")
-        drawing.ticks.append((tensor.ready_s * drawing.scale.per_second, row, words))
-    row, begins = drawing.row("buckets"), _begins(view.trace)
+    for tensor in view.trace.tensors[:MAX_TICKS]:
+        hover = hover_text(
+            f"<b>{plotly_text(tensor.name, 48)}</b>", f"{size(tensor.nbytes)}, ready at {seconds(tensor.ready_s)}"
+        )
+        drawing.ticks.append((tensor.ready_s * drawing.scale.per_second, row, hover))
+    row, computed_in = drawing.row("buckets"), _computed_in(view.trace)
     for number, bucket in view.buckets.items():
-        own = [begins[name] for name in bucket.names if name in begins]
+        own = [computed_in[name] for name in bucket.names if name in computed_in]
         if own:
             interval = (min(start for start, _ in own), max(end for _, end in own))
-            times = f"gathers from {seconds(interval[0])} to {seconds(interval[1])}"
-            words = hover(*_about(view, number), times, *_names(view, number))
-            drawing.bar("gathering", row, interval, str(number), words)
+            times = f"fills from {seconds(interval[0])} to {seconds(interval[1])}"
+            hover = hover_text(*_bucket_summary(view, number), times, *_names(view, number))
+            drawing.bar("filling", row, interval, str(number), hover)
 
 
-def _begins(trace: ModelTrace) -> dict[str, Interval]:
-    """From when to when backward works at each gradient: from the one before on."""
+def _computed_in(trace: Trace) -> dict[str, Interval]:
+    """For each gradient, from when to when backward computes it: since the previous one was ready."""
     before = [0.0, *(tensor.ready_s for tensor in trace.tensors)]
     return {tensor.name: (start, tensor.ready_s) for start, tensor in zip(before, trace.tensors, strict=False)}
 
 
-def _draw_message(drawing: _Drawing, view: View, span: Span, row: float, computing: Sequence[Interval]) -> None:
-    """The parts of a message that computing hides and those that it does not; its number stands in the longest."""
+def _draw_message(drawing: _Drawing, view: StepView, span: Span, row: float, computing: Sequence[Interval]) -> None:
+    """The hidden and the exposed parts of a message; its bucket's number is written into the longest part."""
     parts = _parts((span.start_s, span.end_s), computing)
     number = view.number(span)
     exposed_s = sum(end - start for kind, (start, end) in parts if kind == "exposed")
     times = f"{seconds(span.start_s)} to {seconds(span.end_s)}: {seconds(span.seconds)}"
     bare = f", {seconds(exposed_s)} of it exposed" if exposed_s > 0 else ", all of it hidden"
-    about = _about(view, number) if number is not None else [f"<b>{drawn(span.name, 48)}</b>"]
-    words = hover(*about, times + bare, *(_names(view, number) if number is not None else ()))
+    about = _bucket_summary(view, number) if number is not None else [f"<b>{plotly_text(span.name, 48)}</b>"]
+    hover = hover_text(*about, times + bare, *(_names(view, number) if number is not None else ()))
     longest = max(range(len(parts)), key=lambda at: parts[at][1][1] - parts[at][1][0])
     for at, (kind, interval) in enumerate(parts):
-        drawing.bar(kind, row, interval, str(number) if at == longest and number is not None else "", words)
+        drawing.bar(kind, row, interval, str(number) if at == longest and number is not None else "", hover)
 
 
-def _about(view: View, number: int) -> list[str]:
+def _bucket_summary(view: StepView, number: int) -> list[str]:
     bucket, tensors = view.buckets.get(number), view.tensors
     if bucket is None:
         return [f"<b>bucket {number}</b>"]
     known = [tensors[name].nbytes for name in bucket.names if name in tensors]
     much = f", {size(sum(known))}" if len(known) == len(bucket.names) else ""
-    return [f"<b>bucket {number}</b>: {count(len(bucket.names), 'tensor')}{much}, {drawn(bucket.collective, 24)}"]
+    return [f"<b>bucket {number}</b>: {count(len(bucket.names), 'tensor')}{much}, {plotly_text(bucket.collective, 24)}"]
 
 
-def _names(view: View, number: int) -> list[str]:
+def _names(view: StepView, number: int) -> list[str]:
     bucket = view.buckets.get(number)
     return name_lines(bucket.names) if bucket is not None else []
 
 
 def _computing(timeline: Timeline) -> Iterable[tuple[str, Interval]]:
-    """Forward and backward; a simulated backward comes in as many pieces as there are gradients."""
+    """Forward and backward, each joined: a simulated backward has a span per gradient."""
     for kind in ("forward", "backward"):
         own = [span for span in timeline.compute if span.name.startswith("forward") == (kind == "forward")]
         yield from ((kind, interval) for interval in union(own))
 
 
 def _parts(whole: Interval, hiding: Sequence[Interval]) -> list[tuple[str, Interval]]:
-    """A message cut where what hides it begins and ends; ``hiding`` is disjoint and in order."""
+    """A message cut into hidden and exposed parts; the intervals ``hiding`` are disjoint and in order."""
     start, end = whole
     if start == end:
         return [("hidden", whole)]
@@ -189,25 +191,25 @@ def _natural(track: str) -> tuple[int, str]:
     return (int(digits) if digits.isascii() and 0 < len(digits) < 9 else -1, track)
 
 
-def _series(kind: str, bars: _Bars) -> Trace:
+def _series(kind: str, bars: _Bars) -> Series:
     name, colour, shape = KINDS[kind]
-    # An edge would be all that is left of bars as narrow as that: neighbours then differ by shade instead.
+    # Narrow bars would be all edge: neighbours differ by shade instead.
     edge = {"color": "--page", "width": [0 if crowded else 0.7 for crowded in bars.crowded]}
     shades = [0.75 if crowded and at % 2 else 1.0 for at, crowded in enumerate(bars.crowded)]
     return {
         "type": "bar", "orientation": "h", "name": name, "base": bars.base, "x": bars.length, "y": bars.row,
         "width": 0.72, "text": bars.inside, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
         "insidetextfont": {"color": "--on-bar"}, "constraintext": "inside", "cliponaxis": True,
-        "customdata": bars.words, "hovertemplate": "%{customdata}<extra></extra>",
+        "customdata": bars.hover, "hovertemplate": "%{customdata}<extra></extra>",
         "marker": {"color": colour, "opacity": shades, "pattern": hatching(shape), "line": edge},
     }  # fmt: skip
 
 
-def _gradient_ticks(drawing: _Drawing) -> Trace:
+def _gradient_ticks(drawing: _Drawing) -> Series:
     return {
         "type": "scatter", "mode": "markers", "name": "gradient ready",
         "x": [_rounded(at) for at, _, _ in drawing.ticks], "y": [row for _, row, _ in drawing.ticks],
-        "customdata": [words for _, _, words in drawing.ticks], "hovertemplate": "%{customdata}<extra></extra>",
+        "customdata": [hover for _, _, hover in drawing.ticks], "hovertemplate": "%{customdata}<extra></extra>",
         "marker": {"symbol": "line-ns-open", "size": 16, "color": "--ink", "line": {"width": 1, "color": "--ink"}},
     }  # fmt: skip
 
@@ -218,7 +220,8 @@ def _layout(drawing: _Drawing) -> dict[str, Any]:
         "barmode": "overlay", "hovermode": "closest", "uniformtext": {"mode": "hide", "minsize": 9},
         "xaxis": time_axis(drawing.scale.unit),
         "yaxis": {
-            "tickvals": [row for row, _ in drawing.rows], "ticktext": [drawn(label, 14) for _, label in drawing.rows],
+            "tickvals": [row for row, _ in drawing.rows],
+            "ticktext": [plotly_text(label, 14) for _, label in drawing.rows],
             "range": [drawing.depth - 0.4, -0.9 if drawing.titles else -0.6], "fixedrange": True, "showgrid": False,
             "zeroline": False,
         },
@@ -229,7 +232,7 @@ def _layout(drawing: _Drawing) -> dict[str, Any]:
         ],
         "annotations": [
             {"xref": "paper", "x": 0, "y": row, "yref": "y", "xanchor": "left", "yanchor": "middle",
-             "showarrow": False, "text": f"<b>{drawn(text, 80)}</b>"}
+             "showarrow": False, "text": f"<b>{plotly_text(text, 80)}</b>"}
             for row, text in drawing.titles
         ],
         "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
@@ -237,4 +240,4 @@ def _layout(drawing: _Drawing) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.7g}") if abs(value) > LEAST else 0.0
+    return float(f"{value:.7g}") if abs(value) > SMALLEST else 0.0

@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from statistics import median
 
+from anabranch.report.documents import COMPUTE, Benchmark, CompareDocument, DemoDocument, MemoryDocument
 from anabranch.report.formatting import count, factor, percent, seconds, size, time_scale
 from anabranch.report.html.elements import Cell, Table
-from anabranch.report.html.views import View
-from anabranch.report.html.words import shortened
-from anabranch.report.runs.documents import Benchmark, Comparison, Demo, Memory, StepLine
-from anabranch.report.runs.training import Training
+from anabranch.report.html.escaping import shortened
+from anabranch.report.html.step_view import StepView
+from anabranch.report.runs.training import StepLine, Training
 
 NONE = Cell("–", float("inf"))  # sorts behind every number
-MOST_STAGES = 60
+MAX_STAGES = 60
 
 
-def comparison_table(found: Comparison) -> Table:
+def comparison_table(found: CompareDocument) -> Table:
     """Every planner on one trace and network."""
     scale = time_scale(row.iteration_s for row in found.rows)
     slowest = max((row.iteration_s for row in found.rows), default=1.0) or 1.0
@@ -37,14 +37,14 @@ def comparison_table(found: Comparison) -> Table:
         rows.append(cells)
     of = f"{found.trace} on {found.network}" if found.trace and found.network else count(found.world_size, "rank")
     caption = (
-        "Speed-up: iteration against by_bytes, torch DDP's default. Above bound: how much later than the earliest "
-        "finish conceivable on as many lanes."
+        "Finish: end of communication, from the start of backward. Speed-up: iteration against by_bytes, torch DDP's "
+        "default. Above bound: how much later than the earliest possible finish on as many lanes."
     )
     return Table(f"Planners, predicted: {of}", headers, rows, caption, found.best)
 
 
 def benchmark_table(found: Benchmark) -> Table:
-    """Every contestant of a race."""
+    """Every contestant of a benchmark."""
     scale = time_scale(row.step_s for row in found.rows)
     slowest = max((row.step_s for row in found.rows), default=1.0) or 1.0
     counted = any(row.sent_nbytes is not None for row in found.rows)
@@ -52,53 +52,58 @@ def benchmark_table(found: Benchmark) -> Table:
                f"predicted, {scale.unit}", "error", *(["sent, MB"] if counted else [])]  # fmt: skip
     rows = []
     for row in found.rows:
-        turns = row.turns_s or (row.step_s,)
         cells = [
-            Cell(row.name), _whole(row.buckets), _whole(row.lanes),
+            Cell(row.name), _integer(row.buckets), _integer(row.lanes),
             Cell(scale(row.step_s), row.step_s, row.step_s / slowest),
-            Cell(f"{scale(min(turns))} – {scale(max(turns))}", max(turns)),
-            Cell(f"{row.ratio_to_ddp:.3f}", row.ratio_to_ddp),
-            _known(row.predicted_s, scale), _known(row.prediction_error, "{:+.1%}".format),
+            Cell(f"{scale(min(row.turns_s))} – {scale(max(row.turns_s))}", max(row.turns_s)),
+            Cell(f"{found.ratio_to_ddp(row):.3f}", found.ratio_to_ddp(row)),
+            _number(row.predicted_s, scale), _number(row.prediction_error, "{:+.1%}".format),
         ]  # fmt: skip
-        rows.append([*cells, _known(row.sent_nbytes, lambda n: f"{n / 1e6:.2f}")] if counted else cells)
+        rows.append([*cells, _number(row.sent_nbytes, lambda n: f"{n / 1e6:.2f}")] if counted else cells)
     about = "; ".join(f"{name}: {value}" for name, value in found.facts.items())
     title = f"Measured: {found.model}, {found.ranks} ranks, {found.batch} {found.unit} each"
     left_out = "".join(f" Left out: {reason}." for reason in found.skipped)
-    caption = f"Medians over the turns. Bound: {seconds(found.bound_s)}. Measured on {about}.{left_out}"
-    real = [row for row in found.rows if row.name != "compute only"]  # which sends nothing
-    return Table(title, headers, rows, caption, min(real, key=lambda row: row.step_s).name if real else None)
+    caption = (
+        f"Medians over the turns. A step that sends every gradient in full takes at least {seconds(found.bound_s)}. "
+        f"Measured on {about}.{left_out}"
+    )
+    training = [row for row in found.rows if row.name != COMPUTE]  # which sends nothing
+    return Table(title, headers, rows, caption, min(training, key=lambda row: row.step_s).name)
 
 
-def demo_table(found: Demo) -> Table:
-    """The same training twice."""
+def demo_table(found: DemoDocument) -> Table:
+    """The two trainings of the demo."""
     scale = time_scale(run.step_s for run in found.runs.values())
-    headers = ["trained as", "first loss", "last loss", f"step, {scale.unit}", "half between"]
+    headers = ["trained as", "first loss", "last loss", f"step, {scale.unit}", "middle half"]
     rows = [
         [Cell(name), Cell(f"{run.first_loss:.4f}", run.first_loss), Cell(f"{run.last_loss:.4f}", run.last_loss),
          Cell(scale(run.step_s), run.step_s), Cell(f"{scale(run.step_low_s)} – {scale(run.step_high_s)}", run.step_s)]
         for name, run in found.runs.items()
     ]  # fmt: skip
     title = f"Measured: {found.parameters:,} parameters, {found.workers} workers, {found.steps} steps"
-    caption = "Both took turns, once DataParallel had chosen. Differences within “half between” are noise."
+    caption = (
+        "Both took turns after DataParallel had chosen. Middle half: first to third quartile of the rounds; "
+        "differences within it are noise."
+    )
     return Table(title, headers, rows, caption)
 
 
-def bucket_table(view: View) -> Table:
-    """All buckets with all their gradients: what the picture has no room for."""
+def bucket_table(view: StepView) -> Table:
+    """All buckets with all their gradients, for which the chart has no room."""
     scale = time_scale(span.end_s for span in view.timeline.communication)
     tensors = view.tensors
     spans = {number: span for span in view.timeline.communication if (number := view.number(span)) is not None}
     rows = []
     for number, bucket in view.buckets.items():
         known = [tensors[name] for name in bucket.names if name in tensors]
-        whole = len(known) == len(bucket.names)
+        all_known = len(known) == len(bucket.names)
         span = spans.get(number)
         rows.append([
             Cell(str(number), number), Cell(str(bucket.lane), bucket.lane), Cell(bucket.collective),
             Cell(f"{len(bucket.names):,}", len(bucket.names)),
-            _known(sum(t.nbytes for t in known) if whole else None, lambda n: size(int(n))),
-            _known(max((t.ready_s for t in known), default=None) if whole else None, scale),
-            _known(span.start_s if span else None, scale), _known(span.end_s if span else None, scale),
+            _number(sum(t.nbytes for t in known) if all_known else None, lambda n: size(int(n))),
+            _number(max((t.ready_s for t in known), default=None) if all_known else None, scale),
+            _number(span.start_s if span else None, scale), _number(span.end_s if span else None, scale),
             Cell(", ".join(bucket.names)),
         ])  # fmt: skip
     headers = ["bucket", "lane", "collective", "tensors", "size",
@@ -107,8 +112,8 @@ def bucket_table(view: View) -> Table:
     return Table(title, headers, rows, folded=True)
 
 
-def memory_table(found: Memory) -> Table:
-    """What the bars show, in numbers; and what fits."""
+def memory_table(found: MemoryDocument) -> Table:
+    """The numbers behind the bars, and the largest batch that fits."""
     modes = list(found.modes)
     kinds = list(dict.fromkeys(kind for mode in found.modes.values() for kind in mode.kinds))
     rows = [[Cell(kind), *(_nbytes(found.modes[mode].kinds.get(kind, 0)) for mode in modes)] for kind in kinds]
@@ -118,16 +123,16 @@ def memory_table(found: Memory) -> Table:
     if any(found.modes[mode].host_nbytes for mode in modes):
         rows.append([Cell("in host memory"), *(_nbytes(found.modes[mode].host_nbytes) for mode in modes)])
     if found.largest_batch:
-        rows.append([Cell("largest batch"), *(_whole(found.largest_batch.get(mode)) for mode in modes)])
+        rows.append([Cell("largest batch"), *(_integer(found.largest_batch.get(mode)) for mode in modes)])
     if found.samples_per_s:
-        speeds = [_known(found.samples_per_s.get(mode), "{:.1f}".format) for mode in modes]
+        speeds = [_number(found.samples_per_s.get(mode), "{:.1f}".format) for mode in modes]
         rows.append([Cell("samples/s, all ranks"), *speeds])
     title = f"Memory of {found.model}, batch {found.batch_size}, {found.optimizer}, {found.ranks} ranks"
     return Table(title, ["", *modes], rows, folded=True)
 
 
 def stage_table(training: Training) -> Table | None:
-    """What the model was doing from which step to which; None where that is not told."""
+    """The stages of tuning with their first and last step; None where the lines hold no metrics."""
     lines = [line for line in training.lines if line.measured_s is not None]
 
     def stage(line: StepLine) -> tuple[str, str | None]:
@@ -142,24 +147,24 @@ def stage_table(training: Training) -> Table | None:
     scale = time_scale(step_s for step_s, _ in times)
     rows: list[Sequence[Cell]] = [
         [Cell(_from_to(part[0].step, part[-1].step), part[0].step), Cell(shortened(part[0].stage, 120) or "–"),
-         Cell(part[0].plan or "DDP's own"), _whole(part[0].buckets), Cell(scale(step_s), step_s),
+         Cell(part[0].plan or "DDP's own"), _integer(part[0].buckets), Cell(scale(step_s), step_s),
          Cell(scale(exposed_s), exposed_s)]
-        for part, (step_s, exposed_s) in zip(parts[:MOST_STAGES], times, strict=False)
+        for part, (step_s, exposed_s) in zip(parts[:MAX_STAGES], times, strict=False)
     ]  # fmt: skip
-    headers = ["steps", "what it did", "plan", "buckets", f"median step, {scale.unit}", f"exposed, {scale.unit}"]
-    more = f"The first {MOST_STAGES} of {len(parts)} stages." if len(parts) > MOST_STAGES else ""
-    return Table(f"What it did when ({training.name})", headers, rows, more)
+    headers = ["steps", "stage", "plan", "buckets", f"median step, {scale.unit}", f"exposed, {scale.unit}"]
+    more = f"The first {MAX_STAGES} of {len(parts)} stages." if len(parts) > MAX_STAGES else ""
+    return Table(f"Stages of tuning ({training.name})", headers, rows, more)
 
 
 def _from_to(first: int, last: int) -> str:
     return f"{first:,}" if first == last else f"{first:,} – {last:,}"
 
 
-def _whole(number: int | None) -> Cell:
+def _integer(number: int | None) -> Cell:
     return NONE if number is None else Cell(f"{number:,}", number)
 
 
-def _known(number: float | None, show: Callable[[float], str]) -> Cell:
+def _number(number: float | None, show: Callable[[float], str]) -> Cell:
     return NONE if number is None else Cell(show(number), number)
 
 

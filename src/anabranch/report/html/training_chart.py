@@ -2,41 +2,79 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from anabranch.report.formatting import time_scale
-from anabranch.report.html.chart import Chart, Trace, band, line
-from anabranch.report.html.curves import MOST_POINTS, Thinned, thinned
-from anabranch.report.html.words import drawn
-from anabranch.report.runs.documents import StepLine
-from anabranch.report.runs.training import Training
+from anabranch.report.html.chart import Chart, Series, band, line
+from anabranch.report.html.escaping import plotly_text
+from anabranch.report.runs.training import StepLine, Training
 
-MOST_RUNS = 8  # that colours and dashes tell apart
+MAX_RUNS = 8  # as many as there are colours and dashes
+MAX_POINTS = 2000  # a curve with more steps is downsampled
+BINS = 800  # of a downsampled curve: about as many as a wide screen has pixel columns
 PANEL_PX, EDGE_PX, GAP = 160, 120, 0.07
 MIB = 1 << 20
 PREDICTED = "predicted"
-LEAST = 1e-30  # an axis of less than 1e-300 is one that plotly gives up on
+SMALLEST = 1e-30  # drawn as 0 below this: plotly draws no axis that ends below 1e-300
+
+
+@dataclass(frozen=True, slots=True)
+class Downsampled:
+    """A curve in bins of ``per_point`` steps: first and last step, median, minimum, maximum and its step.
+
+    ``per_point`` is 1 where every step is kept.
+    """
+
+    steps: tuple[int, ...]
+    median: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    high_at: tuple[int, ...]
+    last: tuple[int, ...]
+    per_point: int
+
+
+def downsample(steps: Sequence[int], values: Sequence[float]) -> Downsampled:
+    """A curve of at most ``MAX_POINTS`` points; no minimum and no maximum is lost."""
+    if len(steps) <= MAX_POINTS:
+        kept = tuple(values)
+        return Downsampled(tuple(steps), kept, kept, kept, tuple(steps), tuple(steps), 1)
+    per_point = -(-len(steps) // BINS)
+    bins = [range(low, min(low + per_point, len(steps))) for low in range(0, len(steps), per_point)]
+    highest = [max(part, key=values.__getitem__) for part in bins]
+    return Downsampled(
+        tuple(steps[part[0]] for part in bins),
+        tuple(median(values[at] for at in part) for part in bins),
+        tuple(min(values[at] for at in part) for part in bins),
+        tuple(values[at] for at in highest),
+        tuple(steps[at] for at in highest),
+        tuple(steps[part[-1]] for part in bins),
+        per_point,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One curve per run; ``of`` gives its value where a line has one, ``expected`` what was predicted of it."""
+    """One row of the chart, a curve per run; ``measured`` and ``predicted`` give the value of a line, if it has one."""
 
     title: str
-    of: Callable[[StepLine], float | None]
+    measured: Callable[[StepLine], float | None]
     digits: str = ".4g"
     from_zero: bool = True
-    expected: Callable[[StepLine], float | None] | None = None
+    predicted: Callable[[StepLine], float | None] | None = None
 
 
 def training_chart(runs: Sequence[Training]) -> Chart | None:
-    """Everything that any of the runs tells; None where they tell nothing."""
-    shown = runs[:MOST_RUNS]
-    panels = [panel for panel in _panels(shown) if any(panel.of(at) is not None for run in shown for at in run.lines)]
+    """A panel for every quantity that any of the runs logged; None where there is none."""
+    shown = runs[:MAX_RUNS]
+    panels = [
+        panel for panel in _panels(shown) if any(panel.measured(at) is not None for run in shown for at in run.lines)
+    ]
     if not panels:
         return None
-    data: list[Trace] = []
-    most = 1
+    data: list[Series] = []
+    most_per_point = 1
     names = list(dict.fromkeys(run.name for run in shown))  # losses and metrics of one file look alike
     for place, panel in enumerate(panels):
         for run in shown:
@@ -44,13 +82,22 @@ def training_chart(runs: Sequence[Training]) -> Chart | None:
             if len(names) > 1 and series and series[-1]["name"] not in {old["name"] for old in data}:
                 series[-1]["showlegend"] = True
             data += series
-            most = max(most, per_point)
-            if panel.expected is not None:
-                data += _expected(panel, run, place, first=not any(old["name"] == PREDICTED for old in data))
-    walk = [at for at, series in enumerate(data) if series.get("hoverinfo") != "skip"]
+            most_per_point = max(most_per_point, per_point)
+            if panel.predicted is not None:
+                data += _prediction(panel, run, place, first=not any(old["name"] == PREDICTED for old in data))
+    arrow_key_series = [at for at, series in enumerate(data) if series.get("hoverinfo") != "skip"]
     label = "Curves over the steps of the training: " + ", ".join(panel.title for panel in panels)
     height = PANEL_PX * len(panels) + EDGE_PX
-    return Chart("training", label, data, _layout(panels), height, _caption(runs, most), walk, apart=True)
+    return Chart(
+        "training",
+        label,
+        data,
+        _layout(panels),
+        height,
+        _caption(runs, most_per_point),
+        arrow_key_series,
+        one_curve_at_a_time=True,
+    )
 
 
 def _panels(runs: Sequence[Training]) -> list[_Panel]:
@@ -61,38 +108,38 @@ def _panels(runs: Sequence[Training]) -> list[_Panel]:
 
     return [
         _Panel("loss", lambda at: at.loss, ".5g", from_zero=False),
-        _Panel(f"step, {scale.unit}", lambda at: timed(at.measured_s), expected=lambda at: timed(at.predicted_s)),
-        _Panel(f"exposed, {scale.unit}", lambda at: timed(at.exposed_s)),
-        _Panel("sent, MiB", lambda at: None if at.sent_nbytes is None else at.sent_nbytes / MIB),
-        _Panel("density, %", lambda at: None if at.density is None else 100 * at.density),
+        _Panel(f"step time, {scale.unit}", lambda at: timed(at.measured_s), predicted=lambda at: timed(at.predicted_s)),
+        _Panel(f"exposed communication, {scale.unit}", lambda at: timed(at.exposed_s)),
+        _Panel("sent per step, MiB", lambda at: None if at.sent_nbytes is None else at.sent_nbytes / MIB),
+        _Panel("elements exchanged (density), %", lambda at: None if at.density is None else 100 * at.density),
     ]
 
 
-def _series(panel: _Panel, run: Training, index: int, place: int, named: bool) -> tuple[list[Trace], int]:
-    """One run's curve, with a band from the least to the most where steps were put together."""
-    known = [(at.step, value) for at in run.lines if (value := panel.of(at)) is not None]
+def _series(panel: _Panel, run: Training, index: int, place: int, named: bool) -> tuple[list[Series], int]:
+    """One run's curve, with a band from minimum to maximum where it was downsampled; and its steps per point."""
+    known = [(at.step, value) for at in run.lines if (value := panel.measured(at)) is not None]
     if not known:
         return [], 1
-    curve = thinned([step for step, _ in known], [value for _, value in known])
+    curve = downsample([step for step, _ in known], [value for _, value in known])
     axis = {"yaxis": f"y{place + 1}" if place else "y"}
     style = line(index)
-    who = f"<b>{drawn(run.name, 40)}</b><br>" if named else ""
-    words = [who + _words(panel, curve, at) for at in range(len(curve.steps))]
+    who = f"<b>{plotly_text(run.name, 40)}</b><br>" if named else ""
+    hover = [who + _hover(panel, curve, at) for at in range(len(curve.steps))]
     traces = (
         [band(curve.steps, _round(curve.low), _round(curve.high), index, edge=1, **axis)] if curve.per_point > 1 else []
     )
     traces.append({
-        "type": "scatter", "mode": "lines", "x": list(curve.steps), "y": _round(curve.middle), "name": drawn(run.name),
-        "legendgroup": str(index), "showlegend": False, "line": style, "customdata": words, **axis,
-        "hovertemplate": "%{customdata}<extra></extra>",
+        "type": "scatter", "mode": "lines", "x": list(curve.steps), "y": _round(curve.median),
+        "name": plotly_text(run.name), "legendgroup": str(index), "showlegend": False, "line": style,
+        "customdata": hover, **axis, "hovertemplate": "%{customdata}<extra></extra>",
     })  # fmt: skip
     return traces, curve.per_point
 
 
-def _expected(panel: _Panel, run: Training, place: int, first: bool) -> list[Trace]:
-    """What was predicted, as the stairs that it is: a prediction holds until the layout changes."""
-    assert panel.expected is not None
-    known = [(at.step, value) for at in run.lines if (value := panel.expected(at)) is not None]
+def _prediction(panel: _Panel, run: Training, place: int, first: bool) -> list[Series]:
+    """The predicted curve, drawn as steps: a prediction holds until the layout changes."""
+    assert panel.predicted is not None
+    known = [(at.step, value) for at in run.lines if (value := panel.predicted(at)) is not None]
     stairs = [
         (step, value)
         for at, (step, value) in enumerate(known)
@@ -100,9 +147,9 @@ def _expected(panel: _Panel, run: Training, place: int, first: bool) -> list[Tra
     ]
     if not stairs:
         return []
-    if len(stairs) > MOST_POINTS:  # a prediction that never holds is no longer stairs
-        thin = thinned(*zip(*stairs, strict=True))
-        stairs = list(zip(thin.steps, thin.middle, strict=True))
+    if len(stairs) > MAX_POINTS:  # one that changes at nearly every step
+        thin = downsample(*zip(*stairs, strict=True))
+        stairs = list(zip(thin.steps, thin.median, strict=True))
     return [{
         "type": "scatter", "mode": "lines", "x": [step for step, _ in stairs], "name": PREDICTED,
         "y": _round([value for _, value in stairs]), "legendgroup": "predicted", "showlegend": first,
@@ -113,8 +160,8 @@ def _expected(panel: _Panel, run: Training, place: int, first: bool) -> list[Tra
     }]  # fmt: skip
 
 
-def _words(panel: _Panel, curve: Thinned, at: int) -> str:
-    value = format(curve.middle[at], panel.digits)
+def _hover(panel: _Panel, curve: Downsampled, at: int) -> str:
+    value = format(curve.median[at], panel.digits)
     if curve.per_point == 1:
         return f"step {curve.steps[at]:,}: {panel.title} {value}"
     low, high = format(curve.low[at], panel.digits), format(curve.high[at], panel.digits)
@@ -149,15 +196,15 @@ def _caption(runs: Sequence[Training], per_point: int) -> str:
     parts = []
     if per_point > 1:
         parts.append(
-            f"The line is the median of up to {per_point} steps at a time, the band behind it runs from the "
-            "least to the most of them: nothing that stood out is left out, but single steps are not on this page."
+            f"Each point of a line is the median of up to {per_point} steps; the band shows their minimum and maximum, "
+            "so that no outlier is lost."
         )
-    if len(runs) > MOST_RUNS:
-        parts.append(f"The first {MOST_RUNS} of {len(runs)} runs are drawn.")
-    parts.append("A step counts from the start of forward to averaged gradients, without the optimizer.")
+    if len(runs) > MAX_RUNS:
+        parts.append(f"The first {MAX_RUNS} of {len(runs)} runs are drawn.")
+    parts.append("Step time: from the start of forward to averaged gradients, without the optimizer.")
     parts += dict.fromkeys(f"Note: {note}." for run in runs for note in run.notes)
     return " ".join(parts)
 
 
 def _round(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.6g}") if abs(value) > LEAST else 0.0 for value in values]
+    return [float(f"{value:.6g}") if abs(value) > SMALLEST else 0.0 for value in values]

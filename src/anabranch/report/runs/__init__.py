@@ -1,1 +1,1 @@
-"""The files that commands and live models write, recognised by what they hold."""
+"""Reading the files that commands and live models write; a file is recognised by its content."""

@@ -1,4 +1,4 @@
-"""Files and folders to what they hold, whatever wrote them."""
+"""Reads the files and folders of a run; what a file is, is told by its content."""
 
 import json
 import os
@@ -13,15 +13,16 @@ from anabranch.errors import FileError
 from anabranch.files import KINDS, brief, complaint, loads, parse_json, read_bytes
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.report.runs.documents import (
-    COMMANDS,
-    Bench,
-    Comparison,
-    Demo,
+from anabranch.report.documents import (
+    BY_COMMAND,
+    BenchDocument,
+    CompareDocument,
+    DemoDocument,
     Document,
-    Memory,
-    PlannedStep,
-)  # fmt: skip
+    MemoryDocument,
+    PlanDocument,
+    SimulateDocument,
+)
 from anabranch.report.runs.training import Training, trainings
 from anabranch.report.runs.window import RankStep, rank_steps
 from anabranch.scaling.result import Scaling
@@ -30,88 +31,96 @@ from anabranch.trace import Trace
 
 EXPECTED = (
     "a trace, network, plan or timeline, what --json of "
-    f"{', '.join(COMMANDS)} prints, lines of ab.JsonLines, or a trace of model.trace_steps"
+    f"{', '.join(BY_COMMAND)} prints, lines of ab.JsonLines, or a trace of model.trace_steps"
 )
-ENDINGS = (".json", ".jsonl")
-FIRST_FIELD = b'{"step"'  # of a line of ab.JsonLines, even of one that broke off
-MAX_FILES = 200  # of a folder: a page of more would help nobody
+SUFFIXES = (".json", ".jsonl")
+FIRST_FIELD = b'{"step"'  # how a line of ab.JsonLines begins, also one that is cut off
+MAX_FILES = 200  # of a folder
 
-Content = Trace | Network | Plan | Timeline | Scaling | Document | list[RankStep] | list[Training]
+Content = Trace | Network | Plan | Timeline | Document | list[RankStep] | list[Training]
 
 
 @dataclass(slots=True)
 class Runs:
-    """Everything that was read, by kind, each with the name of its file; and what was not."""
+    """The content of all files by kind, each with the name of its file; and which files were skipped, and why."""
 
-    files: list[tuple[str, str]] = field(default_factory=list)  # name, what it was taken for
-    left_out: list[str] = field(default_factory=list)
+    files: list[tuple[str, str]] = field(default_factory=list)  # name, kind
+    skipped: list[str] = field(default_factory=list)
     traces: list[tuple[str, Trace]] = field(default_factory=list)
     networks: list[tuple[str, Network]] = field(default_factory=list)
     plans: list[tuple[str, Plan]] = field(default_factory=list)
     timelines: list[tuple[str, Timeline]] = field(default_factory=list)
     windows: list[tuple[str, list[RankStep]]] = field(default_factory=list)
-    steps: list[tuple[str, PlannedStep]] = field(default_factory=list)
-    comparisons: list[tuple[str, Comparison]] = field(default_factory=list)
+    steps: list[tuple[str, PlanDocument | SimulateDocument]] = field(default_factory=list)
+    comparisons: list[tuple[str, CompareDocument]] = field(default_factory=list)
     scalings: list[tuple[str, Scaling]] = field(default_factory=list)
-    memories: list[tuple[str, Memory]] = field(default_factory=list)
-    benches: list[tuple[str, Bench]] = field(default_factory=list)
-    demos: list[tuple[str, Demo]] = field(default_factory=list)
+    memories: list[tuple[str, MemoryDocument]] = field(default_factory=list)
+    benches: list[tuple[str, BenchDocument]] = field(default_factory=list)
+    demos: list[tuple[str, DemoDocument]] = field(default_factory=list)
     trainings: list[Training] = field(default_factory=list)
 
     def add(self, name: str, content: Content) -> None:
-        """Put something where it belongs."""
+        """Append the content of file ``name`` to the list of its kind."""
         if isinstance(content, list):
-            if content and isinstance(content[0], RankStep):
-                self.windows.append((name, [one for one in content if isinstance(one, RankStep)]))
-                kind = f"step {content[0].step} of {len(content)} ranks"
-            else:
-                self.trainings += [one for one in content if isinstance(one, Training)]
-                kind = f"{sum(len(one.lines) for one in content if isinstance(one, Training)):,} lines of a training"
+            kind = self._add_steps(name, content)
         else:
-            places: dict[type[Any], tuple[list[Any], str]] = {
-                Trace: (self.traces, "trace"),
-                Network: (self.networks, "network"),
-                Plan: (self.plans, "plan"),
-                Timeline: (self.timelines, "timeline"),
-                PlannedStep: (self.steps, "predicted step"),
-                Comparison: (self.comparisons, "comparison of planners"),
-                Scaling: (self.scalings, "scaling"),
-                Memory: (self.memories, "memory"),
-                Bench: (self.benches, "benchmark"),
-                Demo: (self.demos, "demo"),
-            }
-            place, kind = places[type(content)]
+            place, kind = self._place(content)
             place.append((name, content))
         self.files.append((name, kind))
 
+    def _add_steps(self, name: str, content: list[RankStep] | list[Training]) -> str:
+        ranks = [item for item in content if isinstance(item, RankStep)]
+        if ranks:
+            self.windows.append((name, ranks))
+            return f"step {ranks[0].step} of {len(ranks)} ranks"
+        found = [item for item in content if isinstance(item, Training)]
+        self.trainings += found
+        return f"{sum(len(training.lines) for training in found):,} lines of a training"
+
+    def _place(self, content: Trace | Network | Plan | Timeline | Document) -> tuple[list[Any], str]:
+        places: dict[type[Any], tuple[list[Any], str]] = {
+            Trace: (self.traces, "trace"),
+            Network: (self.networks, "network"),
+            Plan: (self.plans, "plan"),
+            Timeline: (self.timelines, "timeline"),
+            PlanDocument: (self.steps, "predicted step"),
+            SimulateDocument: (self.steps, "predicted step"),
+            CompareDocument: (self.comparisons, "comparison of planners"),
+            Scaling: (self.scalings, "scaling"),
+            MemoryDocument: (self.memories, "memory"),
+            BenchDocument: (self.benches, "benchmark"),
+            DemoDocument: (self.demos, "demo"),
+        }
+        return places[type(content)]
+
 
 def read_runs(paths: Iterable[Path]) -> Runs:
-    """What these files hold, and the files of these folders; FileError for one that is broken or not known.
+    """The content of these files, and of the files in these folders; FileError for a broken or unknown file.
 
-    What a folder has beside the files that are known is left out, and named.
+    A folder may hold unknown files beside the known ones: they are skipped, and named in ``skipped``.
     """
     runs = Runs()
     for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 (unlike Path.is_dir, answers for a name too long to be one)
-            runs.add(path.name, recognised(read_bytes(path), str(path)))
+            runs.add(path.name, parse_file(read_bytes(path), str(path)))
             continue
         before = len(runs.files)
-        for inner in _inside(path):
+        for inner in _files_in(path):
             try:
-                runs.add(inner.name, recognised(read_bytes(inner), str(inner)))
+                runs.add(inner.name, parse_file(read_bytes(inner), str(inner)))
             except _UnknownError as error:
-                runs.left_out.append(str(error))
+                runs.skipped.append(str(error))
         if len(runs.files) == before:
             raise FileError(f"{path}: a folder without a file that is known; expected {EXPECTED}, ending in .json[l]")
     return runs
 
 
-def recognised(text: bytes, where: str) -> Content:
-    """The content of a file by what is in it, never by its name; FileError if it is none of ours, or broken."""
+def parse_file(text: bytes, where: str) -> Content:
+    """The content of a file, whatever its name; FileError if it is broken or not one of ours."""
     if not text.strip():
         raise FileError(f"{where}: is empty; the command that was to write it may have failed: run it again")
     first = text.lstrip()[: 1 << 20].split(b"\n", 1)[0]
-    if _is_line(first) or first.startswith(FIRST_FIELD):
+    if _is_step_line(first) or first.startswith(FIRST_FIELD):
         return trainings(text, where, Path(where).name)
     try:
         document = parse_json(text, where)
@@ -129,11 +138,11 @@ def recognised(text: bytes, where: str) -> Content:
 
 
 class _UnknownError(FileError):
-    """A file that says of itself to be something else: in a folder, not ours to read."""
+    """A whole file of another program: skipped in a folder, an error where it was named."""
 
 
-def _is_line(first: bytes) -> bool:
-    """Whether a file begins with a whole object that counts a step."""
+def _is_step_line(first: bytes) -> bool:
+    """Whether the first line is a complete JSON object with a step, and so the file one of JSON lines."""
     try:
         value = parse_json(first, "", nan_as_none=True)
     except FileError:
@@ -151,24 +160,25 @@ def _window(document: dict[str, Any], where: str) -> list[RankStep]:
     return rank_steps(document, where)
 
 
-def _document(document: dict[str, Any], where: str) -> Document | Scaling:
+def _document(document: dict[str, Any], where: str) -> Document:
     command = document.get("command")
-    if not isinstance(command, str) or command not in COMMANDS:
+    if not isinstance(command, str) or command not in BY_COMMAND:
         has = f"the command {brief(command)}" if command is not None else f"the fields {brief(sorted(document)[:6])}"
         raise _UnknownError(f"{where}: holds a JSON object with {has}; expected {EXPECTED}")
+    adapter: TypeAdapter[Document] = TypeAdapter(BY_COMMAND[command])
     try:
         # Once more through JSON: only from there a strict model takes a list for a tuple.
-        return TypeAdapter(COMMANDS[command]).validate_json(json.dumps(document))
+        return adapter.validate_json(json.dumps(document))
     except ValidationError as error:
         wrong = complaint(error.errors(include_url=False), command)
         raise FileError(f"{where}: {wrong}; write it again with anabranch {command} --json") from error
 
 
-def _inside(folder: Path) -> list[Path]:
+def _files_in(folder: Path) -> list[Path]:
     try:
-        inner = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS and path.is_file())
+        found = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
     except OSError as error:
         raise FileError(f"{folder}: cannot be read ({error.strerror})") from error
-    if len(inner) > MAX_FILES:
-        raise FileError(f"{folder}: has {len(inner)} files ending in .json[l]: expected {MAX_FILES} at most; name some")
-    return inner
+    if len(found) > MAX_FILES:
+        raise FileError(f"{folder}: has {len(found)} files ending in .json[l]: expected {MAX_FILES} at most; name some")
+    return found

@@ -1,20 +1,43 @@
-"""A training step by step, from JSON lines: of ``ab.JsonLines``, of losses, or of both."""
+"""Trainings from files of JSON lines: metrics of ``ab.JsonLines``, losses, or both."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from anabranch.errors import FileError
 from anabranch.files import complaint, parse_json
-from anabranch.report.runs.documents import MOST_DRAWN, StepLine
+from anabranch.report.documents import MAX_NUMBER, Count, Instant, Number
 
-MAX_LINES = 500_000  # about a gigabyte of memory and a quarter of a minute
+MAX_LINES = 500_000  # which take about 1 GB of memory and 15 s
+
+
+class StepLine(BaseModel):
+    """A line of ``ab.JsonLines``, or of a file of losses; at least one of ``measured_s`` and ``loss`` is there."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+    step: Count
+    rank: Count = 0
+    loss: Number | None = None
+    measured_s: Instant | None = None
+    predicted_s: Instant | None = None
+    compute_s: Instant | None = None
+    exposed_s: Instant | None = None
+    overlap: Number | None = None
+    sent_nbytes: Count | None = None
+    density: Number | None = None
+    plan: str | None = None
+    buckets: Count | None = None
+    lanes: Count | None = None
+    stage: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Lines in the order of rising steps, all of one start of one rank."""
+    """The lines of one rank from one start of the program to its end, by rising step."""
 
     name: str
     lines: tuple[StepLine, ...]
@@ -22,53 +45,61 @@ class Training:
 
 
 def trainings(text: bytes, where: str, name: str) -> list[Training]:
-    """Each start that a file of JSON lines tells of, by the file's ``name``; FileError if a line is not understood.
+    """The trainings in a file of JSON lines, one per start of the program and rank; FileError for an unknown line.
 
-    A last line without its end is left out: its program is still writing, or died while it did. So is a line that was
-    torn by such a death, before the next start went on with the file; and a loss that is not a number. Notes say so.
+    Left out, with a note, are: a last line without its end (the program still writes it, or died meanwhile), a line
+    that such a death cut off before the next start appended to the file, and a loss that is not a number.
     """
     if (many := text.count(b"\n")) > MAX_LINES:
         raise FileError(
             f"{where}: has {many:,} lines: expected {MAX_LINES:,} at most; give the last of them, or every tenth"
         )
     rows = [(at, row) for at, row in enumerate(text.split(b"\n"), start=1) if row.strip(b" \t\r\0")]
-    lines, lost, torn = [], [], []
+    lines: list[StepLine] = []
+    without_loss: list[int] = []
+    truncated: list[int] = []
     for at, row in rows:
         place = f"{where}, line {at}"
         try:
             value = parse_json(row.strip(b"\0"), place, nan_as_none=True)
         except FileError:
-            if not _is_torn(row):
+            if not _is_truncated(row):
                 raise
-            torn.append(at)
+            truncated.append(at)
             continue
-        line, is_lost = _line(value, place)
-        lost += [line.step] * is_lost
-        lines += [line] * _tells(line)
-    notes = _notes(name, torn, rows[-1][0] if not text.endswith(b"\n") else 0, lost)
-    if len(torn) > 1 + len(lines) + len(lost):
-        raise FileError(f"{where}: {_some('line', torn)} not complete; expected lines of ab.JsonLines, one object each")
-    return _apart(lines, where, name, notes, bool(lost))
+        line, loss_is_missing = _line(value, place)
+        if loss_is_missing:
+            without_loss.append(line.step)
+        if _has_data(line):
+            lines.append(line)
+    notes = _notes(name, truncated, rows[-1][0] if not text.endswith(b"\n") else 0, without_loss)
+    if len(truncated) > 1 + len(lines) + len(without_loss):
+        raise FileError(
+            f"{where}: {_numbers_are('line', truncated)} not complete; expected lines of ab.JsonLines, one object each"
+        )
+    return _by_rank(lines, where, name, notes, bool(without_loss))
 
 
-def _notes(name: str, torn: Sequence[int], unended: int, lost: Sequence[int]) -> tuple[str, ...]:
+def _notes(name: str, truncated: Sequence[int], unended: int, without_loss: Sequence[int]) -> tuple[str, ...]:
     """What was left out; ``unended`` is the number of a last line that has no end."""
     notes = []
-    if unended in torn:
+    if unended in truncated:
         notes.append(f"the last line of {name} is not complete and was left out")
-    if inner := [at for at in torn if at != unended]:
-        notes.append(f"in {name}, {_some('line', inner)} not complete, as after a crash, and left out")
-    if lost:
-        notes.append(f"{_some('step', lost)} without a loss that can be drawn: it is not a number")
+    if inner := [at for at in truncated if at != unended]:
+        notes.append(f"in {name}, {_numbers_are('line', inner)} not complete, as after a crash, and left out")
+    if without_loss:
+        notes.append(f"{_numbers_are('step', without_loss)} without a loss that can be drawn: it is not a number")
     return tuple(notes)
 
 
-def _apart(lines: Sequence[StepLine], where: str, name: str, notes: tuple[str, ...], lost: bool) -> list[Training]:
-    """Metrics and losses by themselves, each rank by itself."""
+def _by_rank(
+    lines: Sequence[StepLine], where: str, name: str, notes: tuple[str, ...], without_loss: bool
+) -> list[Training]:
+    """Metrics and losses separately, each rank separately."""
     if not lines:
         raise FileError(
             f"{where}: has no step whose loss is a number, so there is nothing to draw"
-            if lost
+            if without_loss
             else f"{where}: holds no complete step; expected lines of ab.JsonLines, such as a run leaves behind"
         )
     # A GPU's metrics come some steps late, so that losses in the same file are ahead of them.
@@ -76,13 +107,13 @@ def _apart(lines: Sequence[StepLine], where: str, name: str, notes: tuple[str, .
     for line in lines:
         own.setdefault((line.measured_s is None, line.rank), []).append(line)
     found: list[Training] = []
-    for (_, rank), told in sorted(own.items(), key=lambda item: item[0]):
-        found += _starts(told, f"{name}, rank {rank}" if rank else name, notes)
+    for (_, rank), own_lines in sorted(own.items(), key=lambda item: item[0]):
+        found += _starts(own_lines, f"{name}, rank {rank}" if rank else name, notes)
     return found
 
 
-def _is_torn(row: bytes) -> bool:
-    """Whether a line begins as one of ours and breaks off, or goes on with another one."""
+def _is_truncated(row: bytes) -> bool:
+    """Whether a line begins as a JSON object and is cut off, or runs into the next one."""
     if not row.lstrip(b" \t\0").startswith(b"{"):
         return False
     try:
@@ -94,7 +125,7 @@ def _is_torn(row: bytes) -> bool:
     return False
 
 
-def _some(thing: str, numbers: Sequence[int]) -> str:
+def _numbers_are(thing: str, numbers: Sequence[int]) -> str:
     """Line 7 is; lines 7, 9, … (12 in all) are."""
     if len(numbers) == 1:
         return f"{thing} {numbers[0]:,} is"
@@ -104,13 +135,11 @@ def _some(thing: str, numbers: Sequence[int]) -> str:
 
 def _line(value: Any, where: str) -> tuple[StepLine, bool]:
     """The line, and whether it had a loss that cannot be drawn."""
-    from pydantic import ValidationError
-
-    lost = False
+    without_loss = False
     if isinstance(value, dict) and "loss" in value:
         loss = value["loss"]
-        lost = loss is None or (isinstance(loss, float) and not abs(loss) <= MOST_DRAWN)
-        value["loss"] = None if lost else loss
+        without_loss = loss is None or (isinstance(loss, float) and not abs(loss) <= MAX_NUMBER)
+        value["loss"] = None if without_loss else loss
     try:
         line = StepLine.model_validate(value)
     except ValidationError as error:
@@ -118,17 +147,17 @@ def _line(value: Any, where: str) -> tuple[StepLine, bool]:
         raise FileError(
             f"{where}: {wrong}; expected a line of ab.JsonLines, or step and loss: take this line out"
         ) from error
-    if not lost and not _tells(line):
+    if not without_loss and not _has_data(line):
         raise FileError(f"{where}: has neither measured_s nor loss: expected a line of ab.JsonLines, or step and loss")
-    return line, lost
+    return line, without_loss
 
 
-def _tells(line: StepLine) -> bool:
+def _has_data(line: StepLine) -> bool:
     return line.measured_s is not None or line.loss is not None
 
 
 def _starts(lines: Sequence[StepLine], name: str, notes: tuple[str, ...]) -> list[Training]:
-    """Cut where the count of steps begins again: a logger appends to what a former start has written."""
+    """One training per start: the file is cut where the step number falls, since a logger appends to an old file."""
     parts: list[list[StepLine]] = []
     for line in lines:
         if not parts or line.step <= parts[-1][-1].step:

@@ -1,4 +1,4 @@
-"""A file of ``model.trace_steps``: what all ranks did in some steps, by one clock."""
+"""Files of ``model.trace_steps``: some steps of all ranks, on one clock."""
 
 import re
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from anabranch.timeline import COMPUTE, Span, Timeline
 
 LANE = re.compile(r"lane \d+")
 EXPOSED = "exposed communication"
-LATEST_US = 1e15  # thirty years
+LATEST_US = 1e15  # 30 years
 MAX_STEP = 1 << 53
 Number = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
 class _Slice(BaseModel):
-    """A Chrome trace event that lasts, or one that gives a track its name."""
+    """A Chrome trace event with a duration (ph X), or one that names a track (ph M)."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -43,7 +43,7 @@ class RankStep:
 
 
 def rank_steps(document: Mapping[str, Any], where: str) -> list[RankStep]:
-    """Every rank in the step of the window that took rank 0 the median time; FileError if that is not there."""
+    """Every rank in the step whose time on rank 0 is the median; FileError if the file has no step of rank 0."""
     events = [_event(raw, where, at) for at, raw in enumerate(document["traceEvents"]) if _wanted(raw)]
     tracks = {(e.pid, e.tid): str(e.args.get("name", "")) for e in events if e.ph == "M" and e.name == "thread_name"}
     by_step: dict[int, list[_Slice]] = {}
@@ -53,21 +53,21 @@ def rank_steps(document: Mapping[str, Any], where: str) -> list[RankStep]:
     lengths = {step: _length_us(slices) for step, slices in by_step.items()}
     if not lengths or not any(lengths.values()):
         raise FileError(f"{where}: has no step of rank 0 in it; write it again with model.trace_steps(first, last, …)")
-    middle = median_low(lengths.values())
-    step = next(step for step, length in lengths.items() if length == middle)
+    median_us = median_low(lengths.values())
+    step = next(step for step, length_us in lengths.items() if length_us == median_us)
     zero_us = min((e.ts for e in by_step[step] if e.pid == 0 and e.name == "backward"), default=by_step[step][0].ts)
     own: dict[int, list[_Slice]] = {}
     for event in by_step[step]:
         own.setdefault(event.pid, []).append(event)
-    told = [_rank_step(step, rank, slices, tracks, zero_us) for rank, slices in sorted(own.items())]
-    found = [one for one in told if one is not None]
+    ranks = [_rank_step(step, rank, slices, tracks, zero_us) for rank, slices in sorted(own.items())]
+    found = [rank_step for rank_step in ranks if rank_step is not None]
     if not found:
         raise FileError(f"{where}: step {step:,} has nothing on a track named {COMPUTE!r}; write it again")
     return found
 
 
 def _wanted(raw: object) -> bool:
-    """The instants at which gradients became ready are many, and not drawn."""
+    """Events with a duration and names of tracks. The instants at which gradients are ready are not drawn."""
     return isinstance(raw, dict) and raw.get("ph") in ("X", "M")
 
 
@@ -95,7 +95,7 @@ def _rank_step(
     has_buckets = any(LANE.fullmatch(tracks.get((rank, event.tid), "")) for event in own)
     for event in own:
         track = tracks.get((rank, event.tid), COMPUTE)
-        if event.name == EXPOSED:  # told by the buckets where these were seen; DDP's own are not
+        if event.name == EXPOSED:  # the buckets show it, too; DDP's own buckets are not traced
             if has_buckets:
                 continue
             track = "lane 0"

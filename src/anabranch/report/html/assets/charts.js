@@ -70,7 +70,7 @@
 
   // The bars or points that the keys lead through, in the order of time.
   function places(figure) {
-    const curves = figure.apart ? figure.walk.slice(figure.row || 0, (figure.row || 0) + 1) : figure.walk;
+    const curves = figure.oneCurveAtATime ? figure.arrowKeySeries.slice(figure.row || 0, (figure.row || 0) + 1) : figure.arrowKeySeries;
     const found = curves.flatMap((curve) => {
       const { base, x } = figure.data[curve];
       return x.map((length, point) => ({ curve, point, at: base ? base[point] : length }));
@@ -89,7 +89,7 @@
   // To the next curve, at about the same time.
   function change(plot, figure, direction) {
     const before = places(figure)[figure.at || 0];
-    figure.row = ((figure.row || 0) + direction + figure.walk.length) % figure.walk.length;
+    figure.row = ((figure.row || 0) + direction + figure.arrowKeySeries.length) % figure.arrowKeySeries.length;
     const found = places(figure);
     if (!found.length || !before) return;
     const away = found.map((place) => Math.abs(place.at - before.at));
@@ -112,7 +112,7 @@
     plot.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.altKey || event.metaKey) return;
       const sideways = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      const across = figure.apart && { ArrowUp: -1, ArrowDown: 1 }[event.key];
+      const across = figure.oneCurveAtATime && { ArrowUp: -1, ArrowDown: 1 }[event.key];
       if (sideways && event.shiftKey) TOOLS[sideways < 0 ? "left" : "right"](plot);
       else if (sideways) walk(plot, figure, sideways);
       else if (across) change(plot, figure, across);

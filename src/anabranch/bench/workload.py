@@ -1,4 +1,4 @@
-"""Subject: what is trained in a benchmark, a well-known model with a synthetic batch or the replay of a trace."""
+"""Workload: what a benchmark trains: a well-known model with a synthetic batch, or the replay of a trace."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from anabranch.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """``build`` gives a fresh model, and a function that runs one forward and backward of it through a wrapper.
+class Workload:
+    """A model to train. ``build`` makes it anew, with a function that runs forward and backward, plain or wrapped.
 
-    ``batch`` counts ``unit`` per rank and step.
+    ``batch`` is the number of images or sequences (``unit``) per rank and step.
     """
 
     name: str
@@ -25,20 +25,22 @@ class Subject:
     build: Callable[[], tuple[nn.Module, zoo.Step]]
 
 
-def from_zoo(name: str, device: torch.device, batch: int | None = None) -> Subject:
+def zoo_workload(name: str, device: torch.device, batch: int | None = None) -> Workload:
     """A model of torchvision or transformers by name."""
     if name not in zoo.MODELS:
         raise ValueError(f"--model is {name!r}: expected one of {', '.join(zoo.MODELS)}; or replay a trace by --trace")
     images = name in zoo.IMAGES
     batch = batch or (zoo.IMAGES[name] if images else zoo.SEQUENCES[name][0])
-    return Subject(name, batch, "img" if images else "seq", device, lambda: zoo.build(name, device, None, batch))
+    return Workload(
+        name, batch, "img" if images else "seq", device, lambda: zoo.model_and_step(name, device, None, batch)
+    )
 
 
-def from_trace(name: str, trace: Trace, slower: float = 1.0) -> Subject:
+def replay_workload(name: str, trace: Trace, slower: float = 1.0) -> Workload:
     """A trace replayed on the CPU, ``slower`` times as slowly as it was recorded."""
     replayed = trace.scaled(slower)
-    noted = trace.meta.get("batch", 1)
-    batch = noted if isinstance(noted, int) else 1
+    recorded_batch = trace.meta.get("batch", 1)
+    batch = recorded_batch if isinstance(recorded_batch, int) else 1
 
     def build() -> tuple[nn.Module, zoo.Step]:
         model = ReplayedModel(replayed)
@@ -50,4 +52,4 @@ def from_trace(name: str, trace: Trace, slower: float = 1.0) -> Subject:
         return model, step
 
     label = f"{name} (replayed" + (f", {slower:g} times slower)" if slower != 1 else ")")
-    return Subject(label, batch, "img" if "sequence_length" not in trace.meta else "seq", torch.device("cpu"), build)
+    return Workload(label, batch, "img" if "sequence_length" not in trace.meta else "seq", torch.device("cpu"), build)
