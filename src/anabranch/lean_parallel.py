@@ -69,19 +69,7 @@ class LeanDataParallel(Tuned, nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        if unnamed or others:
-            raise ValueError(
-                f"DataParallel under Lean was given {', '.join(others) or 'device_ids'}: of the arguments of "
-                "DistributedDataParallel it takes only process_group, broadcast_buffers and find_unused_parameters, by "
-                "name; leave the others out, and move inputs to the model's device"
-            )
-        check_compress(compress)
-        check_lean(memory)
-        if isinstance(compress, OkTopk) and compress.momentum:
-            raise ValueError(
-                f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to the residual as they "
-                "arrive: expected 0; use the momentum of the optimizer"
-            )
+        _check_arguments(unnamed, others, compress, memory)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
         group = process_group or dist.group.WORLD
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
@@ -97,12 +85,8 @@ class LeanDataParallel(Tuned, nn.Module):
         self.find_unused_parameters = find_unused_parameters or alone  # a single rank needs no message for it
         parameters = _trainable_parameters(module)
         with torch.no_grad():
-            self._broadcast_from_rank_0(
-                [
-                    *_synchronised_tensors(module.named_parameters(), module),
-                    *_synchronised_tensors(module.named_buffers(), module),
-                ]
-            )
+            tensors = [*module.named_parameters(), *module.named_buffers()]
+            self._broadcast_from_rank_0(_synchronised_tensors(tensors, module))
         if alone and plan is None:
             tuning = replace(tuning, profile_steps=0)
         self._activations = ManagedActivations(module, memory.activations)
@@ -312,6 +296,25 @@ class _AveragingObserver(StepObserver):
                 owner._backward_begins(averaged)
 
         return backward_begins
+
+
+def _check_arguments(
+    unnamed: tuple[Any, ...], others: dict[str, Any], compress: str | OkTopk | None, memory: Lean
+) -> None:
+    """Raise ValueError for arguments that a DataParallel under Lean does not take."""
+    if unnamed or others:
+        raise ValueError(
+            f"DataParallel under Lean was given {', '.join(others) or 'device_ids'}: of the arguments of "
+            "DistributedDataParallel it takes only process_group, broadcast_buffers and find_unused_parameters, by "
+            "name; leave the others out, and move inputs to the model's device"
+        )
+    check_compress(compress)
+    check_lean(memory)
+    if isinstance(compress, OkTopk) and compress.momentum:
+        raise ValueError(
+            f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to the residual as they "
+            "arrive: expected 0; use the momentum of the optimizer"
+        )
 
 
 def _choice_of_rank_0(group: dist.ProcessGroup, message: ChoiceMessage) -> ChoiceMessage:
