@@ -181,7 +181,11 @@ def copied(rank: int, mode: str) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["keep", "recompute", "offload", "auto"])
 def test_a_copy_computes_and_says_that_it_cannot_train(mode: str) -> None:
-    expected = "wrap the module in it" if mode in ("keep", "recompute") else "copy the module before it is wrapped"
+    expected = (
+        "wrap its module: DataParallel(copy.module"
+        if mode in ("keep", "recompute")
+        else "copy the module before it is wrapped"
+    )
     assert all(expected in answers[0] for answers in on_ranks(copied, 2, mode))
 
 

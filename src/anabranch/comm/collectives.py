@@ -20,8 +20,8 @@ class Scaler(Protocol):
 class ResidualState(Protocol):
     """The residual of one bucket: a flat tensor with the parameters one after another.
 
-    ``accumulates_in_place``: gradients were added to the residual as they arrived (Lean). The buffer of the exchange then
-    holds zeros instead of gradients, and the exchange may use its memory.
+    ``accumulates_in_place``: gradients were added to the residual as they arrived (Lean). The buffer of the exchange
+    then holds zeros instead of gradients, and the exchange may use its memory.
     """
 
     names: tuple[str, ...]
