@@ -105,7 +105,7 @@ class BlockProfiler(StepObserver):
         marks = [mark for _, mark in self._gradients] + [self._backward_end]
         backward_s: dict[str, float] = {}  # with the recomputation
         for number, (name, _) in enumerate(self._gradients):
-            backward_s[name] = backward_s.get(name, 0.0) + self._clock.between(marks[number], marks[number + 1])
+            backward_s[name] = backward_s.get(name, 0.0) + self._clock.elapsed_s(marks[number], marks[number + 1])
         rest_work = WORK_TENSORS * self._largest_before_nbytes
         end_work = WORK_TENSORS * self._largest_after_nbytes
         return [
@@ -115,7 +115,7 @@ class BlockProfiler(StepObserver):
         ]
 
     def _costs_of(self, profile: BlockProfile, backward_s: float) -> BlockCosts:
-        forward_s = sum(self._clock.between(*run) for run in profile.runs)
+        forward_s = sum(self._clock.elapsed_s(*run) for run in profile.runs)
         return BlockCosts(
             profile.block.name,
             forward_s,
@@ -288,6 +288,6 @@ def measure_link(device: torch.device, nbytes: int = LINK_NBYTES) -> HostLink:
         copies.wait(copied_back)
         back_at = clock.mark()
         clock.settle()
-        out_s, back_s = clock.between(start, out_at), clock.between(start, back_at)
+        out_s, back_s = clock.elapsed_s(start, out_at), clock.elapsed_s(start, back_at)
     clock.close()
     return HostLink(nbytes / max(out_s, 1e-9), nbytes / max(back_s, 1e-9))

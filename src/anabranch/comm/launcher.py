@@ -1,4 +1,4 @@
-"""Launches the buckets of one plan, each by its exchange and on its lane."""
+"""The bucket launcher: starts each bucket of one plan by its exchange, on its lane."""
 
 from collections.abc import Callable
 
@@ -14,12 +14,12 @@ EndMarker = Callable[[list[dist.Work]], None]
 
 
 class BucketLauncher:
-    """Launches the buckets of ``plan`` in plan order, on every rank alike.
+    """Launches the buckets of ``plan`` in plan order; every rank launches in the same order.
 
-    mark_bucket    called with the bucket's index at each launch; what it returns is called with the works at the end,
-                   None if this bucket is not timed
+    mark_bucket    called with the bucket's index at each launch; returns a function to call with the works at the end,
+                   or None if this bucket is not timed
     before_first   called before the first bucket of each step
-    divisor        gives what sums are divided by, where that is not the world size (under join())
+    divisor        returns the number by which sums are divided; None for the world size (it differs under join())
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BucketLauncher:
         self._world_size = dist.get_world_size(lanes[0].group)
 
     def launch(self, index: int, buffer: torch.Tensor) -> Future[torch.Tensor]:
-        """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future gives the average."""
+        """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average."""
         if index == 0 and self._before_first is not None:
             self._before_first()
         bucket = self.plan.buckets[index]
