@@ -96,6 +96,7 @@ class Collectives:
 
     def __init__(self, *families: ExchangeFamily, memory: ExchangeMemory | None = None) -> None:
         self._families = families
+        self._family_of_kind: dict[str, ExchangeFamily] = {}  # of kinds asked for so far
         self._memory = memory
         self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)
         self.dense_names: frozenset[str] = frozenset() if memory is None else memory.dense_names
@@ -166,8 +167,11 @@ class Collectives:
             self._memory.close()
 
     def _family(self, kind: str) -> ExchangeFamily:
+        if (known := self._family_of_kind.get(kind)) is not None:
+            return known
         for family in self._families:
             if family.handles(kind):
+                self._family_of_kind[kind] = family
                 return family
-        known = ", ".join((*self.kinds, "dense"))
-        raise ValueError(f"no exchange of this model is called {kind!r}: expected one of {known}")
+        known_kinds = ", ".join((*self.kinds, "dense"))
+        raise ValueError(f"no exchange of this model is called {kind!r}: expected one of {known_kinds}")

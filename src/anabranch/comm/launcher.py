@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from anabranch.comm.exchange import BucketExchange
-from anabranch.comm.lanes import Lanes, Message
-from anabranch.plan import Plan
+from anabranch.comm.lanes import Lane, Lanes, Message
+from anabranch.plan import Bucket, Plan
 
 EndMarker = Callable[[list[dist.Work]], None]
 
@@ -37,18 +37,21 @@ class BucketLauncher:
         self._mark_bucket = mark_bucket
         self._before_first = before_first
         self._world_size = dist.get_world_size(lanes[0].group)
+        self._routes = [self._route(index, bucket) for index, bucket in enumerate(plan.buckets)]
 
     def launch(self, index: int, buffer: torch.Tensor) -> Future[torch.Tensor]:
         """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average."""
         if index == 0 and self._before_first is not None:
             self._before_first()
-        bucket = self.plan.buckets[index]
-        lane = self.lanes[bucket.lane]
+        bucket, lane, label, on_side_stream = self._routes[index]
         divisor = self.divisor() if self.divisor is not None else self._world_size
         steps = self._exchange.steps(bucket, buffer, lane.group, divisor)
+        return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), on_side_stream))
+
+    def _route(self, index: int, bucket: Bucket) -> tuple[Bucket, Lane, str, bool]:
+        """What does not change between steps: the bucket, its lane, its name in errors, whether on a side stream."""
         label = (
             f"bucket {index} of {len(self.plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
             f"{bucket.collective} on lane {bucket.lane})"
         )
-        on_side_stream = self._exchange.on_side_stream(bucket.collective)
-        return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), on_side_stream))
+        return bucket, self.lanes[bucket.lane], label, self._exchange.on_side_stream(bucket.collective)
