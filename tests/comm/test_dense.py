@@ -72,7 +72,7 @@ def divided(rank: int, collective: str) -> list[float]:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_divides_by_what_it_is_told(collective: str) -> None:
+def test_divides_by_the_divisor(collective: str) -> None:
     for values in on_ranks(divided, 2, collective):
         assert values == [2.0] * 5
 

@@ -169,7 +169,7 @@ def memory(rank: int) -> bool:
     return gone() is None
 
 
-def test_a_lane_lets_go_of_what_it_sent() -> None:
+def test_a_lane_releases_what_it_sent() -> None:
     assert on_ranks(memory, 2) == [True, True]
 
 

@@ -86,7 +86,7 @@ def each_bucket_its_own_way(rank: int, options: dict[str, Any]) -> list[list[str
     [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
     ids=["plain", "static", "unused", "views"],
 )
-def test_each_bucket_travels_by_its_own_collective(options: dict[str, Any]) -> None:
+def test_each_bucket_is_exchanged_by_its_own_collective(options: dict[str, Any]) -> None:
     for apart in on_ranks(each_bucket_its_own_way, 2, options):
         assert apart == [["0.weight", "2.bias"]] * 4, "only what bfloat16 has rounded"
 

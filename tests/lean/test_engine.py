@@ -148,7 +148,7 @@ def frozen(rank: int) -> float:
     return 0.0
 
 
-def test_what_was_frozen_stays() -> None:
+def test_frozen_parameters_are_not_updated() -> None:
     on_ranks(frozen, 2)
 
 
@@ -172,7 +172,7 @@ def broken_off(rank: int) -> list[str]:
     return [str(caught.value)]
 
 
-def test_after_a_broken_backward_nothing_goes_on() -> None:
+def test_after_a_failed_backward_the_next_forward_raises() -> None:
     assert all("broken off" in answers[0] and "wrap again" in answers[0] for answers in on_ranks(broken_off, 2))
 
 
@@ -188,7 +188,7 @@ def dropped(rank: int, activations: ab.Activations) -> bool:
 
 
 @pytest.mark.parametrize("activations", [ab.Activations("keep"), ab.Activations("auto", 1 << 20)])
-def test_a_dropped_wrapper_goes(activations: ab.Activations) -> None:
+def test_a_dropped_wrapper_is_freed(activations: ab.Activations) -> None:
     assert on_ranks(dropped, 2, activations) == [True, True]
 
 
@@ -211,7 +211,7 @@ def left_over(rank: int, residuals: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("residuals", ["in place", "host"])
-def test_what_is_left_of_a_plan_goes_with_the_buckets_that_are_updated(residuals: str) -> None:
+def test_residuals_of_an_old_plan_are_sent_with_buckets_that_are_updated(residuals: str) -> None:
     last = sorted(planned(Chain()).buckets[2].names)
     assert on_ranks(left_over, 2, residuals) == [[last, []]] * 2
 
@@ -233,7 +233,7 @@ def as_programs_are(rank: int) -> float:
     return float(scheduler.get_last_lr()[0])
 
 
-def test_programs_as_they_are() -> None:
+def test_ordinary_programs_work_unchanged() -> None:
     assert on_ranks(as_programs_are, 2) == [0.05, 0.05]
 
 

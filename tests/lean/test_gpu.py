@@ -86,7 +86,7 @@ def test_the_host_waits_for_nothing(alone: None, residuals: Any) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("training", [skipping, poisoned])
-def test_steps_that_are_told_on_the_device_or_by_the_host(alone: None, training: Any, fused: bool) -> None:
+def test_steps_skipped_on_the_device_or_by_the_host(alone: None, training: Any, fused: bool) -> None:
     training(0, "cuda", fused)
 
 

@@ -155,7 +155,7 @@ def through_the_course(rank: int) -> str:
     return answers
 
 
-def test_the_whole_course() -> None:
+def test_all_stages_of_tuning() -> None:
     answers = on_ranks(through_the_course, 2)
     assert "running" in answers[0] and "speed-up" in answers[0]
 
@@ -268,7 +268,7 @@ def with_activations(rank: int, mode: str, budget: int | None) -> None:
 
 
 @pytest.mark.parametrize(("mode", "budget"), [("offload", None), ("recompute", None), ("auto", 1 << 20)])
-def test_activations_elsewhere_change_nothing(mode: str, budget: int | None) -> None:
+def test_activation_modes_change_no_weight(mode: str, budget: int | None) -> None:
     on_ranks(with_activations, 2, mode, budget)
 
 
@@ -348,7 +348,7 @@ def scaled_windows(rank: int) -> list[float]:
     return moved
 
 
-def test_all_that_adds_up_until_a_step_has_one_scale() -> None:
+def test_gradients_accumulated_for_one_step_have_one_scale() -> None:
     for moved in on_ranks(scaled_windows, 2):
         assert moved == pytest.approx([4.0] * 6, rel=1e-5)
 

@@ -72,10 +72,10 @@ def odd_settings(rank: int) -> None:
     assert len(keep) == 100 * rank
 
 
-def test_settings_are_compared_by_what_they_say() -> None:
+def test_settings_are_compared_by_value() -> None:
     on_ranks(odd_settings, 2)
 
 
-def test_ranks_must_update_alike() -> None:
+def test_ranks_must_have_the_same_optimizer() -> None:
     for answers in on_ranks(rates_differ, 2):
         assert "Lean's optimizer" in answers and "lr 0.1" in answers and "lr 0.2" in answers

@@ -242,7 +242,7 @@ def late(rank: int, case: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["again", "second"])
-def test_backward_through_weights_that_are_no_more(case: str) -> None:
+def test_backward_through_an_old_forward_is_an_error(case: str) -> None:
     assert all("1 steps old" in answers and "no_sync()" in answers for answers in on_ranks(late, 2, case))
 
 
@@ -376,7 +376,7 @@ def asked(rank: int) -> list[str]:
     return answers
 
 
-def test_requests_of_others_are_answered_in_words() -> None:
+def test_unsupported_requests_get_clear_errors() -> None:
     for answers in on_ranks(asked, 1):
         given, many, unnamed, clipped, failed = answers
         assert "was given device_ids" in given and "leave the others out" in given
@@ -446,7 +446,7 @@ def changed_later(rank: int) -> list[str]:
     return answers
 
 
-def test_what_is_changed_later_is_refused() -> None:
+def test_changes_after_wrapping_are_refused() -> None:
     for late, other, counted in on_ranks(changed_later, 1):
         assert "add_param_group() of 1 parameters" in late and "wrap a module" in late
         assert "with strides (27, 1, 9, 3) and was" in other

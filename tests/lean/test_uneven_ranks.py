@@ -84,7 +84,7 @@ def too_small(rank: int) -> str:
     return words[0]
 
 
-def test_a_budget_that_is_too_small_is_told_on_every_rank() -> None:
+def test_a_budget_that_is_too_small_is_an_error_on_every_rank() -> None:
     one, other = on_ranks(too_small, 2)
     assert one == other
 

@@ -108,7 +108,7 @@ def sparse_steps(rank: int) -> list[dict[str, Any]]:
     return [asdict(one) for one in kept.logged]
 
 
-def test_sparse_steps_tell_what_passed() -> None:
+def test_sparse_steps_report_density_and_bytes() -> None:
     for logged in on_ranks(sparse_steps, 2):
         assert len(logged) == 6
         for one in logged:
@@ -183,7 +183,7 @@ class LateClock(HostClock):
         return isinstance(mark, float) and mark <= self.now
 
 
-def test_a_step_is_told_when_its_marks_have_settled() -> None:
+def test_a_step_is_logged_when_its_marks_have_settled() -> None:
     clock, kept = LateClock(), KeepingLogger()
     now = StepContext(1, None, "settling", None, None)
     parameters = {"a": nn.Parameter(torch.zeros(8))}

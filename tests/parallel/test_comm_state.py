@@ -171,7 +171,7 @@ def mixed_up(rank: int, states: list[Any], planned: bool) -> str:
 
 
 @pytest.mark.parametrize("planned", [True, False])
-def test_ranks_that_load_different_things_are_told_and_do_not_hang(planned: bool) -> None:
+def test_ranks_that_load_different_states_get_an_error_and_do_not_hang(planned: bool) -> None:
     states = on_ranks(state_after_six_steps, 2)
     for message in on_ranks(mixed_up, 2, [states[0], None], planned):
         assert "load_comm_state_dict()" in message and "'step 6 of 2 ranks" in message and "'nothing'" in message

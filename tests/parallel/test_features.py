@@ -1,4 +1,4 @@
-"""What DDP users rely on, each against DDP with the same seed and data, through every stage of a DataParallel."""
+"""What DDP users rely on, each against DDP with the same seed and data, through every stage of tuning."""
 
 import warnings
 from collections.abc import Mapping

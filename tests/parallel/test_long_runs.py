@@ -33,7 +33,7 @@ from ranks import on_ranks
 
 
 def to_ddp_and_back(rank: int) -> list[str]:
-    """A checkpoint of either loads into the other, in mid-course, and training goes on alike."""
+    """A checkpoint of either loads into the other while it tunes, and training continues in the same way."""
     apart = []
     theirs, ours = twins(Feature(), "plans again and again")
     optimizers = [sgd(theirs), sgd(ours)]
@@ -285,7 +285,7 @@ def held(rank: int, early: bool) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_one_that_holds_plans_no_more_and_averages_as_before(early: bool) -> None:
+def test_hold_stops_planning_and_averaging_continues(early: bool) -> None:
     first, second = on_ranks(held, 2, early, timeout_s=90.0)
     for answers in (first, second):
         assert answers["apart"] == [] and answers["same"] and str(answers["explained"]).endswith(", held.")

@@ -55,7 +55,7 @@ def test_gradients_are_either_applied_or_in_a_residual(ranks: int, wire: str) ->
     assert "oktopk:0.1" in answers[0]["explained"] and "sparse bucket to first" in answers[0]["explained"]
 
 
-def course(rank: int, density: float | str, scenario: str) -> dict[str, Any]:
+def tuned_run(rank: int, density: float | str, scenario: str) -> dict[str, Any]:
     """From profiling to the choice, with nothing lost on the way."""
     model = GivenGradients()
     computed, applied = torch.zeros(2, ROWS, COLUMNS), torch.zeros(2, ROWS, COLUMNS)
@@ -89,8 +89,8 @@ def course(rank: int, density: float | str, scenario: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("density", "end"), [(0.05, "goes back"), ("auto", "goes back"), (0.05, "keeps the plan")])
-def test_the_whole_course_loses_nothing(density: float | str, end: str) -> None:
-    answers = on_ranks(course, 2, density, end, timeout_s=100.0)
+def test_tuning_loses_no_gradient(density: float | str, end: str) -> None:
+    answers = on_ranks(tuned_run, 2, density, end, timeout_s=100.0)
     computed = sum(one["computed"].double() for one in answers)
     accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
     torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
@@ -105,7 +105,7 @@ def lost_when_confirmed(rank: int) -> dict[str, Any]:
     """The sparse plan wins its trial and loses the second one, in which it is the last to run."""
     verdicts = iter([1, 0])
     tuner.Tuner._fastest_index = lambda self, trials: next(verdicts)  # type: ignore[method-assign]
-    return course(rank, 0.05, "goes back")
+    return tuned_run(rank, 0.05, "goes back")
 
 
 def test_a_plan_that_loses_at_last_leaves_no_residual() -> None:
@@ -123,7 +123,7 @@ def wrong_settings(rank: int) -> str:
     return "no error"
 
 
-def test_ranks_that_wish_other_densities_are_told() -> None:
+def test_ranks_with_different_densities_get_an_error() -> None:
     for message in on_ranks(wrong_settings, 2):
         assert "density=0.1" in message and "density=0.2" in message
 
@@ -197,7 +197,7 @@ def test_settings_that_mean_nothing_are_named(options: dict[str, Any]) -> None:
         ab.OkTopk(**options)
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
+def test_an_unknown_compression_is_refused() -> None:
     with pytest.raises(ValueError, match="compress is 'zip': expected one of bf16, OkTopk"):
         ab.DataParallel(GivenGradients(), compress="zip")
     assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""Ranks that do not run forward equally often, or call the model in odd ways, must still take the same course."""
+"""Ranks that do not run forward equally often, or call the model in odd ways, must still go through the same stages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +61,7 @@ def trained(rank: int, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["uneven", "many", "checkpointed"])
-def test_the_course_counts_backward_passes_and_nothing_else(name: str) -> None:
+def test_tuning_counts_averaged_backward_passes_only(name: str) -> None:
     first, second = on_ranks(trained, 2, name)
     assert first["said"].splitlines()[0] == second["said"].splitlines()[0]
     if name == "checkpointed":

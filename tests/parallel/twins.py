@@ -18,14 +18,14 @@ Train = Callable[[Model, torch.optim.Optimizer, int], object]
 
 WIDTH = 6
 SHORT = TuningPolicy(settle_steps=2, drift_check_steps=3)
-# Policies that make each stage certain to come, on a machine whose times are noise.
+# Policies that force each outcome, whatever the measured times are.
 SCENARIOS: Mapping[str, TuningPolicy] = {
     "keeps the plan": replace(SHORT, min_gain=-1e9, max_drift=1e9),
     "goes back": replace(SHORT, min_gain=2.0, max_drift=1e9),
     "plans again and again": replace(SHORT, min_gain=-1e9, max_drift=-1.0),
     "is given the plan": SHORT,
 }
-DECISIONS = {"plans again and again": 2}  # after so many, the twins are trained a little longer; one, if not named
+DECISIONS = {"plans again and again": 2}  # number of decisions until training ends; 1 if not named
 STEPS_AFTER = 4
 STEPS_AT_MOST = 100
 
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def run(rank: int, feature: Feature, scenario: str) -> dict[str, Any]:
-    """Train the twins through a stage; names what differed, and hashes what DataParallel held after every step."""
+    """Train the twins through a scenario; names what differed, and hashes the state after every step."""
     theirs, ours = twins(feature, scenario)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5) for model in (theirs, ours)]
     apart: list[str] = []
@@ -135,7 +135,7 @@ def run(rank: int, feature: Feature, scenario: str) -> dict[str, Any]:
 
 
 def steps(model: DataParallel, decisions: int = 1) -> Iterator[int]:
-    """Count steps until the model has so often decided what to run, and a few more; or until it no longer plans."""
+    """Count steps until the model has made so many decisions, and a few more; or until it no longer plans."""
     made, before, left = 0, "", STEPS_AFTER
     for step in range(STEPS_AT_MOST):
         yield step
@@ -230,5 +230,5 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def stage_of(model: DataParallel) -> str:
-    """What it says that it is doing."""
+    """The first line of explain()."""
     return model.explain().splitlines()[0]

@@ -44,7 +44,7 @@ def test_a_factor_and_an_extra_are_found_again(factor: float, extra_s: float) ->
 
 
 @pytest.mark.parametrize(("wild", "bound"), [(50.0, FACTORS[1]), (0.01, FACTORS[0])])
-def test_what_is_not_plausible_is_not_believed(wild: float, bound: float) -> None:
+def test_implausible_costs_are_clipped(wild: float, bound: float) -> None:
     network = Network.linear(4, 1e-3, 1e-8)
     trace, plan = case([KIB << k for k in range(0, 14, 2)])
     took_s = [wild * network.allreduce_s(tensor.nbytes) for tensor in trace.tensors]

@@ -94,7 +94,7 @@ def given_plan(rank: int) -> dict[str, Any]:
     return {"stages": answer["stages"], "same": answer["layout"] == answer["planned"], "explained": answer["explained"]}
 
 
-def test_runs_the_plan_it_is_told() -> None:
+def test_runs_the_plan_it_is_given() -> None:
     for answer in on_ranks(given_plan, 2):
         assert answer["stages"][-1].startswith("anabranch: running the plan it was given")
         assert answer["same"]
