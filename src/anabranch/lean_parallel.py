@@ -29,7 +29,7 @@ from anabranch.sparse.exchanges import check_compress, collectives_for
 from anabranch.sparse.options import OkTopk
 from anabranch.trace import TensorSpec, Trace
 from anabranch.tuning.options import Planner, TuningOptions
-from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
+from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import Tuned
 from anabranch.tuning.tuner import Tuner
 
@@ -70,10 +70,11 @@ class LeanDataParallel(Tuned, nn.Module):
     ) -> None:
         super().__init__()
         _check_arguments(unnamed, others, compress, memory)
+        check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
         group = process_group or dist.group.WORLD
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
-        tuning.check_agreed(module, group, f"compress {compress}", *memory.described(), of_ddp)
+        tuning.check_agreed(module, group, f"compress {compress}", f"{policy}", *memory.described(), of_ddp)
         assert group is not None
         tuning = tuning.with_plan_loaded(group)
         self.module = module
@@ -263,6 +264,9 @@ class LeanDataParallel(Tuned, nn.Module):
         if self._tuner is not None:
             self._release()
             self._undo_activations()
+        layout = self.__dict__.pop("_layout", None)  # also after a constructor that failed before there was a tuner
+        if layout is not None:
+            layout.close()
         self._mark_closed()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from anabranch.plan import Plan
 from anabranch.sparse.exchanges import check_compress, collectives_for
 from anabranch.sparse.options import OkTopk
 from anabranch.tuning.options import Planner, TuningOptions
-from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
+from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import CLOSED, Tuned
 
 # Options of DDP under which its reducer does not run ordinary buckets.
@@ -69,11 +69,12 @@ class DataParallel(Tuned, ExtensibleDDP):
         **options: Any,
     ) -> None:
         check_compress(compress)
+        check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
         given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
         mesh = given.get("device_mesh")
         group = mesh.get_group(mesh_dim=0) if mesh is not None else given.get("process_group") or dist.group.WORLD
-        tuning.check_agreed(module, group, f"compress {compress}")
+        tuning.check_agreed(module, group, f"compress {compress}", f"{policy}")
         assert group is not None
         tuning = tuning.with_plan_loaded(group)
         super().__init__(module, *args, **options)

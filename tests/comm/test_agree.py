@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from anabranch import Bucket, DisagreementError, Network, Plan, TensorSpec, Trace
-from anabranch.comm.agree import Group, agree_on, check_same, from_all_ranks, from_rank_0
+from anabranch.comm.agree import agree_on, check_same, from_all_ranks, from_rank_0
+from anabranch.comm.exchange import Group
 from ranks import on_ranks
 
 PLAN = Plan((Bucket(("a", "b")), Bucket(("ü",), lane=1, collective="bf16")))

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, Plan
 from anabranch.ddp.reducer import (
-    Layout,
+    BucketIndices,
     built_by_ddp,
     reduced_parameters,
     relayout,
@@ -57,9 +57,9 @@ MODES: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
 }
 
 
-def partition(chance: random.Random, parameters: list[nn.Parameter]) -> Layout:
+def partition(chance: random.Random, parameters: list[nn.Parameter]) -> BucketIndices:
     """Shuffled buckets of any length, each of one dtype."""
-    layout: Layout = []
+    layout: BucketIndices = []
     for dtype in sorted({p.dtype for p in parameters}, key=str):
         indices = [i for i, p in enumerate(parameters) if p.dtype == dtype]
         chance.shuffle(indices)
@@ -131,7 +131,7 @@ def there_and_back(rank: int, mode: str) -> dict[str, Any]:
     build, options = MODES[mode]
     model = DistributedDataParallel(build(), **options)
 
-    def train(steps: int = 4) -> Layout:
+    def train(steps: int = 4) -> BucketIndices:
         for step in range(steps):
             model.zero_grad()
             model(batch(step)).sum().backward()

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from anabranch import Network
-from anabranch.comm.agree import Group
 from anabranch.comm.dense import COLLECTIVES
+from anabranch.comm.exchange import Group
 from anabranch.comm.lanes import clone_group
 from anabranch.files import dumps
 from anabranch.network import ALL_GATHER, REDUCE_SCATTER

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -97,3 +98,16 @@ def test_buckets_are_marked_only_inside_a_step_while_that_is_wanted() -> None:
         mark_end = timer.mark_bucket(0)
         assert mark_end is not None
     assert timer.mark_bucket(1) is None
+
+
+def test_frozen_parameters_are_not_timed_and_an_error_leaves_no_hook() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    timer = StepTimer(HostClock())
+    with timer.attached(model), timer.gradient_timing(dict(model.named_parameters())):
+        model(torch.ones(1, 2)).sum().backward()
+    assert set(timer.last_steps(1)[0].ready) == {"1.weight", "1.bias"}
+    not_a_leaf = {**dict(model[1].named_parameters()), "sum": torch.ones(1, requires_grad=True) * 2}
+    with pytest.raises(RuntimeError), timer.gradient_timing(not_a_leaf):  # type: ignore[arg-type]
+        raise AssertionError("not entered")
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

@@ -1,11 +1,15 @@
 """The policy of tuning is a frozen value: a model keeps the one it was given."""
 
+import re
 from dataclasses import FrozenInstanceError, asdict, replace
+from typing import Any
 
 import pytest
+from torch import nn
 
 import anabranch as ab
 from anabranch.tuning.policy import DEFAULT_POLICY
+from ranks import on_ranks
 
 
 def test_a_policy_cannot_change_under_a_running_model() -> None:
@@ -18,3 +22,32 @@ def test_a_policy_cannot_change_under_a_running_model() -> None:
 def test_every_constant_is_explained() -> None:
     assert ab.TuningPolicy.__doc__ is not None
     assert all(f"    {name} " in ab.TuningPolicy.__doc__ for name in asdict(DEFAULT_POLICY))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"drift_check_steps": 0}, "drift_check_steps is 0: expected a number of steps, at least 1"),
+        ({"detailed_steps": 2.5}, "detailed_steps is 2.5"),
+        ({"min_gain": float("nan")}, "min_gain is nan: expected a share"),
+        ({"max_drift": "10 %"}, "max_drift is '10 %'"),
+    ],
+)
+def test_a_policy_that_could_not_run_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        ab.TuningPolicy(**wrong)
+
+
+def wrapped_with(rank: int, policies: list[Any]) -> str:
+    try:
+        ab.DataParallel(nn.Linear(2, 2), policy=policies[rank]).close()
+    except (ValueError, ab.DisagreementError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_ranks_with_different_policies_are_told() -> None:
+    policies = [DEFAULT_POLICY, replace(DEFAULT_POLICY, settle_steps=4)]
+    for said in on_ranks(wrapped_with, 2, policies):
+        assert said.startswith("DisagreementError") and "settle_steps=4" in said
+    assert all("policy is a dict: expected a TuningPolicy" in said for said in on_ranks(wrapped_with, 1, [{}]))

@@ -13,7 +13,20 @@ from torch import nn
 from anabranch import DataParallel, Network, simulate
 from anabranch.ddp.reducer import reduced_parameters
 from ddp.inspection import layout_in_force
-from parallel.twins import SCENARIOS, WIDTH, Feature, mlp, plain_train, ring, scattered, stage_of, steps, twins
+from parallel.twins import (
+    SCENARIOS,
+    WIDTH,
+    Feature,
+    dtypes_of,
+    mlp,
+    plain_train,
+    ring,
+    scatter,
+    scattered,
+    stage_of,
+    steps,
+    twins,
+)
 from ranks import on_ranks
 
 
@@ -252,3 +265,19 @@ def opaque(rank: int) -> str:
 
 def test_an_output_without_visible_tensors() -> None:
     assert on_ranks(opaque, 2) == ["anabranch: settling."] * 2
+
+
+def held_at_once(rank: int) -> list[object]:
+    plan = scatter(dtypes_of(mlp()))
+    model = DataParallel(mlp(), plan=plan, profile_steps=0)
+    model.hold()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(4):
+        plain_train(model, optimizer, step)
+    answer = [model.plan == plan, stage_of(model)]
+    model.close()
+    return answer
+
+
+def test_hold_keeps_a_plan_that_was_given() -> None:
+    assert on_ranks(held_at_once, 2) == [[True, "anabranch: running the plan it was given, held."]] * 2

@@ -11,13 +11,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from anabranch.comm.exchange import Group
 from anabranch.errors import DisagreementError
 from anabranch.files import dumps, loads
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.trace import Trace
 
-Group = dist.ProcessGroup
 AnyNoun = TypeVar("AnyNoun", Trace, Network, Plan)
 
 

@@ -90,8 +90,8 @@ class ExchangeMemory(Protocol):
 class Collectives:
     """All exchanges of one model: finds the family of each bucket's kind, so that a plan may mix families.
 
-    ``families`` come in order of preference. ``memory`` holds residuals and checkpoints for all of them; None if no
-    family keeps anything.
+    ``families`` come in order of preference. ``memory`` holds residuals and checkpoints, of one family or shared by
+    several; None if no family keeps anything.
     """
 
     def __init__(self, *families: ExchangeFamily, memory: ExchangeMemory | None = None) -> None:

@@ -37,9 +37,11 @@ class BucketExchange(Protocol):
         ...
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """The exchange of one bucket in one step: leaves sum / ``divisor`` in ``buffer``, the same bits on all ranks.
+        """The exchange of one bucket in one step.
 
-        Called once per bucket and step, on every rank in the same order.
+        Leaves in ``buffer`` the sum over the ranks of what each offered, divided by ``divisor``, with the same bits on
+        all ranks; what a rank did not offer is in its residual. Called once per bucket and step, on every rank in the
+        same order.
         """
         ...
 

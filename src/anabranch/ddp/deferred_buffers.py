@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from anabranch.comm.agree import Group
-from anabranch.comm.exchange import Steps
+from anabranch.comm.exchange import Group, Steps
 from anabranch.comm.lanes import Lane, Message
 
 

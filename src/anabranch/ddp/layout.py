@@ -11,7 +11,14 @@ from anabranch.comm.lanes import Lane
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.ddp.deferred_buffers import DeferredBuffers
 from anabranch.ddp.hook import PlanHook
-from anabranch.ddp.reducer import ExtensibleDDP, Layout, built_by_ddp, gradients_seen, reduced_parameters, relayout
+from anabranch.ddp.reducer import (
+    BucketIndices,
+    ExtensibleDDP,
+    built_by_ddp,
+    gradients_seen,
+    reduced_parameters,
+    relayout,
+)
 
 
 class DdpLayout:
@@ -27,7 +34,7 @@ class DdpLayout:
         self.exchange = exchange
         self._ddp_ref = weakref.ref(ddp)  # weak, so that a model that is not used any more is freed
         self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), control)
-        self._own_buckets: Layout | None = None  # the buckets that DDP built, once a plan has replaced them
+        self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
         self._planned = False
 
     @property

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 dist: Any = torch.distributed  # its private names are in no type stub
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
-Layout = list[list[int]]  # buckets of indices into the reducer's parameters, in launch order
+BucketIndices = list[list[int]]  # buckets of indices into the reducer's parameters, in launch order
 
 
 class ExtensibleDDP(DistributedDataParallel):
@@ -117,7 +117,7 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return {names[parameter]: parameter for parameter in ddp._build_params_for_reducer()[0]}
 
 
-def relayout(ddp: Any, layout: Layout | None, hook: Hook | None) -> None:
+def relayout(ddp: Any, layout: BucketIndices | None, hook: Hook | None) -> None:
     """Give a live DDP these buckets and this comm hook from its next step on; None restores DDP's own.
 
     Does not communicate: the caller must pass the same layout on every rank before the same forward. Call it at the
@@ -156,7 +156,7 @@ def gradients_seen(ddp: Any) -> list[int]:
     return list(ddp.reducer.get_backward_stats())
 
 
-def built_by_ddp(ddp: DistributedDataParallel) -> Layout | None:
+def built_by_ddp(ddp: DistributedDataParallel) -> BucketIndices | None:
     """The buckets that DDP itself has rebuilt from the order it observed; None if it has not, or never does.
 
     ``relayout`` with these buckets leaves nothing to rebuild; with None, DDP would rebuild, and so communicate, in the
@@ -167,7 +167,7 @@ def built_by_ddp(ddp: DistributedDataParallel) -> Layout | None:
 
 
 @contextmanager
-def _initial_layout(layout: Layout) -> Iterator[None]:
+def _initial_layout(layout: BucketIndices) -> Iterator[None]:
     """Within this context DDP's helper builds this layout; it reverses the list that the patched function returns."""
     real = dist._compute_bucket_assignment_by_size
     dist._compute_bucket_assignment_by_size = lambda *_, **__: (layout[::-1], [0] * len(layout))
@@ -177,7 +177,7 @@ def _initial_layout(layout: Layout) -> Iterator[None]:
         dist._compute_bucket_assignment_by_size = real
 
 
-def _use_up_rebuild(ddp: Any, layout: Layout) -> None:
+def _use_up_rebuild(ddp: Any, layout: BucketIndices) -> None:
     """Have the reducer do its one rebuild now, with this layout, so that it never rebuilds by itself."""
     group = _LayoutAsProcessGroup(layout)  # a reference is needed until the rebuild is over, for its Python override
     ddp.reducer._push_all_rebuilt_params()
@@ -198,7 +198,7 @@ class _LayoutAsProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     the length of each bucket.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: BucketIndices) -> None:
         super().__init__(0, 1)
         flat = [index for bucket in layout for index in bucket]
         self._broadcasts = [[*flat, len(layout)], [len(bucket) for bucket in layout]]

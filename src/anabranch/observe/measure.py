@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from anabranch.checks import Scalar
-from anabranch.comm.agree import Group, agree_on, wire_device
+from anabranch.comm.agree import agree_on, wire_device
 from anabranch.comm.dense import dense
-from anabranch.comm.exchange import Collective, Steps, issued
+from anabranch.comm.exchange import Collective, Group, Steps, issued
 from anabranch.comm.exchange import all_gather as issue_all_gather
 from anabranch.network import ALL_GATHER, REDUCE_SCATTER, Contention, Network
 from anabranch.observe.clock import Clock, clock_for
@@ -126,9 +126,9 @@ class Stopwatch:
 
     def as_rank_0(self, number: float) -> float:
         """Rank 0's number: what ranks do together must not depend on what each has measured."""
-        told = torch.tensor([number], dtype=torch.float64, device=wire_device(self._group))
-        dist.broadcast(told, group_src=0, group=self._group)
-        return float(told.item())
+        sent = torch.tensor([number], dtype=torch.float64, device=wire_device(self._group))
+        dist.broadcast(sent, group_src=0, group=self._group)
+        return float(sent.item())
 
     def _times(self, action: Callable[[], None], count: int) -> list[float]:
         marks = []

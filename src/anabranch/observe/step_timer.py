@@ -1,8 +1,12 @@
-"""The step timer: the only place that hooks a model's output and gradients to time its steps; others subscribe."""
+"""The step timer: the only code that hooks a model's output and gradients to time its steps; others subscribe.
+
+A model has one timer, its tuner's. While activations are profiled it has a second one, because activations/ works
+without a tuner.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -135,15 +139,12 @@ class StepTimer:
     @contextmanager
     def gradient_timing(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """A context in which a mark is taken when this rank has computed each of these gradients."""
-        handles = [
-            parameter.register_post_accumulate_grad_hook(self._gradient_marker(name))
-            for name, parameter in parameters.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, parameter in parameters.items():
+                if parameter.requires_grad:  # it may have been frozen since the model was wrapped
+                    handle = parameter.register_post_accumulate_grad_hook(self._gradient_marker(name))
+                    hooks.callback(handle.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def mark_bucket(self, index: int) -> Callable[[list[dist.Work]], None] | None:
         """Mark the launch of a bucket. The returned function marks its end; None if buckets are not timed now."""

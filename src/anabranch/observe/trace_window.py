@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.agree import Group, check_same, from_rank_0
+from anabranch.comm.agree import check_same, from_rank_0
+from anabranch.comm.exchange import Group
 from anabranch.errors import FileError
 from anabranch.files import write_text
 from anabranch.observe.clock_sync import ClockAlignment, HostAnchor, Offset, clock_offsets
@@ -84,7 +85,8 @@ class TraceWindow(StepObserver):
     def on_step_end(self, step: StepMarks) -> None:
         current = self._current_step()
         if self._first <= current.number <= self._last:
-            marks = replace(step, buckets=list(step.buckets))  # a trial empties the list when it ends
+            # Copies: a trial empties the list when it ends, and a later backward pass may add gradients.
+            marks = replace(step, buckets=list(step.buckets), ready=dict(step.ready))
             self._steps.append(_WindowStep(current.number, marks, current.plan))
         if current.number == self._first - 1:
             self._begin()

@@ -7,7 +7,8 @@ from threading import Thread
 
 import torch.distributed as dist
 
-from anabranch.comm.agree import Group, agree_on, from_rank_0
+from anabranch.comm.agree import agree_on, from_rank_0
+from anabranch.comm.exchange import Group
 from anabranch.plan import Plan
 
 Candidates = list[tuple[str, Plan]]

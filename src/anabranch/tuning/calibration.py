@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.agree import Group, agree_on
+from anabranch.comm.agree import agree_on
+from anabranch.comm.exchange import Group
 from anabranch.curve import Curve
 from anabranch.network import Contention, Network
 from anabranch.plan import Plan

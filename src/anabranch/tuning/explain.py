@@ -1,8 +1,10 @@
 """The text of ``explain()``: what a DataParallel does and why, with predictions next to measurements."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from anabranch.errors import NetworkError
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.trace import Trace
@@ -84,17 +86,18 @@ def _lanes(network: Network) -> str:
 
 
 def _trials(found: Findings) -> list[str]:
-    stock = found.trials[0]
+    default = found.trials[0]
     table = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up")]
     for trial in found.trials:
         predicted, error = "-", "-"
         if found.network is not None and found.trace is not None:
-            seconds = predicted_s(found.trace, trial.plan, found.network)
-            predicted, error = f"{seconds * 1e3:.2f} ms", f"{seconds / trial.step_s - 1:+.0%}"
+            with suppress(NetworkError):  # a given plan may name a kind that the given network has no cost for
+                seconds = predicted_s(found.trace, trial.plan, found.network)
+                predicted, error = f"{seconds * 1e3:.2f} ms", f"{seconds / trial.step_s - 1:+.0%}"
         shape = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
         table.append((
             "*" if trial is found.kept else "", trial.label, *shape, predicted, f"{trial.step_s * 1e3:.2f} ms", error,
-            f"{trial.exposed_s * 1e3:.2f} ms", f"{stock.step_s / trial.step_s:.2f}×",
+            f"{trial.exposed_s * 1e3:.2f} ms", f"{default.step_s / trial.step_s:.2f}×",
         ))  # fmt: skip
     if found.network is not None and found.trace is not None:
         apart_s = unmerged_s(found.trace, found.network)

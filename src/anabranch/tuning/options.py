@@ -57,7 +57,7 @@ class TuningOptions:
         return [
             f"planner {planner if isinstance(planner, str) else getattr(planner, '__qualname__', 'a function')}",
             f"plan {self.plan.fingerprint if isinstance(self.plan, Plan) else self.plan and f'in {self.plan}'}",
-            f"network given {self.network is not None}",
+            f"network {self.network and (self.network.world_size, sorted(self.network.curves))}",
             f"lanes {self.lanes}",
             f"profile_steps {self.profile_steps}",
         ]

@@ -24,5 +24,23 @@ class TuningPolicy:
     max_drift: float = 0.10
     late_gradients: float = 0.9
 
+    def __post_init__(self) -> None:
+        for name in ("settle_steps", "detailed_steps", "drift_check_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"TuningPolicy {name} is {value!r}: expected a number of steps, at least 1")
+        for name in ("min_gain", "lanes_min_gain", "max_drift", "late_gradients"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or value != value:
+                raise ValueError(f"TuningPolicy {name} is {value!r}: expected a share, such as 0.01 for 1 %")
+
 
 DEFAULT_POLICY = TuningPolicy()
+
+
+def check_policy(policy: object) -> None:
+    """ValueError unless ``DataParallel(policy=...)`` can take this."""
+    if not isinstance(policy, TuningPolicy):
+        raise ValueError(
+            f"policy is a {type(policy).__name__}: expected a TuningPolicy, such as TuningPolicy(min_gain=0.02)"
+        )

@@ -57,14 +57,18 @@ class Tuned:
         options = replace(options, kinds=collectives.kinds, dense_names=collectives.dense_names)
         options.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
         control = clone_group(self.process_group, "gloo", "anabranch control")
-        layout = make_layout(control)
-        self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, model_name)
+        try:
+            layout = make_layout(control)
+            self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, model_name)
+        except BaseException:
+            dist.destroy_process_group(control)
+            raise
         self._release = weakref.finalize(self, self._tuner.close)
         return self._tuner
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None while DDP's own buckets run."""
+        """The plan that the next step runs; None for DDP's own buckets, or Lean's of DDP's sizes."""
         return self._tuner.runner.plan if self._tuner is not None else None
 
     @property
@@ -174,7 +178,7 @@ class Tuned:
             self._collectives.rescale(float(self._scaler.get_scale()))
 
     def replan(self) -> None:
-        """Profile, measure and plan again. Rank 0's call counts; it takes effect within 20 steps."""
+        """Profile, measure and plan again. Rank 0's call counts; it takes effect at the next drift check (20 steps)."""
         if self._tuner is not None:
             self._tuner.replan_requested = True
 

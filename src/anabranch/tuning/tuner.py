@@ -1,7 +1,8 @@
 """The tuner: profiles under DDP's own buckets, measures, plans, tries, keeps the fastest, and watches for drift.
 
 Every rank follows the same schedule, counted in averaged backward passes, which happen equally often on each rank.
-Ranks communicate only at the end of such a backward: in a forward, the other ranks may not take part. Everything that
+The tuner lets ranks communicate only at the end of such a backward: in a forward, other ranks may not take part (once,
+before the first planned bucket, ranks also compare the checkpoints that they loaded). Everything that
 depends on a measurement is decided by rank 0 and sent to the others before any rank acts on it.
 """
 
@@ -37,6 +38,7 @@ from anabranch.tuning.trial import Trial
 
 log = logging.getLogger("anabranch")
 
+GIVEN = "the plan it was given"
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 
 Schedule = Generator[None, None, None]  # one yield per averaged step
@@ -79,7 +81,11 @@ class Tuner:
         self._patience = 1  # number of the first drift check that may start planning again
         self._prediction: tuple[Trace, Plan | None, Network, float | None] | None = None  # the last one, and its inputs
         self._schedule = self._tuning()
-        next(self._schedule, None)
+        try:
+            next(self._schedule, None)
+        except BaseException:
+            self.runner.close()
+            raise
 
     # Called by DataParallel.
 
@@ -96,7 +102,10 @@ class Tuner:
     def hold(self) -> None:
         """Never plan again: keep the last choice, or the layout's own buckets if there was no choice yet."""
         self._schedule.close()
-        label, plan = (self.kept.label, self.kept.plan) if self.kept is not None else (self._default_label, None)
+        given = self._options.plan if isinstance(self._options.plan, Plan) else None
+        label, plan = self._default_label if given is None else GIVEN, given
+        if self.kept is not None:
+            label, plan = self.kept.label, self.kept.plan
         self.stage = f"running {label}, held"
         self.runner.use_plan(plan)
 
@@ -210,10 +219,10 @@ class Tuner:
         plan = agree_on(Plan, self._options.plan, self.control)
         if self._options.network is not None:
             self.network = agree_on(Network, self._options.network, self.control)
-        self.stage = "running the plan it was given"
+        self.stage = f"running {GIVEN}"
         yield from self._change_to(plan)
         if self._options.profile_steps:
-            yield from self._profile("the plan it was given", plan)
+            yield from self._profile(GIVEN, plan)
             self.kept = self.trials[0]
         while True:
             yield
