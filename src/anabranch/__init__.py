@@ -2,7 +2,7 @@
 
 Four frozen values (Trace, Network, Plan, Timeline), planners that make a Plan from the first two, a simulator that
 turns a Plan into a Timeline, and files for all of them: none of these imports torch. ``DataParallel``, the drop-in for
-DistributedDataParallel that runs a plan on a live model, does, when it is first asked for.
+DistributedDataParallel that runs a plan on a live model, imports torch when it is first used.
 """
 
 from importlib import import_module as _import_module
@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 
-# Who trains needs torch; nobody else waits for it.
+# Imported on first use, since they import torch, which planning does not need.
 _WITH_TORCH = {
     "Activations": "anabranch.activations.policy",
     "CommState": "anabranch.integrations.distributed_checkpoint",
@@ -104,12 +104,12 @@ _WITH_TORCH = {
 
 
 def __dir__() -> list[str]:
-    """What there is, whether torch was imported or not."""
+    """All public names, also those that are imported on first use."""
     return __all__
 
 
 def __getattr__(name: str) -> _Any:
-    """Import torch only for those who train."""
+    """Import names that need torch when they are first used."""
     if name not in _WITH_TORCH:
         raise AttributeError(f"module 'anabranch' has no attribute {name!r}")
     return getattr(_import_module(_WITH_TORCH[name]), name)

@@ -1,4 +1,4 @@
-"""LeanDataParallel: a wrapper of our own for less memory, since DDP's reducer keeps every gradient alive."""
+"""LeanDataParallel: a wrapper without DDP's reducer, which keeps every gradient in memory."""
 
 import json
 import os
@@ -33,23 +33,23 @@ from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 from anabranch.tuning.tuned import Tuned
 from anabranch.tuning.tuner import Tuner
 
-BROADCAST_NBYTES = 250 << 20  # in one message, as DDP does
+BROADCAST_NBYTES = 250 << 20  # bytes per message of the initial broadcast, as in DDP
 COPIED = "it is a copy"
 
 
 class LeanDataParallel(Tuned, nn.Module):
-    """Data-parallel training in which no gradient outlives its bucket's exchange.
+    """Data-parallel training that frees each gradient after its bucket's exchange.
 
-    Every bucket is updated inside backward, by an optimizer of its own. ``optimizer`` stands for all of them, for
-    learning-rate schedulers and checkpoints; its ``step()`` has nothing left to do. It is no DistributedDataParallel.
+    Every bucket is updated inside backward, by an optimizer of its own. ``optimizer`` represents all of them, for
+    learning-rate schedulers and checkpoints; its ``step()`` does nothing. This class is no DistributedDataParallel.
 
-    memory: the settings, with the optimizer. The other arguments are those of ``DataParallel`` and, of
-    DistributedDataParallel's, ``process_group``, ``broadcast_buffers`` and ``find_unused_parameters``.
+    memory: the settings of Lean, with the optimizer. The other arguments are those of ``DataParallel``, and
+    ``process_group``, ``broadcast_buffers`` and ``find_unused_parameters`` of DistributedDataParallel.
     """
 
     _layout: LeanLayout
-    _synchronised = True  # no no_sync() is open
-    _averages = True  # nor was at the forward of this backward pass or, before it, at the last one
+    _sync_enabled = True  # False inside no_sync()
+    _averaging_now = True  # whether this backward pass, or the one that comes next, is averaged
 
     def __init__(
         self,
@@ -69,43 +69,35 @@ class LeanDataParallel(Tuned, nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        if unnamed or others:
-            raise ValueError(
-                f"DataParallel under Lean was given {', '.join(others) or 'device_ids'}: it is no "
-                "DistributedDataParallel, and of its arguments takes process_group, broadcast_buffers and "
-                "find_unused_parameters, by name; leave the others out, and move inputs to the model's device"
-            )
-        check_compress(compress)
-        check_lean(memory)
-        if isinstance(compress, OkTopk) and compress.momentum:
-            raise ValueError(
-                f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to the residual as they "
-                "come: expected 0; leave momentum to the optimizer"
-            )
+        _check_arguments(unnamed, others, compress, memory)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
         group = process_group or dist.group.WORLD
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
         tuning.check_agreed(module, group, f"compress {compress}", *memory.described(), of_ddp)
         assert group is not None
         tuning = tuning.with_plan_loaded(group)
-        self.module, self.memory, self.process_group = module, memory, group
-        self._broadcast_buffers, self._buffers_differ = broadcast_buffers, False
+        self.module = module
+        self.memory = memory
+        self.process_group = group
+        self._broadcast_buffers = broadcast_buffers
+        self._buffers_changed = False  # since the last broadcast
         alone = dist.get_world_size(group) == 1
-        self.find_unused_parameters = find_unused_parameters or alone  # which needs nobody else's word
-        parameters = _checked(module)
+        self.find_unused_parameters = find_unused_parameters or alone  # a single rank needs no message for it
+        parameters = _trainable_parameters(module)
         with torch.no_grad():
-            self._from_rank_0([*_shared(module.named_parameters(), module), *_shared(module.named_buffers(), module)])
+            tensors = [*module.named_parameters(), *module.named_buffers()]
+            self._broadcast_from_rank_0(_synchronised_tensors(tensors, module))
         if alone and plan is None:
             tuning = replace(tuning, profile_steps=0)
         self._activations = ManagedActivations(module, memory.activations)
-        self._undo = weakref.finalize(self, self._activations.undo)
-        self._undo.atexit = False  # there is no one left to use the module
+        self._undo_activations = weakref.finalize(self, self._activations.undo)
+        self._undo_activations.atexit = False  # the module is not used after the interpreter has ended
         try:
             self._start_engine(tuning, policy, compress, parameters)
             check_same("Lean's optimizer", self._layout.optimizers.described(), group)
         except BaseException:
             self.close()
-            self._undo()
+            self._undo_activations()
             raise
 
     def _start_engine(
@@ -115,11 +107,11 @@ class LeanDataParallel(Tuned, nn.Module):
         compress: str | OkTopk | None,
         parameters: dict[str, nn.Parameter],
     ) -> None:
-        owner = weakref.ref(self)  # a dropped model must be able to go
+        owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
 
         def averaging() -> bool:
             own = owner()
-            return own is not None and own._averages
+            return own is not None and own._averaging_now
 
         def applied(names: Collection[str]) -> Collection[str]:
             own = owner()
@@ -134,7 +126,7 @@ class LeanDataParallel(Tuned, nn.Module):
 
         name = type(self.module).__name__
         tuner = self._start_tuning(tuning, policy, collectives, parameters, make_layout, name)
-        tuner.runner.timer.observers += [_AveragingFollower(owner), self._layout]
+        tuner.runner.timer.observers += [_AveragingObserver(owner), self._layout]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -147,36 +139,37 @@ class LeanDataParallel(Tuned, nn.Module):
         return self.layout.updates.skipped()
 
     def explain(self) -> str:
-        """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
+        """The plan, its predicted and measured gain, and the exposed time; or why there is no plan."""
         if self._tuner is None:
-            return f"No plan: {self._idle}. It trains nothing: wrap the module again."
-        with suppress(RuntimeError):  # a lane has failed, and has said so where it was waited for
+            return f"No plan: {self._no_plan_reason}. It cannot train: wrap the module again."
+        with suppress(RuntimeError):  # the error of a lane, which was raised already in backward
             self.layout.residuals.synchronize()
         return super().explain()
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """What this rank must keep in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
+        """The state of this rank to save in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
         if self._tuner is not None:
-            self.layout.residuals.synchronize()  # it may be on its way to host memory
+            self.layout.residuals.synchronize()  # copies to host memory may still be running
         return super().comm_state_dict()
 
     def clip_grad_norm_(self, *_: Any, **__: Any) -> None:
-        """Refuse: there are no gradients to clip between two steps."""
-        why = "every bucket was updated in backward, before the norm over all gradients was known"
-        raise RuntimeError(f"clip_grad_norm_() under Lean: {why}. Use Lean(clip_norm=...), which clips each bucket")
+        """Raise RuntimeError: after backward there are no gradients to clip."""
+        reason = "every bucket was updated in backward, before the norm over all gradients was known"
+        raise RuntimeError(f"clip_grad_norm_() under Lean: {reason}. Use Lean(clip_norm=...), which clips each bucket")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards in here only add up, where autograd puts them: they live until the next average."""
-        before, self._synchronised = self._synchronised, False
+        """A context whose forwards only accumulate gradients, in ``parameter.grad``, until the next averaged step."""
+        before = self._sync_enabled
+        self._sync_enabled = False
         try:
             yield
         finally:
-            self._synchronised = before
+            self._sync_enabled = before
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; its gradients will be averaged, and its parameters updated, in backward."""
-        will_average = torch.is_grad_enabled() and self._synchronised
+        will_average = torch.is_grad_enabled() and self._sync_enabled
         self._before_forward(will_average)
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
@@ -184,82 +177,84 @@ class LeanDataParallel(Tuned, nn.Module):
         return output
 
     def follow(self, scaler: Scaler) -> None:
-        """Let updates and residuals follow this GradScaler; call it on every rank, and once.
+        """Scale updates and residuals with this GradScaler. Call it once, on every rank.
 
-        ``scaler.scale(loss).backward()`` is all that is left to do: before the next forward the scale falls if an
-        update was skipped, and rises after its interval of steps without, by the scaler's own factors.
-        ``scaler.step()`` and ``scaler.update()`` are for gradients that live until then: do not call them.
+        Then call only ``scaler.scale(loss).backward()``. Before the next forward the scale falls if an update was
+        skipped, and rises after the scaler's interval of steps without a skip, by the scaler's own factors. Do not call
+        ``scaler.step()`` and ``scaler.update()``: they need gradients that exist after backward.
         """
-        self._good_steps, self._seen = 0, self._so_far()
+        self._good_steps = 0  # since the last skipped update or change of the scale
+        self._counts_seen = self._step_counts()
         super().follow(scaler)
 
     def _follow_scale(self) -> None:
         scaler = self._scaler
-        if isinstance(scaler, torch.amp.GradScaler) and self._seen != (now := self._so_far()):
-            (_, skipped), self._seen = self._seen, now
-            self._good_steps = self._good_steps + 1 if skipped == now[1] else 0
+        if isinstance(scaler, torch.amp.GradScaler) and self._counts_seen != (now := self._step_counts()):
+            skipped_before, skipped_now = self._counts_seen[1], now[1]
+            self._counts_seen = now
+            self._good_steps = self._good_steps + 1 if skipped_before == skipped_now else 0
             if self._good_steps == 0:
                 scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
             elif self._good_steps == scaler.get_growth_interval():
                 self._good_steps = 0
                 grown = scaler.get_scale() * scaler.get_growth_factor()
-                if grown < torch.finfo(torch.float32).max:  # as torch: it stays where it cannot grow
+                if grown < torch.finfo(torch.float32).max:  # as in torch, the scale never becomes infinite
                     scaler.update(grown)
         if scaler is not None and self.layout.updates.loss_scale != (scale := float(scaler.get_scale())):
             self.layout.updates.loss_scale = scale
             self.layout.residuals.synchronize()
         super()._follow_scale()
 
-    def _so_far(self) -> tuple[int, int]:
-        """Steps made, and updates left out."""
+    def _step_counts(self) -> tuple[int, int]:
+        """The number of steps so far, and of skipped updates."""
         return (self._tuner.steps_done if self._tuner is not None else 0), self.skipped
 
     @_disable_dynamo
     def _before_forward(self, will_average: bool) -> None:
-        if self._idle == COPIED and not torch.is_grad_enabled():
+        if self._no_plan_reason == COPIED and not torch.is_grad_enabled():
             return
         tuner = self._running_tuner()
         if torch.is_grad_enabled():
             if not in_backward():
-                self._averages = self._synchronised
-                self._follow_scale()  # in the first forward after a step: all that adds up until the next has one scale
-            tuner.before_forward(averaged=self._synchronised)
-        if will_average and tuner.steps_done >= PROFILED_STEPS:  # which all ranks have made, whatever else they did
-            self._activations.choose(partial(_as_rank_0, self.process_group))
-        if self._broadcast_buffers and (will_average or self._buffers_differ):
+                self._averaging_now = self._sync_enabled
+                self._follow_scale()  # all gradients that accumulate until the next step have one scale
+            tuner.before_forward(averaged=self._sync_enabled)
+        if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
+            self._activations.choose(partial(_choice_of_rank_0, self.process_group))
+        if self._broadcast_buffers and (will_average or self._buffers_changed):
             with torch.no_grad():
-                self._from_rank_0(_shared(self.module.named_buffers(), self.module))
-        self._buffers_differ = will_average  # after it, as far as they are statistics
+                self._broadcast_from_rank_0(_synchronised_tensors(self.module.named_buffers(), self.module))
+        self._buffers_changed = will_average  # this forward updates running statistics on each rank
 
     @_disable_dynamo
     def _after_forward(self, output: Any, averaged: bool) -> None:
         self._running_tuner().after_forward(output, averaged)
 
     def _backward_begins(self, averaged: bool) -> None:
-        """A gradient has reached an output whose forward was, or was not, to be averaged.
+        """Called when a gradient reaches an output; ``averaged``: whether its forward was outside no_sync().
 
-        Of several forwards in one backward pass, any that is to be averaged decides.
+        A backward pass through several forwards is averaged if any of them was.
         """
         if self._tuner is not None:
-            self._averages = averaged or (self._averages and self.layout.awaited)
+            self._averaging_now = averaged or (self._averaging_now and self.layout.averaged_backward_running)
 
     @property
     def layout(self) -> LeanLayout:
-        """What runs the buckets; RuntimeError after close() and in a copy."""
+        """The bucket layout; raises RuntimeError after close() and in a copy."""
         self._running_tuner()
         return self._layout
 
     def _running_tuner(self) -> Tuner:
-        if self._tuner is None and self._idle == COPIED:
+        if self._tuner is None and self._no_plan_reason == COPIED:
             raise RuntimeError(
-                "this is a copy of a DataParallel under Lean: it computes under torch.no_grad() and has no engine to "
-                "train with; to train it, wrap the module in it: DataParallel(copy.module, memory=...), on all ranks"
+                "this is a copy of a DataParallel under Lean: it can compute under torch.no_grad(), but it cannot "
+                "train; to train it, wrap its module: DataParallel(copy.module, memory=...), on all ranks"
             )
         if self._tuner is None:
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         return self._tuner
 
-    def _from_rank_0(self, tensors: list[torch.Tensor]) -> None:
+    def _broadcast_from_rank_0(self, tensors: list[torch.Tensor]) -> None:
         if tensors and dist.get_world_size(self.process_group) > 1:
             dist._broadcast_coalesced(self.process_group, tensors, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
 
@@ -267,28 +262,29 @@ class LeanDataParallel(Tuned, nn.Module):
         """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
         if self._tuner is not None:
             self._release()
-            self._undo()
+            self._undo_activations()
         self._mark_closed()
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for a copy: everything but what runs the buckets. The copied module is as before it was wrapped."""
+        """State for a copy: everything except tuner, layout and groups. The copied module is as before wrapping."""
         mode = self.memory.activations.mode
         if self._tuner is not None and mode in ("offload", "auto"):
             raise RuntimeError(
-                f"a DataParallel under Lean with Activations mode {mode!r} cannot be copied, since its module is tied "
-                "to host memory: copy the module before it is wrapped, and load this one's state_dict()"
+                f"a DataParallel under Lean with Activations mode {mode!r} cannot be copied, since its module keeps "
+                "activations in host memory: copy the module before it is wrapped, and load this one's state_dict()"
             )
-        own = ("_tuner", "_collectives", "_layout", "_scaler", "_release", "_undo", "process_group")
+        own = ("_tuner", "_collectives", "_layout", "_scaler", "_release", "_undo_activations", "process_group")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._idle, self._synchronised = COPIED, True
-        self._activations.undo()  # the copy's
+        self._no_plan_reason = COPIED
+        self._sync_enabled = True
+        self._activations.undo()  # of the copy
 
 
-class _AveragingFollower(StepObserver):
-    """Tells a LeanDataParallel, before the engine asks, whether the backward pass that begins is to be averaged."""
+class _AveragingObserver(StepObserver):
+    """Tells a LeanDataParallel at the start of each backward pass whether it is averaged, before the engine asks."""
 
     def __init__(self, owner: "weakref.ref[LeanDataParallel]") -> None:
         self._owner = owner
@@ -302,36 +298,55 @@ class _AveragingFollower(StepObserver):
         return backward_begins
 
 
-def _as_rank_0(group: dist.ProcessGroup, message: ChoiceMessage) -> ChoiceMessage:
-    """Rank 0's choice for activations: ranks must recompute alike where a block communicates."""
+def _check_arguments(
+    unnamed: tuple[Any, ...], others: dict[str, Any], compress: str | OkTopk | None, memory: Lean
+) -> None:
+    """Raise ValueError for arguments that a DataParallel under Lean does not take."""
+    if unnamed or others:
+        raise ValueError(
+            f"DataParallel under Lean was given {', '.join(others) or 'device_ids'}: of the arguments of "
+            "DistributedDataParallel it takes only process_group, broadcast_buffers and find_unused_parameters, by "
+            "name; leave the others out, and move inputs to the model's device"
+        )
+    check_compress(compress)
+    check_lean(memory)
+    if isinstance(compress, OkTopk) and compress.momentum:
+        raise ValueError(
+            f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to the residual as they "
+            "arrive: expected 0; use the momentum of the optimizer"
+        )
+
+
+def _choice_of_rank_0(group: dist.ProcessGroup, message: ChoiceMessage) -> ChoiceMessage:
+    """Rank 0's choice for activations: a block that communicates must be recomputed on all ranks or on none."""
     agreed: ChoiceMessage = json.loads(from_rank_0(json.dumps(message).encode(), group))
     return agreed
 
 
-def _shared(named: Iterable[tuple[str, torch.Tensor]], module: nn.Module) -> list[torch.Tensor]:
-    """Those that are the same on all ranks; DDP leaves some to each rank."""
+def _synchronised_tensors(named: Iterable[tuple[str, torch.Tensor]], module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that are kept the same on all ranks, without those that DDP ignores."""
     ignored = ignored_names(module)
     return [tensor for name, tensor in named if name not in ignored]
 
 
-def _checked(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters it trains; ValueError if the engine cannot train this module."""
+def _trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters to train; raises ValueError if the engine cannot train this module."""
     parameters = trained_parameters(module)
     if not parameters:
         raise ValueError("no parameter of this module requires a gradient: nothing to train")
     sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
     if sparse:
         raise ValueError(
-            f"{sparse[0]} has sparse gradients, and Lean adds gradients up in place: make it with sparse=False"
+            f"{sparse[0]} has sparse gradients, and Lean adds gradients up in place: create it with sparse=False"
         )
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1 or any(device.type == "meta" for device in devices):
-        raise ValueError(f"the parameters are on {', '.join(map(str, devices))}: expected one device that computes")
+        raise ValueError(f"the parameters are on {', '.join(map(str, devices))}: expected all on one CPU or GPU")
     return parameters
 
 
 def ddp_sized_plan(parameters: dict[str, nn.Parameter]) -> Plan:
-    """The buckets that DDP would make: by size, from the last parameter to the first, one dtype each."""
+    """The buckets that DDP would build: by size, from the last parameter to the first, one dtype each."""
     backwards = list(reversed(parameters.items()))
     tensors = [
         TensorSpec(name, p.numel(), p.element_size(), index * 1e-6, str(p.dtype).removeprefix("torch."))

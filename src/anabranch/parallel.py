@@ -25,7 +25,7 @@ from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 from anabranch.tuning.tuned import CLOSED, Tuned
 
-# Options of DDP under which its reducer does not run the buckets as we know them.
+# Options of DDP under which its reducer does not run ordinary buckets.
 UNPLANNABLE_OPTIONS = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
 
 
@@ -33,15 +33,15 @@ class DataParallel(Tuned, ExtensibleDDP):
     """Drop-in for ``DistributedDataParallel``: takes all its arguments, and is one.
 
     The first steps run DDP's own buckets and are recorded. Then the network is measured (a few seconds), rank 0 plans,
-    every rank lays its buckets out alike, and the plan is kept if live steps show, twice, that it is faster than DDP.
-    If not, DDP's own buckets stay. When the step time drifts by more than 10 %, all of this happens again.
+    every rank builds the same buckets, and the plan is kept if live steps show, twice, that it is faster than DDP. If
+    not, DDP's own buckets stay. When the step time drifts by more than 10 %, all of this happens again.
 
     planner: a name from ``anabranch.planners`` or a function (trace, network) -> Plan.
     plan: run this plan, or the plan in this file, whatever its step time. network: use this instead of measuring.
-    lanes: at most so many simultaneous messages; None tries two where the measurement says that they pay.
+    lanes: the maximum number of simultaneous messages; None tries two if the measurement predicts a gain.
     compress: "bf16" sends bfloat16 and adds in float32, OkTopk(...) sends the largest values and keeps the rest as
-    residual for later steps; each only where that is faster.
-    profile_steps: steps per trial; 0 never plans. policy: when a tuner tries, keeps and gives up a plan.
+    residual for later steps; each is used only if it is faster.
+    profile_steps: steps per trial; 0 never plans. policy: when the tuner tries, keeps and drops a plan.
     memory: Lean(...) returns a ``LeanDataParallel`` instead, which is no DistributedDataParallel.
     """
 
@@ -65,7 +65,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         compress: str | OkTopk | None = None,
         profile_steps: int = 10,
         policy: TuningPolicy = DEFAULT_POLICY,
-        memory: Lean | None = None,  # noqa: ARG002 - it is None: with any, __new__ makes another class
+        memory: Lean | None = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
         **options: Any,
     ) -> None:
         check_compress(compress)
@@ -77,16 +77,16 @@ class DataParallel(Tuned, ExtensibleDDP):
         assert group is not None
         tuning = tuning.with_plan_loaded(group)
         super().__init__(module, *args, **options)
-        self._idle = self._why_no_plan(given, tuning, isinstance(compress, OkTopk))
-        if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # whose first step must synchronise
+        self._no_plan_reason = self._find_no_plan_reason(given, tuning, isinstance(compress, OkTopk))
+        if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # its first step must synchronise
             self.require_backward_grad_sync = False  # as under no_sync()
-            self._alone = not self.device_ids  # else DDP moves the inputs
-        if not self._idle:
+            self._alone = not self.device_ids  # with device_ids DDP's forward must move the inputs
+        if not self._no_plan_reason:
             self._plan_buckets(tuning, policy, self._make_collectives(compress))
         elif dist.get_world_size(self.process_group) == 1:
             self._collectives = self._make_collectives(compress)
 
-    def _why_no_plan(self, given: dict[str, Any], tuning: TuningOptions, compressed: bool) -> str:
+    def _find_no_plan_reason(self, given: dict[str, Any], tuning: TuningOptions, compressed: bool) -> str:
         """Why there is nothing to plan here; empty if there is, or if a checkpoint may hold residuals to send."""
         if dist.get_world_size(self.process_group) == 1:
             return "there is one rank, so nothing to send"
@@ -97,7 +97,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         if self._has_sparse_gradients:
             return "an embedding has sparse gradients, which DDP sends by themselves"
         if used := [name for name in UNPLANNABLE_OPTIONS if given.get(name)]:
-            return f"DDP's {used[0]} arranges communication its own way"
+            return f"DDP's option {used[0]} changes how it communicates"
         return ""
 
     def _plan_buckets(self, tuning: TuningOptions, policy: TuningPolicy, collectives: Collectives) -> None:
@@ -109,12 +109,12 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._start_tuning(tuning, policy, collectives, reduced_parameters(self), make_layout, name)
 
     def _make_collectives(self, compress: str | OkTopk | None) -> Collectives:
-        if isinstance(compress, OkTopk) and self.find_unused_parameters and not self._idle:
+        if isinstance(compress, OkTopk) and self.find_unused_parameters and not self._no_plan_reason:
             raise ValueError(
                 "OkTopk with find_unused_parameters=True: DDP drops the averages of parameters that no rank used, "
                 "and with them residuals that were sent; leave one of the two out"
             )
-        owner = weakref.ref(self)  # a dropped model must be able to go
+        owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
         return collectives_for(
             compress,
             reduced_parameters(self),
@@ -123,8 +123,8 @@ class DataParallel(Tuned, ExtensibleDDP):
         )
 
     def explain(self) -> str:
-        """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
-        join = "\nInside join() nothing is planned: ranks that have run out of inputs could take no part in it."
+        """The plan, its predicted and measured gain, and the exposed time; or why there is no plan."""
+        join = "\nInside join() nothing is planned, since ranks that have run out of inputs could not take part."
         return super().explain() + (join if self._inside_join else "")
 
     def close(self) -> None:
@@ -148,23 +148,26 @@ class DataParallel(Tuned, ExtensibleDDP):
             if self._tuner.runner.launcher is not None:
                 raise RuntimeError("DataParallel runs a plan already: register a comm hook before the first step")
             self._release()
-            self._tuner = self._collectives = self._layout = None
-            self._idle = f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
-        self.require_backward_grad_sync, self._alone = True, False
+            self._tuner = None
+            self._collectives = None
+            self._layout = None
+            self._no_plan_reason = f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
+        self.require_backward_grad_sync = True
+        self._alone = False
         super().register_comm_hook(state, hook)
 
     # DDP's extension points.
 
     @_disable_dynamo
     def _before_forward(self) -> None:
-        if self._idle == CLOSED:
+        if self._no_plan_reason == CLOSED:
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         if self._tuner is not None and self._layout is not None:
             if torch.is_grad_enabled():
                 self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join:
                 self._tuner.before_forward(averaged=self.require_backward_grad_sync)
-            self._layout.drain_buffers()  # after the step's first mark, so that what is exposed of it counts
+            self._layout.drain_buffers()  # after the step's first mark, so that this wait is measured
 
     @_disable_dynamo
     def _after_forward(self, output: Any) -> None:
@@ -190,10 +193,12 @@ class DataParallel(Tuned, ExtensibleDDP):
         for name in ("_tuner", "_release", "_collectives", "_layout", "_scaler"):
             attributes.pop(name, None)
         if self._tuner is not None:
-            self._drop_comm_hooks(attributes)  # ours: the copy has none
+            self._drop_comm_hooks(attributes)  # the plan's hook, which the copy does not have
         return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._tuner, self._idle = None, "it is a copy"
-        self._alone, self.require_backward_grad_sync = False, True  # it may have been copied into a larger world
+        self._tuner = None
+        self._no_plan_reason = "it is a copy"
+        self._alone = False  # the copy may be in a process group of several ranks
+        self.require_backward_grad_sync = True

@@ -1,4 +1,4 @@
-"""Agreement among real ranks: the same bytes everywhere, and differences that are named on every rank alike."""
+"""Agreement among real ranks: the same bytes everywhere, and differences that every rank names in the same words."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def everyone() -> Group:
     return group
 
 
-def said(what: str, lines: list[str]) -> str:
+def error_of(what: str, lines: list[str]) -> str:
     """The message of the DisagreementError that check_same raises with these arguments; empty if it raises none."""
     try:
         check_same(what, lines, everyone())
@@ -57,13 +57,13 @@ def test_bytes_arrive_as_they_were_sent() -> None:
 
 def differences(rank: int) -> dict[str, str]:
     return {
-        "same": said("the model", ["a", "b"]),
-        "both empty": said("the model", []),
-        "one line": said("the model", ["a", f"b{rank // 2}", f"c{rank}"]),
-        "shorter": said("the model", ["a", "b"][: 2 - rank // 2]),
-        "empty": said("the model", ["a"] * (rank != 1)),
-        "only rank 0": said("the settings", [str(rank == 0)]),
-        "hostile": said("the model", ["a\nb" if rank else "a", "b"]),
+        "same": error_of("the model", ["a", "b"]),
+        "both empty": error_of("the model", []),
+        "one line": error_of("the model", ["a", f"b{rank // 2}", f"c{rank}"]),
+        "shorter": error_of("the model", ["a", "b"][: 2 - rank // 2]),
+        "empty": error_of("the model", ["a"] * (rank != 1)),
+        "only rank 0": error_of("the settings", [str(rank == 0)]),
+        "hostile": error_of("the model", ["a\nb" if rank else "a", "b"]),
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.dense import COLLECTIVES
+from anabranch.comm.dense import COLLECTIVES, all_finite, dense_traffic
 from parallel.twins import bits
 from ranks import on_ranks
 
@@ -89,3 +89,20 @@ def large(rank: int) -> list[float]:
 def test_dense_scales_before_it_adds() -> None:
     for values in on_ranks(large, 3):
         assert values == pytest.approx([3e38] * 3)
+
+
+def test_traffic_of_dense_collectives() -> None:
+    assert dense_traffic("dense", 1000, torch.float32, 4) == (6000, 6000, 1.0)
+    assert dense_traffic("bf16", 1001, torch.float32, 4) == (2 * 3 * 251 * 2, 2 * 3 * 251 * 2, 1.0)
+    assert dense_traffic("bf16", 1000, torch.float64, 4) == dense_traffic("dense", 1000, torch.float64, 4)
+    assert dense_traffic("dense", 1000, torch.float32, 1) == (0, 0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_all_finite(dtype: torch.dtype, bad: float) -> None:
+    good = torch.full((3000,), 60000.0).to(dtype)
+    wrong = good.clone()
+    wrong[2345] = bad
+    assert all_finite() and all_finite(good, good[:0], torch.ones(2))
+    assert not all_finite(good, wrong)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.comm.dense import dense
-from anabranch.comm.lanes import HostLane, Lanes, Message, same_ranks, timeout_of
+from anabranch.comm.lanes import HostLane, Lanes, Message, clone_group, timeout_of
 from anabranch.errors import CollectiveError
 from ranks import GROUP_TIMEOUT, on_ranks
 
@@ -79,24 +79,24 @@ def failure(rank: int) -> dict[str, Any]:
     made.grow(1)
     lane, buffer = made[0], torch.ones(3)
     first = lane.submit(Message(breaking(buffer, lane.group), buffer, "the first message"))
-    said = []
+    messages = []
     with pytest.raises(RuntimeError) as caught:
         first.wait()
-    said.append(str(caught.value))
+    messages.append(str(caught.value))
     for attempt in (lambda: lane.submit(Message(dense(buffer, lane.group, 1), buffer, "another")), made.check):
         with pytest.raises(CollectiveError) as refused:
             attempt()
-        said.append(str(refused.value))
+        messages.append(str(refused.value))
     made.close()
-    return {"said": said, "left": alive()}
+    return {"messages": messages, "left": alive()}
 
 
 def test_after_a_failure_nothing_more_is_sent() -> None:
     for answer in on_ranks(failure, 2):
         assert answer["left"] == []
-        for said in answer["said"]:
-            assert "the first message did not get through after 0.0 s: in the second step" in said
-            assert "look for the first error among all ranks" in said
+        for message in answer["messages"]:
+            assert "the first message did not get through after 0.0 s: in the second step" in message
+            assert "look for the first error among all ranks" in message
 
 
 def stalled(rank: int) -> dict[str, Any]:
@@ -128,12 +128,12 @@ def test_a_stalled_rank_is_an_error_in_time() -> None:
 
 
 def copies(rank: int) -> dict[str, Any]:
-    made = same_ranks(world(), "gloo", "a copy")
+    made = clone_group(world(), "gloo", "a copy")
     some = dist.new_group([0, 2], timeout=timedelta(seconds=9))
     answer: dict[str, Any] = {"whole": dist.get_process_group_ranks(made), "timeout": timeout_of(made) == GROUP_TIMEOUT}
     if rank != 1:
         assert isinstance(some, dist.ProcessGroup)
-        part = same_ranks(some, "gloo", "a copy of a part")
+        part = clone_group(some, "gloo", "a copy of a part")
         value = torch.ones(1)
         dist.all_reduce(value, group=part)
         answer |= {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import DataParallel
-from anabranch.comm.lanes import Lanes, same_ranks
+from anabranch.comm.lanes import Lanes, clone_group
 from anabranch.ddp.deferred_buffers import DeferredBuffers
 from parallel.twins import WIDTH, batch, plain_train, ring, scatter
 from ranks import on_ranks
@@ -33,7 +33,7 @@ class Rig:
         assert dist.group.WORLD is not None
         self.lanes = Lanes(dist.group.WORLD, CPU)
         self.lanes.grow(1)
-        self.control = same_ranks(dist.group.WORLD, "gloo", "control")
+        self.control = clone_group(dist.group.WORLD, "gloo", "control")
         self.behind = DeferredBuffers(lambda: self.buffers, self.control)
 
     def send(self) -> None:

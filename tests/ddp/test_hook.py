@@ -107,10 +107,10 @@ def test_divisor() -> None:
 
 
 def marks(rank: int) -> dict[str, Any]:
-    """Buckets are marked while it looks, between the launch and the end of the step."""
+    """Buckets are marked while they are timed, between the launch and the end of the step."""
     rig = Rig()
     rig.train(0)
-    unlooked = [list(step.buckets) for step in rig.timer.last_steps(1)]
+    not_timed = [list(step.buckets) for step in rig.timer.last_steps(1)]
     with rig.timer.bucket_timing():
         rig.train(1)
     (step,) = rig.timer.last_steps(1)
@@ -120,7 +120,7 @@ def marks(rank: int) -> dict[str, Any]:
         for _, begin, end in step.buckets
     )
     answer = {
-        "unlooked": unlooked,
+        "not_timed": not_timed,
         "indices": sorted(index for index, _, _ in step.buckets),
         "inside": inside,
         "after": [list(last.buckets) for last in rig.timer.last_steps(1)],
@@ -132,9 +132,9 @@ def marks(rank: int) -> dict[str, Any]:
     return answer
 
 
-def test_marks_only_while_it_looks() -> None:
+def test_buckets_are_marked_only_while_they_are_timed() -> None:
     for answer in on_ranks(marks, 2):
-        assert answer["unlooked"] == answer["after"] == [[]]
+        assert answer["not_timed"] == answer["after"] == [[]]
         assert answer["indices"] == [0, 1, 2]
         assert answer["inside"]
         assert answer["steps"] == 3 and answer["forgotten"] == []
@@ -153,5 +153,5 @@ def broken(rank: int) -> str:
 
 
 def test_an_error_in_the_hook_leaves_backward() -> None:
-    for said in on_ranks(broken, 2):
-        assert said.startswith("ZeroDivisionError")
+    for message in on_ranks(broken, 2):
+        assert message.startswith("ZeroDivisionError")

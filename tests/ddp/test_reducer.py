@@ -182,7 +182,7 @@ def _fail(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def test_not_after_an_unfinished_backward() -> None:
-    assert all("Expected to have finished reduction" in said for said in on_ranks(unfinished, 2))
+    assert all("Expected to have finished reduction" in message for message in on_ranks(unfinished, 2))
 
 
 def names(rank: int) -> list[str]:

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where it is run as a progr
 
 import anabranch as ab
 from gpu import ON_GPU, no_waiting
-from lean.test_lean import OPTIMIZERS, made, planned, side_by_side, tokens
-from lean.test_steps import poisoned, skipping
+from lean.test_lean_parallel import OPTIMIZERS, made, planned, side_by_side, tokens
+from lean.test_update import poisoned, skipping
 
 pytestmark = ON_GPU
 WAYS = list(product(["momentum", "adamw", "fused"], ["in place", "host"], ["oktopk:0.1", "dense"], [1, 2]))

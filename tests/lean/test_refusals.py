@@ -1,4 +1,4 @@
-"""What Lean cannot do, and what it does with parameters that nobody used: said clearly, and done as DDP does it."""
+"""Requests that Lean refuses, with clear errors, and parameters that no rank used, which it treats as DDP does."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.lean.layout import ModuleFingerprint
+from anabranch.errors import CollectiveError
 from ranks import on_ranks
 
 WIDTH = 16
@@ -102,9 +102,9 @@ def unused_and_sparse(rank: int, density: float, residuals: Any) -> list[torch.T
 
 
 @pytest.mark.parametrize(("density", "residuals"), [(1.0, "in place"), (0.1, "in place"), (0.1, "host")])
-def test_what_no_rank_used_moves_only_by_what_had_waited(density: float, residuals: str) -> None:
-    told = on_ranks(unused_and_sparse, 2, density, residuals)
-    assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+def test_what_no_rank_used_moves_only_by_its_residual(density: float, residuals: str) -> None:
+    answers = on_ranks(unused_and_sparse, 2, density, residuals)
+    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
 def unused_unasked(rank: int, ranks: int) -> str:
@@ -122,8 +122,8 @@ def unused_unasked(rank: int, ranks: int) -> str:
 
 
 def test_a_missing_gradient_is_an_error_unless_it_is_expected() -> None:
-    for told in on_ranks(unused_unasked, 2, 2):
-        assert "branches.1.bias got no gradient" in told and "find_unused_parameters=True" in told
+    for answers in on_ranks(unused_unasked, 2, 2):
+        assert "branches.1.bias got no gradient" in answers and "find_unused_parameters=True" in answers
     assert on_ranks(unused_unasked, 1, 1) == ["left alone"]  # as a single rank of DataParallel does
 
 
@@ -181,8 +181,12 @@ def copied(rank: int, mode: str) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["keep", "recompute", "offload", "auto"])
 def test_a_copy_computes_and_says_that_it_cannot_train(mode: str) -> None:
-    expected = "wrap the module in it" if mode in ("keep", "recompute") else "copy the module before it is wrapped"
-    assert all(expected in told[0] for told in on_ranks(copied, 2, mode))
+    expected = (
+        "wrap its module: DataParallel(copy.module"
+        if mode in ("keep", "recompute")
+        else "copy the module before it is wrapped"
+    )
+    assert all(expected in answers[0] for answers in on_ranks(copied, 2, mode))
 
 
 def converted(rank: int, change: str) -> str:
@@ -220,19 +224,7 @@ def converted(rank: int, change: str) -> str:
     ],
 )
 def test_a_model_that_is_changed_after_wrapping(change: str, says: str) -> None:
-    assert all(says in told for told in on_ranks(converted, 2, change))
-
-
-def test_a_glance_sees_every_change() -> None:
-    model = Branches()
-    glance = ModuleFingerprint(model)
-    assert glance.unchanged()
-    with torch.no_grad():
-        next(model.parameters()).add_(1)
-    assert glance.unchanged()
-    model.branches.append(nn.Linear(2, 2))
-    assert not glance.unchanged()
-    assert ModuleFingerprint(model).unchanged()
+    assert all(says in answers for answers in on_ranks(converted, 2, change))
 
 
 def late(rank: int, case: str) -> str:
@@ -251,7 +243,7 @@ def late(rank: int, case: str) -> str:
 
 @pytest.mark.parametrize("case", ["again", "second"])
 def test_backward_through_weights_that_are_no_more(case: str) -> None:
-    assert all("1 steps old" in told and "no_sync()" in told for told in on_ranks(late, 2, case))
+    assert all("1 steps old" in answers and "no_sync()" in answers for answers in on_ranks(late, 2, case))
 
 
 class Odd(nn.Module):
@@ -292,7 +284,7 @@ def test_complex_parameters_train_as_under_ddp() -> None:
 
 
 def odd_requests(rank: int) -> list[str]:
-    told = []
+    answers = []
     by_the_call = wrapped(Odd(True))
     requests: list[Callable[[], object]] = [
         lambda: by_the_call(batch(0, rank)).sum().backward(),
@@ -305,17 +297,17 @@ def odd_requests(rank: int) -> list[str]:
     for request in requests:
         with pytest.raises((RuntimeError, ValueError)) as caught:
             request()
-        told.append(str(caught.value))
-    return told
+        answers.append(str(caught.value))
+    return answers
 
 
 def test_odd_requests_get_clear_errors() -> None:
     expected = [
-        "the gradient of rows is torch.sparse_coo", "expected one device that computes", "nothing to train",
-        "sparse=False", "leave momentum to the optimizer", "expected anabranch.Lean",
+        "the gradient of rows is torch.sparse_coo", "expected all on one CPU or GPU", "nothing to train",
+        "sparse=False", "use the momentum of the optimizer", "expected anabranch.Lean",
     ]  # fmt: skip
-    for told in on_ranks(odd_requests, 2):
-        assert [words in line for words, line in zip(expected, told, strict=True)] == [True] * 6, told
+    for answers in on_ranks(odd_requests, 2):
+        assert [words in line for words, line in zip(expected, answers, strict=True)] == [True] * 6, answers
 
 
 def refused_late(rank: int) -> bool:
@@ -346,4 +338,116 @@ def scaler_as_usual(rank: int) -> str:
 
 
 def test_a_scaler_is_followed_not_stepped() -> None:
-    assert all("follow(scaler)" in told for told in on_ranks(scaler_as_usual, 2))
+    assert all("follow(scaler)" in answers for answers in on_ranks(scaler_as_usual, 2))
+
+
+def plain_sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is None:
+            raise TypeError("step() needs a closure")
+
+
+def asked(rank: int) -> list[str]:
+    """Requests of DDP's, clipping afterwards, and an optimizer that fails: in words."""
+    answers = []
+    for odd in ({"device_ids": [0]}, {"static_graph": True, "gradient_as_bucket_view": True}):
+        with pytest.raises(ValueError) as caught:
+            ab.DataParallel(nn.Linear(4, 4), memory=ab.Lean(plain_sgd), **odd)
+        answers.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:
+        ab.DataParallel(nn.Linear(4, 4), [0], memory=ab.Lean(plain_sgd))
+    answers.append(str(caught.value))
+    lean: Any = ab.DataParallel(nn.Linear(4, 4), profile_steps=0, memory=ab.Lean(plain_sgd))
+    with pytest.raises(RuntimeError) as clipped:
+        lean.clip_grad_norm_(1.0)
+    answers.append(str(clipped.value))
+    lean.close()
+    lean = ab.DataParallel(
+        nn.Linear(4, 4), profile_steps=0, memory=ab.Lean(lambda params: NeedsClosure(params, lr=0.1))
+    )
+    with pytest.raises((RuntimeError, CollectiveError)) as failed:
+        lean(torch.ones(1, 4)).sum().backward()
+    answers.append(str(failed.value))
+    lean.close()
+    return answers
+
+
+def test_requests_of_others_are_answered_in_words() -> None:
+    for answers in on_ranks(asked, 1):
+        given, many, unnamed, clipped, failed = answers
+        assert "was given device_ids" in given and "leave the others out" in given
+        assert "static_graph, gradient_as_bucket_view" in many and "device_ids" in unnamed
+        assert "Lean(clip_norm=...)" in clipped
+        assert "step failed on this rank" in failed and "Another rank" not in failed
+
+
+def differing(rank: int) -> list[str]:
+    """What differs between ranks, by name: strides, who is in which group, buffers."""
+
+    def grouped_by(swapped: bool) -> Any:
+        def make(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+            parts = [[p for p in params if (p.dim() > 1) != swapped], [p for p in params if (p.dim() > 1) == swapped]]
+            groups = [{"params": part, "lr": rate} for part, rate in zip(parts, (0.1, 0.2), strict=True) if part]
+            return torch.optim.SGD(groups, lr=0.1)
+
+        return make
+
+    convolution: Any = nn.Conv2d(3, 4, 3)
+    if rank == 1:
+        convolution = convolution.to(memory_format=torch.channels_last)
+    answers = []
+    for model, wishes in (
+        (convolution, {"memory": ab.Lean(plain_sgd)}),
+        (nn.Linear(4, 4), {"memory": ab.Lean(grouped_by(rank == 1))}),
+        (nn.Linear(4, 4), {"memory": ab.Lean(plain_sgd), "broadcast_buffers": rank == 0}),
+    ):
+        with pytest.raises(ab.DisagreementError) as caught:
+            ab.DataParallel(model, **wishes)
+        answers.append(str(caught.value))
+    return answers
+
+
+def test_what_differs_between_ranks_is_named() -> None:
+    for strides, groups, buffers in on_ranks(differing, 2):
+        assert "strides (27, 1, 9, 3)" in strides
+        assert "Lean's optimizer" in groups and "'weight in group 0'" in groups and "'weight in group 1'" in groups
+        assert "broadcast_buffers True" in buffers and "broadcast_buffers False" in buffers
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count of all steps in its state, for no parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.state["steps"] = 1  # type: ignore[index]
+
+
+def changed_later(rank: int) -> list[str]:
+    """Another order in memory, a group that comes too late, a memory of all parameters together."""
+    answers = []
+    convolution: Any = nn.Conv2d(3, 4, 3, bias=False)
+    lean: Any = ab.DataParallel(convolution, profile_steps=0, memory=ab.Lean(plain_sgd))
+    lean(torch.ones(1, 3, 4, 4)).sum().backward()
+    with pytest.raises(ValueError) as late:
+        lean.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    convolution.to(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError) as other:
+        lean(torch.ones(1, 3, 4, 4))
+    lean.close()
+    lean = ab.DataParallel(nn.Linear(4, 4), profile_steps=0, memory=ab.Lean(lambda params: Counting(params, lr=0.1)))
+    with pytest.raises((RuntimeError, CollectiveError)) as counted:
+        lean(torch.ones(1, 4)).sum().backward()
+    lean.close()
+    answers += [str(late.value), str(other.value), str(counted.value)]
+    return answers
+
+
+def test_what_is_changed_later_is_refused() -> None:
+    for late, other, counted in on_ranks(changed_later, 1):
+        assert "add_param_group() of 1 parameters" in late and "wrap a module" in late
+        assert "with strides (27, 1, 9, 3) and was" in other
+        assert "keeps 'steps' in its state" in counted

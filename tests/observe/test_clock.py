@@ -1,5 +1,6 @@
-"""Clocks: the host's own, and the lookout that sees when works are over, with works and events that obey."""
+"""Clocks: the host's own, and the poller that observes when works complete, with fake works and events."""
 
+import threading
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any, cast
@@ -7,76 +8,79 @@ from typing import Any, cast
 import pytest
 import torch
 
-from anabranch.observe.clock import CompletionPoller, CudaClock, HostClock, Sighting
+from anabranch.observe.clock import CompletionPoller, CudaClock, HostClock, PendingCompletion
 
 
 @dataclass
-class Obedient:
-    """An event and a work in one, past as soon as it is told to be."""
+class FakeEventOrWork:
+    """An event and a work in one, complete as soon as a test says so."""
 
-    past: bool = False
+    complete: bool = False
     fails: bool = False
 
     def query(self) -> bool:
         if self.fails:
             raise RuntimeError("CUDA error: unspecified launch failure")
-        return self.past
+        return self.complete
 
     def is_completed(self) -> bool:
         return self.query()
 
 
-def sighting(launched: Obedient, last: Obedient) -> Sighting:
-    return Sighting(cast(Any, launched), cast(Any, last))
+def poller_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "anabranch-completion-poller"]
 
 
-def test_the_lookout_notes_when_launch_and_end_pass_in_this_order() -> None:
-    launched, last, lookout = Obedient(), Obedient(past=True), CompletionPoller()
-    seen = sighting(launched, last)
-    lookout.watch(seen)
+def completion(launched: FakeEventOrWork, last: FakeEventOrWork) -> PendingCompletion:
+    return PendingCompletion(cast(Any, launched), cast(Any, last))
+
+
+def test_the_poller_notes_launch_and_end_in_this_order() -> None:
+    launched, last, poller = FakeEventOrWork(), FakeEventOrWork(complete=True), CompletionPoller()
+    observed = completion(launched, last)
+    poller.watch(observed)
     sleep(0.02)
-    assert seen.launched_s is None and seen.ended_s is None  # what has not been launched cannot be over
-    launched.past, last.past = True, False
+    assert observed.launched_s is None and observed.ended_s is None  # what has not been launched cannot be over
+    launched.complete, last.complete = True, False
     sleep(0.05)
-    last.past = True
-    lookout.join(5.0)
-    assert seen.launched_s is not None and seen.ended_s is not None
-    assert 0.01 < seen.ended_s - seen.launched_s < 5
+    last.complete = True
+    poller.join(5.0)
+    assert observed.launched_s is not None and observed.ended_s is not None
+    assert 0.01 < observed.ended_s - observed.launched_s < 5
 
 
-def test_the_thread_ends_when_nothing_is_left_to_see_and_begins_again() -> None:
-    lookout = CompletionPoller()
+def test_the_thread_ends_when_nothing_is_pending_and_starts_again() -> None:
+    poller = CompletionPoller()
     for _ in range(3):
-        seen = [sighting(Obedient(past=True), Obedient(past=True)) for _ in range(5)]
-        for one in seen:
-            lookout.watch(one)
-        lookout.join(5.0)
-        assert all(one.ended_s is not None for one in seen)
-    assert lookout._thread is None
+        pending = [completion(FakeEventOrWork(complete=True), FakeEventOrWork(complete=True)) for _ in range(5)]
+        for one in pending:
+            poller.watch(one)
+        poller.join(5.0)
+        assert all(one.ended_s is not None for one in pending)
+        assert not poller_threads()
 
 
 @pytest.mark.parametrize("how", ["closed", "failed"])
-def test_what_is_never_over_keeps_no_thread(how: str) -> None:
-    lookout, launched = CompletionPoller(), Obedient()
-    seen = sighting(launched, Obedient())
-    lookout.watch(seen)
+def test_a_work_that_never_completes_keeps_no_thread(how: str) -> None:
+    poller, launched = CompletionPoller(), FakeEventOrWork()
+    observed = completion(launched, FakeEventOrWork())
+    poller.watch(observed)
     launched.fails = how == "failed"
     if how == "closed":
-        lookout.close()
+        poller.close()
     begun = monotonic()
-    lookout.join(5.0)
-    assert monotonic() - begun < 4 and lookout._thread is None
-    assert seen.ended_s is None
-    after = sighting(Obedient(past=True), Obedient(past=True))  # and the next is seen all the same
-    lookout.watch(after)
-    lookout.join(5.0)
+    poller.join(5.0)
+    assert monotonic() - begun < 4 and not poller_threads()
+    assert observed.ended_s is None
+    after = completion(FakeEventOrWork(complete=True), FakeEventOrWork(complete=True))  # the next is still observed
+    poller.watch(after)
+    poller.join(5.0)
     assert after.ended_s is not None
 
 
-def test_an_end_that_was_not_seen_has_no_time() -> None:
+def test_an_end_that_was_not_observed_has_no_time() -> None:
     clock = CudaClock(torch.device("cpu"))
-    unseen = sighting(Obedient(), Obedient())
-    assert clock.until(None, unseen) is None
+    assert clock.elapsed_to_end_s(None, completion(FakeEventOrWork(), FakeEventOrWork())) is None
     clock.close()
 
 
@@ -85,5 +89,5 @@ def test_the_hosts_clock() -> None:
     start = clock.mark()
     sleep(0.01)
     end = clock.mark_end(start, [])
-    seconds = clock.until(start, end)
+    seconds = clock.elapsed_to_end_s(start, end)
     assert seconds is not None and 0.01 <= seconds < 5 and clock.settled(end)

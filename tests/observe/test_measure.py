@@ -12,7 +12,7 @@ import torch.distributed as dist
 from anabranch import Network
 from anabranch.comm.agree import Group
 from anabranch.comm.dense import COLLECTIVES
-from anabranch.comm.lanes import same_ranks
+from anabranch.comm.lanes import clone_group
 from anabranch.files import dumps
 from anabranch.network import ALL_GATHER, REDUCE_SCATTER
 from anabranch.observe import measure as module
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def groups(count: int) -> list[Group]:
     group = dist.group.WORLD
     assert group is not None
-    return [group, *(same_ranks(group, "gloo", f"test lane {lane}") for lane in range(1, count))]
+    return [group, *(clone_group(group, "gloo", f"test lane {lane}") for lane in range(1, count))]
 
 
 def quietly(*args: Any, **options: Any) -> Network:
@@ -149,14 +149,14 @@ def test_the_note_of_the_launcher_is_kept_beside_the_numbers() -> None:
 class SlowClock(HostClock):
     """Every action takes a second, by this clock."""
 
-    def between(self, start: object, end: object) -> float:
+    def elapsed_s(self, start: object, end: object) -> float:
         return 1.0
 
 
 class FastClock(HostClock):
     """Every action takes a microsecond, by this clock."""
 
-    def between(self, start: object, end: object) -> float:
+    def elapsed_s(self, start: object, end: object) -> float:
         return 1e-6
 
 

@@ -1,49 +1,43 @@
-"""Metrics of live steps: what is in them, who gets them when, and that a failing logger harms nobody."""
+"""Metrics of live steps: their values, when loggers get them, and that a failing logger does no harm."""
 
 import gc
-import io
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
-from anabranch import DataParallel, JsonLines, Lean, Metrics, OkTopk, Progress, TensorBoard
-from anabranch.comm.dense import dense_traffic
-from anabranch.observe import loggers
+from anabranch import DataParallel, JsonLines, Lean, Metrics, OkTopk
 from anabranch.observe.clock import HostClock
 from anabranch.observe.metrics import MetricsFeed
 from anabranch.observe.step_context import StepContext
 from anabranch.observe.step_timer import StepMarks, StepTimer
-from parallel.told import fresh, one_step, two_buckets
-from parallel.twins import STAGES, batch, mlp, plain_train, ring, scattered, sgd, steps
+from parallel.given_gradients import fresh, one_step, two_buckets
+from parallel.twins import SCENARIOS, batch, mlp, plain_train, ring, scattered, sgd, steps
 from ranks import on_ranks
 
 MLP_NBYTES = 4 * 3 * (6 * 6 + 6)
-STEP = Metrics(7, 0, 0.05, 0.04, 0.03, 0.02, 0.5, 3 << 20, 3 << 20, 0.25, "0123456789ab", 2, 1, "running [red]x\x1b[2J")
 
 
-class Kept:
-    """A logger that keeps what it is told."""
+class KeepingLogger:
+    """A logger that keeps the metrics it gets."""
 
     def __init__(self) -> None:
-        self.told: list[Metrics] = []
+        self.logged: list[Metrics] = []
         self.closed = 0
 
     def log(self, metrics: Metrics) -> None:
-        self.told.append(metrics)
+        self.logged.append(metrics)
 
     def close(self) -> None:
         self.closed += 1
 
 
-class Broken(Kept):
+class FailingLogger(KeepingLogger):
     """One whose disk is full."""
 
     def log(self, metrics: Metrics) -> None:
@@ -51,14 +45,11 @@ class Broken(Kept):
         raise OSError("no space left on device")
 
 
-# ------------------------------------------------------------------------------------------------- on live models
-
-
 def whole_life(rank: int, folder: str) -> dict[str, Any]:
     """All stages to a plan that is kept, logged to a file, to a list, and to a logger that fails."""
     torch.manual_seed(7)
-    kept, broken, others = Kept(), Broken(), Kept()
-    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=STAGES["keeps the plan"])
+    kept, broken, others = KeepingLogger(), FailingLogger(), KeepingLogger()
+    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"])
     model.log_to(JsonLines(Path(folder, "run.jsonl")), broken, kept)
     model.log_to(others, every_rank=True)
     optimizer, made = sgd(model), 0
@@ -70,9 +61,9 @@ def whole_life(rank: int, folder: str) -> dict[str, Any]:
     model.close()
     return {
         "steps": made,
-        "told": [asdict(one) for one in kept.told],
-        "own": [asdict(one) for one in others.told],
-        "broken": len(broken.told),
+        "logged": [asdict(one) for one in kept.logged],
+        "own": [asdict(one) for one in others.logged],
+        "broken": len(broken.logged),
         "closed": [kept.closed, broken.closed, others.closed],
         "plan": [plan.fingerprint[:12], len(plan), plan.lanes],
     }
@@ -88,51 +79,51 @@ def check_sane(one: dict[str, Any]) -> None:
 
 def test_every_step_of_a_whole_life(tmp_path: Path) -> None:
     first, second = on_ranks(whole_life, 2, str(tmp_path))
-    told = first["told"]
-    assert [one["step"] for one in told] == list(range(1, first["steps"] + 1))
-    for one in [*told, *first["own"], *second["own"]]:
+    logged = first["logged"]
+    assert [one["step"] for one in logged] == list(range(1, first["steps"] + 1))
+    for one in [*logged, *first["own"], *second["own"]]:
         check_sane(one)
         assert one["sent_nbytes"] == one["received_nbytes"] == MLP_NBYTES, "2(P−1)/P of all gradients, P = 2"
         assert one["density"] == 1.0
-    assert told[0]["plan"] is None and told[0]["overlap"] is None and told[0]["predicted_s"] is None
-    assert told[0]["stage"] == "settling"
-    last = told[-1]
+    assert logged[0]["plan"] is None and logged[0]["overlap"] is None and logged[0]["predicted_s"] is None
+    assert logged[0]["stage"] == "settling"
+    last = logged[-1]
     assert [last["plan"], last["buckets"], last["lanes"]] == first["plan"]
     assert last["overlap"] is not None and last["predicted_s"] is not None and "running" in last["stage"]
-    assert second["told"] == [] and [one["rank"] for one in second["own"]] == [1] * second["steps"]
+    assert second["logged"] == [] and [one["rank"] for one in second["own"]] == [1] * second["steps"]
     assert first["broken"] == 1, "a logger that fails is asked no more"
     assert first["closed"] == [1, 0, 1]
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == told
+    assert [json.loads(line) for line in lines] == logged
 
 
 def sparse_steps(rank: int) -> list[dict[str, Any]]:
     """A plan with one sparse bucket and one dense."""
-    kept = Kept()
+    kept = KeepingLogger()
     model, parallel = fresh(two_buckets(0.1))
     parallel.log_to(kept, every_rank=True)
     for step in range(6):
         one_step(model, parallel, step, rank)
     parallel.close()
-    return [asdict(one) for one in kept.told]
+    return [asdict(one) for one in kept.logged]
 
 
 def test_sparse_steps_tell_what_passed() -> None:
-    for told in on_ranks(sparse_steps, 2):
-        assert len(told) == 6
-        for one in told:
+    for logged in on_ranks(sparse_steps, 2):
+        assert len(logged) == 6
+        for one in logged:
             check_sane(one)
             # 2000 elements at 10 %, of which at most twice as many may pass, and 25 dense ones.
             assert 25 / 2025 < one["density"] <= (400 + 25) / 2025
             assert 100 < one["sent_nbytes"] <= 100 + (400 + 400) * 8 // 2
             assert one["overlap"] is not None
-        exact = told[0]  # the first step's thresholds are exact: k = 200 values are applied
+        exact = logged[0]  # the first step's thresholds are exact: k = 200 values are applied
         assert exact["density"] == pytest.approx((200 + 25) / 2025, rel=0.02)
 
 
 def lean_steps(rank: int) -> list[int | None]:
     """The other wrapper has it, too; and one that was closed says so."""
-    kept = Kept()
+    kept = KeepingLogger()
     model: Any = DataParallel(
         mlp(), memory=Lean(optimizer=lambda params: torch.optim.SGD(params, lr=0.1)), profile_steps=0
     )
@@ -142,7 +133,7 @@ def lean_steps(rank: int) -> list[int | None]:
     model.close()
     with pytest.raises(RuntimeError, match="closed"):
         model.log_to(kept)
-    return [one.sent_nbytes for one in kept.told]
+    return [one.sent_nbytes for one in kept.logged]
 
 
 def test_lean_models_log_too() -> None:
@@ -150,8 +141,8 @@ def test_lean_models_log_too() -> None:
 
 
 def dropped(rank: int) -> list[int]:
-    """A model that nobody closes."""
-    kept = Kept()
+    """A model that is never closed."""
+    kept = KeepingLogger()
     model = DataParallel(mlp(), network=ring(), profile_steps=2)
     model.log_to(kept)
     plain_train(model, sgd(model), 0)
@@ -160,7 +151,7 @@ def dropped(rank: int) -> list[int]:
     del model
     gc.collect()
     assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
-    return [len(kept.told), kept.closed]
+    return [len(kept.logged), kept.closed]
 
 
 def test_a_model_that_is_dropped_closes_its_loggers() -> None:
@@ -169,20 +160,17 @@ def test_a_model_that_is_dropped_closes_its_loggers() -> None:
 
 def alone(rank: int) -> int:
     """One rank has nothing to show, and that is no error."""
-    kept = Kept()
+    kept = KeepingLogger()
     model = DataParallel(mlp(), compress=OkTopk())
     model.log_to(kept)
     model.trace_steps(1, 2, "nowhere/trace.json")
     plain_train(model, sgd(model), 0)
     model.close()
-    return len(kept.told)
+    return len(kept.logged)
 
 
 def test_one_rank_has_nothing_to_show() -> None:
     assert on_ranks(alone, 1) == [0]
-
-
-# ------------------------------------------------------------------------------------------------- settling late
 
 
 class LateClock(HostClock):
@@ -196,147 +184,29 @@ class LateClock(HostClock):
 
 
 def test_a_step_is_told_when_its_marks_have_settled() -> None:
-    clock, kept = LateClock(), Kept()
+    clock, kept = LateClock(), KeepingLogger()
     now = StepContext(1, None, "settling", None, None)
     parameters = {"a": nn.Parameter(torch.zeros(8))}
     feed = MetricsFeed([kept], StepTimer(clock), lambda: now, lambda *_: None, parameters, rank=0, ranks=4)
     feed.on_step_end(StepMarks(1.0, 2.0, 3.0, 4.0))
     now = replace(now, number=2, stage="profiling")
     feed.on_step_end(StepMarks(5.0, 6.0, 7.0, 9.0))
-    assert kept.told == []
+    assert kept.logged == []
     clock.now = 8.0
     now = replace(now, number=3)
     feed.on_step_end(StepMarks(10.0, 11.0, 12.0, 13.0))
-    assert [(one.step, one.stage) for one in kept.told] == [(1, "settling")], "as it was in that step"
+    assert [(one.step, one.stage) for one in kept.logged] == [(1, "settling")], "as it was in that step"
     clock.now = 9.5
     feed.close()
-    assert [(one.step, one.measured_s, one.compute_s, one.exposed_s) for one in kept.told] == [
+    assert [(one.step, one.measured_s, one.compute_s, one.exposed_s) for one in kept.logged] == [
         (1, 3.0, 2.0, 1.0),
         (2, 4.0, 2.0, 2.0),
     ]
-    assert kept.told[0].sent_nbytes == 2 * 3 * 32 // 4
+    assert kept.logged[0].sent_nbytes == 2 * 3 * 32 // 4
     assert kept.closed == 1
-
-
-def test_traffic_of_dense_collectives() -> None:
-    assert dense_traffic("dense", 1000, torch.float32, 4) == (6000, 6000, 1.0)
-    assert dense_traffic("bf16", 1001, torch.float32, 4) == (2 * 3 * 251 * 2, 2 * 3 * 251 * 2, 1.0)
-    assert dense_traffic("bf16", 1000, torch.float64, 4) == dense_traffic("dense", 1000, torch.float64, 4)
-    assert dense_traffic("dense", 1000, torch.float32, 1) == (0, 0, 1.0)
-
-
-# ------------------------------------------------------------------------------------------------------- loggers
-
-
-def test_json_lines_append_and_hold_any_text(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    hostile = replace(STEP, stage='</script>\n"\u2028\x00', predicted_s=None)
-    for metrics in (STEP, hostile):
-        logger = JsonLines(path)
-        logger.log(metrics)
-        logger.close()
-        logger.close()
-    assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == [asdict(STEP), asdict(hostile)]
 
 
 @pytest.mark.parametrize("logger", [None, "run.jsonl", JsonLines])
 def test_what_is_no_logger_is_refused_at_once(logger: Any) -> None:
     with pytest.raises(ValueError, match="expected loggers with log"):
-        DataParallel.log_to(SimpleNamespace(), logger)  # type: ignore[arg-type]  # before it looks at itself
-
-
-def test_a_line_that_a_crash_has_torn_swallows_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text('{"step": 7, "ra')
-    logger = JsonLines(path)
-    for _ in range(2):
-        logger.log(STEP)
-    logger.close()
-    torn, *whole = path.read_text().split("\n")[:-1]
-    assert torn == '{"step": 7, "ra' and [json.loads(line) for line in whole] == [asdict(STEP)] * 2
-
-
-def test_making_a_logger_opens_nothing(tmp_path: Path) -> None:
-    JsonLines(tmp_path / "nowhere" / "run.jsonl").close()
-    assert list(tmp_path.iterdir()) == []
-
-
-class FakeWriter:
-    """torch's SummaryWriter, as far as it is used."""
-
-    made: list["FakeWriter"] = []  # noqa: RUF012
-
-    def __init__(self, folder: str) -> None:
-        self.folder, self.scalars, self.texts, self.closed = folder, {}, [], False  # type: ignore[var-annotated]
-        FakeWriter.made.append(self)
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars[tag, step] = value
-
-    def add_text(self, tag: str, text: str, step: int) -> None:
-        self.texts.append((tag, text, step))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_tensorboard_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = FakeWriter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    monkeypatch.setattr(loggers, "require", lambda *_: None)
-    monkeypatch.setattr(FakeWriter, "made", [])
-    logger = TensorBoard(tmp_path)
-    assert FakeWriter.made == []
-    logger.log(STEP)
-    logger.log(replace(STEP, step=8, predicted_s=None))
-    logger.close()
-    (writer,) = FakeWriter.made
-    assert writer.folder == str(tmp_path) and writer.closed
-    assert writer.scalars["anabranch/exposed_s", 7] == 0.02 and writer.scalars["anabranch/predicted_s", 7] == 0.04
-    assert ("anabranch/predicted_s", 8) not in writer.scalars and ("anabranch/overlap", 8) in writer.scalars
-    assert writer.texts == [("anabranch/stage", STEP.stage, 7)]
-
-
-def test_tensorboard_for_real(tmp_path: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    logger = TensorBoard(tmp_path)
-    logger.log(STEP)
-    logger.close()
-    seen = reader.EventAccumulator(str(tmp_path))
-    seen.Reload()
-    (point,) = seen.Scalars("anabranch/exposed_s")
-    assert (point.step, point.value) == (STEP.step, pytest.approx(0.02))
-
-
-def test_without_tensorboard_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'anabranch\[tensorboard\]'"):
-        TensorBoard(tmp_path)
-
-
-def test_progress_on_a_terminal_and_elsewhere() -> None:
-    for terminal in (True, False):
-        shown = io.StringIO()
-        progress = Progress(100, Console(file=shown, force_terminal=terminal, width=200))
-        for step in range(1, 4):
-            progress.log(replace(STEP, step=step))
-        progress.close()
-        progress.close()
-        text = shown.getvalue()
-        assert "of 100 · 50.0 ms (predicted 40.0) · exposed 20.0 ms · 50% hidden · sent 3.00 MiB" in text
-        assert "density 25.00% · running [red]x" in text, "markup is text"
-        assert ("step 3" in text) == terminal, "elsewhere, a line every hundred steps"
-        assert "\x1b[2J" not in text, "control codes do not reach the terminal"
-
-
-def test_progress_refuses_an_impossible_total() -> None:
-    with pytest.raises(ValueError, match="total_steps is 0"):
-        Progress(0)
-
-
-def test_progress_stays_on_one_line() -> None:
-    shown = io.StringIO()
-    progress = Progress(console=Console(file=shown, width=60))
-    progress.log(replace(STEP, stage="running a\nb"))
-    assert shown.getvalue().count("\n") == 1
+        DataParallel.log_to(SimpleNamespace(), logger)  # type: ignore[arg-type]  # before it uses self

@@ -1,4 +1,4 @@
-"""The step timer: what it marks, whom it tells, and what it finds in outputs."""
+"""The step timer: its marks, its observers, and the tensors that it finds in outputs."""
 
 from collections.abc import Callable
 
@@ -41,7 +41,7 @@ class TwoHeads(nn.Module):
         return [self.left(x), self.right(x)]
 
 
-def test_observers_hear_of_each_output_that_gets_a_gradient_and_of_one_step() -> None:
+def test_observers_are_called_for_each_output_that_gets_a_gradient_and_of_one_step() -> None:
     timer, watcher, model = StepTimer(HostClock()), Watcher(), TwoHeads()
     timer.observers.append(watcher)
     with timer.attached(model):

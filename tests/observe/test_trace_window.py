@@ -4,7 +4,6 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,60 +15,13 @@ from torch import nn
 from anabranch import Bucket, DataParallel, DisagreementError, FileError, Lean, Plan
 from anabranch.observe import clock_sync
 from anabranch.observe.clock import HostClock
-from anabranch.observe.clock_sync import Alignment, Anchor, Offset, offsets
-from anabranch.observe.perfetto import merged
 from anabranch.observe.step_timer import StepMarks, StepObserver
 from anabranch.observe.trace_window import to_rank_0
-from parallel.twins import STAGES, WIDTH, batch, mlp, plain_train, ring, scattered, sgd
+from observe.trace_events import check_format, of_rank
+from parallel.twins import SCENARIOS, WIDTH, batch, mlp, plain_train, ring, scattered, sgd
 from ranks import on_ranks
 
 HOSTILE = '</script><img src=x onerror=alert(1)>"\\\u2028'
-NUMBERS = (int, float)
-
-# ---------------------------------------------------------------------------------------------------- the format
-
-
-def check_format(document: dict[str, Any]) -> None:
-    """The trace-event format, JSON object form, as far as our kinds of events go."""
-    assert set(document) == {"displayTimeUnit", "otherData", "traceEvents"}
-    assert document["displayTimeUnit"] in ("ms", "ns")
-    named: set[tuple[int, int]] = set()
-    slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    for event in document["traceEvents"]:
-        assert event["ph"] in ("M", "X", "i")
-        assert type(event["pid"]) is int and type(event["tid"]) is int
-        assert isinstance(event["name"], str) and event["name"]
-        assert isinstance(event["ts"], NUMBERS) and event["ts"] >= 0
-        assert isinstance(event["args"], dict)
-        track = (event["pid"], event["tid"])
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
-            (key,) = event["args"]
-            assert key == ("name" if event["name"].endswith("_name") else "sort_index")
-            named |= {track} if event["name"] == "thread_name" else set()
-            continue
-        assert track in named, "every track has a name before its first event"
-        assert isinstance(event["cat"], str)
-        if event["ph"] == "i":
-            assert event["s"] == "t"
-        else:
-            assert isinstance(event["dur"], NUMBERS) and event["dur"] >= 0
-            slices[track].append((event["ts"], event["ts"] + event["dur"]))
-    for busy in slices.values():
-        busy.sort()
-        # A track holds one thing at a time; 1 ns is what adding two rounded numbers may lose.
-        assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(busy))
-
-
-def of_rank(document: dict[str, Any], rank: int, **fields: object) -> list[dict[str, Any]]:
-    return [
-        event
-        for event in document["traceEvents"]
-        if event["pid"] == rank and all(event.get(key) == value for key, value in fields.items())
-    ]
-
-
-# ----------------------------------------------------------------------------------------------------- real ranks
 
 
 class Named(nn.Module):
@@ -148,18 +100,6 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def clocks(rank: int) -> list[list[float]]:
-    """All ranks of this machine read one clock, so every offset is zero, and the stated error must hold that."""
-    return [[found.ahead_s, found.error_s] for _ in range(3) for found in offsets(world())]
-
-
-def test_the_stated_error_holds_the_true_offset() -> None:
-    first, *others = on_ranks(clocks, 3)
-    assert len(first) == 9 and others == [[], []]
-    for ahead_s, error_s in first:
-        assert abs(ahead_s) <= error_s
-
-
 class Truth(StepObserver):
     """An observer that keeps when steps truly began, by the clock that all ranks of this machine share."""
 
@@ -213,8 +153,8 @@ def test_clocks_of_other_machines_are_brought_together(tmp_path: Path) -> None:
 
 def other_layouts(rank: int, folder: str) -> None:
     """A window over all stages of planning, one under DDP's own buckets, one under Lean."""
-    policy = STAGES["keeps the plan"]  # whatever the times are
-    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=policy)
+    keeping = SCENARIOS["keeps the plan"]
+    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=keeping)
     model.trace_steps(1, 60, f"{folder}/planned.json")
     for step in range(60):
         plain_train(model, sgd(model), step)
@@ -248,7 +188,7 @@ def test_other_layouts(tmp_path: Path) -> None:
 
 
 def refusals(rank: int, folder: str) -> None:
-    """What is wrong is said on every rank alike, and training goes on."""
+    """Wrong windows are refused on every rank, and training continues."""
     model = DataParallel(mlp(), network=ring(), profile_steps=100)
     optimizer = sgd(model)
     plain_train(model, optimizer, 0)
@@ -263,7 +203,7 @@ def refusals(rank: int, folder: str) -> None:
     with pytest.raises(FileError, match="is already there"):
         model.trace_steps(2, 2, f"{folder}/taken.json")
     model.trace_steps(2, 2, f"{folder}/taken.json", force=True)
-    model.trace_steps(2, 3, f"{folder}/nowhere/b.json")  # found out too late to refuse: lost, and said so in the log
+    model.trace_steps(2, 3, f"{folder}/nowhere/b.json")  # cannot be written: an error in the log
     for step in range(3):
         plain_train(model, optimizer, step)
     model.close()
@@ -284,33 +224,3 @@ def parcels(rank: int) -> list[str]:
 
 def test_parcels_reach_rank_0() -> None:
     assert on_ranks(parcels, 3) == [["x", "xxxx", "xxxxxxx"], [], []]
-
-
-# --------------------------------------------------------------------------------------------- without processes
-
-
-def test_drift_between_two_looks_is_taken_out() -> None:
-    alignment = Alignment(Offset(100.0, 10.0, 1e-5), Offset(200.0, 10.5, 3e-5))
-    assert alignment.as_rank_0(100.0) == pytest.approx(90.0)
-    assert alignment.as_rank_0(150.0) == pytest.approx(150 - 10.25)
-    assert alignment.as_rank_0(200.0) == pytest.approx(189.5)
-    assert alignment.as_rank_0(300.0) == pytest.approx(289.5), "beyond the looks nothing is extrapolated"
-    assert alignment.error_s == 3e-5
-
-
-def test_an_anchor_lies_between_two_looks_at_the_host() -> None:
-    anchor = Anchor.drop(HostClock())
-    assert isinstance(anchor.mark, float)
-    assert abs(anchor.mark - anchor.host_s) <= anchor.error_s
-
-
-def test_the_merged_errors_hold_those_of_devices() -> None:
-    step = {"step": 1, "plan": None, "edges_s": [5.0, 6.0, 8.0, 8.0], "ready_s": {"a": 7.0}, "buckets": []}
-    told = [{"anchor_error_s": 1e-6, "steps": [step]}, {"anchor_error_s": 2e-6, "steps": [step]}]
-    same = Alignment(Offset(0.0, 0.0, 0.0), Offset(9.0, 0.0, 0.0))
-    other = Alignment(Offset(0.0, 1.0, 4e-6), Offset(9.0, 1.0, 3e-6))
-    document = merged(told, [same, other], {"device": "cuda"})
-    check_format(document)
-    assert document["otherData"]["clock_error_s"] == {"rank 0": 0.0, "rank 1": pytest.approx(7e-6)}
-    assert [of_rank(document, rank, name="forward")[0]["ts"] for rank in (0, 1)] == [1e6, 0]
-    assert not of_rank(document, 0, name="exposed communication"), "nothing was exposed"

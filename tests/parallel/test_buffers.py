@@ -147,14 +147,14 @@ CASES: Mapping[str, Feature] = {
 }
 
 
-def follow(rank: int, name: str, stage: str) -> dict[str, Any]:
-    return run(rank, CASES[name], stage)
+def follow(rank: int, name: str, scenario: str) -> dict[str, Any]:
+    return run(rank, CASES[name], scenario)
 
 
-@pytest.mark.parametrize("stage", ["plans again and again", "is told the plan"])
+@pytest.mark.parametrize("scenario", ["plans again and again", "is given the plan"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_forward_sees_what_ddp_would_show_it(name: str, stage: str) -> None:
-    for answer in on_ranks(follow, 2, name, stage):
+def test_every_forward_sees_what_ddp_would_show_it(name: str, scenario: str) -> None:
+    for answer in on_ranks(follow, 2, name, scenario):
         outcome = Outcome.of(answer)
         assert outcome.apart == []
-        assert outcome.layouts >= (1 if stage == "is told the plan" else 2)
+        assert outcome.layouts >= (1 if scenario == "is given the plan" else 2)

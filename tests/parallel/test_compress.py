@@ -25,14 +25,14 @@ class Doubles(nn.Module):
         return result
 
 
-def errors(rank: int, build: str, told: bool) -> dict[str, Any]:
+def errors(rank: int, build: str, given_plan: bool) -> dict[str, Any]:
     """How far each gradient is from DDP's, in units of what two roundings may do; models are kept equal."""
     builders: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "doubles": Doubles}
     builder = builders[build]
     points = [(0, 1e-5, 0.0), (1 << 20, 1e-3, 0.0)]
     network = Network.measured(dist.get_world_size(), {"dense": points, "bf16": points})
     options: dict[str, Any] = {"compress": "bf16", "network": network}
-    if told:
+    if given_plan:
         options["plan"] = planners.using(scatter(dtypes_of(builder())), "bf16")
     worst = {"float32": 0.0, "float64": 0.0}
     seen = set()
@@ -61,15 +61,15 @@ def errors(rank: int, build: str, told: bool) -> dict[str, Any]:
     return {"worst": worst, "collectives": sorted(seen), "gradients": gradients.hex(), "said": ours.explain()}
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["planning", "told"])
+@pytest.mark.parametrize("given_plan", [False, True], ids=["planning", "given"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_two_roundings_at_most(world_size: int, told: bool) -> None:
-    answers = on_ranks(errors, world_size, "mlp", told)
+def test_two_roundings_at_most(world_size: int, given_plan: bool) -> None:
+    answers = on_ranks(errors, world_size, "mlp", given_plan)
     for answer in answers:
         assert "bf16" in answer["collectives"]
         assert 0 < answer["worst"]["float32"] <= 1
         assert answer["gradients"] == answers[0]["gradients"]
-    if not told:
+    if not given_plan:
         assert ", bf16" in answers[0]["said"]
 
 
@@ -84,7 +84,7 @@ def not_finite(rank: int) -> list[list[str]]:
     """What overflows arrives as inf or NaN on every rank, and is gone at the next step."""
     plan = planners.using(scatter(dtypes_of(mlp(1)), lanes=1), "bf16")
     said = []
-    _, ours = twins(Feature(lambda: mlp(1), ours={"plan": plan}), "is told the plan")
+    _, ours = twins(Feature(lambda: mlp(1), ours={"plan": plan}), "is given the plan")
     for step in range(8):
         ours.zero_grad()
         loss = ours(batch(step)).square().mean()

@@ -238,17 +238,17 @@ FEATURES: Mapping[str, Feature] = {
 RESTLESS = {"unused", "unused, bucket views", "no_sync, unused"}
 
 
-def follow(rank: int, name: str, stage: str) -> dict[str, object]:
+def follow(rank: int, name: str, scenario: str) -> dict[str, object]:
     """Train one feature's twins."""
     with warnings.catch_warnings():
         if name in RESTLESS:
             warnings.filterwarnings("ignore", "gradients became ready in another order")
         warnings.filterwarnings("ignore", "You passed find_unused_parameters=true")
-        return run(rank, FEATURES[name], stage)
+        return run(rank, FEATURES[name], scenario)
 
 
-def check(name: str, stage: str, world_size: int) -> list[Outcome]:
-    outcomes = [Outcome.of(answer) for answer in on_ranks(follow, world_size, name, stage)]
+def check(name: str, scenario: str, world_size: int) -> list[Outcome]:
+    outcomes = [Outcome.of(answer) for answer in on_ranks(follow, world_size, name, scenario)]
     assert outcomes[0].apart == []
     assert all(outcome.apart == [] for outcome in outcomes)
     # what two backward passes leave is each rank's own under DDP as well; they are summed before the step
@@ -256,14 +256,14 @@ def check(name: str, stage: str, world_size: int) -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.parametrize("stage", ["plans again and again", "is told the plan"])
+@pytest.mark.parametrize("scenario", ["plans again and again", "is given the plan"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_equals_ddp_to_the_last_bit_on_two_ranks(name: str, stage: str) -> None:
-    for outcome in check(name, stage, 2):
+def test_equals_ddp_to_the_last_bit_on_two_ranks(name: str, scenario: str) -> None:
+    for outcome in check(name, scenario, 2):
         if name == "frozen on the way":
-            assert "no longer planning: parameters were frozen" in outcome.explained or stage == "is told the plan"
+            assert "no longer planning: parameters were frozen" in outcome.explained or scenario == "is given the plan"
         else:
-            assert outcome.layouts >= (1 if stage == "is told the plan" else 2)
+            assert outcome.layouts >= (1 if scenario == "is given the plan" else 2)
 
 
 @pytest.mark.parametrize("name", ["plain", "no_sync", "unused", "static", "bucket views", "checkpoint, re-entrant"])
@@ -275,4 +275,4 @@ def test_equals_ddp_when_it_goes_back_to_ddps_own_buckets(name: str) -> None:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_equals_ddp_to_rounding_on_three_ranks(name: str) -> None:
-    check(name, "is told the plan", 3)
+    check(name, "is given the plan", 3)

@@ -29,11 +29,11 @@ def join(model: Model, divide: bool) -> AbstractContextManager[Any]:
     return context
 
 
-def joined_epochs(rank: int, build: str, options: dict[str, Any], told: bool) -> dict[str, Any]:
+def joined_epochs(rank: int, build: str, options: dict[str, Any], given_plan: bool) -> dict[str, Any]:
     """Epochs under join() with either divisor, and plain steps in between, while plans come and go."""
     feature = Feature({"mlp": mlp, "normed": normed}[build], options=options)
     apart = []
-    theirs, ours = twins(feature, "is told the plan" if told else "plans again and again")
+    theirs, ours = twins(feature, "is given the plan" if given_plan else "plans again and again")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
     plans = set()
     tolerance = 0.0 if dist.get_world_size() == 2 else 1e-5
@@ -51,11 +51,11 @@ def digest(model: Model) -> str:
     return b"".join(bits(p) for p in model.parameters()).hex()
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["planning", "told"])
+@pytest.mark.parametrize("given_plan", [False, True], ids=["planning", "given"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("build", "options"), [("mlp", {}), ("mlp", {"find_unused_parameters": True}), ("normed", {})])
-def test_uneven_inputs(build: str, options: dict[str, Any], world_size: int, told: bool) -> None:
-    answers = on_ranks(joined_epochs, world_size, build, options, told)
+def test_uneven_inputs(build: str, options: dict[str, Any], world_size: int, given_plan: bool) -> None:
+    answers = on_ranks(joined_epochs, world_size, build, options, given_plan)
     for answer in answers:
         assert answer["apart"] == []
         assert answer["digest"] == answers[0]["digest"]

@@ -10,7 +10,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, DataParallel, Network, Plan, Trace
-from parallel.twins import STAGES, WIDTH, Feature, batch, dtypes_of, mlp, plain_train, ring, scatter, scattered, twins
+from parallel.twins import (
+    SCENARIOS,
+    WIDTH,
+    Feature,
+    batch,
+    dtypes_of,
+    mlp,
+    plain_train,
+    ring,
+    scatter,
+    scattered,
+    twins,
+)
 from ranks import on_ranks
 
 
@@ -179,7 +191,7 @@ def half_a_plan(trace: Trace, network: Network) -> Plan:
 def planner_fails(rank: int, planner: str) -> str:
     """Training goes on under DDP's own buckets on every rank, and explain() says why."""
     model = DataParallel(
-        mlp(), planner=globals()[planner], network=ring(), profile_steps=2, policy=STAGES["keeps the plan"]
+        mlp(), planner=globals()[planner], network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"]
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(30):
@@ -200,7 +212,7 @@ def test_a_planner_that_fails(planner: str, said: str) -> None:
 
 
 def hook_in_force(rank: int) -> str:
-    _, model = twins(Feature(), "is told the plan")
+    _, model = twins(Feature(), "is given the plan")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(4):
         plain_train(model, optimizer, step)
@@ -213,7 +225,7 @@ def test_a_comm_hook_that_comes_too_late() -> None:
 
 def unfinished(rank: int) -> str:
     """A backward that raises on every rank leaves DDP's own message at the next forward, in every stage."""
-    theirs, ours = twins(Feature(), "is told the plan")
+    theirs, ours = twins(Feature(), "is given the plan")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
     for step in range(4):
         for model, optimizer in zip((theirs, ours), optimizers, strict=True):

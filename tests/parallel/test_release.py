@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
 from parallel.twins import (
-    STAGES,
+    SCENARIOS,
     batch,
     different,
     mlp,
@@ -63,7 +63,9 @@ def closed_on_the_way(rank: int) -> int:
     """close() in every stage, with messages on their way; what was wrapped trains on alone."""
     closed = 0
     for count in range(1, 14, 2):
-        model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=STAGES["keeps the plan"])
+        model = DataParallel(
+            mlp(), planner=scattered, network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"]
+        )
         optimizer = sgd(model)
         for step in range(count):
             plain_train(model, optimizer, step)

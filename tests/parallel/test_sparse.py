@@ -9,15 +9,15 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.sparse.naming import LADDER, kind_of
-from anabranch.tuning import explain, tuner
-from parallel.told import COLUMNS, ROWS, Told, gradients, two_buckets
-from parallel.twins import STAGES
+from anabranch.tuning import tuner
+from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
+from parallel.twins import SCENARIOS
 from ranks import on_ranks
 
 
 def sparse_steps(rank: int, wire: str, steps: int) -> dict[str, Any]:
-    """Sums over all steps of what was computed here and of what was applied, and what waits at the end."""
-    model = Told()
+    """Sums over all steps of the gradients computed here and of those applied, and the residual at the end."""
+    model = GivenGradients()
     options = ab.OkTopk(density=0.1, wire=wire)  # type: ignore[arg-type]
     parallel = ab.DataParallel(model, plan=two_buckets(0.1), compress=options, profile_steps=0)
     computed, applied = torch.zeros(2, ROWS, COLUMNS), torch.zeros(2, ROWS, COLUMNS)
@@ -32,11 +32,11 @@ def sparse_steps(rank: int, wire: str, steps: int) -> dict[str, Any]:
         applied += torch.stack([g for g in grads if g is not None]).detach()
         shares.append(float((torch.stack([g for g in grads if g is not None]) != 0).float().mean()))
         torch.testing.assert_close(model.bias.grad, torch.ones(COLUMNS))
-    waiting = parallel.comm_state_dict()["residuals"]
+    residual = parallel.comm_state_dict()["residuals"]
     found = {
         "computed": computed,
         "applied": applied,
-        "waiting": torch.stack([waiting["first"].view(ROWS, COLUMNS), waiting["second"].view(ROWS, COLUMNS)]),
+        "residuals": torch.stack([residual["first"].view(ROWS, COLUMNS), residual["second"].view(ROWS, COLUMNS)]),
         "shares": shares,
         "explained": parallel.explain(),
     }
@@ -45,19 +45,19 @@ def sparse_steps(rank: int, wire: str, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "wire"), [(2, "fp32"), (3, "bf16")])
-def test_what_was_computed_is_what_was_applied_and_what_waits(ranks: int, wire: str) -> None:
-    told = on_ranks(sparse_steps, ranks, wire, 12)
-    assert all(torch.equal(one["applied"], told[0]["applied"]) for one in told)
-    computed = sum(one["computed"].double() for one in told)
-    accounted = ranks * told[0]["applied"].double() + sum(one["waiting"].double() for one in told)
+def test_gradients_are_either_applied_or_in_a_residual(ranks: int, wire: str) -> None:
+    answers = on_ranks(sparse_steps, ranks, wire, 12)
+    assert all(torch.equal(one["applied"], answers[0]["applied"]) for one in answers)
+    computed = sum(one["computed"].double() for one in answers)
+    accounted = ranks * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
     torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
-    assert all(share < 0.2 for share in told[0]["shares"][5:])  # while the first steps ran DDP's own buckets
-    assert "oktopk:0.1" in told[0]["explained"] and "sparse bucket to first" in told[0]["explained"]
+    assert all(share < 0.2 for share in answers[0]["shares"][5:])  # while the first steps ran DDP's own buckets
+    assert "oktopk:0.1" in answers[0]["explained"] and "sparse bucket to first" in answers[0]["explained"]
 
 
-def course(rank: int, density: float | str, margin_stage: str) -> dict[str, Any]:
+def course(rank: int, density: float | str, scenario: str) -> dict[str, Any]:
     """From profiling to the choice, with nothing lost on the way."""
-    model = Told()
+    model = GivenGradients()
     computed, applied = torch.zeros(2, ROWS, COLUMNS), torch.zeros(2, ROWS, COLUMNS)
     options = ab.OkTopk(density=density, warmup_steps=6)  # type: ignore[arg-type]
     kinds, decided = set(), 0
@@ -65,7 +65,7 @@ def course(rank: int, density: float | str, margin_stage: str) -> dict[str, Any]
     sparse = [density] if isinstance(density, float) else LADDER
     curves = {kind_of(d): ab.Curve.linear(1e-3, 1e-6 * d) for d in sparse}
     network = ab.Network(2, {"dense": ab.Curve.linear(1e-3, 1e-6), **curves})
-    parallel = ab.DataParallel(model, compress=options, network=network, profile_steps=2, policy=STAGES[margin_stage])
+    parallel = ab.DataParallel(model, compress=options, network=network, profile_steps=2, policy=SCENARIOS[scenario])
     for step in range(200):
         model.zero_grad()
         inputs = gradients(step, rank)
@@ -76,60 +76,48 @@ def course(rank: int, density: float | str, margin_stage: str) -> dict[str, Any]
         if parallel.plan is not None:
             kinds |= {bucket.collective for bucket in parallel.plan.buckets}
         if parallel.timeline is not None and (decided := decided + 1) == 2:
-            break  # after one step of what was chosen, with which goes what waited
+            break  # after one step of the chosen layout, which sends the residuals that are left
     residuals = parallel.comm_state_dict()["residuals"]
-    waiting = torch.zeros(2, ROWS, COLUMNS)
+    residual = torch.zeros(2, ROWS, COLUMNS)
     for index, name in enumerate(("first", "second")):
         if name in residuals:
-            waiting[index] = residuals[name].view(ROWS, COLUMNS)
+            residual[index] = residuals[name].view(ROWS, COLUMNS)
     explained, steps = parallel.explain(), step
     parallel.close()
-    return {"computed": computed, "applied": applied, "waiting": waiting, "explained": explained,
+    return {"computed": computed, "applied": applied, "residuals": residual, "explained": explained,
             "kinds": sorted(kinds), "steps": steps}  # fmt: skip
 
 
 @pytest.mark.parametrize(("density", "end"), [(0.05, "goes back"), ("auto", "goes back"), (0.05, "keeps the plan")])
 def test_the_whole_course_loses_nothing(density: float | str, end: str) -> None:
-    told = on_ranks(course, 2, density, end, timeout_s=100.0)
-    computed = sum(one["computed"].double() for one in told)
-    accounted = 2 * told[0]["applied"].double() + sum(one["waiting"].double() for one in told)
+    answers = on_ranks(course, 2, density, end, timeout_s=100.0)
+    computed = sum(one["computed"].double() for one in answers)
+    accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
     torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
-    assert told[0]["kinds"] == told[1]["kinds"]
-    assert any(kind.startswith("oktopk") for kind in told[0]["kinds"])
-    if end == "goes back":  # and sends all that waits before it goes
-        assert "running DDP's own buckets" in told[0]["explained"]
-        assert all(not one["waiting"].any() for one in told)
-
-
-def test_explain_says_per_bucket_how_it_travels_and_what_that_saves() -> None:
-    tensors = (ab.TensorSpec("bias", 1000, 4, 0.1), ab.TensorSpec("weight", 1_000_000, 4, 0.2))
-    network = ab.Network(2, {"dense": ab.Curve.linear(1e-3, 1e-8), "oktopk:0.01": ab.Curve.linear(2e-3, 1e-9)})
-    plan = ab.Plan((ab.Bucket(("bias",)), ab.Bucket(("weight",), collective="oktopk:0.01")))
-    title, head, dense, sparse, saved = explain._buckets(plan, ab.Trace(tensors, 0.1), network)
-    assert plan.fingerprint[:12] in title and head.split()[-6:] == ["takes,", "ms", "dense,", "ms", "last", "gradient"]
-    assert dense.split() == ["0", "0", "dense", "0.004", "1", "100.00", "1.04", "1.04", "bias"]
-    assert sparse.split() == ["1", "0", "oktopk:0.01", "3.815", "1", "200.00", "6.00", "41.00", "weight"]
-    assert saved.startswith("1 of 2 buckets are compressed, which saves 35.00 ms of the 41.00 ms")
-    assert "-         - weight" in explain._buckets(plan, ab.Trace(tensors, 0.1), None)[-1]
+    assert answers[0]["kinds"] == answers[1]["kinds"]
+    assert any(kind.startswith("oktopk") for kind in answers[0]["kinds"])
+    if end == "goes back":  # and sends all residuals before
+        assert "running DDP's own buckets" in answers[0]["explained"]
+        assert all(not one["residuals"].any() for one in answers)
 
 
 def lost_when_confirmed(rank: int) -> dict[str, Any]:
     """The sparse plan wins its trial and loses the second one, in which it is the last to run."""
     verdicts = iter([1, 0])
-    tuner.Tuner._winner = lambda self, trials: next(verdicts)  # type: ignore[method-assign]
+    tuner.Tuner._fastest_index = lambda self, trials: next(verdicts)  # type: ignore[method-assign]
     return course(rank, 0.05, "goes back")
 
 
-def test_a_plan_that_loses_at_last_leaves_nothing_waiting() -> None:
-    told = on_ranks(lost_when_confirmed, 2, timeout_s=100.0)
-    computed = sum(one["computed"].double() for one in told)
-    torch.testing.assert_close(2 * told[0]["applied"].double(), computed, rtol=1e-4, atol=1e-4)
-    assert "was not clearly faster when tried again" in told[0]["explained"]
+def test_a_plan_that_loses_at_last_leaves_no_residual() -> None:
+    answers = on_ranks(lost_when_confirmed, 2, timeout_s=100.0)
+    computed = sum(one["computed"].double() for one in answers)
+    torch.testing.assert_close(2 * answers[0]["applied"].double(), computed, rtol=1e-4, atol=1e-4)
+    assert "was not clearly faster when tried again" in answers[0]["explained"]
 
 
 def wrong_settings(rank: int) -> str:
     try:
-        ab.DataParallel(Told(), compress=ab.OkTopk(density=0.1 if rank == 0 else 0.2))
+        ab.DataParallel(GivenGradients(), compress=ab.OkTopk(density=0.1 if rank == 0 else 0.2))
     except ab.DisagreementError as error:
         return str(error)
     return "no error"
@@ -141,7 +129,7 @@ def test_ranks_that_wish_other_densities_are_told() -> None:
 
 
 def poisoned(rank: int) -> dict[str, Any]:
-    model = Told()
+    model = GivenGradients()
     parallel = ab.DataParallel(model, plan=two_buckets(0.1), compress=ab.OkTopk(density=0.1), profile_steps=0)
     before: dict[str, torch.Tensor] = {}
     for step in range(10):
@@ -159,8 +147,8 @@ def poisoned(rank: int) -> dict[str, Any]:
 
 
 def test_a_gradient_that_is_not_finite_reaches_every_rank_and_no_residual() -> None:
-    for told in on_ranks(poisoned, 2):
-        assert not torch.isfinite(told["grad"]).any() and told["same"]
+    for answers in on_ranks(poisoned, 2):
+        assert not torch.isfinite(answers["grad"]).any() and answers["same"]
 
 
 def refusals(rank: int) -> list[str]:
@@ -174,7 +162,7 @@ def refusals(rank: int) -> list[str]:
     said = []
     wide = ab.Plan((ab.Bucket(("weight",), collective="oktopk:0.1"),))
     refused: list[tuple[nn.Module, dict[str, Any]]] = [
-        (Told(), {"find_unused_parameters": True}),
+        (GivenGradients(), {"find_unused_parameters": True}),
         (Double(), {"plan": wide}),
     ]
     for module, options in refused:
@@ -182,7 +170,7 @@ def refusals(rank: int) -> list[str]:
             ab.DataParallel(module, compress=ab.OkTopk(), **options)
         except (ValueError, ab.PlanError) as error:
             said.append(str(error))
-    closed = ab.DataParallel(Told(), compress=ab.OkTopk())
+    closed = ab.DataParallel(GivenGradients(), compress=ab.OkTopk())
     closed.load_comm_state_dict({})  # what a run of one rank keeps
     closed.close()
     for use in (closed.comm_state_dict, lambda: closed.load_comm_state_dict({"residuals": {"first": torch.ones(1)}})):
@@ -211,5 +199,5 @@ def test_settings_that_mean_nothing_are_named(options: dict[str, Any]) -> None:
 
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ValueError, match="compress is 'zip': expected one of bf16, OkTopk"):
-        ab.DataParallel(Told(), compress="zip")
+        ab.DataParallel(GivenGradients(), compress="zip")
     assert not dist.is_initialized()

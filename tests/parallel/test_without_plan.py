@@ -130,7 +130,7 @@ def hook_says(rank: int) -> str:
 def test_a_comm_hook_of_the_users(after: int) -> None:
     assert (
         on_ranks(own_hook, 2, after)
-        == [["No plan: it was closed. Gradients travel as under DistributedDataParallel."]] * 2
+        == [["No plan: it was closed. Gradients are averaged as under DistributedDataParallel."]] * 2
     )
 
 

@@ -19,11 +19,11 @@ Train = Callable[[Model, torch.optim.Optimizer, int], object]
 WIDTH = 6
 SHORT = TuningPolicy(settle_steps=2, drift_check_steps=3)
 # Policies that make each stage certain to come, on a machine whose times are noise.
-STAGES: Mapping[str, TuningPolicy] = {
+SCENARIOS: Mapping[str, TuningPolicy] = {
     "keeps the plan": replace(SHORT, min_gain=-1e9, max_drift=1e9),
     "goes back": replace(SHORT, min_gain=2.0, max_drift=1e9),
     "plans again and again": replace(SHORT, min_gain=-1e9, max_drift=-1.0),
-    "is told the plan": SHORT,
+    "is given the plan": SHORT,
 }
 DECISIONS = {"plans again and again": 2}  # after so many, the twins are trained a little longer; one, if not named
 STEPS_AFTER = 4
@@ -105,15 +105,15 @@ class Outcome:
         return cls(**answer)
 
 
-def run(rank: int, feature: Feature, stage_name: str) -> dict[str, Any]:
+def run(rank: int, feature: Feature, scenario: str) -> dict[str, Any]:
     """Train the twins through a stage; names what differed, and hashes what DataParallel held after every step."""
-    theirs, ours = twins(feature, stage_name)
+    theirs, ours = twins(feature, scenario)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5) for model in (theirs, ours)]
     apart: list[str] = []
     digest = sha256()
     layouts: set[str] = set()
     tolerance = 0.0 if dist.get_world_size() == 2 else feature.rounding
-    for step in steps(ours, DECISIONS.get(stage_name, 1)):
+    for step in steps(ours, DECISIONS.get(scenario, 1)):
         expected, found = (
             feature.train(model, optimizer, step) for model, optimizer in zip((theirs, ours), optimizers, strict=True)
         )
@@ -149,16 +149,16 @@ def steps(model: DataParallel, decisions: int = 1) -> Iterator[int]:
     raise AssertionError(f"after {STEPS_AT_MOST} steps it is still {before}")
 
 
-def twins(feature: Feature, stage_name: str = "keeps the plan") -> tuple[Model, DataParallel]:
+def twins(feature: Feature, scenario: str = "keeps the plan") -> tuple[Model, DataParallel]:
     """DDP and DataParallel around equal modules."""
     torch.manual_seed(7)
     theirs = DistributedDataParallel(feature.build(), **feature.options)
     torch.manual_seed(7)
     module = feature.build()
     ours = dict(feature.ours)
-    if stage_name == "is told the plan":
+    if scenario == "is given the plan":
         ours.setdefault("plan", scatter(dtypes_of(module)))
-    ours = {"planner": scattered, "profile_steps": 2, "network": ring(), "policy": STAGES[stage_name], **ours}
+    ours = {"planner": scattered, "profile_steps": 2, "network": ring(), "policy": SCENARIOS[scenario], **ours}
     return theirs, DataParallel(module, **feature.options, **ours)
 
 
@@ -175,7 +175,7 @@ def planned(module: nn.Module | None = None, **options: Any) -> DataParallel:
         planner=scattered,
         network=ring(),
         profile_steps=2,
-        policy=STAGES["keeps the plan"],
+        policy=SCENARIOS["keeps the plan"],
         **options,
     )
     optimizer = sgd(model)

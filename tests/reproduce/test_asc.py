@@ -25,7 +25,7 @@ def published() -> Section:
 
 @pytest.fixture(scope="module")
 def alike() -> Section:
-    return asc.alike()
+    return asc.same_constants()
 
 
 @pytest.mark.parametrize("case", asc.CASES, ids=lambda case: case.model)

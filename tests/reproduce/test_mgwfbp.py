@@ -85,7 +85,7 @@ def test_on_infiniband_the_gain_over_wfbp_agrees_on_32_gpus() -> None:
 
 def googlenet_stand_in() -> Trace:
     published = mgwfbp_published
-    return stand_in.by_layer(stand_in.GOOGLENET.lasting(published.K80_FORWARD_S, published.K80_BACKWARD_S))
+    return stand_in.by_layer(stand_in.GOOGLENET.with_durations(published.K80_FORWARD_S, published.K80_BACKWARD_S))
 
 
 def test_the_simulation_agrees_on_our_trace_of_the_model() -> None:
@@ -99,8 +99,8 @@ def test_the_simulation_agrees_on_our_trace_of_the_model() -> None:
 
 def test_the_simulation_does_not_agree_by_construction() -> None:
     """Another model in its place, or the same one computing faster, and words change."""
-    short = stand_in.by_layer(stand_in.GOOGLENET.lasting(0.05, 0.1))
-    other = stand_in.RESNET50.lasting(mgwfbp_published.K80_FORWARD_S, mgwfbp_published.K80_BACKWARD_S)
+    short = stand_in.by_layer(stand_in.GOOGLENET.with_durations(0.05, 0.1))
+    other = stand_in.RESNET50.with_durations(mgwfbp_published.K80_FORWARD_S, mgwfbp_published.K80_BACKWARD_S)
     for trace in (short, other):
         words = [row.word for row in mgwfbp.simulation(trace, "").figures]
         assert sum(word != AGREES for word in words) > len(words) / 4
@@ -114,7 +114,7 @@ def test_the_simulation_is_exact_on_the_trace_behind_it() -> None:
 
 
 def test_a_stand_in_has_the_length_and_the_size_asked_for() -> None:
-    trace = stand_in.INCEPTION_V4.computing(0.6, itemsize=2)
+    trace = stand_in.INCEPTION_V4.with_compute_s(0.6, itemsize=2)
     assert trace.forward_s == pytest.approx(0.2) and trace.backward_s == pytest.approx(0.4)
     assert trace.nbytes == pytest.approx(2 * 42_679_816, rel=1e-5)
     recorded = stand_in.bundled("googlenet")

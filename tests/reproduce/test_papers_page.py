@@ -33,7 +33,7 @@ def test_mgwfbp() -> None:
 
 
 def test_asc() -> None:
-    published, alike = asc.as_published().figures, asc.alike().figures
+    published, alike = asc.as_published().figures, asc.same_constants().figures
     over_each = ends([figure for figure in published if figure.what == "ASC-WFBP over WFBP"])
     over_merged = ends([figure for figure in published if figure.what == "ASC-WFBP over MG-WFBP"])
     capped = ends([figure for figure in alike if figure.what == "ASC-WFBP over MG-WFBP"])

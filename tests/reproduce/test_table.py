@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import anabranch.reproduce
-from anabranch.reproduce.table import AGREES, OURS_ALONE, WITHIN, Figure, Reproduction, Section, Words, span
+from anabranch.reproduce.table import AGREES, OURS_ALONE, WITHIN, Figure, Reasons, Reproduction, Section, range_text
 
-WORDS = Words("less here", "more here")
+WORDS = Reasons("less here", "more here")
 FILES = sorted(Path(anabranch.reproduce.__file__).parent.glob("*.py"))
 
 
@@ -30,7 +30,7 @@ def test_a_word_follows_from_the_ratio(published: float | None, ours: float, wor
 
 def test_what_was_not_computed_has_no_ratio() -> None:
     assert Figure("case", "what", "s", 2.0, None, "not simulated").ratio is None
-    assert span([2.0, 1.0, 3.0]) == "1.00 to 3.00"
+    assert range_text([2.0, 1.0, 3.0]) == "1.00 to 3.00"
 
 
 def test_every_figure_of_a_document_says_how_it_came_about() -> None:

@@ -61,14 +61,14 @@ def test_equal_buckets_tell_only_what_a_message_costs_more() -> None:
 
 
 def test_several_steps_give_the_median_of_each_message() -> None:
-    looks = [
+    timelines = [
         Timeline(
             (Span("compute", "backward", 0.0, 9.0), Span("lane 0", "a", 0.0, a), Span("lane 0", "b", 5.0, 5.0 + b))
         )
         for a, b in ((1.0, 3.0), (2.0, 1.0), (4.0, 2.0))
     ]
-    assert bucket_seconds(looks) == [2.0, 2.0]
-    assert bucket_seconds([*looks, Timeline((Span("compute", "backward", 0.0, 9.0),))]) == []
+    assert bucket_seconds(timelines) == [2.0, 2.0]
+    assert bucket_seconds([*timelines, Timeline((Span("compute", "backward", 0.0, 9.0),))]) == []
 
 
 def test_where_messages_cost_less_than_measured_the_bytes_do() -> None:

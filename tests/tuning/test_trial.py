@@ -23,9 +23,9 @@ def test_the_step_is_the_median_and_the_detail_is_of_one_that_was_looked_at() ->
     assert trial.steps_s == pytest.approx((9.0, 9.0, 9.0, 4.0, 5.0, 6.0))
     assert trial.step_s == pytest.approx(7.5)
     # The last three, the fastest first.
-    assert [look.iteration_s for look in trial.detailed] == pytest.approx([3.0, 3.5, 4.5])
+    assert [timeline.iteration_s for timeline in trial.detailed] == pytest.approx([3.0, 3.5, 4.5])
     assert trial.timeline is trial.detailed[2], "of these, the one most like the median"
-    assert all(not marks.buckets for marks in steps), "works that are done with are let go"
+    assert all(not marks.buckets for marks in steps), "works that are done are released"
 
 
 def test_buckets_are_on_their_lanes_one_after_another() -> None:

@@ -1,4 +1,4 @@
-"""The course of a DataParallel: what it does when, what it says meanwhile, and what it leaves to look at."""
+"""The tuner: the stages it goes through, what explain() shows in each, and the nouns that it leaves."""
 
 import re
 import warnings
@@ -13,22 +13,22 @@ from torch import nn
 from anabranch import DataParallel, Network, simulate
 from anabranch.ddp.reducer import reduced_parameters
 from ddp.inspection import layout_in_force
-from parallel.twins import STAGES, WIDTH, Feature, mlp, plain_train, ring, scattered, stage_of, steps, twins
+from parallel.twins import SCENARIOS, WIDTH, Feature, mlp, plain_train, ring, scattered, stage_of, steps, twins
 from ranks import on_ranks
 
 
-def course(rank: int, stage_name: str) -> dict[str, Any]:
-    """What it says after every step, until it has decided, and whether its nouns fit each other all the time."""
-    said: list[str] = []
-    _, model = twins(Feature(), stage_name)
+def tuned_run(rank: int, scenario: str) -> dict[str, Any]:
+    """The stages after every step, until it has decided; checks that its nouns always fit each other."""
+    stages: list[str] = []
+    _, model = twins(Feature(), scenario)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in steps(model, 1):
         plain_train(model, optimizer, step)
-        said.append(stage_of(model))
+        stages.append(stage_of(model))
         _check_nouns(model)
     stock = layout_in_force(model)
     return {
-        "said": list(dict.fromkeys(said)),
+        "stages": list(dict.fromkeys(stages)),
         "explained": model.explain(),
         "plan": model.plan.fingerprint if model.plan is not None else None,
         "layout": stock,
@@ -57,10 +57,10 @@ def _check_nouns(model: DataParallel) -> None:
 
 
 def test_keeps_the_plan() -> None:
-    answers = on_ranks(course, 2, "keeps the plan")
+    answers = on_ranks(tuned_run, 2, "keeps the plan")
     for answer in answers:
-        said = " ".join(answer["said"])
-        assert re.search("settling.*profiling.*planning.*trying scattered.*running", said)
+        stages = " ".join(answer["stages"])
+        assert re.search("settling.*profiling.*planning.*trying scattered.*running", stages)
         assert answer["plan"] is not None and answer["plan"] == answers[0]["plan"]
         assert answer["layout"] == answer["planned"]
         assert answer["network"] == 2
@@ -69,34 +69,34 @@ def test_keeps_the_plan() -> None:
 
 
 def test_goes_back() -> None:
-    for answer in on_ranks(course, 2, "goes back"):
+    for answer in on_ranks(tuned_run, 2, "goes back"):
         assert "no plan was clearly faster" in answer["explained"].splitlines()[0]
         assert answer["plan"] is None
         assert answer["layout"] == [[5, 4, 3, 2, 1, 0]], "DDP's own bucket, in the order of backward"
         assert set(answer["lanes"]) == {"compute", "lane 0"}
 
 
-@pytest.mark.parametrize("stage_name", ["keeps the plan", "goes back"])
-def test_explains_prediction_and_measurement_of_every_layout(stage_name: str) -> None:
-    said = on_ranks(course, 2, stage_name)[0]["explained"]
-    head = next(line for line in said.splitlines() if "predicted" in line)
+@pytest.mark.parametrize("scenario", ["keeps the plan", "goes back"])
+def test_explains_prediction_and_measurement_of_every_layout(scenario: str) -> None:
+    explained = on_ranks(tuned_run, 2, scenario)[0]["explained"]
+    head = next(line for line in explained.splitlines() if "predicted" in line)
     assert "measured" in head and "exposed" in head
-    rows = said.splitlines()[said.splitlines().index(head) + 1 :]
+    rows = explained.splitlines()[explained.splitlines().index(head) + 1 :]
     tried = [row for row in rows if re.search(r"\d+\.\d\d ms +\d+\.\d\d ms", row)]
     assert any("DDP's own buckets" in row for row in tried)
     assert any("scattered" in row for row in tried)
     assert sum(row.startswith("*") for row in tried) == 1
-    assert "Network: 2 ranks" in said and "Model: 6 gradients" in said
+    assert "Network: 2 ranks" in explained and "Model: 6 gradients" in explained
 
 
-def told(rank: int) -> dict[str, Any]:
-    answer = course(rank, "is told the plan")
-    return {"said": answer["said"], "same": answer["layout"] == answer["planned"], "explained": answer["explained"]}
+def given_plan(rank: int) -> dict[str, Any]:
+    answer = tuned_run(rank, "is given the plan")
+    return {"stages": answer["stages"], "same": answer["layout"] == answer["planned"], "explained": answer["explained"]}
 
 
 def test_runs_the_plan_it_is_told() -> None:
-    for answer in on_ranks(told, 2):
-        assert answer["said"][-1].startswith("anabranch: running the plan it was given")
+    for answer in on_ranks(given_plan, 2):
+        assert answer["stages"][-1].startswith("anabranch: running the plan it was given")
         assert answer["same"]
 
 
@@ -104,7 +104,7 @@ def measured(rank: int) -> dict[str, Any]:
     """Without a network it measures one, lanes included, and everyone holds the same."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the network's costs vary")
-        model = DataParallel(mlp(), profile_steps=2, lanes=2, compress="bf16", policy=STAGES["keeps the plan"])
+        model = DataParallel(mlp(), profile_steps=2, lanes=2, compress="bf16", policy=SCENARIOS["keeps the plan"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in steps(model):
             plain_train(model, optimizer, step)
@@ -137,7 +137,7 @@ def lanes_tried(rank: int, start_s: float, s_per_byte: float, eta: float) -> lis
         nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))),
         profile_steps=2,
         network=given,
-        policy=STAGES["keeps the plan"],
+        policy=SCENARIOS["keeps the plan"],
     )
     tried = set()
     for step in steps(model):
@@ -157,26 +157,26 @@ def test_lanes_are_not_tried_on_a_link_that_one_message_fills() -> None:
 
 def drift(rank: int) -> list[str]:
     """Steps become much slower on rank 0 only, by its own clock: everyone plans again."""
-    said: list[str] = []
-    policy = replace(STAGES["keeps the plan"], max_drift=0.9, drift_check_steps=5)
+    stages: list[str] = []
+    policy = replace(SCENARIOS["keeps the plan"], max_drift=0.9, drift_check_steps=5)
     _, model = twins(Feature(Sleepy, ours={"policy": policy}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     slow_from = None
     for step in range(120):
         plain_train(model, optimizer, step)
-        if stage_of(model) not in said[-1:]:
-            said.append(stage_of(model))
-        if slow_from is None and "running" in said[-1]:
+        if stage_of(model) not in stages[-1:]:
+            stages.append(stage_of(model))
+        if slow_from is None and "running" in stages[-1]:
             slow_from = step + 12
         if slow_from is not None and step == slow_from and rank == 0:
             model.module.pause_s = 0.3
-        if slow_from is not None and step > slow_from and "profiling" in said[-1]:
+        if slow_from is not None and step > slow_from and "profiling" in stages[-1]:
             break
-    return said
+    return stages
 
 
 class Sleepy(nn.Module):
-    """Takes as long as it is told to."""
+    """Sleeps as long as a test says."""
 
     pause_s = 0.0
 
@@ -193,9 +193,9 @@ class Sleepy(nn.Module):
 
 
 def test_drift_on_rank_0_makes_everyone_plan_again() -> None:
-    for said in on_ranks(drift, 2):
-        assert sum("profiling" in line for line in said) >= 2
-        assert "profiling" in said[-1]
+    for stages in on_ranks(drift, 2):
+        assert sum("profiling" in line for line in stages) >= 2
+        assert "profiling" in stages[-1]
 
 
 def frozen(rank: int) -> str:
@@ -206,7 +206,7 @@ def frozen(rank: int) -> str:
         network=ring(),
         profile_steps=2,
         find_unused_parameters=True,
-        policy=STAGES["keeps the plan"],
+        policy=SCENARIOS["keeps the plan"],
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(12):
@@ -219,7 +219,7 @@ def frozen(rank: int) -> str:
 
 def test_frozen_before_there_is_a_plan() -> None:
     assert all(
-        "no longer planning: parameters were frozen, unfrozen or replaced" in said for said in on_ranks(frozen, 2)
+        "no longer planning: parameters were frozen, unfrozen or replaced" in stages for stages in on_ranks(frozen, 2)
     )
 
 
@@ -239,8 +239,10 @@ class Hiding(nn.Linear):
 
 
 def opaque(rank: int) -> str:
-    """An output that DDP cannot look into either: it trains, and nothing is planned."""
-    model = DataParallel(Hiding(), planner=scattered, network=ring(), profile_steps=2, policy=STAGES["keeps the plan"])
+    """An output whose tensors DDP cannot find, either: it trains, and nothing is planned."""
+    model = DataParallel(
+        Hiding(), planner=scattered, network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"]
+    )
     for step in range(12):
         model.zero_grad()
         model(torch.ones(2, WIDTH) * step).value.sum().backward()

@@ -1,6 +1,7 @@
 """Measures what each block saves and how long it computes, in steps that need little memory; and the host link."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from anabranch.activations.offloader import Offloader
 from anabranch.activations.recompute import BlockRange, LastBlock, PatchedModel
 from anabranch.activations.side_effects import NoSideEffects, copy_containers
 from anabranch.observe.clock import Clock, clock_for
-from anabranch.observe.step_timer import tensors_in
+from anabranch.observe.step_timer import StepObserver, StepTimer, tensors_in
 
 KEEPS_STATE = (
     "if it keeps something for later, such as a cache of keys and values, it cannot be recomputed. Switch that off (in "
@@ -53,7 +54,7 @@ class BlockProfile:
         self.largest_nbytes = max(self.largest_nbytes, earlier.largest_nbytes)
 
 
-class BlockProfiler:
+class BlockProfiler(StepObserver):
     """Measures the blocks of a live model while it trains, without ever keeping the activations of two blocks.
 
     Every block is recomputed from an offloaded input. Before that it runs once more, only to be measured: what autograd
@@ -79,7 +80,11 @@ class BlockProfiler:
         self._largest_after_nbytes = 0  # and after the last one
         actions: dict[str, Action] = {block.name: "recompute+offload" for block in blocks_of(model)}
         self._patched = PatchedModel(model, {**actions, REST: "offload"}, offloader, self._run_profiled)
-        self._hooks = [model.register_forward_pre_hook(self._begins), model.register_forward_hook(self._ends)]
+        self._attached = ExitStack()
+        self._attached.callback(model.register_forward_pre_hook(self._forward_begins).remove)
+        timer = StepTimer(self._clock)
+        timer.observers.append(self)
+        self._attached.enter_context(timer.attached(model))
 
     def __deepcopy__(self, memo: object) -> Self:
         """A copied model, which computes without gradients, is not profiled."""
@@ -88,8 +93,7 @@ class BlockProfiler:
     def undo(self) -> None:
         """Leave the model as it was."""
         self._patched.undo()
-        for hook in self._hooks:
-            hook.remove()
+        self._attached.close()
 
     def costs(self) -> list[BlockCosts]:
         """Return the costs measured in the last step, in the order of forward; what is outside all blocks comes first.
@@ -101,7 +105,7 @@ class BlockProfiler:
         marks = [mark for _, mark in self._gradients] + [self._backward_end]
         backward_s: dict[str, float] = {}  # with the recomputation
         for number, (name, _) in enumerate(self._gradients):
-            backward_s[name] = backward_s.get(name, 0.0) + self._clock.between(marks[number], marks[number + 1])
+            backward_s[name] = backward_s.get(name, 0.0) + self._clock.elapsed_s(marks[number], marks[number + 1])
         rest_work = WORK_TENSORS * self._largest_before_nbytes
         end_work = WORK_TENSORS * self._largest_after_nbytes
         return [
@@ -111,7 +115,7 @@ class BlockProfiler:
         ]
 
     def _costs_of(self, profile: BlockProfile, backward_s: float) -> BlockCosts:
-        forward_s = sum(self._clock.between(*run) for run in profile.runs)
+        forward_s = sum(self._clock.elapsed_s(*run) for run in profile.runs)
         return BlockCosts(
             profile.block.name,
             forward_s,
@@ -214,7 +218,7 @@ class BlockProfiler:
             if tensor.grad_fn is not None:
                 tensor.register_hook(gradient_is_ready)
 
-    def _begins(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+    def _forward_begins(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
         if not torch.is_grad_enabled():
             return
         if self._in_backward:  # the profiles are of another step
@@ -228,20 +232,16 @@ class BlockProfiler:
         self._runs = {}
         self._offloader.counts.largest_nbytes = 0
 
-    def _ends(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
-        if not torch.is_grad_enabled():
-            return
+    def on_forward_end(self, averaged: bool) -> Callable[[], None]:  # noqa: ARG002
         outside_nbytes = self._offloader.counts.offloaded_nbytes - self._counted_nbytes
         if not self._runs:  # a model without blocks has no end
             self._rest_nbytes = outside_nbytes
         self._end_nbytes += outside_nbytes - self._rest_nbytes
         self._counted_nbytes += outside_nbytes - self._rest_nbytes
         self._largest_after_nbytes = self._offloader.counts.largest_nbytes
-        for tensor in tensors_in(output):  # blocks may get no gradient
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._backward_begins)
+        return self._backward_begins  # blocks may get no gradient
 
-    def _backward_begins(self, gradient: torch.Tensor | None = None) -> None:  # noqa: ARG002
+    def _backward_begins(self) -> None:
         if not self._in_backward:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._backward_over)
@@ -288,6 +288,6 @@ def measure_link(device: torch.device, nbytes: int = LINK_NBYTES) -> HostLink:
         copies.wait(copied_back)
         back_at = clock.mark()
         clock.settle()
-        out_s, back_s = clock.between(start, out_at), clock.between(start, back_at)
+        out_s, back_s = clock.elapsed_s(start, out_at), clock.elapsed_s(start, back_at)
     clock.close()
     return HostLink(nbytes / max(out_s, 1e-9), nbytes / max(back_s, 1e-9))

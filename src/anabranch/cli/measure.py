@@ -95,7 +95,7 @@ def _measured(
     import torch.distributed as dist
 
     from anabranch.comm.dense import COLLECTIVES
-    from anabranch.comm.lanes import GRACE_S, same_ranks
+    from anabranch.comm.lanes import RELEASE_GRACE_S, clone_group
     from anabranch.observe.measure import SHARDED, unsupported
     from anabranch.observe.measure import measure as measured
 
@@ -105,7 +105,7 @@ def _measured(
     try:
         everyone = dist.group.WORLD
         assert everyone is not None
-        more = [same_ranks(everyone, dist.get_backend(), f"anabranch lane {lane}") for lane in range(1, lanes)]
+        more = [clone_group(everyone, dist.get_backend(), f"anabranch lane {lane}") for lane in range(1, lanes)]
         missing = unsupported(SHARDED, everyone, device)
         sharded = {kind: collective for kind, collective in SHARDED.items() if kind not in missing}
         timed = {**{kind: COLLECTIVES[kind] for kind in kinds}, **sharded}
@@ -114,7 +114,7 @@ def _measured(
         return network, [f"{kind} was not measured: {name} cannot do it here ({why})" for kind, why in missing.items()]
     finally:
         dist.destroy_process_group()
-        sleep(GRACE_S)
+        sleep(RELEASE_GRACE_S)
 
 
 def _print(network: Network, output: Path, notes: Sequence[str], as_json: bool) -> None:

@@ -1,6 +1,6 @@
-"""Agreement: rank 0 decides, everyone receives the same bytes, and differences are named before anything hangs on them.
+"""Agreement between ranks: rank 0 decides, all ranks receive the same bytes, and differences raise a clear error.
 
-What travels is tensors of bytes, never pickles. Every wait ends with the process group's own timeout.
+Messages are tensors of bytes, never pickles. All functions are collective. Every wait ends at the group's own timeout.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ AnyNoun = TypeVar("AnyNoun", Trace, Network, Plan)
 
 
 def wire_device(group: Group) -> torch.device:
-    """Where tensors for the group's small messages must live: NCCL carries nothing from host memory."""
+    """The device on which tensors for the group's small messages must be: NCCL cannot send host memory."""
     if "gloo" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def from_rank_0(payload: bytes | None, group: Group) -> bytes:
-    """Rank 0's payload, on every rank; what other ranks pass is not looked at."""
+    """Rank 0's payload, on every rank; what other ranks pass is ignored."""
     device = wire_device(group)
-    leader = dist.get_rank(group) == 0
-    content = payload if leader and payload is not None else b""
+    is_rank_0 = dist.get_rank(group) == 0
+    content = payload if is_rank_0 and payload is not None else b""
     size = torch.tensor([len(content)], dtype=torch.int64, device=device)
     dist.broadcast(size, group_src=0, group=group)
     data = _tensor(content, int(size.item()), device)
@@ -53,47 +53,47 @@ def from_all_ranks(payload: bytes, group: Group) -> list[bytes]:
     return [_bytes(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
-def on_all_ranks(flag: bool, group: Group) -> bool:
-    """Whether every rank says so, on every rank."""
+def true_on_all_ranks(flag: bool, group: Group) -> bool:
+    """Whether ``flag`` is true on every rank; all ranks get the same answer."""
     flags = torch.tensor([flag], dtype=torch.int32, device=wire_device(group))
     dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
     return bool(flags.item())
 
 
-def latest(trace: Trace, group: Group) -> Trace:
-    """A collective starts when the last rank is ready: this trace with every instant the latest over all ranks."""
+def latest_over_ranks(trace: Trace, group: Group) -> Trace:
+    """This trace with every time replaced by the latest over all ranks, since a collective waits for the last rank."""
     by_name = sorted(trace.tensors, key=lambda tensor: tensor.name)  # the same order on every rank
     instants = torch.tensor([trace.forward_s, *(t.ready_s for t in by_name)], dtype=torch.float64)
     instants = instants.to(wire_device(group))
     dist.all_reduce(instants, op=dist.ReduceOp.MAX, group=group)
     forward_s, *ready_s = instants.tolist()
-    place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
+    position = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
     tensors = [replace(tensor, ready_s=s) for tensor, s in zip(by_name, ready_s, strict=True)]
-    tensors.sort(key=lambda tensor: (tensor.ready_s, place[tensor.name]))
+    tensors.sort(key=lambda tensor: (tensor.ready_s, position[tensor.name]))
     return replace(trace, tensors=tuple(tensors), forward_s=forward_s)
 
 
 def check_same(what: str, lines: Sequence[str], group: Group) -> None:
-    """DisagreementError, on every rank alike, unless all ranks pass the same lines; it names the first difference."""
+    """Raise DisagreementError on every rank unless all ranks pass the same lines; it names the first difference."""
     text = "\n".join(lines).encode()
     digests = from_all_ranks(sha256(text).digest(), group)
     if len(set(digests)) == 1:
         return
     versions = [part.decode().split("\n") for part in from_all_ranks(text, group)]
     others = [rank for rank, version in enumerate(versions) if version != versions[0]]
-    mine, theirs = versions[0], versions[others[0]]
-    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    first, other = versions[0], versions[others[0]]
+    at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     raise DisagreementError(
-        f"{what} is not the same on all ranks: rank 0 has {_line(mine, at)}, rank {others[0]} has {_line(theirs, at)}; "
+        f"{what} is not the same on all ranks: rank 0 has {_line(first, at)}, rank {others[0]} has {_line(other, at)}; "
         f"ranks {_ranks(others)} differ from rank 0. Build it the same way on every rank"
     )
 
 
 def agree_on(kind: type[AnyNoun], noun: AnyNoun | None, group: Group) -> AnyNoun:
-    """Rank 0's noun on every rank, equal to the last bit; what other ranks pass is not looked at."""
+    """Rank 0's noun on every rank, equal to the last bit; what other ranks pass is ignored."""
     word = kind.__name__.lower()
-    mine = dumps(noun).encode() if noun is not None and dist.get_rank(group) == 0 else None
-    text = from_rank_0(mine, group)
+    payload = dumps(noun).encode() if noun is not None and dist.get_rank(group) == 0 else None
+    text = from_rank_0(payload, group)
     check_same(f"the {word} received from rank 0", [sha256(text).hexdigest()], group)
     received = loads(text, f"the {word} of rank 0")
     if not isinstance(received, kind):

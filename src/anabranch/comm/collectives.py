@@ -1,4 +1,4 @@
-"""Collectives: all exchanges that the buckets of one model can name, and what they keep between steps."""
+"""Collectives: all exchanges that the buckets of one model can name, and the state they keep between steps."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -18,10 +18,10 @@ class Scaler(Protocol):
 
 
 class ResidualState(Protocol):
-    """What the exchange of one bucket keeps: the residual, one parameter after another.
+    """The residual of one bucket: a flat tensor with the parameters one after another.
 
-    ``accumulates_in_place``: gradients are added to the residual as they come (Lean), so that the exchange may use the
-    gradient's memory for something else.
+    ``accumulates_in_place``: gradients were added to the residual as they arrived (Lean). The buffer of the exchange
+    then holds zeros instead of gradients, and the exchange may use its memory.
     """
 
     names: tuple[str, ...]
@@ -38,10 +38,10 @@ class ResidualState(Protocol):
 
 
 class ExchangeMemory(Protocol):
-    """What exchanges keep between steps, by the names of parameters: residuals, thresholds, momentum.
+    """The state that exchanges keep between steps, by parameter name: residuals, thresholds, momentum.
 
-    dense_names    gradients that must travel dense
-    warmup_steps   steps of training before anything but dense exchanges is tried
+    dense_names    parameters whose gradients must be sent dense
+    warmup_steps   training steps before other exchanges than dense ones are tried
     """
 
     dense_names: frozenset[str]
@@ -52,11 +52,14 @@ class ExchangeMemory(Protocol):
         ...
 
     def on_step_end(self) -> None:
-        """All gradients of a step are averaged, on all ranks."""
+        """Called when all gradients of a step are averaged, on all ranks."""
         ...
 
     def use_plan(self, plan: Plan | None) -> None:
-        """The next step runs this plan, or DDP's own buckets: residuals that it would not send go with that step."""
+        """Prepare for a plan, or for DDP's own buckets, from the next step on.
+
+        That step also sends the residuals of parameters that the plan sends dense, so that none is lost.
+        """
         ...
 
     def summary(self) -> list[str]:
@@ -64,19 +67,19 @@ class ExchangeMemory(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of this rank must hold."""
+        """The state that a checkpoint of this rank must hold."""
         ...
 
     def load_state_dict(self, *states: Any) -> None:
-        """Take over what ``state_dict`` gave, of this rank or of all ranks; before the first step."""
+        """Load what ``state_dict`` returned on this rank, or on all ranks; before the first step."""
         ...
 
     def loaded(self) -> list[str]:
-        """What was loaded, as lines that must be the same on all ranks."""
+        """A description of what was loaded, as lines that must be the same on all ranks."""
         ...
 
     def rescale(self, scale: float) -> None:
-        """From now on gradients are those of a loss times ``scale``; residuals are multiplied to match."""
+        """Multiply residuals to match gradients of a loss times ``scale``, which come from now on."""
         ...
 
     def close(self) -> None:
@@ -93,6 +96,7 @@ class Collectives:
 
     def __init__(self, *families: ExchangeFamily, memory: ExchangeMemory | None = None) -> None:
         self._families = families
+        self._family_of_kind: dict[str, ExchangeFamily] = {}  # of kinds asked for so far
         self._memory = memory
         self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)
         self.dense_names: frozenset[str] = frozenset() if memory is None else memory.dense_names
@@ -109,11 +113,11 @@ class Collectives:
         return self._family(bucket.collective).steps(bucket, buffer, group, divisor)
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
-        """What the last exchange of this bucket sent, computed without waiting for a device; None if unknown."""
+        """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""
         return self._family(bucket.collective).traffic(bucket, numel, dtype, ranks)
 
     def probe(self, kind: str) -> Collective:
-        """An exchange of this kind for timing; it leaves the model's residuals alone."""
+        """An exchange of this kind for timing; it does not touch the model's residuals."""
         return self._family(kind).probe(kind)
 
     def residual_state(self, bucket: Bucket) -> ResidualState | None:
@@ -121,12 +125,12 @@ class Collectives:
         return None if self._memory is None else self._memory.residual_state(bucket)
 
     def on_step_end(self) -> None:
-        """All gradients of a step are averaged, on all ranks."""
+        """Call this when all gradients of a step are averaged, on all ranks."""
         if self._memory is not None:
             self._memory.on_step_end()
 
     def use_plan(self, plan: Plan | None) -> None:
-        """The next step runs this plan, or DDP's own buckets: residuals that it would not send go with that step."""
+        """Prepare for a plan, or for DDP's own buckets, from the next step on (see ``ExchangeMemory``)."""
         if self._memory is not None:
             self._memory.use_plan(plan)
 
@@ -135,11 +139,11 @@ class Collectives:
         return [] if self._memory is None else self._memory.summary()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of this rank must hold; empty if nothing is kept between steps."""
+        """The state that a checkpoint of this rank must hold; empty if nothing is kept between steps."""
         return {} if self._memory is None else self._memory.state_dict()
 
     def load_state_dict(self, *states: Any) -> None:
-        """Take over what ``state_dict`` gave, of this rank or of all ranks; before the first step."""
+        """Load what ``state_dict`` returned on this rank, or on all ranks; before the first step."""
         if self._memory is not None:
             self._memory.load_state_dict(*states)
         elif any(states):
@@ -149,11 +153,11 @@ class Collectives:
             )
 
     def loaded(self) -> list[str]:
-        """What was loaded, as lines that must be the same on all ranks."""
+        """A description of what was loaded, as lines that must be the same on all ranks."""
         return [] if self._memory is None else self._memory.loaded()
 
     def rescale(self, scale: float) -> None:
-        """From now on gradients are those of a loss times ``scale``; residuals are multiplied to match."""
+        """Multiply residuals to match gradients of a loss times ``scale``, which come from now on."""
         if self._memory is not None:
             self._memory.rescale(scale)
 
@@ -163,9 +167,11 @@ class Collectives:
             self._memory.close()
 
     def _family(self, kind: str) -> ExchangeFamily:
+        if (known := self._family_of_kind.get(kind)) is not None:
+            return known
         for family in self._families:
             if family.handles(kind):
+                self._family_of_kind[kind] = family
                 return family
-        raise ValueError(
-            f"no exchange of this model is called {kind!r}: expected one of {', '.join(self.kinds)}, dense"
-        )
+        known_kinds = ", ".join((*self.kinds, "dense"))
+        raise ValueError(f"no exchange of this model is called {kind!r}: expected one of {known_kinds}")

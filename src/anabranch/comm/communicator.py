@@ -43,7 +43,7 @@ class Communicator(Protocol):
         ...
 
     def zeros(self, numel: int, device: torch.device) -> torch.Tensor:
-        """A shared float32 buffer of zeros (``ZeroBuffer``). Whoever writes to it must zero it again."""
+        """A shared float32 buffer of zeros (``ZeroBuffer``). Callers that write to it must zero it again."""
         ...
 
     def all_to_all(

@@ -1,4 +1,4 @@
-"""Dense exchanges: every element travels, in full precision or as bfloat16. They keep nothing between steps."""
+"""Dense exchanges: every element is sent, in full precision or as bfloat16. They keep nothing between steps."""
 
 from collections.abc import Mapping
 from math import inf
@@ -21,21 +21,21 @@ def bf16(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
 
     Every rank rounds its contribution, receives all contributions to its own share, adds them in float32, rounds the
     average, and gathers the shares of all ranks. Each value is rounded twice, however many ranks there are. All ranks
-    end with the same bits. A buffer that is not float32 goes by ``dense``.
+    end with the same bits. A buffer that is not float32 is sent by ``dense``.
     """
     if buffer.dtype != torch.float32:
         yield from dense(buffer, group, divisor)
         return
     ranks = dist.get_world_size(group)
     share = -(-buffer.numel() // ranks)
-    offered = torch.zeros(ranks * share, dtype=torch.bfloat16, device=buffer.device)
-    offered[: buffer.numel()].copy_(buffer)
-    received = torch.empty_like(offered)
-    yield issued(dist.all_to_all_single(received, offered, group=group, async_op=True))
-    record_stream(offered, received)
+    rounded = torch.zeros(ranks * share, dtype=torch.bfloat16, device=buffer.device)
+    rounded[: buffer.numel()].copy_(buffer)
+    received = torch.empty_like(rounded)
+    yield issued(dist.all_to_all_single(received, rounded, group=group, async_op=True))
+    record_stream(rounded, received)
     average = received.view(ranks, share).sum(dim=0, dtype=torch.float32).mul_(1.0 / divisor)
-    yield issued(all_gather(offered, average.to(torch.bfloat16), group))
-    buffer.copy_(offered[: buffer.numel()])
+    yield issued(all_gather(rounded, average.to(torch.bfloat16), group))
+    buffer.copy_(rounded[: buffer.numel()])
 
 
 COLLECTIVES: Mapping[str, Collective] = {"dense": dense, "bf16": bf16}
@@ -43,7 +43,7 @@ COMPRESSED = tuple(kind for kind in COLLECTIVES if kind != "dense")
 
 
 def dense_traffic(kind: str, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:
-    """What a dense exchange of this kind sends and receives."""
+    """Bytes that one rank sends and receives in a dense exchange of this kind."""
     if kind == "bf16" and dtype == torch.float32:
         nbytes = 2 * (ranks - 1) * -(-numel // ranks) * torch.bfloat16.itemsize
     else:
@@ -52,7 +52,7 @@ def dense_traffic(kind: str, numel: int, dtype: torch.dtype, ranks: int) -> Traf
 
 
 class DenseExchanges:
-    """The family of dense exchanges; ``kinds`` are those to plan with beside "dense"."""
+    """The family of dense exchanges. ``kinds``: those that plans may use in addition to "dense"."""
 
     def __init__(self, kinds: tuple[str, ...] = ()) -> None:
         self.kinds = kinds
@@ -77,11 +77,11 @@ class DenseExchanges:
 
 
 def all_finite(*tensors: torch.Tensor, below: float = inf) -> torch.Tensor:
-    """Whether all elements of all tensors are finite and their magnitudes under ``below``: a bool on their device.
+    """Whether every element of all tensors has a magnitude under ``below`` (so it is finite): a bool on their device.
 
     Takes two kernels per tensor and no copy: the largest magnitude, which is NaN if an element is, is compared.
     """
-    found = [torch.linalg.vector_norm(tensor, inf) < below for tensor in tensors if tensor.numel()]
-    if not found:  # an empty tensor has no largest element
+    flags = [torch.linalg.vector_norm(tensor, inf) < below for tensor in tensors if tensor.numel()]
+    if not flags:  # an empty tensor has no largest element
         return torch.ones((), dtype=torch.bool, device=tensors[0].device if tensors else None)
-    return found[0] if len(found) == 1 else torch.stack(found).all()
+    return flags[0] if len(flags) == 1 else torch.stack(flags).all()

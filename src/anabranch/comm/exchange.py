@@ -21,7 +21,7 @@ Collective = Callable[[torch.Tensor, Group, float], Steps]  # (buffer, group, di
 class Traffic(NamedTuple):
     """Bytes that one rank sends and receives for a bucket, and the share of its elements that is exchanged.
 
-    Computed from sizes, for rings and direct messages; what the transport adds is not counted.
+    Computed from sizes, for rings and direct messages; headers and repeated packets are not counted.
     """
 
     sent_nbytes: int
@@ -37,7 +37,7 @@ class BucketExchange(Protocol):
         ...
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """The exchange of one bucket in one step: it leaves sum / ``divisor`` in ``buffer``, the same bits everywhere.
+        """The exchange of one bucket in one step: leaves sum / ``divisor`` in ``buffer``, the same bits on all ranks.
 
         Called once per bucket and step, on every rank in the same order.
         """
@@ -45,9 +45,9 @@ class BucketExchange(Protocol):
 
 
 class ExchangeFamily(BucketExchange, Protocol):
-    """Exchanges of one sort, such as all dense ones, or Ok-Topk at several densities.
+    """Exchanges of one algorithm, such as all dense ones, or Ok-Topk at several densities.
 
-    kinds   those to measure and to plan with, cheapest first
+    kinds   the kinds to measure and to plan with, cheapest first
     """
 
     kinds: tuple[str, ...]
@@ -61,16 +61,16 @@ class ExchangeFamily(BucketExchange, Protocol):
         ...
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
-        """What the last exchange of this bucket sent, computed without waiting for a device; None if unknown."""
+        """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""
         ...
 
     def probe(self, kind: str) -> Collective:
-        """An exchange of this kind for timing. It belongs to no bucket and leaves the model's residuals alone."""
+        """An exchange of this kind for timing. It belongs to no bucket and does not touch the model's residuals."""
         ...
 
 
 def all_gather(output: torch.Tensor, part: torch.Tensor, group: Group) -> dist.Work | None:
-    """Start an all-gather of equal parts into one tensor. (torch 2.13 renamed it and warns about the old name.)"""
+    """Start an all-gather of equal parts into one tensor; torch 2.13 renamed the function that does it."""
     operation = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = operation(output, part, group=group, async_op=True)
     return work
@@ -84,10 +84,10 @@ def issued(work: dist.Work | None, what: str = "a bucket") -> dist.Work:
 
 
 def record_stream(*tensors: torch.Tensor) -> None:
-    """Keep the memory of these tensors from being reused before the current stream is done with it.
+    """Keep the allocator from reusing the memory of these tensors before the current stream has finished with it.
 
     The first step of an exchange may run on the caller's stream and the rest on the lane's, and torch's allocator knows
-    only the stream on which a tensor was made.
+    only the stream on which a tensor was allocated.
     """
     for tensor in tensors:
         if tensor.is_cuda:

@@ -1,4 +1,4 @@
-"""Flat buckets: views of a parameter's part in its own memory order."""
+"""Flat buckets: a parameter's part of a bucket as a view with the parameter's shape."""
 
 import torch
 

@@ -1,8 +1,8 @@
-"""Lanes: process groups that each carry one message at a time, in the order in which they were given.
+"""Lanes: each sends one message at a time over its process group, in the order in which messages were submitted.
 
-On a CPU group a lane is a thread that waits; on NCCL it is a stream on which the waiting is ordered. Either way every
-collective of a lane is issued from one place in one order, and none from a future's callback: there, Gloo's own threads
-would wait for themselves, and ranks would issue in different orders.
+For CPU tensors a lane is a thread that waits for each collective; on NCCL it is a CUDA stream that waits. Either way
+every collective of a lane is issued from one place in one order, and none from a future's callback: there, Gloo's own
+threads would wait for themselves, and ranks would issue in different orders.
 """
 
 import queue
@@ -22,16 +22,17 @@ from anabranch.comm.exchange import Group, Steps
 from anabranch.errors import CollectiveError, UpdateError
 from anabranch.plan import MAX_LANES
 
-HELD_WORKS = 64
-# For Gloo's threads to let go of the last tensors: one that does so while Python ends aborts the program.
-GRACE_S = 0.05
+MAX_KEPT_WORKS = 64
+# Time for Gloo's threads to release the last tensors: a thread that does so while the interpreter ends aborts it.
+RELEASE_GRACE_S = 0.05
 
 
 class Message(NamedTuple):
     """An exchange to run: its steps, the tensor that will hold its result, and its name in errors.
 
-    ``on_end`` gets the works of the exchange: when they are done on a host lane, when they are issued on a stream
-    lane. ``on_side_stream``: it computes before it sends; on a stream lane that runs beside the caller's computation.
+    on_end           called with the works of the exchange: when they are done on a host lane, when they are issued on a
+                     stream lane
+    on_side_stream   the exchange computes before it sends; a stream lane runs that beside the caller's computation
     """
 
     steps: Steps
@@ -42,28 +43,28 @@ class Message(NamedTuple):
 
 
 class Lane(Protocol):
-    """Carries one message after another over one process group."""
+    """Sends one message after another over one process group."""
 
     group: Group
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
-        """Run a collective behind those already submitted; the future gives its result when it is done."""
+        """Run an exchange after those already submitted; the future holds its result when it is done."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """End the lane; False if it still waits in a collective after that time."""
+        """End the lane; False if it is still inside a collective after that time."""
         ...
 
 
 class HostLane:
-    """A daemon thread that runs collectives to their end. After one has failed it starts no other."""
+    """A daemon thread that runs exchanges and waits for them. After one has failed it starts no other."""
 
     def __init__(self, group: Group, name: str, failures: list[CollectiveError]) -> None:
         self.group = group
-        self._failures = failures  # of all lanes of this model: after the first, none of them starts anything
+        self._failures = failures  # shared by all lanes of a model: after the first, no lane starts anything
         self._queue: queue.SimpleQueue[tuple[Message, Future[torch.Tensor]] | None] = queue.SimpleQueue()
-        # Gloo's own threads must not be the last to let go of a work: as the interpreter ends, they would abort it.
-        self._held: deque[dist.Work] = deque(maxlen=HELD_WORKS)
+        # Gloo's own threads must not hold the last reference to a work: releasing it as the interpreter ends aborts.
+        self._kept_works: deque[dist.Work] = deque(maxlen=MAX_KEPT_WORKS)
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -71,14 +72,14 @@ class HostLane:
         if self._failures:
             raise self._failures[0]
         done: Future[torch.Tensor] = Future()
-        # The reducer cannot read an exception that was set on a future; one that is raised in then() it can.
-        shown = done.then(lambda future: future.wait())
+        # DDP's reducer cannot read an exception that was set on a future, but it can read one raised in then().
+        readable = done.then(lambda future: future.wait())
         self._queue.put((message, done))
-        return shown
+        return readable
 
     def close(self, timeout_s: float) -> bool:
         self._queue.put(None)
-        if self._thread is not threading.current_thread():  # where the garbage collector may have run
+        if self._thread is not threading.current_thread():  # it is, if this thread ran the garbage collector
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -91,23 +92,23 @@ class HostLane:
                 done.set_exception(error)  # type: ignore[arg-type]
             else:
                 done.set_result(message.result)
-            del job, message, done  # while get() blocks, nothing here may keep the last bucket alive
+            del job, message, done  # so that the last bucket is freed while get() blocks
 
     def _run(self, message: Message) -> None:
         if self._failures:
             raise self._failures[0]
-        begun = monotonic()
+        started_s = monotonic()
         works = []
         try:
             for work in message.steps:
                 works.append(work)
-                self._held.append(work)
+                self._kept_works.append(work)
                 work.wait()
         except Exception as error:
-            elsewhere = "Another rank has died, stalled or left this step: look for the first error among all ranks. "
+            other_rank = "Another rank has died, stalled or left this step: look for the first error among all ranks. "
             failure = CollectiveError(
-                f"{message.label} did not get through after {monotonic() - begun:.1f} s: {error}. "
-                f"{'' if isinstance(error, UpdateError) else elsewhere}Nothing more is sent here"
+                f"{message.label} did not get through after {monotonic() - started_s:.1f} s: {error}. "
+                f"{'' if isinstance(error, UpdateError) else other_rank}This rank starts no further collective"
             )
             self._failures.append(failure)
             raise failure from error
@@ -116,12 +117,12 @@ class HostLane:
 
 
 class StreamLane:
-    """A side stream on which collectives are waited for; nothing on the host waits.
+    """A side stream that waits for collectives; the host never waits.
 
-    The first step is issued from the caller's stream, so that the communicator has the next message at once: issued
-    from the side stream, it would get it only after that stream has seen the last one end. For the same reason
-    nothing else is put on the side stream, not even an event: with few hardware queues (under MPS, or
-    CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can hold up the computation behind it.
+    The first step is issued from the caller's stream, so that the communicator can start the next message at once:
+    issued from the side stream, it would start only after that stream has waited for the message before. For the same
+    reason nothing else is put on the side stream, not even an event: with few hardware queues (under MPS, or
+    CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can delay the computation behind it.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -135,7 +136,7 @@ class StreamLane:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for work in works:
-                work.wait()  # orders the stream; the host goes on
+                work.wait()  # the stream waits; the host does not
             for work in message.steps:
                 works.append(work)
                 work.wait()
@@ -150,20 +151,22 @@ class StreamLane:
 
 
 class Lanes:
-    """The lanes of one model, made when they are first needed.
+    """The lanes of one model, created when they are first needed.
 
-    A host lane issues from its own thread, at no fixed point of the program, so it must have a group to itself: on
-    the user's group, a loss that the program all-reduces after backward could meet a bucket. A stream lane issues
-    where the program is, and the first one uses the user's group, as DDP does. ``single_cta`` lanes have communicators
-    of their own that run on one multiprocessor each: little data needs no more, and NCCL's blocks occupy theirs while
-    they wait for the network, so a full all-to-all would take multiprocessors away from backward.
+    A host lane issues from its own thread, at no fixed point of the program, so it needs a group of its own: on the
+    user's group, a loss that the program all-reduces after backward could be paired with a bucket. A stream lane issues
+    from the caller's thread, and the first one uses the user's group, as DDP does. ``single_cta`` lanes have
+    communicators of their own that run on one multiprocessor each: little data needs no more, and NCCL's blocks occupy
+    theirs while they wait for the network, so a full all-to-all would take multiprocessors away from backward.
     """
 
     def __init__(self, group: Group, device: torch.device, single_cta: bool = False) -> None:
-        self._main, self._device, self._single_cta = group, device, single_cta
-        self._made: list[Group] = []
+        self._group = group
+        self._device = device
+        self._single_cta = single_cta
+        self._own_groups: list[Group] = []
         self._lanes: list[Lane] = []
-        self._failures: list[CollectiveError] = []  # on NCCL failures show in torch's own watchdog instead
+        self._failures: list[CollectiveError] = []  # empty on NCCL, where torch's own watchdog reports failures
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -182,41 +185,45 @@ class Lanes:
             raise self._failures[0]
 
     @property
-    def most(self) -> int:
-        """How many lanes there can be: a part of the world gets no second NCCL communicator without the other ranks."""
-        part = dist.get_world_size(self._main) < dist.get_world_size()
-        return 1 if part and self._device.type == "cuda" else MAX_LANES
+    def max_lanes(self) -> int:
+        """How many lanes there can be: one for an NCCL group of only some ranks, since new groups need all ranks."""
+        is_subgroup = dist.get_world_size(self._group) < dist.get_world_size()
+        return 1 if is_subgroup and self._device.type == "cuda" else MAX_LANES
 
     def grow(self, count: int) -> None:
-        """Have at least ``count`` lanes. Collective: every rank of the group calls it at the same point."""
-        if count > self.most:
-            raise RuntimeError(f"{count} lanes were asked for and this process group can have {self.most}: use fewer")
+        """Create lanes until there are ``count``. Collective: every rank of the group calls it at the same point."""
+        if count > self.max_lanes:
+            raise RuntimeError(
+                f"{count} lanes were asked for, and this process group can have {self.max_lanes}: use fewer lanes"
+            )
         while len(self._lanes) < count:
             number = len(self._lanes)
             if self._device.type == "cuda":
-                shared = number == 0 and not (self._single_cta and self.most > 1)
-                group = self._main if shared else self._made_group(number)
+                shared = number == 0 and not (self._single_cta and self.max_lanes > 1)
+                group = self._group if shared else self._new_group(number)
                 self._lanes.append(StreamLane(group, self._device))
             else:
-                self._lanes.append(HostLane(self._made_group(number), f"anabranch-lane-{number}", self._failures))
+                self._lanes.append(HostLane(self._new_group(number), f"anabranch-lane-{number}", self._failures))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the threads and destroy the groups that were made here."""
+        """End the threads and destroy the groups that were created here."""
         ended = [lane.close(timeout_s) for lane in self._lanes]
-        sleep(GRACE_S)
-        made, self._made, self._lanes = self._made, [], []
-        for group in made:
-            # One whose collective never ended cannot be destroyed without waiting for it; the process's end does that.
+        sleep(RELEASE_GRACE_S)
+        groups = self._own_groups
+        self._own_groups = []
+        self._lanes = []
+        for group in groups:
+            # Destroying a group whose collective has not ended would block; the end of the process releases it.
             if all(ended) and dist.is_initialized():
-                with suppress(ValueError, AssertionError):  # gone already, with the default group
+                with suppress(ValueError, AssertionError):  # destroyed already, with the default group
                     dist.destroy_process_group(group)
 
-    def _made_group(self, number: int) -> Group:
-        backend = dist.get_backend(self._main)
+    def _new_group(self, number: int) -> Group:
+        backend = dist.get_backend(self._group)
         single_cta = self._single_cta and self._device.type == "cuda"
-        options = _single_cta_options(timeout_of(self._main)) if single_cta else None
-        group = same_ranks(self._main, backend, f"anabranch lane {number}", options)
-        self._made.append(group)
+        options = _single_cta_options(timeout_of(self._group)) if single_cta else None
+        group = clone_group(self._group, backend, f"anabranch lane {number}", options)
+        self._own_groups.append(group)
         return group
 
 
@@ -225,28 +232,28 @@ def _single_cta_options(timeout: timedelta | None) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = 1
     if timeout is not None:
-        options._timeout = timeout  # torch warns where it differs from the group's
+        options._timeout = timeout  # torch warns if it differs from the group's
     return options
 
 
-def same_ranks(group: Group, backend: str, description: str, options: Any = None) -> Group:
-    """A new group of the same ranks with the same deadline. Collective among them."""
-    everyone = dist.get_world_size(group) == dist.get_world_size()
-    made = dist.new_group(
-        None if everyone else dist.get_process_group_ranks(group),
+def clone_group(group: Group, backend: str, description: str, options: Any = None) -> Group:
+    """A new group of the same ranks with the same timeout. Collective among them."""
+    has_all_ranks = dist.get_world_size(group) == dist.get_world_size()
+    clone = dist.new_group(
+        None if has_all_ranks else dist.get_process_group_ranks(group),
         timeout=timeout_of(group),
         backend=backend,
         pg_options=options,
-        use_local_synchronization=not everyone,
+        use_local_synchronization=not has_all_ranks,
         group_desc=description,
     )
-    if not isinstance(made, dist.ProcessGroup):
-        raise RuntimeError(f"rank {dist.get_rank()} is not in the process group that it was to copy for {description}")
-    return made
+    if not isinstance(clone, dist.ProcessGroup):
+        raise RuntimeError(f"rank {dist.get_rank()} is not in the process group that is to be cloned for {description}")
+    return clone
 
 
 def timeout_of(group: Group) -> timedelta | None:
-    """The deadline of a group's collectives, where its backend tells."""
+    """The timeout of a group's collectives; None if its backend does not say."""
     for kind in ("cpu", "cuda"):
         with suppress(RuntimeError, AttributeError):
             timeout = group._get_backend(torch.device(kind)).options._timeout

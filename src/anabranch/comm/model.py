@@ -1,4 +1,4 @@
-"""What ranks must have in common to train one model."""
+"""The parts of a model that must be the same on all ranks."""
 
 from collections.abc import Collection
 
@@ -6,13 +6,13 @@ from torch import nn
 
 
 def ignored_names(module: nn.Module) -> Collection[str]:
-    """Parameters and buffers that DDP leaves to each rank, by torch's convention for naming them."""
+    """Names of the parameters and buffers that DDP does not synchronise; torch's own attribute lists them."""
     names: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return names
 
 
 def model_lines(module: nn.Module) -> list[str]:
-    """A line per parameter and buffer, such that ranks with equal lines can train together."""
+    """A line per synchronised parameter and buffer; ranks with equal lines can train together."""
     parameters = {
         n: f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad} strides {p.stride()}"
         for n, p in module.named_parameters()

@@ -1,1 +1,1 @@
-"""Runs a plan on torch's DistributedDataParallel: its reducer's buckets, a comm hook, and buffers that travel later."""
+"""Runs a plan on torch's DistributedDataParallel: its reducer's buckets, a comm hook, and deferred buffers."""

@@ -1,10 +1,10 @@
-"""Buffers (BatchNorm's running statistics) sent behind the gradients instead of before the forward.
+"""Buffers (BatchNorm's running statistics) sent after the gradients instead of before the forward.
 
-DDP lets every forward see rank 0's buffers by broadcasting them, one message per dtype, before the forward, where
-nothing hides it. Here rank 0's buffers travel behind the last gradient bucket, in one message, and the next forward
-installs them. Between the two a program may change rank 0's buffers (load a checkpoint, reset statistics); so that
-every forward still sees exactly what DDP would show it, rank 0 confirms with one byte that they are unchanged, and if
-they are not, all ranks broadcast as DDP does.
+DDP broadcasts rank 0's buffers before every forward, one message per dtype, and no computation overlaps with it. Here
+rank 0's buffers are sent after the last gradient bucket, in one message, and the next forward installs them. In the
+meantime a program may change rank 0's buffers (load a checkpoint, reset statistics). So that every forward still sees
+exactly the buffers that DDP would give it, rank 0 confirms with one byte that they are unchanged; if they are not, all
+ranks broadcast as DDP does.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,46 +21,51 @@ from anabranch.comm.lanes import Lane, Message
 
 
 class DeferredBuffers:
-    """One model's buffers on their way from rank 0; ``control`` is a group that carries host memory."""
+    """Broadcasts one model's buffers from rank 0 after each step.
+
+    current   returns the model's buffers as they are now
+    control   a group of the same ranks that can send host memory
+    """
 
     def __init__(self, current: Callable[[], Sequence[torch.Tensor]], control: Group) -> None:
-        self._current, self._control = current, control
+        self._current = current
+        self._control = control
         self._sent: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._versions: list[int] = []  # of the buffers when they were sent
         self._message: torch.Tensor | None = None
         self._arrived: torch.futures.Future[torch.Tensor] | None = None
 
     def send(self, lane: Lane) -> None:
-        """Broadcast rank 0's buffers behind what the lane already carries. Every rank calls it in the same step."""
+        """Broadcast rank 0's buffers after what was submitted to the lane. Every rank calls it in the same step."""
         if self._arrived is not None:
             return
-        self._sent = _widest_first(self._current())
+        self._sent = _in_message_order(self._current())
         if not self._sent:
             return
         with torch.no_grad():
-            flat = [_flatten_dense_tensors(alike) for alike in _alike(self._sent)]
+            flat = [_flatten_dense_tensors(run) for run in _runs_of_one_dtype(self._sent)]
             self._message = torch.cat([part.view(torch.uint8) for part in flat])
         self._versions = [buffer._version for buffer in self._sent]
         steps = _broadcast(self._message, lane.group)
         self._arrived = lane.submit(Message(steps, self._message, "the broadcast of buffers from rank 0"))
 
     def drain(self) -> None:
-        """Wait until what was sent has arrived."""
+        """Wait until the buffers that were sent have arrived."""
         if self._arrived is not None:
             self._arrived.wait()
 
     def discard(self) -> None:
-        """Let go of what was sent: under join() rank 0 may not be the one whose buffers count."""
+        """Wait for the buffers that were sent, and drop them: under join() another rank's buffers may be used."""
         self.drain()
         self._arrived = None
 
     def close(self) -> None:
-        """Let go of the group."""
+        """Release the process group."""
         self._arrived = None
         del self._control
 
     def install(self) -> bool:
-        """Put what arrived into the buffers; False, on all ranks alike, if DDP's own broadcast is needed instead."""
+        """Copy the received values to the buffers; False, on all ranks, if DDP must broadcast them instead."""
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             return False
@@ -70,39 +75,43 @@ class DeferredBuffers:
         if not self._confirmed(self._same_shapes()):
             return False
         if dist.get_rank(self._control) != 0:
-            groups = _alike(self._sent)
-            parts = message.split([sum(b.numel() * b.element_size() for b in alike) for alike in groups])
+            runs = _runs_of_one_dtype(self._sent)
+            parts = message.split([sum(b.numel() * b.element_size() for b in run) for run in runs])
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._sent)):
-                for alike, part in zip(groups, parts, strict=True):  # a kernel per dtype, not one per buffer
-                    torch._foreach_copy_(alike, _unflatten_dense_tensors(part.view(alike[0].dtype), alike))
+                for run, part in zip(runs, parts, strict=True):  # a kernel per dtype, not one per buffer
+                    torch._foreach_copy_(run, _unflatten_dense_tensors(part.view(run[0].dtype), run))
         return True
 
     def _same_shapes(self) -> bool:
-        """Buffers that were added, removed or replaced: DDP needs that to happen alike on every rank, and so do we."""
-        now = _widest_first(self._current())
+        """Whether the model's buffers have the shapes of those that were sent.
+
+        Like DDP, this requires that buffers are added, removed and replaced in the same way on every rank.
+        """
+        now = _in_message_order(self._current())
         same = len(now) == len(self._sent) and all(
             new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
             for new, old in zip(now, self._sent, strict=True)
         )
         if same and any(new is not old for new, old in zip(now, self._sent, strict=True)):
-            self._sent, self._versions = now, [-1] * len(now)  # replaced: not what was sent
+            self._sent = now
+            self._versions = [-1] * len(now)  # replaced buffers count as changed
         return same
 
     def _confirmed(self, same_shapes: bool) -> bool:
-        """Whether rank 0's buffers are still those it sent, by version counter (writes through .data go unseen)."""
+        """Whether rank 0's buffers are unchanged since it sent them, by version counter; misses writes to ``.data``."""
         unchanged = same_shapes and self._versions == [buffer._version for buffer in self._sent]
         answer = torch.tensor([unchanged], dtype=torch.uint8)
         dist.broadcast(answer, group_src=0, group=self._control)
         return bool(answer.item())
 
 
-def _widest_first(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """In the order of the message: each dtype together, and none at an odd address for its elements."""
+def _in_message_order(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Sort by decreasing element size, then dtype: equal dtypes are adjacent and all parts of a message are aligned."""
     return sorted(buffers, key=lambda buffer: (-buffer.element_size(), str(buffer.dtype)))
 
 
-def _alike(buffers: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Runs of the same dtype."""
+def _runs_of_one_dtype(buffers: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Split into runs of buffers with the same dtype."""
     return [list(run) for _, run in groupby(buffers, key=lambda buffer: buffer.dtype)]
 
 

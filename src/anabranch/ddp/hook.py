@@ -13,10 +13,10 @@ from anabranch.comm.launcher import BucketLauncher
 
 
 class PlanHook:
-    """Hands each bucket of a reducer to ``launcher``; the reducer's bucket i is the plan's bucket i.
+    """Gives each bucket of a reducer to ``launcher``; the reducer's bucket i is the plan's bucket i.
 
-    ``after_last`` is called with the first lane behind the last bucket of a step. The hook counts buckets itself: in
-    the first step of a static graph torch numbers every one of them 0.
+    ``after_last`` is called with the first lane after the last bucket of a step. The hook counts buckets itself: in
+    the first step of a static graph torch gives all of them the index 0.
     """
 
     def __init__(self, launcher: BucketLauncher, after_last: Callable[[Lane], None]) -> None:
@@ -25,8 +25,9 @@ class PlanHook:
         self._next = 0
 
     def run(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
-        """The hook itself; DDP calls it in plan order, on every rank alike."""
-        index, self._next = self._next, (self._next + 1) % len(self._launcher.plan)
+        """The hook itself; DDP calls it in plan order, the same on every rank."""
+        index = self._next
+        self._next = (index + 1) % len(self._launcher.plan)
         future = self._launcher.launch(index, bucket.buffer())
         if self._next == 0:
             self._after_last(self._launcher.lanes[0])

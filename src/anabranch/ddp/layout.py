@@ -1,4 +1,4 @@
-"""Lays the buckets of a live DDP out for a plan, or gives it back its own; and sends its buffers."""
+"""The bucket layout of a live DDP: a plan's buckets or DDP's own; also sends the model's buffers."""
 
 import weakref
 
@@ -15,9 +15,9 @@ from anabranch.ddp.reducer import ExtensibleDDP, Layout, built_by_ddp, gradients
 
 
 class DdpLayout:
-    """The bucket layout of one DDP, which holds this object; see ``tuning.runner.Layout`` for the contract.
+    """The bucket layout of one DDP, which owns this object; ``tuning.runner.Layout`` is the contract.
 
-    ``control`` is a group of the same ranks that carries host memory.
+    ``control`` is a group of the same ranks that can send host memory.
     """
 
     default_label = "DDP's own buckets"
@@ -25,16 +25,16 @@ class DdpLayout:
 
     def __init__(self, ddp: ExtensibleDDP, exchange: Collectives, control: Group) -> None:
         self.exchange = exchange
-        self._ddp_ref = weakref.ref(ddp)  # a dropped model must be able to go
+        self._ddp_ref = weakref.ref(ddp)  # weak, so that a model that is not used any more is freed
         self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), control)
-        self._own_buckets: Layout | None = None  # DDP's, once there are others
+        self._own_buckets: Layout | None = None  # the buckets that DDP built, once a plan has replaced them
         self._planned = False
 
     @property
     def _ddp(self) -> ExtensibleDDP:
         ddp = self._ddp_ref()
         if ddp is None:
-            raise RuntimeError("the DataParallel of this layout is gone")
+            raise RuntimeError("the DataParallel of this layout was freed: keep a reference to it")
         return ddp
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -52,7 +52,7 @@ class DdpLayout:
         """DDP itself checks that the last backward has finished."""
 
     def before_change(self) -> None:
-        """DDP's reducer keeps nothing that must be settled first."""
+        """No-op: DDP's reducer has no work in progress between steps."""
 
     def use(self, launcher: BucketLauncher | None) -> None:
         if launcher is None:
@@ -69,21 +69,21 @@ class DdpLayout:
     def close(self) -> None:
         self._buffers.close()
 
-    # Buffers, which DataParallel asks for.
+    # Called by DataParallel where DDP would broadcast buffers.
 
     @_disable_dynamo
     def drain_buffers(self) -> None:
-        """Wait for buffers that are under way, so that what is sent next cannot meet them."""
+        """Wait for the broadcast of buffers, so that the next messages cannot be mixed up with it."""
         self._buffers.drain()
 
     @_disable_dynamo
     def discard_buffers(self) -> None:
-        """Drop buffers that have arrived: a buffer hook or join() broadcasts them this time."""
+        """Drop received buffers, because a buffer hook or join() broadcasts them this time."""
         self._buffers.discard()
 
     @_disable_dynamo
     def install_buffers(self) -> bool:
-        """Whether rank 0's buffers are in place; if not, DDP must broadcast them."""
+        """Copy rank 0's buffers to this model; False if DDP must broadcast them instead."""
         return self._buffers.install()
 
     def _send_buffers(self, lane: Lane) -> None:

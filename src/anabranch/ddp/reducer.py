@@ -1,8 +1,8 @@
 """Every private name of torch's DistributedDataParallel that we use: its bucket layout and its extension points.
 
-torch builds buckets from sizes, once, and rebuilds them from rank 0's observed order before the second step. Here
-that one rebuild is spent on a layout of our choosing, so that it holds from the next step on, for any partition of
-the gradients. Tested against every supported torch version; a test checks that no other file has such a name.
+torch builds buckets by size, and rebuilds them once, in the order that rank 0 observed, before the second step. Here
+that one rebuild builds a layout of our choice, so that it is in force from the next step on, for any partition of the
+gradients. Tested against every supported torch version; a test checks that no other file uses such a name.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,19 +34,22 @@ class ExtensibleDDP(DistributedDataParallel):
         """Called with the output of each forward, after DDP has prepared for its backward."""
 
     def _install_buffers(self) -> bool:
-        """Called where DDP would broadcast buffers; True if that is done already."""
+        """Called where DDP would broadcast buffers; True if the buffers are installed already."""
         return False
 
     def _discard_buffers(self) -> None:
-        """Called instead where a buffer hook or join() broadcasts buffers."""
+        """Called instead of ``_install_buffers`` where a buffer hook or join() broadcasts buffers."""
 
     def _use_divisor(self, divisor: Callable[[], int] | None) -> bool:  # noqa: ARG002
-        """Called under join() with what averages must be divided by, None for the world size; False if no one asks."""
+        """Called under join(): ``divisor`` returns the divisor of averages; None means the world size.
+
+        Returns whether the divisor is used; if not, DDP divides by its own.
+        """
         return False
 
     @property
     def _inside_join(self) -> bool:
-        return self._joining and bool(self._join_config.enable)  # which torch leaves enabled when a join() has ended
+        return self._joining and bool(self._join_config.enable)  # torch leaves it enabled after a join() has ended
 
     @property
     def _has_sparse_gradients(self) -> bool:
@@ -59,7 +62,7 @@ class ExtensibleDDP(DistributedDataParallel):
         )
 
     def _current_buffers(self) -> list[torch.Tensor]:
-        self._assign_modules_buffers()  # as DDP does before it sends them: they may have been replaced
+        self._assign_modules_buffers()  # DDP does this before it sends buffers, since they may have been replaced
         return list(self.modules_buffers)
 
     def _drop_comm_hooks(self, attributes: dict[str, Any]) -> None:
@@ -84,7 +87,7 @@ class ExtensibleDDP(DistributedDataParallel):
         super()._sync_buffers()
 
     def join_hook(self, **options: Any) -> Any:
-        """As DDP's; called when a join() begins."""
+        """As DDP's method; torch calls it when a join() begins."""
         self._joining = True
         return super().join_hook(**options)
 
@@ -93,7 +96,7 @@ class ExtensibleDDP(DistributedDataParallel):
         self._joining = False
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
-        """As DDP's, but keeps the sum: in a synchronised step it is the number of ranks that have not joined."""
+        """As DDP's method, but keeps the sum: in a synchronised step it is the number of ranks that have not joined."""
         if not self._use_divisor(None):
             return super()._check_global_requires_backward_grad_sync(is_joined_rank)
         active = torch.full((1,), float(self.require_backward_grad_sync and not is_joined_rank), device=self.device)
@@ -109,34 +112,33 @@ class ExtensibleDDP(DistributedDataParallel):
 
 
 def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters whose gradients the reducer averages, by name, in its own order; shared ones once."""
+    """The parameters whose gradients the reducer averages, by name, in the reducer's order; shared ones once."""
     names = {parameter: name for name, parameter in ddp.module.named_parameters()}
     return {names[parameter]: parameter for parameter in ddp._build_params_for_reducer()[0]}
 
 
 def relayout(ddp: Any, layout: Layout | None, hook: Hook | None) -> None:
-    """Give a live DDP these buckets and this comm hook from its next step on; None and None are DDP's own.
+    """Give a live DDP these buckets and this comm hook from its next step on; None restores DDP's own.
 
-    Does not communicate: the caller sees to it that every rank passes the same layout before the same forward. To be
-    called at the start of a forward that will be differentiated and synchronised, never between a forward and its
-    backward.
+    Does not communicate: the caller must pass the same layout on every rank before the same forward. Call it at the
+    start of a forward that will be differentiated and synchronised, never between a forward and its backward.
     """
-    ddp._check_reducer_finalized()  # raises DDP's own message if a backward did not finish
+    ddp._check_reducer_finalized()  # raises DDP's own error if a backward did not finish
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._remove_autograd_hooks()
-    ddp.reducer = None  # the old buckets go before the new ones come
+    ddp.reducer = None  # frees the old buckets before the new ones are allocated
     ddp.logger = None
-    with _first_layout(layout) if layout is not None else nullcontext():
+    with _initial_layout(layout) if layout is not None else nullcontext():
         ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
     ddp._has_rebuilt_buckets = layout is not None
     if ddp.static_graph:
-        # Else the new reducer would wait for a callback that only the first iteration installs, and never reduce.
+        # Otherwise the new reducer would wait for a callback that only DDP's first iteration queues, and never reduce.
         ddp._static_graph_delay_allreduce_enqueued = False
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
     if layout is not None and (ddp.static_graph or not ddp.find_unused_parameters):
-        _spend_rebuild(ddp, layout)
+        _use_up_rebuild(ddp, layout)
     ddp._comm_hooks = []
     if hook is not None:
         ddp._comm_hooks.append((hook, None))
@@ -145,27 +147,28 @@ def relayout(ddp: Any, layout: Layout | None, hook: Hook | None) -> None:
 
 
 def unwrap(ddp: Any) -> None:
-    """Take a DDP's hooks off its module, which can then be wrapped again; the wrapper cannot be used afterwards."""
+    """Remove a DDP's hooks from its module, which can then be wrapped again; the wrapper is unusable afterwards."""
     ddp._remove_autograd_hooks()
 
 
 def gradients_seen(ddp: Any) -> list[int]:
-    """When the reducer has last seen each gradient, on no clock in particular: it changes with every gradient."""
+    """For each gradient a number that changes whenever the reducer sees that gradient; the unit has no meaning."""
     return list(ddp.reducer.get_backward_stats())
 
 
 def built_by_ddp(ddp: DistributedDataParallel) -> Layout | None:
-    """The buckets that DDP itself has built from the order it saw; None before that, or where it never does.
+    """The buckets that DDP itself has rebuilt from the order it observed; None if it has not, or never does.
 
-    Going back to them instead of to None leaves nothing to rebuild, which would communicate in the next forward.
+    ``relayout`` with these buckets leaves nothing to rebuild; with None, DDP would rebuild, and so communicate, in the
+    next forward.
     """
-    told = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
-    return [[int(index) for index in bucket.split()] for bucket in told.split(",")] if told else None
+    rebuilt = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    return [[int(index) for index in bucket.split()] for bucket in rebuilt.split(",")] if rebuilt else None
 
 
 @contextmanager
-def _first_layout(layout: Layout) -> Iterator[None]:
-    """While open, DDP's helper builds this layout; it reverses what the patched function returns."""
+def _initial_layout(layout: Layout) -> Iterator[None]:
+    """Within this context DDP's helper builds this layout; it reverses the list that the patched function returns."""
     real = dist._compute_bucket_assignment_by_size
     dist._compute_bucket_assignment_by_size = lambda *_, **__: (layout[::-1], [0] * len(layout))
     try:
@@ -174,37 +177,38 @@ def _first_layout(layout: Layout) -> Iterator[None]:
         dist._compute_bucket_assignment_by_size = real
 
 
-def _spend_rebuild(ddp: Any, layout: Layout) -> None:
-    """Use up the reducer's one rebuild now, on the layout, so that it never rebuilds by itself."""
-    answers = _Answers(layout)  # Python must hold it until the rebuild is over, or its override is gone
+def _use_up_rebuild(ddp: Any, layout: Layout) -> None:
+    """Have the reducer do its one rebuild now, with this layout, so that it never rebuilds by itself."""
+    group = _LayoutAsProcessGroup(layout)  # a reference is needed until the rebuild is over, for its Python override
     ddp.reducer._push_all_rebuilt_params()
-    ddp.reducer._update_process_group(answers)
+    ddp.reducer._update_process_group(group)
     rebuilt = ddp.reducer._rebuild_buckets()
     ddp.reducer._update_process_group(ddp.process_group)
     if not rebuilt:
         raise RuntimeError(
             f"torch {torch.__version__} did not take the planned buckets; please report this, and pass profile_steps=0 "
-            "to run with DDP's own buckets until it is mended"
+            "to run with DDP's own buckets until it is fixed"
         )
 
 
-class _Answers(dist.ProcessGroup):  # type: ignore[misc]
-    """A group of one that answers the reducer's two questions "what did rank 0 build?" with a layout.
+class _LayoutAsProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group of one rank whose broadcasts return a layout, as if rank 0 had sent it.
 
-    They are broadcasts: first the indices of all buckets in a row and the number of buckets, then the buckets' lengths.
+    A reducer that rebuilds broadcasts twice: first the indices of all buckets in a row and the number of buckets, then
+    the length of each bucket.
     """
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(0, 1)
         flat = [index for bucket in layout for index in bucket]
-        self._answers = [[*flat, len(layout)], [len(bucket) for bucket in layout]]
-        self._done = _Done()
+        self._broadcasts = [[*flat, len(layout)], [len(bucket) for bucket in layout]]
+        self._completed = _CompletedWork()
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # noqa: ARG002
-        tensors[0].copy_(torch.tensor(self._answers.pop(0), dtype=tensors[0].dtype))
-        return self._done
+        tensors[0].copy_(torch.tensor(self._broadcasts.pop(0), dtype=tensors[0].dtype))
+        return self._completed
 
 
-class _Done(dist.Work):  # type: ignore[misc]
+class _CompletedWork(dist.Work):  # type: ignore[misc]
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
         return True

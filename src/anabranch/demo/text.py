@@ -1,4 +1,4 @@
-"""Text that every machine has, and a small character-level transformer that learns from it."""
+"""Text that every machine has, and a small character-level transformer to train on it."""
 
 import os
 from pathlib import Path
@@ -8,17 +8,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 CORPUS_NBYTES = 1 << 20
-CHARACTERS = 128  # ASCII; whatever else a source holds becomes a question mark
+CHARACTERS = 128  # ASCII; other characters become question marks
 
 
 class StandardLibrary:
-    """The beginning of Python's own sources, as batches that depend on nothing but step and rank.
+    """Batches from the source code of Python's standard library; they depend on the step and the rank only.
 
-    So every rank draws its own batches, and a training that is resumed at step n sees what it would have seen.
+    Every rank draws its own batches, and a training resumed at step n sees the same batches as without a stop.
     """
 
     def __init__(self, length: int = 64, batch: int = 4) -> None:
-        self._length, self._batch = length, batch
+        self._length = length
+        self._batch = batch
         text = b""
         for path in sorted(Path(os.__file__).parent.glob("*.py")):
             text += path.read_text(encoding="utf-8", errors="replace").encode("ascii", "replace")

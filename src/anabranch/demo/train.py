@@ -1,7 +1,7 @@
 """One worker of ``anabranch demo``: the same training twice, under DistributedDataParallel and under DataParallel.
 
-Both start from the same weights and see the same batches. When DataParallel has made its choice, they go on in turn, so
-that their steps can be compared. Rank 0 shows progress on stderr and writes what happened.
+Both start from the same weights and see the same batches. After DataParallel has finished tuning, they take turns, so
+that their steps can be compared. Rank 0 shows progress on stderr and writes the results.
 """
 
 import json
@@ -28,7 +28,7 @@ ROUNDS, ROUND_STEPS = 20, 2  # side by side, in turn: what slows the machine for
 
 
 def main(output: str, steps: int) -> None:
-    """Train twice and, on rank 0, write both runs to ``output`` as JSON, and what our model knows beside it."""
+    """Train twice; rank 0 writes both runs to ``output`` as JSON, and the model's trace, network and plan beside it."""
     dist.init_process_group("gloo")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -38,7 +38,7 @@ def main(output: str, steps: int) -> None:
         for title, training in (("DistributedDataParallel", ddp), ("DataParallel", ours)):
             for _ in _progress(steps, title):
                 training.step()
-        model.hold()  # what is compared now must not plan again meanwhile
+        model.hold()  # no new plan during the comparison
         for turn in _progress(ROUNDS, "both, in turn"):
             for training in (ddp, ours) if turn % 2 else (ours, ddp):
                 training.rounds_s.append(sum(training.step() for _ in range(ROUND_STEPS)) / ROUND_STEPS)
@@ -61,13 +61,13 @@ def main(output: str, steps: int) -> None:
 
 
 class _Training:
-    """One model on its way; ``losses`` are averages over the ranks."""
+    """One training; ``losses`` are averages over the ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._text = model, StandardLibrary()
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         self.losses: list[float] = []
-        self.rounds_s: list[float] = []  # a step's mean over a round
+        self.rounds_s: list[float] = []  # mean step of each round
 
     def step(self) -> float:
         """Seconds from the batch to the update."""

@@ -1,4 +1,4 @@
-"""The buckets of the plan in force under Lean: how far each has come, and its exchange with the update behind it."""
+"""The buckets of the plan in force under Lean: the progress of each in a backward pass, its exchange and its update."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,19 +16,23 @@ from anabranch.lean.residuals import ResidualStore
 from anabranch.lean.update import BucketUpdater
 from anabranch.plan import Bucket
 
-# Of the largest number there is: what is larger would stay for ever, since no sum over ranks that it is in is finite.
-HUGE = 1 << 20
-CHUNK_NUMEL = 4 << 20  # added to what waits at a time: as much memory it takes
+# Gradients above the largest finite number over this margin are left out. In a residual they would stay for ever, since
+# every sum over ranks that contains them overflows.
+OVERFLOW_MARGIN = 1 << 20
+CHUNK_NUMEL = 4 << 20  # elements added to a residual at a time; a temporary tensor of this size is needed
 
 
 @dataclass
 class LiveBucket:
-    """One bucket of the plan in force, and how far it has come in this backward pass.
+    """One bucket of the plan in force, and its progress in this backward pass.
 
-    ``state`` is what its exchange remembers, None if it travels dense; ``waiting`` what gradients are added to as they
-    come, None if they stay where they are until the bucket is complete. ``finite``: whether each that was added so far
-    was, on this rank; those that were not are left out. ``expected``: how many gradients may come, the others being of
-    parameters that were frozen since. ``missing``: parameters that got no gradient on this rank.
+    state            the residual of its exchange; None for a dense bucket
+    residual_views   views of the residual by parameter name, to which gradients are added as they arrive; None if
+                     gradients stay in ``parameter.grad`` until the bucket is complete
+    finite_flags     for each gradient added so far whether it was finite on this rank; others were left out
+    arrived          names of the parameters whose gradients have arrived
+    expected         number of gradients that may arrive: parameters that were frozen after wrapping have none
+    missing          names of the parameters that got no gradient on this rank
     """
 
     planned: Bucket
@@ -36,64 +40,69 @@ class LiveBucket:
     optimizer: BucketOptimizer
     sparse: bool
     state: ResidualState | None = None
-    waiting: Mapping[str, torch.Tensor] | None = None
-    finite: list[torch.Tensor] = field(default_factory=list)
-    come: set[str] = field(default_factory=set)
+    residual_views: Mapping[str, torch.Tensor] | None = None
+    finite_flags: list[torch.Tensor] = field(default_factory=list)
+    arrived: set[str] = field(default_factory=set)
     expected: int = 0
     missing: Sequence[str] = ()
 
     @property
     def numel(self) -> int:
-        """Elements of all its gradients."""
+        """Elements of all gradients."""
         return sum(parameter.numel() for parameter in self.parameters)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all its gradients."""
+        """The dtype of all gradients."""
         return self.parameters[0].dtype
 
     @property
     def nbytes(self) -> int:
-        """Of all its gradients."""
+        """Bytes of all gradients."""
         return self.numel * self.dtype.itemsize
 
     @property
     def complete(self) -> bool:
-        """Whether all its gradients have come."""
-        return len(self.come) >= self.expected
+        """Whether all expected gradients have arrived."""
+        return len(self.arrived) >= self.expected
 
-    def expect(self) -> None:
-        """A backward pass begins: all that is not frozen."""
+    def begin_backward(self) -> None:
+        """Expect a gradient for every parameter that is not frozen now."""
         self.expected = sum(parameter.requires_grad for parameter in self.parameters)
 
-    def look_for_missing(self) -> None:
-        """Note which parameters have no gradient when it is launched; what was frozen needs none."""
+    def find_missing(self) -> None:
+        """Set ``missing`` to the parameters without a gradient; frozen ones need none. Called at launch."""
         named = () if self.complete else zip(self.planned.names, self.parameters, strict=True)
-        self.missing = [n for n, p in named if n not in self.come and p.grad is None and p.requires_grad]
+        self.missing = [n for n, p in named if n not in self.arrived and p.grad is None and p.requires_grad]
 
-    def add(self, name: str, parameter: nn.Parameter) -> None:
-        """Add the parameter's gradient to what waits, and take it away; one that is not finite, or huge, is left out.
+    def add_to_residual(self, name: str, parameter: nn.Parameter) -> None:
+        """Add the parameter's gradient to the residual and free it; a gradient that is not finite is left out.
 
-        It is never written to: it may be a view of one that autograd has yet to hand to others.
+        The gradient is never written to: it may be a view of a tensor that autograd still needs.
         """
-        if self.state is None or self.waiting is None or parameter.grad is None:
+        if self.state is None or self.residual_views is None or parameter.grad is None:
             return
-        gradient, parameter.grad = torch.atleast_1d(parameter.grad.detach()), None
-        waiting = torch.atleast_1d(shaped(self.waiting[name], parameter))
-        finite = all_finite(gradient, below=torch.finfo(gradient.dtype).max / HUGE)
-        self.finite.append(finite)
+        gradient = torch.atleast_1d(parameter.grad.detach())
+        parameter.grad = None
+        residual = torch.atleast_1d(shaped(self.residual_views[name], parameter))
+        finite = all_finite(gradient, below=torch.finfo(gradient.dtype).max / OVERFLOW_MARGIN)
+        self.finite_flags.append(finite)
         self.state.record_norms(gradient)
         rows = max(1, CHUNK_NUMEL * len(gradient) // max(1, gradient.numel()))
-        for part, onto in zip(gradient.split(rows), waiting.split(rows), strict=True):
-            torch.where(finite, part + onto, onto, out=onto)
+        for added, target in zip(gradient.split(rows), residual.split(rows), strict=True):
+            torch.where(finite, added + target, target, out=target)
 
-    def all_finite(self) -> torch.Tensor | None:
-        """Whether all that were added were finite, on the stream that added them; the next step begins anew."""
-        finite, self.finite = self.finite, []
-        return torch.stack(finite).all() if finite else None
+    def take_finite_flag(self) -> torch.Tensor | None:
+        """Whether all gradients added in this step were finite, on the device; forgets them for the next step.
 
-    def move_to(self, slot: torch.Tensor) -> None:
-        """Move all gradients to a slot, one after another; those that did not come are zeros."""
+        None if no gradient was added.
+        """
+        flags = self.finite_flags
+        self.finite_flags = []
+        return torch.stack(flags).all() if flags else None
+
+    def flatten_into(self, slot: torch.Tensor) -> None:
+        """Move all gradients to a slot, one after another; zeros where a gradient is missing."""
         for parameter, piece in zip(self.parameters, slot.split([p.numel() for p in self.parameters]), strict=True):
             if parameter.grad is None:
                 piece.zero_()
@@ -103,10 +112,10 @@ class LiveBucket:
 
 
 class UpdatingExchange:
-    """An exchange with the update of the bucket's parameters behind it.
+    """An exchange followed by the update of the bucket's parameters.
 
-    ``find_unused``: after each exchange ranks tell each other which parameters they have used. ``buckets`` are those of
-    the plan in force, by the names of their parameters; the engine sets them.
+    find_unused   after each exchange ranks tell each other which parameters they have used
+    buckets       the buckets of the plan in force, by the names of their parameters; the engine sets them
     """
 
     def __init__(
@@ -125,21 +134,25 @@ class UpdatingExchange:
         live = self.buckets[bucket.names]
         exchange = self._exchange.steps(bucket, buffer, group, divisor)
         if live.state is not None:
-            exchange = self._around(exchange, live.state, buffer, live.all_finite())
+            exchange = self._exchange_residual(exchange, live.state, buffer, live.take_finite_flag())
         used = None
-        if self._find_unused and (live.missing or dist.get_world_size(group) > 1):  # one rank need not be told
-            # Made on the device: a copy from the host would have to be waited for.
+        if self._find_unused and (live.missing or dist.get_world_size(group) > 1):  # a single rank knows already
+            # Filled on the device: a copy from the host would make the host wait.
             used = torch.ones(len(bucket.names), device=buffer.device)
             for name in live.missing:
                 used[bucket.names.index(name)] = 0.0
-            exchange = _most(exchange, used, group)
-        # Where none is missing, this rank knows that every one was used, and need not read what the others say.
+            exchange = _then_max_reduce(exchange, used, group)
+        # If nothing is missing here, every parameter was used, and this rank need not read the result.
         return self._updates.exchange_and_step(exchange, buffer, live.optimizer, used if live.missing else None)
 
-    def _around(
+    def _exchange_residual(
         self, exchange: Steps, state: ResidualState, buffer: torch.Tensor, finite: torch.Tensor | None
     ) -> Steps:
-        """Gradients have been added to what waits, so there are none in the slot; it tells whether they were finite."""
+        """Run the exchange of a bucket whose gradients are in its residual, and store the residual afterwards.
+
+        The buffer holds no gradients. It is zero, with one infinity if a gradient was not finite on this rank, so that
+        every rank learns of it and skips the update.
+        """
         buffer.zero_()
         state.accumulates_in_place = True
         if finite is not None and len(buffer):
@@ -149,8 +162,8 @@ class UpdatingExchange:
         self._residuals.store(state)
 
 
-def _most(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:
-    """An exchange, and behind it the largest of each number on any rank."""
+def _then_max_reduce(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:
+    """Run an exchange, then replace each of ``numbers`` by its maximum over all ranks."""
     yield from exchange
     record_stream(numbers)
     yield issued(dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group, async_op=True))

@@ -1,8 +1,8 @@
-"""Takes gradients from autograd, exchanges complete buckets, and updates their parameters, all inside backward.
+"""The engine of Lean: takes gradients from autograd, exchanges buckets and updates parameters, all inside backward.
 
-A hook on each parameter takes its gradient. If the bucket travels sparsely, the gradient is added to the residual at
-once and is freed. Else it stays until its bucket is complete, which then moves to a slot. The lane runs the exchange
-and behind it the step of the bucket's optimizer; then the slot goes to the next bucket.
+A hook on each parameter receives its gradient. In a sparse bucket the gradient is added to the residual at once and
+freed. In a dense bucket it stays until the bucket is complete, which is then copied to a slot. The lane runs the
+exchange and after it the step of the bucket's optimizer; then the slot is free for the next bucket.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -23,7 +23,7 @@ from anabranch.lean.update import BucketUpdater
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running, so that a forward now is a recomputation that it has called."""
+    """Whether this is called inside a backward pass; a forward there is a recomputation of activations."""
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
@@ -31,12 +31,12 @@ class Engine:
     """Runs one plan on one model: hooks on its parameters, two slots, and an optimizer per bucket.
 
     launcher      starts the exchange of a bucket on its lane
-    exchange      what the launcher runs; it is given the buckets
-    averaging     whether this backward pass is to be averaged: under no_sync() gradients stay where autograd puts them
-    find_unused   parameters without a gradient on this rank count as zeros, and those without one on any rank are left
-                  alone; else a missing gradient is an error
+    exchange      the exchange that the launcher runs; the engine sets its buckets
+    averaging     whether this backward pass is averaged; under no_sync() gradients stay in ``parameter.grad``
+    find_unused   a gradient that is missing on this rank counts as zeros, and a parameter without a gradient on any
+                  rank is not updated; if False, a missing gradient is an error
 
-    ``awaited``: a backward pass that is to be averaged has begun.
+    ``averaged_backward_running``: a backward pass that will be averaged has begun.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Engine:
         find_unused: bool = False,
     ) -> None:
         self.steps_done = 0
-        self.awaited = False
+        self.averaged_backward_running = False
         self._launcher = launcher
         self._collectives = collectives
         self._updates = updates
@@ -68,11 +68,12 @@ class Engine:
         exchange.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
         self._slots = SlotRing([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
         residuals.allocate([bucket.nbytes for bucket in self._buckets if bucket.sparse])
-        self._launched = 0  # buckets, in this backward pass
-        self._begun = False  # a gradient of this backward pass has come
-        self._expected = False  # a forward has made what will be averaged; other backward passes are the caller's own
+        self._launched = 0  # number of buckets launched in this backward pass
+        self._any_gradient_arrived = False  # in this backward pass
+        # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.
+        self._averaged_forward_ended = False
         self._handles: list[Any] = [
-            parameters[name].register_post_accumulate_grad_hook(partial(self._take, bucket, name))
+            parameters[name].register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, name))
             for bucket in self._buckets
             for name in bucket.planned.names
         ]
@@ -83,19 +84,19 @@ class Engine:
             self._handles.pop().remove()
 
     def before_forward(self) -> None:
-        """Raise if a backward pass was broken off: other ranks may be at another bucket."""
+        """Raise if the last backward pass did not finish: other ranks may be at another bucket."""
         if in_backward():
             return
-        if self._begun:
+        if self._any_gradient_arrived:
             raise RuntimeError(
                 f"a backward pass was broken off by an exception after {self._launched} of {len(self._buckets)} "
                 "buckets, whose parameters are updated: close() this DataParallel, wrap again, and load a checkpoint"
             )
-        self.awaited = False
+        self.averaged_backward_running = False
 
     def on_forward_end(self) -> Callable[[], None]:
-        """A forward whose gradients will be averaged has ended; what is returned is called when its backward begins."""
-        self._expected = True
+        """Call this after a forward whose gradients will be averaged; call the result when its backward begins."""
+        self._averaged_forward_ended = True
         return partial(self._backward_begins, self.steps_done)
 
     def applied(self, names: Collection[str]) -> list[str]:
@@ -104,72 +105,72 @@ class Engine:
         return [name for bucket in updated for name in bucket.planned.names if name in names]
 
     def _backward_begins(self, steps_done: int) -> None:
-        """Have this backward pass end with ``_finish``; ``steps_done`` were done at its forward.
+        """Queue ``_finish`` for the end of this backward pass; ``steps_done`` is the number of steps at its forward.
 
-        It is queued here and not at the first gradient, which may come inside a part that reentrant checkpointing
-        differentiates by itself: a callback queued there runs when that part is over.
+        It is queued here and not at the first gradient, which may arrive inside a nested backward pass of reentrant
+        checkpointing: a callback queued there would run at the end of the nested pass.
         """
         if self._averaging():
             if steps_done != self.steps_done:
                 raise RuntimeError(
                     f"backward through a forward that is {self.steps_done - steps_done} steps old: under Lean backward "
-                    "updates the parameters, which that forward had used as they were; add losses up and call "
-                    "backward() once, or use no_sync() for all forwards but the last"
+                    "updates the parameters, so that forward used older values; add the losses and call backward() "
+                    "once, or use no_sync() for all forwards but the last"
                 )
-            self.awaited = True
+            self.averaged_backward_running = True
             Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
-    def _take(self, bucket: LiveBucket, name: str, parameter: torch.Tensor) -> None:
-        """A gradient was accumulated."""
-        if not (self._expected and self._averaging()):
+    def _on_gradient(self, bucket: LiveBucket, name: str, parameter: torch.Tensor) -> None:
+        """Receive a gradient that autograd has accumulated, and launch the buckets that are complete."""
+        if not (self._averaged_forward_ended and self._averaging()):
             return
-        if not self._begun:
-            self._begin()
+        if not self._any_gradient_arrived:
+            self._first_gradient()
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise RuntimeError(
                 f"the gradient of {name} is {parameter.grad.layout}, and Lean adds gradients up in place: expected a "
-                "dense one, such as of an embedding with sparse=False"
+                "dense gradient; create an embedding with sparse=False"
             )
-        if name in bucket.come:
+        if name in bucket.arrived:
             raise RuntimeError(
                 f"the gradient of {name} came twice in one backward pass: reentrant checkpointing inside a shared part "
                 "of the model cannot be run under Lean; use torch.utils.checkpoint with use_reentrant=False"
             )
-        bucket.come.add(name)
-        bucket.add(name, cast(nn.Parameter, parameter))
+        bucket.arrived.add(name)
+        bucket.add_to_residual(name, cast(nn.Parameter, parameter))
         while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
             self._launch()
 
-    def _begin(self) -> None:
-        """The first gradient of a backward pass."""
-        self._begun = True
-        if not self.awaited:
+    def _first_gradient(self) -> None:
+        """Prepare all buckets when the first gradient of a backward pass arrives."""
+        self._any_gradient_arrived = True
+        if not self.averaged_backward_running:
             Variable._execution_engine.queue_callback(self._finish)
         for bucket in self._buckets:
-            bucket.expect()
+            bucket.begin_backward()
             bucket.state = self._collectives.residual_state(bucket.planned)
-            bucket.waiting = None if bucket.state is None else self._residuals.resident(bucket.state)
+            bucket.residual_views = None if bucket.state is None else self._residuals.resident(bucket.state)
 
     def _launch(self) -> None:
         """Launch the next bucket on its lane."""
         bucket = self._buckets[self._launched]
-        bucket.look_for_missing()
+        bucket.find_missing()
         if bucket.missing and not self._find_unused:
             raise RuntimeError(
                 f"{bucket.missing[0]} got no gradient in this backward pass: expected one for every parameter that is "
-                "not frozen, since each backward pass is a step. Add up losses, freeze it before wrapping, or pass "
-                "find_unused_parameters=True to DataParallel: then what no rank has used is left alone"
+                "not frozen, since each backward pass is a step. Add the losses, freeze it before wrapping, or pass "
+                "find_unused_parameters=True to DataParallel: then a parameter that no rank has used is not updated"
             )
         self._launched += 1
-        self._updates.launch_pending(keep=1)  # the slot that comes next is the one before the last
+        self._updates.launch_pending(keep=1)  # the next of the two slots was used by the bucket before the last one
         slot = self._slots.acquire(bucket.numel, bucket.dtype)
         if bucket.state is None:
-            bucket.move_to(slot.tensor)
+            bucket.flatten_into(slot.tensor)
         else:
-            bucket.waiting = self._residuals.fetch(bucket.state)
+            bucket.residual_views = self._residuals.fetch(bucket.state)
             for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
-                bucket.add(name, parameter)
+                bucket.add_to_residual(name, parameter)
         future = self._launcher.launch(self._launched - 1, slot.tensor)
         self._slots.release_after(slot, future)
         if bucket.state is not None:
@@ -180,15 +181,17 @@ class Engine:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Backward is over: launch the remaining buckets, with zeros for missing gradients, and wait for all."""
-        self.awaited = False
-        if not self._begun:  # autograd.grad(), which updates nothing; or another output of the same step
+        """Launch the remaining buckets at the end of backward, with zeros for missing gradients, and wait for all."""
+        self.averaged_backward_running = False
+        if not self._any_gradient_arrived:  # autograd.grad(), which updates nothing, or another output of this step
             return
         while self._launched < len(self._buckets):
             self._launch()
         self._slots.wait()
         self._updates.launch_pending()
         for bucket in self._buckets:
-            bucket.come.clear()
-        self._launched, self._begun, self._expected = 0, False, False
+            bucket.arrived.clear()
+        self._launched = 0
+        self._any_gradient_arrived = False
+        self._averaged_forward_ended = False
         self.steps_done += 1

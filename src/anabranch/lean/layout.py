@@ -1,4 +1,4 @@
-"""Lays the buckets of a model under Lean out for a plan, or for buckets of DDP's sizes: an engine for each."""
+"""The bucket layout of a model under Lean: an engine for the buckets of each plan, or for buckets of DDP's sizes."""
 
 from collections.abc import Callable, Collection
 
@@ -18,9 +18,9 @@ from anabranch.plan import Plan
 
 
 class LeanLayout(StepObserver):
-    """The buckets of one model under Lean; see ``tuning.runner.Layout`` for the contract.
+    """The bucket layout of one model under Lean; ``tuning.runner.Layout`` is the contract.
 
-    averaging     whether this backward pass is to be averaged
+    averaging     whether this backward pass is averaged
     find_unused   as in ``Engine``
     """
 
@@ -57,7 +57,7 @@ class LeanLayout(StepObserver):
     def progress(self) -> int:
         return self._steps_of_old_engines + (self._engine.steps_done if self._engine is not None else 0)
 
-    def may_change(self, averaged: bool) -> bool:  # noqa: ARG002 - the engine takes either
+    def may_change(self, averaged: bool) -> bool:  # noqa: ARG002 - an engine can start before any forward
         return True
 
     def before_forward(self) -> None:
@@ -68,14 +68,14 @@ class LeanLayout(StepObserver):
             self._fingerprint = ModuleFingerprint(self._module)
 
     def before_change(self) -> None:
-        self.residuals.synchronize()  # residuals that the new plan does not send are taken out of the old buckets
+        self.residuals.synchronize()  # residuals that the new plan sends dense are read from the old buckets
 
     def use(self, launcher: BucketLauncher | None) -> None:
         if self._engine is not None:
             self._steps_of_old_engines += self._engine.steps_done
             self._engine.close()
         self.updates.forget_buckets()
-        self._engine = None  # the old slots go before the new ones come
+        self._engine = None  # frees the old slots before the new ones are allocated
         assert launcher is not None  # there is a default plan
         self._engine = Engine(
             launcher, self.exchange, self._collectives, self._parameters, self.optimizers, self.updates,
@@ -90,32 +90,32 @@ class LeanLayout(StepObserver):
         return self._engine.on_forward_end() if averaged and self._engine is not None else None
 
     @property
-    def awaited(self) -> bool:
-        """Whether a backward pass that is to be averaged has begun."""
-        return self._engine is not None and self._engine.awaited
+    def averaged_backward_running(self) -> bool:
+        """Whether a backward pass that will be averaged has begun."""
+        return self._engine is not None and self._engine.averaged_backward_running
 
     def applied(self, names: Collection[str]) -> Collection[str]:
         """Those of these parameters that the last backward pass has updated."""
         return self._engine.applied(names) if self._engine is not None else ()
 
     def _check_trained(self) -> None:
-        """Raise if the model is not the one that was wrapped; parameters may have been frozen since."""
+        """Raise if parameters were added, replaced, unfrozen or converted after wrapping; freezing is allowed."""
         for name, parameter in self.trained().items():
             if (was := self._memory_formats.get(name, now := _memory_format(parameter))) != now:
                 raise RuntimeError(
-                    f"{name} is {now} and was {was} when the model was wrapped: expected the same, since "
-                    "buckets were laid out for it; convert or move the model before DataParallel, or close() this and "
-                    "wrap it again"
+                    f"{name} is {now} and was {was} when the model was wrapped: expected the same, since its bucket "
+                    "was built for that; convert or move the model before wrapping it, or close() this DataParallel "
+                    "and wrap the module again"
                 )
             if self._parameters.get(name) is not parameter:
                 raise RuntimeError(
-                    f"{name} was unfrozen, added or replaced after the model was wrapped, and no optimizer of Lean's "
-                    "has it: close() this DataParallel and wrap the module again"
+                    f"{name} was unfrozen, added or replaced after the model was wrapped, and is in no optimizer of "
+                    "Lean: close() this DataParallel and wrap the module again"
                 )
 
 
 class ModuleFingerprint:
-    """What a module consists of, for a comparison before every forward; takes half the time of a walk over names."""
+    """The parts and parameters of a module, compared before every forward; faster than a walk over all names."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tables = [table for part in module.modules() for table in (part._parameters, part._modules)]
@@ -124,7 +124,7 @@ class ModuleFingerprint:
         self._before = self._now()
 
     def unchanged(self) -> bool:
-        """Whether it has the same parts and parameters, of the same dtype, device and strides, and as frozen."""
+        """Whether the module has the same parts and parameters, with the same dtype, device, strides and freezing."""
         return self._now() == self._before
 
     def _now(self) -> tuple[list[int], list[object]]:
@@ -139,6 +139,6 @@ def _memory_format(parameter: nn.Parameter) -> str:
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients, by name; shared ones once; not those that DDP would ignore."""
+    """The parameters that require gradients, by name; shared ones once; without those that DDP ignores."""
     ignored = ignored_names(module)
     return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}

@@ -1,4 +1,4 @@
-"""Instants that cost next to nothing to take: the host's clock, or events on a CUDA stream read back later."""
+"""Clocks whose marks cost next to nothing: the host's clock, or events on a CUDA stream that are read later."""
 
 from dataclasses import dataclass
 from threading import Lock, Thread
@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch.distributed import Work
 
-SETTLE_S = 10.0  # for a thread to see what is already past
+POLLER_TIMEOUT_S = 10.0  # for the poller to see what the device has already finished
 
 
 class Clock(Protocol):
-    """Marks are opaque until ``settle()``; then ``between`` gives the seconds from one to another."""
+    """Marks are opaque until ``settle()``; then ``elapsed_s`` gives the seconds from one to another."""
 
     def mark(self) -> object:
         """This instant, in the order of the work issued so far."""
@@ -22,8 +22,8 @@ class Clock(Protocol):
         """Wait until every mark taken so far has a time."""
         ...
 
-    def between(self, start: object, end: object) -> float:
-        """Seconds from ``start`` to ``end``, both taken from this clock."""
+    def elapsed_s(self, start: object, end: object) -> float:
+        """Seconds from the mark ``start`` to the mark ``end``, both of this clock."""
         ...
 
     def settled(self, mark: object) -> bool:
@@ -31,60 +31,56 @@ class Clock(Protocol):
         ...
 
     def mark_end(self, launched: object, works: list[Work]) -> object:
-        """When these works, one after the other, launched at a mark, are over: the last of them ends it."""
+        """The end of the last of these works, which run one after another and were launched at ``launched``."""
         ...
 
-    def until(self, start: object, end: object) -> float | None:
-        """Seconds from the mark ``start`` to an end from ``mark_end``; None if that was not seen."""
+    def elapsed_to_end_s(self, start: object, end: object) -> float | None:
+        """Seconds from the mark ``start`` to an end from ``mark_end``; None if the end was not observed."""
         ...
 
     def close(self) -> None:
-        """Stop whatever looks for ends."""
+        """Stop looking for ends."""
         ...
 
 
 class HostClock:
-    """For work that runs where it is called: the CPU."""
+    """The clock for work that runs where it is called: the CPU. Its marks are host times in seconds."""
 
     def mark(self) -> float:
-        """The host's time."""
         return perf_counter()
 
     def settle(self) -> None:
-        """Host marks are settled when taken."""
+        """No-op: host marks have their time when they are taken."""
 
-    def between(self, start: object, end: object) -> float:
-        """Seconds between two host times."""
+    def elapsed_s(self, start: object, end: object) -> float:
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
 
     def settled(self, mark: object) -> bool:
-        """Always: the host knows its time."""
         return mark is not None
 
     def mark_end(self, launched: object, works: list[Work]) -> float:  # noqa: ARG002
-        """Now: a host lane has waited for them."""
+        """The host's time now: a host lane has waited for the works before it calls this."""
         return perf_counter()
 
-    def until(self, start: object, end: object) -> float:
-        """The end was marked when it came."""
-        return self.between(start, end)
+    def elapsed_to_end_s(self, start: object, end: object) -> float:
+        return self.elapsed_s(start, end)
 
     def close(self) -> None:
-        """Nothing looks."""
+        """No-op: nothing polls for ends."""
 
 
 @dataclass(slots=True)
-class Sighting:
-    """Host times at which a launch and the end of its last work were first seen to be past."""
+class PendingCompletion:
+    """A launch and its last work, with the host times at which each was first seen to be complete."""
 
     launched: torch.cuda.Event
     last: Work
     launched_s: float | None = None
     ended_s: float | None = None
 
-    def look(self) -> bool:
-        """Look once; whether both are past."""
+    def poll(self) -> bool:
+        """Query both once, without waiting; whether both are complete."""
         now_s = perf_counter()
         if self.launched_s is None and self.launched.query():
             self.launched_s = now_s
@@ -94,44 +90,44 @@ class Sighting:
 
 
 class CompletionPoller:
-    """A thread that looks ten thousand times a second which of some works are over, while there are any.
+    """A thread that queries works about ten thousand times a second whether they are complete, while there are any.
 
-    Events with timing behind the works would say it better, and so would NCCL's own timing. But under MPS both make
-    messages on two communicators take turns, which costs all that a second lane gains (docs/log.md).
+    Timed events recorded after the works, or NCCL's own timing, would be more precise. But under MPS both make messages
+    on two communicators take turns, which costs all that a second lane gains (docs/log.md).
     """
 
-    PERIOD_S = 50e-6  # asked for; with the system's own slack about 0.1 ms
+    PERIOD_S = 50e-6  # requested; the timer slack of the system makes it about 0.1 ms
 
     def __init__(self) -> None:
-        self._pending: list[Sighting] = []
+        self._pending: list[PendingCompletion] = []
         self._lock = Lock()
-        self._thread: Thread | None = None  # none when there is nothing to see
+        self._thread: Thread | None = None  # runs only while something is pending
 
-    def watch(self, sighting: Sighting) -> None:
-        """Fill in its times as they pass."""
+    def watch(self, completion: PendingCompletion) -> None:
+        """Fill in the times of ``completion`` when they are observed."""
         with self._lock:
-            self._pending.append(sighting)
+            self._pending.append(completion)
             if self._thread is None:
-                self._thread = Thread(target=self._look, name="anabranch-lookout", daemon=True)
+                self._thread = Thread(target=self._poll, name="anabranch-completion-poller", daemon=True)
                 self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until everything that is over has been seen to be."""
+        """Wait until all pending works were seen to be complete, but not longer than ``timeout_s``."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
 
     def close(self) -> None:
-        """Look no more: whoever waits for what is not seen by now will not be told."""
+        """Stop polling; the times of works that are still pending stay None."""
         with self._lock:
             self._pending = []
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while True:
             with self._lock:
                 try:
-                    self._pending = [sighting for sighting in self._pending if not sighting.look()]
-                except RuntimeError:  # the device or NCCL has failed, which the program itself will hear of
+                    self._pending = [completion for completion in self._pending if not completion.poll()]
+                except RuntimeError:  # the device or NCCL has failed; the program's own calls raise that error
                     self._pending = []
                 if not self._pending:
                     self._thread = None
@@ -140,51 +136,48 @@ class CompletionPoller:
 
 
 class CudaClock:
-    """For work on a GPU: an event recorded on the stream that is current at the mark; nothing waits for it."""
+    """The clock for work on a GPU. A mark is an event on the stream that is current; nothing waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lookout = CompletionPoller()
+        self._poller = CompletionPoller()
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind all work issued so far on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def settle(self) -> None:
-        """Wait for the device, and until the lookout has seen all ends."""
+        """Wait for the device, and until the poller has seen all ends."""
         torch.cuda.synchronize(self._device)
-        self._lookout.join(SETTLE_S)
+        self._poller.join(POLLER_TIMEOUT_S)
 
-    def between(self, start: object, end: object) -> float:
-        """Seconds between two events."""
+    def elapsed_s(self, start: object, end: object) -> float:
         assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
         return float(start.elapsed_time(end)) / 1e3
 
     def settled(self, mark: object) -> bool:
-        """Whether the device has passed the event."""
         return isinstance(mark, torch.cuda.Event) and mark.query()
 
-    def mark_end(self, launched: object, works: list[Work]) -> Sighting:
-        """To be seen by a thread that looks: an event behind the works could hold up computation."""
+    def mark_end(self, launched: object, works: list[Work]) -> PendingCompletion:
+        """An end that the poller observes: an event recorded after the works could delay computation."""
         assert isinstance(launched, torch.cuda.Event)
-        sighting = Sighting(launched, works[-1])
-        self._lookout.watch(sighting)
-        return sighting
+        completion = PendingCompletion(launched, works[-1])
+        self._poller.watch(completion)
+        return completion
 
-    def until(self, start: object, end: object) -> float | None:
-        """From ``start`` to the launch by the device's clock, from there by the host's."""
-        assert isinstance(end, Sighting)
+    def elapsed_to_end_s(self, start: object, end: object) -> float | None:
+        """From ``start`` to the launch by the device's clock, from there to the end by the host's clock."""
+        assert isinstance(end, PendingCompletion)
         if end.launched_s is None or end.ended_s is None:
             return None
-        return self.between(start, end.launched) + end.ended_s - end.launched_s
+        return self.elapsed_s(start, end.launched) + end.ended_s - end.launched_s
 
     def close(self) -> None:
-        """End the lookout's thread."""
-        self._lookout.close()
+        """End the polling thread."""
+        self._poller.close()
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock that sees work on ``device``."""
+    """The clock that can time work on ``device``."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

@@ -1,8 +1,8 @@
-"""How far the clocks of ranks are apart, and how well that is known.
+"""Clock synchronisation: how far the host clocks of ranks are apart, with a bound on the error.
 
-Rank 0 sends a ping and each other rank, one after another, answers with its own time, which lies somewhere between the
-ping and the answer's arrival: half that round trip bounds the error, whatever the two ways took. The best of some
-rounds counts. Two such looks, before and after a window, also see how clocks drift.
+Rank 0 sends a ping to each other rank in turn, which answers with its own time. That time was read between the ping and
+the arrival of the answer, so half the round trip bounds the error, however long each way took. The shortest of several
+round trips is used. Two measurements, before and after a window of steps, also show how clocks drift.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from anabranch.comm.agree import Group
 from anabranch.observe.clock import Clock
 
-ROUNDS = 25
-ANCHORS = 5
+PING_ROUNDS = 25
+ANCHOR_TRIES = 5
 
 
 class Offset(NamedTuple):
@@ -27,8 +27,8 @@ class Offset(NamedTuple):
     error_s: float
 
 
-def offsets(group: Group, rounds: int = ROUNDS) -> list[Offset]:
-    """Of every rank, on rank 0; nothing on others. Collective; the group carries host memory."""
+def clock_offsets(group: Group, rounds: int = PING_ROUNDS) -> list[Offset]:
+    """The offset of every rank, on rank 0; an empty list on others. Collective; the group must send host memory."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     ping, answer = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     if rank != 0:
@@ -52,40 +52,40 @@ def offsets(group: Group, rounds: int = ROUNDS) -> list[Offset]:
 
 
 @dataclass(frozen=True, slots=True)
-class Alignment:
-    """One rank's clock against rank 0's, by a look before a window and one after it."""
+class ClockAlignment:
+    """One rank's clock against rank 0's, from a measurement before a window and one after it."""
 
     before: Offset
     after: Offset
 
     @property
     def error_s(self) -> float:
-        """Of any instant between the looks, if clocks drift evenly."""
+        """Bound on the error of any time between the two measurements, if clocks drift evenly."""
         return max(self.before.error_s, self.after.error_s)
 
-    def as_rank_0(self, at_s: float) -> float:
+    def to_rank_0_time(self, at_s: float) -> float:
         """Rank 0's time when this rank's clock says ``at_s``."""
         span_s = self.after.at_s - self.before.at_s
         share = min(1.0, max(0.0, (at_s - self.before.at_s) / span_s)) if span_s > 0 else 0.0
         return at_s - self.before.ahead_s - share * (self.after.ahead_s - self.before.ahead_s)
 
 
-class Anchor(NamedTuple):
-    """A mark of a clock, the host's time at it, and how well that is known: a device has a clock of its own."""
+class HostAnchor(NamedTuple):
+    """A mark of a clock and the host's time at it, within ``error_s``: a device has a clock of its own."""
 
     mark: object
     host_s: float
     error_s: float
 
     @classmethod
-    def drop(cls, clock: Clock) -> "Anchor":
-        """Here and now; waits for the device."""
-        found = []
-        for _ in range(ANCHORS):
+    def measure(cls, clock: Clock) -> "HostAnchor":
+        """Take a mark now and bound the host's time at it; waits for the device."""
+        tries = []
+        for _ in range(ANCHOR_TRIES):
             clock.settle()
             before_s = perf_counter()
             mark = clock.mark()
             clock.settle()
             after_s = perf_counter()
-            found.append(cls(mark, (before_s + after_s) / 2, (after_s - before_s) / 2))
-        return min(found, key=lambda anchor: anchor.error_s)
+            tries.append(cls(mark, (before_s + after_s) / 2, (after_s - before_s) / 2))
+        return min(tries, key=lambda anchor: anchor.error_s)

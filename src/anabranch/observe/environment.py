@@ -1,4 +1,4 @@
-"""What the environment says about the network of this process."""
+"""The environment variable that describes the network of this process."""
 
 import os
 from collections.abc import Mapping
@@ -10,6 +10,6 @@ def network_note(variables: Mapping[str, str] = os.environ) -> str | None:
     """The sentence in ``ANABRANCH_NETWORK_NOTE``; None where the variable is unset or empty.
 
     A launcher that emulates a network sets it, such as ``anabranch lab --emulate``. Every measurement and report of
-    the process then carries the sentence, so that nobody takes an emulated network for a real one.
+    the process then contains the sentence, so that an emulated network is not taken for a real one.
     """
     return variables.get(NETWORK_NOTE) or None

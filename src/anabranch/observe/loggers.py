@@ -1,6 +1,6 @@
-"""Where the metrics of live steps can go: lines of JSON, TensorBoard, the terminal.
+"""Loggers for the metrics of live steps: lines of JSON, TensorBoard, the terminal.
 
-Nothing is opened before the first step is told: loggers are made on every rank, and one of them logs.
+A logger opens its file only when it logs the first step: every rank creates loggers, but usually only rank 0 logs.
 """
 
 import json
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MIB = 1 << 20
-PLAIN_EVERY = 100  # steps between lines where there is no terminal to redraw one on
+PLAIN_EVERY = 100  # steps between lines if the output is no terminal
 CURVES = (
     "measured_s", "predicted_s", "compute_s", "exposed_s", "overlap", "sent_nbytes", "received_nbytes", "density",
 )  # fmt: skip
 
 
 class JsonLines:
-    """One JSON object per step and line, with the fields of ``Metrics``; appended to what the file has already."""
+    """Appends one line per step to a file: a JSON object with the fields of ``Metrics``."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._file: TextIO | None = None
 
     def log(self, metrics: Metrics) -> None:
-        """Write the step as one line, at once, so that others can follow the file."""
+        """Write the step as one line, without delay, so that other programs can follow the file."""
         if self._file is None:
             torn = _is_torn(self._path)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
@@ -46,7 +46,7 @@ class JsonLines:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether a former start died within a line, which must not swallow the first one of this start."""
+    """Whether the last line has no end, because a process died while writing it; the next line must not join it."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
@@ -84,14 +84,15 @@ class TensorBoard:
 
 
 class Progress:
-    """One line at the bottom of the terminal that says what the last step did; elsewhere a line now and then."""
+    """One line at the bottom of the terminal with the metrics of the last step; elsewhere a line every 100 steps."""
 
     def __init__(self, total_steps: int | None = None, console: "Console | None" = None) -> None:
         if total_steps is not None and total_steps < 1:
-            raise ValueError(f"total_steps is {total_steps}: expected at least 1, or None if nobody knows")
-        self._total, self._console = total_steps, console
+            raise ValueError(f"total_steps is {total_steps}: expected at least 1, or None if it is not known")
+        self._total_steps = total_steps
+        self._console = console
         self._live: Any = None
-        self._told = 0
+        self._steps_logged = 0
 
     def log(self, metrics: Metrics) -> None:
         from rich.console import Console
@@ -99,29 +100,30 @@ class Progress:
         from rich.text import Text
 
         self._console = self._console or Console(stderr=True)
-        # A stage may quote anything: neither markup nor control codes are to be obeyed.
-        shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in described(metrics, self._total))
-        line = Text(shown, no_wrap=True, overflow="ellipsis")
+        # A stage may quote any text, such as an error: markup and control codes in it must have no effect.
+        summary = step_summary(metrics, self._total_steps)
+        printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in summary)
+        line = Text(printable, no_wrap=True, overflow="ellipsis")
         if self._console.is_terminal:
             if self._live is None:
-                # What is printed goes above the line, unless it goes to a file.
+                # Redirected prints appear above the line. A stdout that goes to a file must not be redirected.
                 redirect = sys.stdout is not None and sys.stdout.isatty()
                 self._live = Live(console=self._console, refresh_per_second=4, redirect_stdout=redirect)
                 self._live.start()
             self._live.update(line)
-        elif self._told % PLAIN_EVERY == 0:
+        elif self._steps_logged % PLAIN_EVERY == 0:
             self._console.print(line, soft_wrap=True)
-        self._told += 1
+        self._steps_logged += 1
 
     def close(self) -> None:
-        """End the line, which stays on the screen."""
+        """Stop updating the line; it stays on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
 
-def described(metrics: Metrics, total_steps: int | None = None) -> str:
-    """A step in one line."""
+def step_summary(metrics: Metrics, total_steps: int | None = None) -> str:
+    """The metrics of a step in one line."""
     step = f"step {metrics.step}" + (f" of {total_steps}" if total_steps is not None else "")
     took = f"{metrics.measured_s * 1e3:.1f} ms"
     if metrics.predicted_s is not None:

@@ -137,7 +137,7 @@ class Stopwatch:
             action()
             marks.append((start, self._clock.mark()))
         self._clock.settle()
-        return [self._clock.between(start, end) for start, end in marks]
+        return [self._clock.elapsed_s(start, end) for start, end in marks]
 
 
 def message_sizes(largest_nbytes: int) -> list[int]:

@@ -20,15 +20,15 @@ class BucketTimes(NamedTuple):
 
 
 def bucket_times(step: StepMarks, plan: Plan, clock: Clock, origin: object) -> Iterator[BucketTimes]:
-    """The buckets whose ends are known, in launch order; seconds count from the mark ``origin``."""
+    """The times of buckets whose ends were observed, in launch order; seconds count from the mark ``origin``."""
     free_s = dict.fromkeys(range(plan.lanes), -inf)
     for index, launched, end in sorted(step.buckets, key=lambda item: item[0]):
         lane = plan.buckets[index].lane
-        seen_s = clock.until(origin, end)
-        if seen_s is None:  # then the launch may have no time yet, either
+        observed_s = clock.elapsed_to_end_s(origin, end)
+        if observed_s is None:  # then the launch may have no time yet, either
             continue
-        launched_s = clock.between(origin, launched)
-        end_s = max(launched_s, seen_s)
+        launched_s = clock.elapsed_s(origin, launched)
+        end_s = max(launched_s, observed_s)
         yield BucketTimes(index, launched_s, min(max(launched_s, free_s[lane]), end_s), end_s)
         free_s[lane] = end_s
 
@@ -37,7 +37,7 @@ def timeline_of(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
     """The timeline of a measured step. Without a plan only the exposed communication is known, not its buckets."""
 
     def at(mark: object) -> float:
-        return clock.between(step.backward, mark)
+        return clock.elapsed_s(step.backward, mark)
 
     computed_s = max(0.0, at(step.computed))
     spans = [Span(COMPUTE, "forward", min(0.0, at(step.forward)), 0.0), Span(COMPUTE, "backward", 0.0, computed_s)]

@@ -1,4 +1,4 @@
-"""Metrics of each step: time taken and predicted, exposed time, bytes. Loggers get them when the marks have settled."""
+"""Metrics of each step: measured and predicted time, exposed time, bytes. Loggers get them when marks have settled."""
 
 import logging
 from collections import deque
@@ -24,19 +24,19 @@ log = logging.getLogger("anabranch")
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """One synchronised step on one rank: ``measured_s`` is ``compute_s`` and then ``exposed_s``.
+    """One synchronised step on one rank; ``measured_s`` is the sum of ``compute_s`` and ``exposed_s``.
 
-    step            the first step of a training is 1; a loaded ``comm_state_dict`` counts on
+    step            the first step of a training is 1; with a loaded ``comm_state_dict`` counting continues
     measured_s      from the start of forward to averaged gradients, without the optimizer
-    predicted_s     what the simulator says of the same; None before profiling and measuring are over
+    predicted_s     the simulator's prediction of ``measured_s``; None before profiling and measuring are over
     compute_s       forward, loss and backward
-    exposed_s       communication that nothing hid: from the end of backward to averaged gradients
+    exposed_s       communication that did not overlap: from the end of backward to averaged gradients
     overlap         share of the communication time that was hidden; None if its buckets were never timed
     sent_nbytes     by this rank, computed from the plan and the sizes of messages, not counted on the wire; None if
-    received_nbytes   a collective does not say
-    density         share of all elements that was exchanged: 1 where everything travels dense; None likewise
-    plan            the fingerprint's first digits; None under DDP's own buckets
-    stage           what the model was doing, as ``explain()`` begins
+    received_nbytes   an exchange does not know
+    density         share of all elements that was exchanged: 1 if all buckets are dense; None likewise
+    plan            the first digits of the plan's fingerprint; None under DDP's own buckets
+    stage           what the tuner was doing, as in the first line of ``explain()``
     """
 
     step: int
@@ -59,11 +59,11 @@ class Logger(Protocol):
     """Receives the metrics of every step; write your own, or use JsonLines, TensorBoard or Progress."""
 
     def log(self, metrics: Metrics) -> None:
-        """Take the metrics of one step. They come in order, on a GPU some steps late."""
+        """Receive the metrics of one step. Steps come in order; on a GPU some steps late."""
         ...
 
     def close(self) -> None:
-        """There will be no more metrics."""
+        """Called when there will be no more metrics."""
         ...
 
 
@@ -80,11 +80,11 @@ class _PendingStep:
 
 
 class MetricsFeed(StepObserver):
-    """Gives loggers the metrics of every step of ``timer``. A logger that fails is dropped: training goes on.
+    """Gives loggers the metrics of every step of ``timer``. A logger that fails is dropped, and training continues.
 
-    current_step   what is in force in the step that ends now
-    traffic        bytes of one bucket of a plan
-    parameters     those whose gradients are averaged, by name
+    current_step   returns the context of the step that ends now
+    traffic        returns the bytes of one bucket of a plan
+    parameters     the parameters whose gradients are averaged, by name
     """
 
     def __init__(
@@ -144,15 +144,15 @@ class MetricsFeed(StepObserver):
         return all(self._clock.settled(mark) for mark in (marks.forward, marks.computed, marks.averaged))
 
     def _metrics(self, done: _PendingStep) -> Metrics:
-        marks, plan, between = done.marks, done.context.plan, self._clock.between
-        exposed_s = max(0.0, between(marks.computed, marks.averaged))
+        marks, plan, elapsed_s = done.marks, done.context.plan, self._clock.elapsed_s
+        exposed_s = max(0.0, elapsed_s(marks.computed, marks.averaged))
         sent, received, density = done.traffic if done.traffic is not None else (None, None, None)
         return Metrics(
             step=done.context.number,
             rank=self._rank,
-            measured_s=between(marks.forward, marks.averaged),
+            measured_s=elapsed_s(marks.forward, marks.averaged),
             predicted_s=done.context.predicted_s,
-            compute_s=between(marks.forward, marks.computed),
+            compute_s=elapsed_s(marks.forward, marks.computed),
             exposed_s=exposed_s,
             overlap=self._overlap(done, exposed_s),
             sent_nbytes=sent,
@@ -165,7 +165,7 @@ class MetricsFeed(StepObserver):
         )
 
     def _fingerprint_of(self, plan: Plan | None) -> str | None:
-        """The first digits of the plan's fingerprint: a hash over all names, so it is made once per plan."""
+        """The first digits of the plan's fingerprint: a hash over all names, so it is computed once per plan."""
         if plan is None:
             return None
         if self._fingerprint is None or self._fingerprint[0] is not plan:
@@ -173,7 +173,7 @@ class MetricsFeed(StepObserver):
         return self._fingerprint[1]
 
     def _overlap(self, done: _PendingStep, exposed_s: float) -> float | None:
-        """From this step's own buckets where all were timed, else from a trial's; DDP's own buckets are not timed."""
+        """From this step's own buckets if all were timed, else from a trial; DDP's own buckets are never timed."""
         plan, marks, clock = done.context.plan, done.marks, self._clock
         if plan is None:
             return None
@@ -186,13 +186,13 @@ class MetricsFeed(StepObserver):
         return min(1.0, max(0.0, 1.0 - exposed_s / done.context.communication_s))
 
     def _traffic(self, plan: Plan | None) -> Traffic | None:
-        """Of all buckets together; DDP's own buckets send every gradient once around a ring."""
+        """The traffic of all buckets together; under DDP's own buckets that of a ring all-reduce of all gradients."""
         sizes = self._sizes_of(plan)
         if plan is None:
             parts: list[Traffic | None] = [dense_traffic("dense", numel, dtype, self._ranks) for numel, dtype in sizes]
         else:
-            told = self._bucket_traffic
-            parts = [told(bucket, *size, self._ranks) for bucket, size in zip(plan.buckets, sizes, strict=True)]
+            traffic = self._bucket_traffic
+            parts = [traffic(bucket, *size, self._ranks) for bucket, size in zip(plan.buckets, sizes, strict=True)]
         known = [part for part in parts if part is not None]
         if len(known) < len(sizes):
             return None
@@ -204,7 +204,7 @@ class MetricsFeed(StepObserver):
         )
 
     def _sizes_of(self, plan: Plan | None) -> list[tuple[int, torch.dtype]]:
-        """Elements and dtype of each bucket; under DDP's own, of all gradients of a dtype together."""
+        """Elements and dtype of each bucket; under DDP's own buckets, of all gradients of each dtype together."""
         if self._sizes is None or self._sizes[0] is not plan:
             parameters = self._parameters
             dtypes = {parameter.dtype for parameter in parameters.values()}

@@ -1,4 +1,4 @@
-"""A Trace from a live model: when each gradient is ready. Never waits for the device while the model runs."""
+"""Records a Trace of a live model: when each gradient is ready. Does not wait for the device while the model runs."""
 
 import platform
 import warnings
@@ -27,7 +27,7 @@ def record(
 ) -> Trace:
     """The trace of ``model`` over ``steps`` calls of ``step``, after ``warmup`` calls that are not counted.
 
-    ``step`` runs one forward and one backward of ``model``. What else it does (optimizer, data) is not in the trace.
+    ``step`` runs one forward and one backward of ``model``. Anything else it does (optimizer, data) is not recorded.
     """
     if steps < 1 or warmup < 0:
         raise ValueError(f"steps is {steps} and warmup {warmup}: expected at least 1 and 0")
@@ -35,7 +35,7 @@ def record(
         step()
     parameters = dict(model.named_parameters())
     timer = StepTimer(clock_for(next(iter(parameters.values()), torch.empty(0)).device))
-    inputs: list[str] = []  # shape and dtype of the first tensor, which tell the batch
+    inputs: list[str] = []  # shape and dtype of the first input tensor, which show the batch size
 
     def note_input(_module: nn.Module, args: object, kwargs: object) -> None:
         if not inputs and (tensors := tensors_in([args, kwargs])):
@@ -52,10 +52,10 @@ def record(
 
 
 class Recorder(StepObserver):
-    """Collects the steps of a ``timer`` while it is entered, with a mark for each gradient.
+    """A context in which the steps of ``timer`` are recorded, with a mark for each gradient.
 
     Forward lasts from the module's call to the first gradient of its output, so it includes the loss. A step without
-    backward is not counted. Gradients are seen as this rank has computed them, before they are averaged.
+    backward is not counted. A gradient is ready when this rank has computed it, before it is averaged.
     """
 
     def __init__(self, timer: StepTimer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -77,7 +77,7 @@ class Recorder(StepObserver):
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._entered.close()
-        if self in self._timer.observers:  # a timer that was closed has none
+        if self in self._timer.observers:  # a closed timer has no observers
             self._timer.observers.remove(self)
 
     def on_step_end(self, step: StepMarks) -> None:
@@ -89,7 +89,7 @@ class Recorder(StepObserver):
         return len(self._complete())
 
     def trace(self, meta: Mapping[str, Scalar] | None = None) -> Trace:
-        """The median step, with the interquartile range of each instant; waits for the device once.
+        """The median step, with the interquartile range of each time; waits for the device once.
 
         A gradient that some step did not produce counts as ready when that step's backward ended.
         """
@@ -100,8 +100,8 @@ class Recorder(StepObserver):
                 "no step was recorded: run forward and backward of the module while the recorder is entered"
             )
         ready = np.array([self._ready_s(step) for step in steps])
-        forward = [self._clock.between(step.forward, step.backward) for step in steps]
-        # Host order breaks ties: a weight and its bias are often ready at the same instant.
+        forward = [self._clock.elapsed_s(step.forward, step.backward) for step in steps]
+        # The order on the host breaks ties: a weight and its bias are often ready at the same time.
         names = [*steps[-1].ready, *(name for name in self._parameters if name not in steps[-1].ready)]
         columns = {name: index for index, name in enumerate(self._parameters)}
         median = np.median(ready, axis=0)
@@ -124,12 +124,12 @@ class Recorder(StepObserver):
         return [step for step in self._steps if step.ready and step.backward is not None]
 
     def _ready_s(self, step: StepMarks) -> list[float]:
-        seconds = {name: max(0.0, self._clock.between(step.backward, mark)) for name, mark in step.ready.items()}
+        seconds = {name: max(0.0, self._clock.elapsed_s(step.backward, mark)) for name, mark in step.ready.items()}
         last_s = max(seconds.values())
         return [seconds.get(name, last_s) for name in self._parameters]
 
     def _order_facts(self, steps: list[StepMarks]) -> dict[str, Scalar]:
-        """Notes on gradients that came in another order, or not at all, in some steps."""
+        """Facts for the trace: gradients that some steps produced in another order, or not at all."""
         facts: dict[str, Scalar] = {}
         first = list(steps[0].ready)
         for step in steps[1:]:
@@ -149,7 +149,7 @@ class Recorder(StepObserver):
 
 
 def _facts(device: torch.device) -> dict[str, Scalar]:
-    """Where and with what something was measured."""
+    """Date, versions and hardware of a measurement."""
     facts: dict[str, Scalar] = {
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,

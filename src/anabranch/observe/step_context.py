@@ -1,4 +1,4 @@
-"""StepContext: what is in force in a step, as observers need to know it."""
+"""StepContext: what observers may know about a step besides its marks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from anabranch.plan import Plan
 class StepContext:
     """The step that is running, or that ends now.
 
-    number            the first step of a training is 1; a loaded ``comm_state_dict`` counts on
-    plan              None under DDP's own buckets
+    number            the first step of a training is 1; with a loaded ``comm_state_dict`` counting continues
+    plan              the plan that this step runs; None under DDP's own buckets
     stage             what the tuner is doing, in words
     predicted_s       the simulator's prediction for this plan; None before there is a trace and a network
-    communication_s   time on the wire in a trial of this plan; None if there was none
+    communication_s   communication time in a trial of this plan; None if there was none
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""The step timer: the one place that hooks a model's output and gradients to see where a step is; others subscribe."""
+"""The step timer: the only place that hooks a model's output and gradients to time its steps; others subscribe."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ class StepMarks:
     ready     when each gradient was ready, by name and in order, where gradients are timed
     """
 
-    forward: object
+    forward: object  # the start of forward
     backward: object | None = None  # the first gradient of the output: forward and loss are over
     computed: object | None = None  # backward is over
     averaged: object | None = None  # communication is over, too: backward() returns
@@ -34,26 +34,27 @@ class StepObserver:
     """Callbacks for the steps of a model. Override those you need."""
 
     def on_forward_end(self, averaged: bool) -> Callable[[], None] | None:  # noqa: ARG002
-        """A forward that will be differentiated has ended; ``averaged``: its gradients will be averaged.
+        """Called when a forward that will be differentiated has ended; ``averaged``: its gradients will be averaged.
 
-        What is returned is called for each of its output tensors that gets a gradient.
+        May return a callback. It is called for each output tensor of this forward that gets a gradient.
         """
         return None
 
     def on_step_end(self, step: StepMarks) -> None:
-        """The gradients of this step are averaged; its marks may not have settled. All ranks are there."""
+        """Called when the gradients of this step are averaged, on every rank; its marks may not have settled."""
 
     def close(self) -> None:
-        """There will be no more steps."""
+        """Called when there will be no more steps."""
 
 
 class StepTimer:
-    """Marks each averaged step, and calls ``after_step`` when its gradients are averaged: all ranks are there then.
+    """Marks each averaged step. When its gradients are averaged, calls the observers and then ``after_step``.
 
-    A hook on the output fires when backward begins. Callbacks queued in the autograd engine run when it ends: ours
-    first, then DDP's own, which waits for communication, then the one that ours has queued. A backward pass that leaves
-    ``progress()`` as it was is no step: autograd.grad() does not reach the reducer, and of several forwards with one
-    backward only one counts. Ranks may differ in both.
+    Every rank calls them at the same point of its step, so they may communicate. A hook on the output fires when
+    backward begins. Callbacks queued in the autograd engine run when it ends: first the timer's, then DDP's own, which
+    waits for communication, then a second one of the timer. A backward pass that does not change ``progress()`` is not
+    a step: autograd.grad() does not reach the reducer, and of several forwards with one backward only one counts. Ranks
+    may differ in both.
     """
 
     def __init__(
@@ -72,16 +73,16 @@ class StepTimer:
         self._last: StepMarks | None = None  # of the last forward: gradients may come in several backward passes
         self._last_output_is_opaque = False
         self._steps: deque[StepMarks] = deque(maxlen=keep)
-        self._bucket_timings = 0  # how many want buckets timed now
+        self._bucket_timings = 0  # how many contexts of bucket_timing() are open
 
-    # What whoever runs the model calls.
+    # Called by the wrapper that runs the model.
 
     def forward_begins(self) -> None:
-        """To be called before a forward whose gradients will be averaged."""
+        """Call this before a forward whose gradients will be averaged."""
         self._current = self._last = StepMarks(self.clock.mark())
 
     def forward_ended(self, output: object, averaged: bool = True) -> None:
-        """To be called with the output of a forward that will be differentiated."""
+        """Call this with the output of a forward that will be differentiated."""
         step = self._current if averaged else None
         if step is not None and self._progress is not None:
             self._progress_before = self._progress()
@@ -99,11 +100,11 @@ class StepTimer:
                 tensor.register_hook(on_gradient)
         self._last_output_is_opaque = not tensors
         if step is not None and not tensors:
-            step.backward = self.clock.mark()  # an output we cannot look into: the best that is known
+            step.backward = self.clock.mark()  # the output hides its tensors: this is the best estimate
 
     @contextmanager
     def attached(self, module: nn.Module) -> Iterator[None]:
-        """Watch every forward of ``module`` that will be differentiated, where nobody else calls the timer."""
+        """A context in which every differentiated forward of ``module`` is timed, for a module without a wrapper."""
 
         def before(_module: nn.Module, _args: object) -> None:
             if torch.is_grad_enabled():
@@ -120,11 +121,11 @@ class StepTimer:
             for handle in handles:
                 handle.remove()
 
-    # What observers ask for.
+    # Called by observers.
 
     @contextmanager
     def bucket_timing(self) -> Iterator[None]:
-        """Mark when each bucket is launched and done, until this is left."""
+        """A context in which the launch and the end of each bucket are marked."""
         self._bucket_timings += 1
         try:
             yield
@@ -133,7 +134,7 @@ class StepTimer:
 
     @contextmanager
     def gradient_timing(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Mark when this rank has computed each of these gradients, until this is left."""
+        """A context in which a mark is taken when this rank has computed each of these gradients."""
         handles = [
             parameter.register_post_accumulate_grad_hook(self._gradient_marker(name))
             for name, parameter in parameters.items()
@@ -145,7 +146,7 @@ class StepTimer:
                 handle.remove()
 
     def mark_bucket(self, index: int) -> Callable[[list[dist.Work]], None] | None:
-        """Mark the launch of a bucket; what is returned marks its end. None while no one has buckets timed."""
+        """Mark the launch of a bucket. The returned function marks its end; None if buckets are not timed now."""
         step = self._current
         if step is None or not self._bucket_timings:
             return None
@@ -157,38 +158,39 @@ class StepTimer:
         return list(self._steps)[-count:] if count else []
 
     def forget_steps(self) -> None:
-        """Drop the steps so far: they were run under other conditions than those to come."""
+        """Drop the steps so far: they were run under other conditions than the next ones."""
         self._steps.clear()
 
     def close(self) -> None:
-        """Tell observers that there will be no more steps."""
-        observers, self.observers = self.observers, []
+        """Close the observers: there will be no more steps."""
+        observers = self.observers
+        self.observers = []
         for observer in observers:
             observer.close()
 
-    # What autograd calls.
+    # Called by autograd.
 
     def _backward_begins(self, step: StepMarks) -> None:
         if step.backward is None:
             step.backward = self.clock.mark()
-            Variable._execution_engine.queue_callback(lambda: self._computed(step))
+            Variable._execution_engine.queue_callback(lambda: self._backward_ended(step))
 
     def _gradient_marker(self, name: str) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:  # noqa: ARG001
             step = self._last
             if step is None or name in step.ready:
                 return
-            if self._last_output_is_opaque and not step.ready:  # no hook on the output will see this backward end
-                Variable._execution_engine.queue_callback(lambda: self._computed(step))
+            if self._last_output_is_opaque and not step.ready:  # no hook on the output has queued this callback
+                Variable._execution_engine.queue_callback(lambda: self._backward_ended(step))
             step.ready[name] = self.clock.mark()
 
         return ready
 
-    def _computed(self, step: StepMarks) -> None:
+    def _backward_ended(self, step: StepMarks) -> None:
         step.computed = self.clock.mark()
-        Variable._execution_engine.queue_callback(lambda: self._averaged(step))
+        Variable._execution_engine.queue_callback(lambda: self._gradients_averaged(step))
 
-    def _averaged(self, step: StepMarks) -> None:
+    def _gradients_averaged(self, step: StepMarks) -> None:
         progress = self._progress() if self._progress is not None else object()
         if progress == self._progress_before:
             step.backward = None
@@ -198,14 +200,14 @@ class StepTimer:
         self._steps.append(step)
         if self._current is step:
             self._current = None
-        for observer in list(self.observers):  # before anyone changes what the next step runs
+        for observer in list(self.observers):  # before after_step() may change the plan
             observer.on_step_end(step)
         if self._after_step is not None:
             self._after_step()
 
 
 def tensors_in(output: object) -> list[torch.Tensor]:
-    """The tensors in whatever a model returned: in lists, tuples, dicts and dataclasses, at any depth."""
+    """The tensors in a model's output: in lists, tuples, dicts and dataclasses, at any depth."""
     return list(_tensors(output))
 
 

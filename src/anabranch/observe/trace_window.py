@@ -1,4 +1,4 @@
-"""A window of steps of all ranks, written by rank 0 as one trace by rank 0's clock."""
+"""A window of steps of all ranks, written by rank 0 as one trace file in rank 0's time."""
 
 import json
 import logging
@@ -17,16 +17,16 @@ from torch._compile import _disable_dynamo
 from anabranch.comm.agree import Group, check_same, from_rank_0
 from anabranch.errors import FileError
 from anabranch.files import write_text
-from anabranch.observe.clock_sync import Alignment, Anchor, Offset, offsets
+from anabranch.observe.clock_sync import ClockAlignment, HostAnchor, Offset, clock_offsets
 from anabranch.observe.measured_timeline import bucket_times
-from anabranch.observe.perfetto import merged
+from anabranch.observe.perfetto import perfetto_document
 from anabranch.observe.step_context import CurrentStep
 from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer
 from anabranch.plan import Plan
 
 log = logging.getLogger("anabranch")
 
-MOST_STEPS = 100  # marks are held in memory until the window ends
+MAX_STEPS = 100  # marks are kept in memory until the window ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class _WindowStep:
 class TraceWindow(StepObserver):
     """Records the steps ``first`` … ``last`` of ``timer`` on every rank; rank 0 writes them to ``path``.
 
-    Making it, beginning and ending are collective among the ranks of ``control``. Beginning and ending wait for the
-    device; steps in between do not.
+    The constructor, the begin and the end of the window are collective among the ranks of ``control``. Begin and end
+    wait for the device; the steps in between do not.
     """
 
     def __init__(
@@ -59,21 +59,23 @@ class TraceWindow(StepObserver):
     ) -> None:
         next_step = current_step().number
         check_same("the window given to trace_steps()", [f"steps {first!r} to {last!r}"], control)
-        _check(first, last, next_step)  # so that it is refused on all ranks or on none
-        taken = Path(path).exists() and not force
-        problem = f"{path}: is already there; choose another name, or replace it with force=True" if taken else ""
-        if refused := from_rank_0(problem.encode(), control).decode():
-            raise FileError(refused)  # on every rank, by what rank 0 found
-        self._first, self._last = first, last
-        self._path, self._force = Path(path), force
+        _check_range(first, last, next_step)  # after check_same(), so that all ranks raise or none does
+        exists = Path(path).exists() and not force
+        problem = f"{path}: is already there; choose another name, or replace it with force=True" if exists else ""
+        if problem_of_rank_0 := from_rank_0(problem.encode(), control).decode():
+            raise FileError(problem_of_rank_0)  # on every rank
+        self._first = first
+        self._last = last
+        self._path = Path(path)
+        self._force = force
         self._timer = timer
         self._current_step = current_step
         self._parameters = parameters
         self._control = control
         self._steps: list[_WindowStep] = []
         self._timing = ExitStack()
-        self._before: list[Offset] = []
-        self._anchor: Anchor | None = None
+        self._offsets_before: list[Offset] = []
+        self._anchor: HostAnchor | None = None
         timer.observers.append(self)
         if first == next_step:
             self._begin()
@@ -90,14 +92,13 @@ class TraceWindow(StepObserver):
             self._finish()
 
     def close(self) -> None:
-        """Give up: not all ranks may come here, so nothing can be gathered."""
+        """Drop the window: the other ranks may not close now, so nothing can be gathered."""
         self._release()
-        words = "anabranch: closed before step %d: no trace was written to %s"
-        log.warning(words, self._last, self._path)
+        log.warning("anabranch: closed before step %d: no trace was written to %s", self._last, self._path)
 
     def _begin(self) -> None:
-        self._before = offsets(self._control)
-        self._anchor = Anchor.drop(self._timer.clock)
+        self._offsets_before = clock_offsets(self._control)
+        self._anchor = HostAnchor.measure(self._timer.clock)
         self._timing.enter_context(self._timer.bucket_timing())
         self._timing.enter_context(self._timer.gradient_timing(self._parameters))
 
@@ -111,28 +112,30 @@ class TraceWindow(StepObserver):
         assert anchor is not None
         self._timer.observers.remove(self)
         self._timer.clock.settle()
-        mine = {"anchor_error_s": anchor.error_s, "steps": [self._document(step, anchor) for step in self._steps]}
+        recording = {"anchor_error_s": anchor.error_s, "steps": [self._document(step, anchor) for step in self._steps]}
         self._release()
-        after = offsets(control)
-        parcels = to_rank_0(json.dumps(mine).encode(), control)
+        offsets_after = clock_offsets(control)
+        payloads = to_rank_0(json.dumps(recording).encode(), control)
         if dist.get_rank(control) != 0:
             return
-        documents = [json.loads(parcel) for parcel in parcels]
-        alignments = [Alignment(one, two) for one, two in zip(self._before, after, strict=True)]
+        recordings = [json.loads(payload) for payload in payloads]
+        alignments = [
+            ClockAlignment(before, after) for before, after in zip(self._offsets_before, offsets_after, strict=True)
+        ]
         device = next(iter(self._parameters.values())).device
         facts = {"device": device.type, "first_step": self._first, "last_step": self._last}
         try:
-            text = json.dumps(merged(documents, alignments, facts), allow_nan=False) + "\n"
+            text = json.dumps(perfetto_document(recordings, alignments, facts), allow_nan=False) + "\n"
             write_text(text, self._path, self._force)
-        except Exception as error:  # training goes on, on this rank as on the others
+        except Exception as error:  # training continues, on this rank as on the others
             log.error("anabranch: the trace of steps %d to %d is lost: %s", self._first, self._last, error)
 
-    def _document(self, step: _WindowStep, anchor: Anchor) -> dict[str, Any]:
-        """A step in plain values, by this rank's host clock."""
+    def _document(self, step: _WindowStep, anchor: HostAnchor) -> dict[str, Any]:
+        """A step as JSON values, in the time of this rank's host clock."""
         marks, plan, clock = step.marks, step.plan, self._timer.clock
 
         def at(mark: object) -> float:
-            return anchor.host_s + clock.between(anchor.mark, mark)
+            return anchor.host_s + clock.elapsed_s(anchor.mark, mark)
 
         return {
             "step": step.number,
@@ -142,7 +145,7 @@ class TraceWindow(StepObserver):
             "buckets": list(self._buckets(plan, marks, anchor)) if plan is not None else [],
         }
 
-    def _buckets(self, plan: Plan, marks: StepMarks, anchor: Anchor) -> Iterator[dict[str, Any]]:
+    def _buckets(self, plan: Plan, marks: StepMarks, anchor: HostAnchor) -> Iterator[dict[str, Any]]:
         parameters = self._parameters
         for times in bucket_times(marks, plan, self._timer.clock, anchor.mark):
             bucket = plan.buckets[times.number]
@@ -175,11 +178,11 @@ def to_rank_0(payload: bytes, group: Group) -> list[bytes]:
     return parts
 
 
-def _check(first: int, last: int, coming: int) -> None:
-    if not isinstance(first, int) or not isinstance(last, int) or first < coming:
-        raise ValueError(f"trace_steps from {first!r} to {last!r}: expected numbers from {coming} on, the next step")
-    if not first <= last < first + MOST_STEPS:
+def _check_range(first: int, last: int, next_step: int) -> None:
+    if not isinstance(first, int) or not isinstance(last, int) or first < next_step:
+        raise ValueError(f"trace_steps from {first!r} to {last!r}: expected numbers from {next_step} on, the next step")
+    if not first <= last < first + MAX_STEPS:
         raise ValueError(
-            f"trace_steps from {first} to {last}: expected a last step from {first} to {first + MOST_STEPS - 1}, since "
-            f"all is held until the window ends; ask for several windows of at most {MOST_STEPS} steps"
+            f"trace_steps from {first} to {last}: expected a last step from {first} to {first + MAX_STEPS - 1}, since "
+            f"steps are kept in memory until the window ends; ask for several windows of at most {MAX_STEPS} steps"
         )

@@ -9,7 +9,7 @@ from anabranch.plan import Plan
 from anabranch.reproduce import stand_in
 from anabranch.reproduce.mgwfbp_published import LINES_32
 from anabranch.reproduce.stand_in import StandIn
-from anabranch.reproduce.table import Figure, Reproduction, Section, Words, span
+from anabranch.reproduce.table import Figure, Reasons, Reproduction, Section, range_text
 from anabranch.sim import finish_s
 from anabranch.trace import Trace
 
@@ -23,12 +23,12 @@ START_S, S_PER_BYTE, ETA = 1.3687e-3, 1.6570e-9, 0.5
 LINK_BYTES_PER_S = 9.43e9 / 8  # by iperf
 
 WFBP, MG, ASC, BEST, LANES = "WFBP", "MG-WFBP", "ASC-WFBP", "exact optimum, one lane", "lanes, searched"
-TIMES = Words("more is hidden in the model than was", "a was measured without NCCL's LL protocol and trees")
+TIMES = Reasons("more is hidden in the model than was", "a was measured without NCCL's LL protocol and trees")
 GAINS = {
-    WFBP: Words("WFBP pays less in the model", "WFBP pays more start-up, and ASC hides more, in the model"),
-    MG: Words("MG-WFBP does better in the model", "ASC hides more in the model"),
+    WFBP: Reasons("WFBP pays less in the model", "WFBP pays more start-up, and ASC hides more, in the model"),
+    MG: Reasons("MG-WFBP does better in the model", "ASC hides more in the model"),
 }
-ALIKE = Words("MG-WFBP has the right a, and ASC no more than the link carries", "ASC hides more in the model")
+ALIKE = Reasons("MG-WFBP has the right a, and ASC no more than the link carries", "ASC hides more in the model")
 
 
 class Case(NamedTuple):
@@ -44,8 +44,8 @@ class Case(NamedTuple):
 
     @property
     def trace(self) -> Trace:
-        """Ours in its place."""
-        return self.stand_in.lasting(self.forward_s, self.backward_s)
+        """Our trace of the model, with the published durations."""
+        return self.stand_in.with_durations(self.forward_s, self.backward_s)
 
 
 CASES = (
@@ -62,12 +62,12 @@ OURS: dict[str, Planner] = {BEST: planners.optimal, LANES: planners.lanes}
 
 
 def code_table() -> Network:
-    """What the public code plans with: hard-coded, and apparently not measured (§1.11)."""
+    """The network that the public code plans with: hard-coded, and apparently not measured (§1.11)."""
     return Network.linear(RANKS, *LINES_32["10GbE"])
 
 
 def contended() -> Network:
-    """What the authors measured, with their law for simultaneous messages."""
+    """The network that the authors measured, with their law for simultaneous messages."""
     return Network.linear(RANKS, START_S, S_PER_BYTE, eta=ETA)
 
 
@@ -81,8 +81,8 @@ def capped(crossings: float = 2.0) -> Network:
 
 
 def reproduce() -> Reproduction:
-    """As published, then with nobody at a disadvantage."""
-    return Reproduction(PAPER, (as_published(), alike()))
+    """With the published constants, then with the same constants for every planner."""
+    return Reproduction(PAPER, (as_published(), same_constants()))
 
 
 def step_s(trace: Trace, ways: dict[str, Planner], believed: Network, network: Network) -> dict[str, float]:
@@ -108,8 +108,8 @@ def as_published() -> Section:
         tuple(figures),
         (
             "two messages at once by that law exceed the link: by the authors' own bound (every byte twice over 9.43 "
-            f"Gbit/s, after forward) a step takes at least {span(least)} times what is simulated for ASC. Below, the "
-            "link is a cap",
+            f"Gbit/s, after forward) a step takes at least {range_text(least)} times what is simulated for ASC. Below, "
+            "the link is a cap",
             "the a and b of 32 GPUs were not published; nothing here was fitted to the table",
             stand_in.SUBSTITUTES,
         ),
@@ -136,8 +136,8 @@ def _least_s(case: Case) -> float:
     return case.forward_s + max(case.backward_s, 2 * case.trace.nbytes / LINK_BYTES_PER_S)
 
 
-def alike() -> Section:
-    """Every planner with the same constants, on a link that is no faster than it is."""
+def same_constants() -> Section:
+    """Every planner with the same constants, on a link of limited capacity."""
     network, believed = capped(), code_table()
     figures: list[Figure] = []
     better: list[float] = []
@@ -161,11 +161,11 @@ def alike() -> Section:
         "twice over 9.43 Gbit/s) one message fills the link, so two share it, and η = 0.5 does not apply",
         tuple(figures),
         (
-            f"planned with the a that it meets, instead of the table's, MG-WFBP is {span(better)} times as fast",
-            f"the cap makes a step of ASC-WFBP, planned as above, {span(slower)} times as long: on a full link two "
-            "messages gain only their start-up",
+            f"planned with the a that it meets, instead of the table's, MG-WFBP is {range_text(better)} times as fast",
+            f"the cap makes a step of ASC-WFBP, planned as above, {range_text(slower)} times as long: on a full link "
+            "two messages gain only their start-up",
             f"with every byte 2·{NODES - 1}/{NODES} times over the link, as in a ring of that fit's {NODES} nodes, "
             f"two messages would carry {among_nodes.contention.link_cap:.2f} times as much as one, and ASC-WFBP be "
-            f"{span(roomier)} times as fast as MG-WFBP",
+            f"{range_text(roomier)} times as fast as MG-WFBP",
         ),
     )

@@ -6,7 +6,7 @@ from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, Setting, pre
 from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
 from anabranch.reproduce.measurements import measurements
 from anabranch.reproduce.stand_in import bundled
-from anabranch.reproduce.table import OURS_ALONE, Figure, Reproduction, Section, Words
+from anabranch.reproduce.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
 
 PAPER = "LaySA (Zhao, Liu, Wang, Feng: IEEE Access 2021)"
 SOURCE = "the abstract, §3.1; models, GPUs, network, density and batch sizes are not available"
@@ -30,20 +30,20 @@ def headlines() -> Section:
     """The abstract's three figures beside our measurements on a GPU."""
     measured = measurements()["lean"]
     save_on_cpu_ms = measured.value("resnet152_save_on_cpu_ms")
-    model, network = Words(MODEL_UNKNOWN, MODEL_UNKNOWN), NETWORK_UNKNOWN
+    model, network = Reasons(MODEL_UNKNOWN, MODEL_UNKNOWN), NETWORK_UNKNOWN
     figures = (
         model.compare("ResNet-152, batch 128", "memory saved over naive sparse", "%", SAVED,
                       measured.value("resnet152_memory_saved_percent")),
-        Words(STAND_IN, STAND_IN).compare(
+        Reasons(STAND_IN, STAND_IN).compare(
             "ResNet-152, one GPU", "time saved, offloaded, over save_on_cpu", "%", FASTER,
             _saved_percent(save_on_cpu_ms, measured.value("resnet152_offloaded_ms"))),
-        Words(STAND_IN, f"{STAND_IN}; and the mix recomputes what is cheap").compare(
+        Reasons(STAND_IN, f"{STAND_IN}; and the mix recomputes what is cheap").compare(
             "ResNet-152, one GPU", "time saved, a mix, over save_on_cpu", "%", FASTER,
             _saved_percent(save_on_cpu_ms, measured.value("resnet152_mix_ms"))),
-        Words(network, f"{network}; here communication alone takes 6.6 s of a dense step").compare(
+        Reasons(network, f"{network}; here communication alone takes 6.6 s of a dense step").compare(
             "VGG-16, 16 GiB, 1 Gbit/s", "throughput gained over dense with reuse", "%", MORE,
             _gained_percent(measured.value("vgg16_throughput_ratio"))),
-        Words(network, f"{network}; here communication alone takes 2.4 s of a dense step").compare(
+        Reasons(network, f"{network}; here communication alone takes 2.4 s of a dense step").compare(
             "Qwen2.5-0.5B, 16 GiB, 10 Gbit/s", "throughput gained over dense with reuse", "%", MORE,
             _gained_percent(measured.value("qwen_throughput_ratio"))),
     )  # fmt: skip
@@ -65,7 +65,7 @@ def _gained_percent(ratio: float) -> float:
 
 
 def without_activations() -> Section:
-    """Everything that sparsity adds, and Lean takes away again, predicted from sizes alone."""
+    """Peak memory without activations, predicted from sizes alone."""
     figures: list[Figure] = []
     for model in MODELS:
         peaks = {mode: predict(_parameters_only(model), mode, SETTING).nbytes for mode in (DDP, NAIVE, LEAN, LEAN_HOST)}
@@ -89,13 +89,13 @@ def without_activations() -> Section:
 
 
 def _largest(model: str) -> float:
-    """Which share of all bytes is in one gradient."""
+    """The largest gradient's share of all bytes."""
     trace = bundled(model)
     return max(tensor.nbytes for tensor in trace.tensors) / trace.nbytes
 
 
 def _parameters_only(model: str) -> StepProfile:
-    """A step that holds nothing but what belongs to parameters."""
+    """The profile of a step without activations."""
     trace = bundled(model)
     gradients = tuple(
         ReadyGradient(t.name, t.numel, t.nbytes, MemoryUse(0, t.nbytes), MemoryUse(0, t.nbytes), t.numel > MATRIX_NUMEL)
@@ -125,7 +125,7 @@ def with_activations() -> Section:
 
 
 def saved_percent(model: str, batch: int) -> float:
-    """Of naive sparse's predicted peak."""
+    """How much less Lean is predicted to need than naive sparse, in percent."""
     from anabranch.bench import memory as ways
     from anabranch.estimate.probe import probe
 

@@ -6,7 +6,7 @@ from anabranch import planners
 from anabranch.network import Network
 from anabranch.reproduce import mgwfbp_published as published
 from anabranch.reproduce import stand_in
-from anabranch.reproduce.table import Figure, Reproduction, Section, Words, span
+from anabranch.reproduce.table import Figure, Reasons, Reproduction, Section, range_text
 from anabranch.sim import finish_s
 from anabranch.trace import Trace
 
@@ -19,16 +19,16 @@ WAYS = {
 }
 RULE, BEST, EVERY, ONE = "MG-WFBP", "exact optimum", "WFBP", "SyncEASGD"
 
-TIMES = Words("a + b·M says less than was measured", "a + b·M says more than was measured")
-OVER_WFBP = Words("WFBP hides more in the model", "merging hides more in the model")
-OVER_ONE = Words("one message costs less by a + b·M", "merging hides more in the model")
-SPEEDS = Words("the table's a or b says more than was measured", "the table's a or b says less than was measured")
-RERUN = Words("layers are ready at other times than on a K80", "layers are ready at other times than on a K80")
+TIMES = Reasons("a + b·M says less than was measured", "a + b·M says more than was measured")
+OVER_WFBP = Reasons("WFBP hides more in the model", "merging hides more in the model")
+OVER_ONE = Reasons("one message costs less by a + b·M", "merging hides more in the model")
+SPEEDS = Reasons("the table's a or b says more than was measured", "the table's a or b says less than was measured")
+RERUN = Reasons("layers are ready at other times than on a K80", "layers are ready at other times than on a K80")
 
 
 def reproduce() -> Reproduction:
     """Everything that was published and can be simulated."""
-    k80 = stand_in.by_layer(stand_in.GOOGLENET.lasting(published.K80_FORWARD_S, published.K80_BACKWARD_S))
+    k80 = stand_in.by_layer(stand_in.GOOGLENET.with_durations(published.K80_FORWARD_S, published.K80_BACKWARD_S))
     origin = (
         "our H200 trace of GoogleNet, stretched to their backward and forward on a K80, its tensors merged to "
         f"{len(k80)} layers as in Caffe"
@@ -46,7 +46,7 @@ def sixteen() -> Section:
     figures: list[Figure] = []
     longer: list[float] = []
     for case in published.CASES_16:
-        trace = case.stand_in.computing(case.compute_s, case.itemsize)
+        trace = case.stand_in.with_compute_s(case.compute_s, case.itemsize)
         for name, step in case.steps.items():
             network = Network.linear(16, *published.LINES_16[name])
             figures += _step_figures(f"{case.model}, {name}", step, step_s(trace, network))
@@ -59,7 +59,7 @@ def sixteen() -> Section:
         "ns/B; fp16: gradients of 2 bytes",
         tuple(figures),
         (
-            f"absolute times differ: published SyncEASGD steps leave {span(longer)} times as long for their one "
+            f"absolute times differ: published SyncEASGD steps leave {range_text(longer)} times as long for their one "
             "message as a + b·M says (the authors' code fits it to messages up to 2 MiB). The simulator adds "
             "nothing, such as Horovod's cycle of 5 ms; compare the ratios",
             stand_in.SUBSTITUTES,
@@ -97,7 +97,7 @@ def _throughputs(case: published.Throughput) -> Iterator[Figure]:
     name, unit = f"{case.model}, {case.network}", "samples/s"
     if case.network in published.LINES_32:
         network = Network.linear(32, *published.LINES_32[case.network])
-        steps = step_s(case.stand_in.computing(case.batch / case.alone), network)
+        steps = step_s(case.stand_in.with_compute_s(case.batch / case.alone), network)
         speed = {way: 32 * case.batch / seconds for way, seconds in steps.items()}
         speed["BSP"] = speed[ONE]
         for way, value in said.items():
@@ -131,7 +131,7 @@ def simulation(trace: Trace, origin: str) -> Section:
         f"simulated: {origin}; ring with the papers' α = 45.25 µs, β = 1.2/(9·2³⁰/8) s/B, γ = 2.5 ns/B",
         tuple(figures),
         (
-            f"the exact optimum is {span(lost)} times as fast as the published rule under the rule's own model",
+            f"the exact optimum is {range_text(lost)} times as fast as the published rule under the rule's own model",
             "SyncEASGD could hardly differ: it follows from all bytes and the backward time. So does the rule where it "
             "merges everything, and WFBP on many GPUs from the number of layers. The optimum, and the rule on "
             "few, do not",

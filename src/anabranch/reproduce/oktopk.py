@@ -9,9 +9,9 @@ from anabranch.alpha_beta import AlphaBeta
 from anabranch.network import Network
 from anabranch.planners.sparse import sparse_if_faster
 from anabranch.reproduce.measurements import measurements
-from anabranch.reproduce.oktopk_counts import DENSITY, FIXED, NUMEL, RANKS, k_of, words_sent
+from anabranch.reproduce.oktopk_counts import DENSITY, FIXED, NUMEL, RANKS, selected_count, words_sent
 from anabranch.reproduce.stand_in import StandIn, bundled
-from anabranch.reproduce.table import OURS_ALONE, Figure, Reproduction, Section, Words
+from anabranch.reproduce.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
 from anabranch.sim import finish_s
 from anabranch.sparse.cost_model import H200, phases, priced, travel_s
 from anabranch.sparse.naming import kind_of
@@ -29,10 +29,10 @@ GBITS = (10, 25, 100)
 OURS, DENSE = "Ok-Topk", "Dense"
 ELSEWHERE = "on this network and an H200; Piz Daint's α and β are not known"
 ENDS = {
-    "least": Words("gTopk by its formula; all of theirs were staged through the host", ELSEWHERE),
-    "most": Words(ELSEWHERE, ELSEWHERE),
+    "least": Reasons("gTopk by its formula; all of theirs were staged through the host", ELSEWHERE),
+    "most": Reasons(ELSEWHERE, ELSEWHERE),
 }
-COUNTS = Words("fewer words than the formula", "more words than the formula")
+COUNTS = Reasons("fewer words than the formula", "more words than the formula")
 
 
 class Cost(NamedTuple):
@@ -66,12 +66,12 @@ def reproduce() -> Reproduction:
 
 def volumes() -> Section:
     """Counted on virtual ranks, and by our formula for the paper's own size."""
-    k, numel = k_of(NUMEL), BERT.numel or 0
+    k, numel = selected_count(NUMEL), BERT.numel or 0
     table = {name: cost.words / k for name, cost in published_costs(NUMEL, k, RANKS).items()}
     case = f"{RANKS} workers, {NUMEL:,} elements"
     figures = [_bounded(case, name, table[name.split(",")[0]], sent / k) for name, sent in words_sent().items()]
-    large = published_costs(numel, k_of(numel), WORKERS)[OURS].words / k_of(numel)
-    fixed = sum(phase.words for phase in phases(numel, WORKERS, DENSITY).values()) / k_of(numel)
+    large = published_costs(numel, selected_count(numel), WORKERS)[OURS].words / selected_count(numel)
+    fixed = sum(phase.words for phase in phases(numel, WORKERS, DENSITY).values()) / selected_count(numel)
     figures.append(_bounded(f"{WORKERS} workers, BERT", FIXED, large, fixed))
     return Section(
         "Words that the busiest rank sends or receives in a step, in units of k (1 %)",
@@ -119,7 +119,7 @@ def throughput() -> Section:
 def bert() -> Trace:
     """At the paper's size and as long as it took on an H200."""
     recorded = bundled(BERT.trace)
-    return BERT.lasting(recorded.forward_s, recorded.backward_s)
+    return BERT.with_durations(recorded.forward_s, recorded.backward_s)
 
 
 def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
@@ -129,7 +129,7 @@ def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
     exchange = phases(numel, WORKERS, DENSITY).values()
     own_s = compute_s + selecting_s + sum(travel_s(phase, links, WORKERS) for phase in exchange)
     over = {}
-    for name, cost in published_costs(numel, k_of(numel), WORKERS).items():
+    for name, cost in published_costs(numel, selected_count(numel), WORKERS).items():
         if name != OURS:
             step_s = compute_s + cost.seconds(links) + (0.0 if name == DENSE else selecting_s)
             over[name] = step_s / own_s

@@ -1,4 +1,4 @@
-"""Words of sparse exchanges, counted on virtual ranks."""
+"""Counts the words that sparse exchanges send, on virtual ranks."""
 
 from collections.abc import Iterator
 
@@ -27,15 +27,15 @@ COUNTED: dict[str, ExchangeFunction] = {
 }
 
 
-def k_of(numel: int) -> int:
-    """How many values a step selects."""
+def selected_count(numel: int) -> int:
+    """How many values a step selects at ``DENSITY``."""
     return round(DENSITY * numel)
 
 
 def words_sent() -> dict[str, float]:
-    """By scheme: phase after phase the busiest rank's larger side, in a step after the first, which refreshes all."""
+    """Words per scheme in a second step: over its phases, the sum of the busiest rank's sent or received words."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # many small operations: threads would wait for each other more than they work
+    torch.set_num_threads(1)  # faster for many small operations
     try:
         return {name: _counted(exchange) for name, exchange in COUNTED.items()}
     finally:
@@ -53,7 +53,7 @@ def _counted(exchange: ExchangeFunction) -> float:
 
 
 def _gradients() -> Iterator[list[torch.Tensor]]:
-    """Heavy-tailed, layers of very different size, and half as much signal that ranks share as noise of their own."""
+    """Gradients of each rank: heavy-tailed, layers of different magnitude, half a shared signal per own noise."""
     chance = torch.Generator().manual_seed(0)
     layers = torch.randn(LAYERS, generator=chance).repeat_interleave(NUMEL // LAYERS)
     magnitude = (layers + 1.5 * torch.randn(NUMEL, generator=chance)).exp()

@@ -1,4 +1,4 @@
-"""Our recorded traces in the place of the papers' own, which are not public."""
+"""Our recorded traces as substitutes for those of the papers, which are not public."""
 
 from dataclasses import replace
 from functools import cache
@@ -18,8 +18,8 @@ class StandIn(NamedTuple):
     trace: str
     numel: int | None = None
 
-    def lasting(self, forward_s: float, backward_s: float, itemsize: int = 4) -> Trace:
-        """Its gradients at their places in a backward pass of this length, each enlarged alike to ``numel`` in all."""
+    def with_durations(self, forward_s: float, backward_s: float, itemsize: int = 4) -> Trace:
+        """The trace with these durations; gradients keep their relative times, and are scaled to ``numel`` in total."""
         recorded = bundled(self.trace)
         longer = backward_s / recorded.backward_s
         larger = 1.0 if self.numel is None else self.numel / sum(tensor.numel for tensor in recorded.tensors)
@@ -36,9 +36,9 @@ class StandIn(NamedTuple):
         )
         return replace(recorded, tensors=tuple(tensors), forward_s=forward_s)
 
-    def computing(self, compute_s: float, itemsize: int = 4) -> Trace:
-        """The same for a published computing time, of which a third is taken to be forward."""
-        return self.lasting(FORWARD_SHARE * compute_s, (1 - FORWARD_SHARE) * compute_s, itemsize)
+    def with_compute_s(self, compute_s: float, itemsize: int = 4) -> Trace:
+        """The trace with this compute time, a third of it forward."""
+        return self.with_durations(FORWARD_SHARE * compute_s, (1 - FORWARD_SHARE) * compute_s, itemsize)
 
 
 # The public models by their published names. Inception-v4 has not been recorded.
@@ -57,7 +57,7 @@ SUBSTITUTES = (
 
 
 def by_layer(trace: Trace) -> Trace:
-    """Units as Caffe has them: a convolution with its normalisation, or a weight with its bias, at the last's time."""
+    """The trace with one entry per layer, as in Caffe: a convolution with its normalisation, a weight with its bias."""
     layers: dict[str, list[TensorSpec]] = {}
     for tensor in trace.tensors:
         layer = tensor.name.rpartition(".")[0].removesuffix(".conv").removesuffix(".bn")

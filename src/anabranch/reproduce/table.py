@@ -1,4 +1,4 @@
-"""What a reproduction is made of: published figures, ours beside them, and a plain word."""
+"""The parts of a reproduction: published figures, ours beside them, and why they differ."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 AGREES = "agrees"
 OURS_ALONE = "ours alone"
-WITHIN = 0.10  # by how much figures may differ and still agree: what a second measurement of them might
+WITHIN = 0.10  # relative difference up to which figures agree: as much as repeated measurements may differ
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of a table, as published and as this project gets it; None where one of the two has none."""
+    """One figure of a table, as published and as this project gets it; None where there is none."""
 
     case: str
     what: str
@@ -28,14 +28,14 @@ class Figure:
         return self.ours / self.published
 
 
-class Words(NamedTuple):
-    """Why ours is lower, or higher, where the two do not agree."""
+class Reasons(NamedTuple):
+    """Why our figure is lower, or higher, than the published one, where the two do not agree."""
 
     lower: str
     higher: str
 
     def compare(self, case: str, what: str, unit: str, published: float | None, ours: float) -> Figure:
-        """The two beside each other, with the word that their ratio deserves."""
+        """The two figures with a word on their ratio: agreement, or the reason for the difference."""
         if published is None:
             return Figure(case, what, unit, None, ours, OURS_ALONE)
         if abs(ours / published - 1) <= WITHIN:
@@ -47,9 +47,9 @@ class Words(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One table: what it shows, where the published figures stand, how ours came about, and what there is to say.
+    """One table: its title, the source of the published figures, how ours were made, and notes.
 
-    ``against`` heads the column of what ours are compared with, where nobody has published it.
+    ``against`` is the heading of the column that ours are compared with.
     """
 
     title: str
@@ -68,17 +68,17 @@ class Reproduction:
     sections: tuple[Section, ...]
 
     def figures(self) -> Iterator[Figure]:
-        """Of all sections."""
+        """The figures of all sections."""
         for section in self.sections:
             yield from section.figures
 
     def document(self) -> dict[str, Any]:
-        """For JSON: every figure with its ratio, and with how it came about."""
+        """The JSON document: every figure with its ratio and with how ours was made."""
         return {"paper": self.paper, "sections": [_section(section) for section in self.sections]}
 
 
-def span(values: Sequence[float]) -> str:
-    """From the smallest to the largest, for a sentence."""
+def range_text(values: Sequence[float]) -> str:
+    """The smallest and the largest value, for a sentence: 1.00 to 3.00."""
     return f"{min(values):.2f} to {max(values):.2f}"
 
 

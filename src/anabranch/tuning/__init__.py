@@ -1,1 +1,1 @@
-"""The life of a DataParallel: profile, measure, plan, try, decide, watch for drift, and explain."""
+"""Tuning of a live model: profile, measure, plan, try, choose, watch for drift, and explain."""

@@ -1,8 +1,8 @@
-"""Calibrates a measured network by what its messages took while the model was computing.
+"""Calibrates a measured network by the times of messages while the model was computing.
 
-Beside a running backward pass messages take longer than on an idle machine: each waits for kernels to be launched, for
-a busy host and for a share of the device, and simultaneous messages slow each other differently. The bucket times of a
-planned step tell by how much.
+During a backward pass messages take longer than on an idle machine: each waits for kernels to be launched, for a busy
+host and for a share of the device, and simultaneous messages slow each other differently. The bucket times of a planned
+step show by how much.
 """
 
 import math
@@ -23,17 +23,17 @@ from anabranch.timeline import Timeline
 from anabranch.trace import Trace
 from anabranch.tuning.trial import Trial
 
-FACTORS = (0.8, 2.0)  # plausible changes of the cost per byte; beyond them, something else was measured
-MAX_ETA = 1.5  # of simultaneous messages: at 1 they gain nothing, above they slow each other down
-MIN_EFFECT = 0.05  # of the step: if contention changes it by less, η cannot be told from noise
+FACTORS = (0.8, 2.0)  # plausible changes of the cost per byte; outside this range something else was measured
+MAX_ETA = 1.5  # contention of simultaneous messages: at 1 they gain nothing, above they take longer than in turn
+MIN_EFFECT = 0.05  # share of the step; if contention changes it by less, η cannot be distinguished from noise
 BISECTIONS = 30
 
 
 def calibrate(network: Network, trace: Trace, trial: Trial, control: Group) -> Network:
     """The network calibrated by this trial, the same on every rank: its costs, or with several lanes its contention.
 
-    A message's cost is the least that any rank measured: the others waited for later ranks. Unchanged where a rank did
-    not time every message. Collective.
+    A message's cost is the least time that any rank measured: the others waited for later ranks. Returns the network
+    unchanged if some rank did not time every message. Collective.
     """
     plan = trial.plan
     if plan is None:
@@ -42,8 +42,8 @@ def calibrate(network: Network, trace: Trace, trial: Trial, control: Group) -> N
         ended_s = median(step.finish_s for step in trial.detailed)
         return agree_on(Network, with_calibrated_contention(network, trace, plan, ended_s), control)
     took_s = bucket_seconds(trial.detailed)
-    unseen = [-math.inf] * len(plan)
-    seconds = torch.tensor(took_s if len(took_s) == len(plan) else unseen, dtype=torch.float64)
+    not_timed = [-math.inf] * len(plan)
+    seconds = torch.tensor(took_s if len(took_s) == len(plan) else not_timed, dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MIN, group=control)
     if seconds.isinf().any():
         return network
@@ -69,9 +69,9 @@ def bucket_seconds(steps: Sequence[Timeline]) -> list[float]:
 
 
 def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Sequence[float]) -> Network:
-    """``network`` with costs fitted to what the buckets of ``plan`` took: factor · cost + extra seconds each.
+    """``network`` with costs fitted to the measured times of the buckets of ``plan``: factor · cost + extra seconds.
 
-    Each kind of collective is fitted by its own buckets; the others stay as they were.
+    Each kind of exchange is fitted to its own buckets; kinds that the plan does not use are unchanged.
     """
     nbytes = {tensor.name: tensor.nbytes for tensor in trace.tensors}
     curves, notes = dict(network.curves), {}
@@ -98,7 +98,7 @@ def with_calibrated_contention(network: Network, trace: Trace, plan: Plan, ended
 
     low, high = 0.0, MAX_ETA
     if finish_s(trace, plan, at(high)) < (1 + MIN_EFFECT) * finish_s(trace, plan, at(low)):
-        return network  # its messages hardly overlap: the result would be noise
+        return network  # messages hardly overlap, so the result would be noise
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if finish_s(trace, plan, at(middle)) < ended_s else (low, middle)
@@ -107,12 +107,12 @@ def with_calibrated_contention(network: Network, trace: Trace, plan: Plan, ended
 
 
 def _fit(expected: np.ndarray, took: np.ndarray) -> tuple[float, float]:
-    """The factor and the extra seconds that fit best, within plausible limits."""
+    """The factor and the extra seconds per message that fit best, within plausible limits."""
     factor, extra_s = 1.0, float(np.median(took - expected))
-    if len(expected) >= 4 and np.ptp(expected) > expected.mean() / 2:  # else factor and extra cannot be separated
+    if len(expected) >= 4 and np.ptp(expected) > expected.mean() / 2:  # otherwise the two cannot be separated
         factor = float(np.clip(np.polyfit(expected, took, 1)[0], *FACTORS))
         extra_s = float(np.median(took - factor * expected))
-    if extra_s < 0:  # a message cannot cost less than nothing: put the difference into the factor
+    if extra_s < 0:  # extra seconds cannot be negative: put the difference into the factor
         factor, extra_s = float(np.clip(took.sum() / expected.sum(), *FACTORS)), 0.0
     return factor, extra_s
 

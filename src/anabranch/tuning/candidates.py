@@ -1,4 +1,4 @@
-"""The plans worth trying on a live model, given the options, the trace and the network; and their predictions."""
+"""The plans to try on a live model, given the options, the trace and the network; and their predicted times."""
 
 from anabranch import planners
 from anabranch.comm.dense import COLLECTIVES
@@ -30,22 +30,22 @@ def candidates(
 def _compressed(
     options: TuningOptions, trace: Trace, network: Network, plain: list[tuple[str, Plan]]
 ) -> list[tuple[str, Plan]]:
-    """The plans that send less, where ``compress`` was given."""
+    """The plans with compressed buckets, if ``compress`` was given."""
     if not options.kinds:
         return []
     kind = options.kinds[0]
-    if kind in COLLECTIVES:  # keeps nothing between steps, so any plan can use it
-        packed = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in plain]
-        if options.planner == "optimal":  # which can plan with the costs of that kind
-            packed[0] = (packed[0][0], planners.optimal(trace, network, collective=kind))
-        return packed
+    if kind in COLLECTIVES:  # it keeps nothing between steps, so any plan can use it
+        compressed = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in plain]
+        if options.planner == "optimal":  # this planner can use the costs of that kind
+            compressed[0] = (compressed[0][0], planners.optimal(trace, network, collective=kind))
+        return compressed
     if len(options.kinds) == 1:
         return [(kind, sparse(trace, network, kind, options.dense_names))]
     return [("as dense as is hidden", densest(trace, network, options.kinds, options.dense_names))]
 
 
 def _calibrations(plan: Plan, network: Network) -> str:
-    """How often the network was calibrated by live steps for what this plan uses of it."""
+    """Label suffix: how often the costs that this plan uses were calibrated by live steps."""
     if plan.lanes > 1 and "refined_contention" in network.meta:
         return ", refined twice"
     return ", refined" if "refined" in network.meta else ""

@@ -1,4 +1,4 @@
-"""What ``explain()`` prints: what a DataParallel does and why, with predictions next to measurements."""
+"""The text of ``explain()``: what a DataParallel does and why, with predictions next to measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a tuner has found so far, for ``explanation``.
+    """The results of tuning so far, for ``explanation``.
 
     kept            the trial of the layout in force; None before the first choice
-    plan            what the next step runs; None for DDP's own buckets
-    network_note    that the network is emulated, if it is
-    exchange_lines  what the exchanges report of their state
+    plan            the plan of the next step; None for DDP's own buckets
+    network_note    a sentence that says that the network is emulated; None if it is not
+    exchange_lines  lines about the state of exchanges, such as residuals
     """
 
     stage: str
@@ -43,19 +43,19 @@ def explanation(found: Findings) -> str:
         )
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
-    place = f"Network ({found.network_note})" if found.network_note else "Network"
+    title = f"Network ({found.network_note})" if found.network_note else "Network"
     if network is not None:
         whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0
         lines.append(
-            f"{place}: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
+            f"{title}: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
             f"{whole_s * 1e3:.2f} ms for all gradients at once; {_lanes(network)}."
         )
         if notes := [str(note) for name, note in network.meta.items() if name.startswith("refined")]:
             lines.append(f"Corrected by live steps: {'; '.join(notes)}.")
         if trace is not None:
-            lines.append(_why(trace, network))
+            lines.append(_exposed_bound(trace, network))
     elif found.network_note:
-        lines.append(f"{place}: not measured.")
+        lines.append(f"{title}: not measured.")
     if found.trials:
         lines += ["", *_trials(found)]
     if found.plan is not None:
@@ -63,14 +63,14 @@ def explanation(found: Findings) -> str:
     return "\n".join(lines)
 
 
-def _why(trace: Trace, network: Network) -> str:
-    """What no plan can hide, and why."""
+def _exposed_bound(trace: Trace, network: Network) -> str:
+    """The least exposed time of any plan on one lane, and its reason."""
     first, last = trace.tensors[0], trace.tensors[-1]
     least_ms = (lower_bound_step_s(trace, network) - trace.forward_s - trace.backward_s) * 1e3
     reason = (
-        f"the last gradient, {last.name}, has still to travel when backward ends"
+        f"the last gradient, {last.name}, must still be sent when backward ends"
         if network.allreduce_s(trace.nbytes) < trace.backward_s - first.ready_s
-        else "the wire needs longer than backward lasts"
+        else "communication takes longer than backward"
     )
     return f"At least {least_ms:.2f} ms stay exposed under any plan on one lane, since {reason}."
 
@@ -109,7 +109,7 @@ def _trials(found: Findings) -> list[str]:
 
 
 def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[str]:
-    """A line per bucket: its exchange, its predicted time alone on the wire, and what a dense one would take."""
+    """A line per bucket: its exchange, its predicted time without other messages, and that of a dense exchange."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
     lines = [
         f"Plan {plan.fingerprint[:12]}:",
@@ -133,6 +133,6 @@ def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[s
         compressed = sum(bucket.collective != "dense" for bucket in plan.buckets)
         lines.append(
             f"{compressed} of {len(plan)} buckets are compressed, which saves {(dense_s - taken_s) * 1e3:.2f} ms of "
-            f"the {dense_s * 1e3:.2f} ms that the wire would need for them (predicted)."
+            f"the {dense_s * 1e3:.2f} ms that dense messages would take (predicted)."
         )
     return lines

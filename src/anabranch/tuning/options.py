@@ -23,7 +23,7 @@ Planner = Callable[[Trace, Network], Plan]
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """The arguments of DataParallel that are not DDP's; ``kinds`` and ``dense_names`` as in ``Collectives``."""
+    """The arguments of DataParallel that are not DDP's; ``kinds`` and ``dense_names`` are those of ``Collectives``."""
 
     planner: str | Planner
     plan: Plan | str | os.PathLike[str] | None
@@ -63,30 +63,33 @@ class TuningOptions:
         ]
 
     def check_agreed(self, module: nn.Module, group: Group | None, *further: str) -> None:
-        """DisagreementError, on all ranks alike, if models, options or ``further`` lines differ between ranks."""
+        """Raise DisagreementError on all ranks if models, options or ``further`` lines differ between ranks."""
         if group is None:
             raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
         check_same("the model", model_lines(module), group)
         check_same("the settings of DataParallel", [*self.described(), *further], group)
 
     def with_plan_loaded(self, group: Group) -> "TuningOptions":
-        """These options with the plan that rank 0 reads, if a path was given. Collective; fails on all ranks alike."""
+        """These options with the plan that rank 0 reads, if ``plan`` is a path. Collective.
+
+        Raises FileError on all ranks if rank 0 cannot read a plan there.
+        """
         if self.plan is None or isinstance(self.plan, Plan):
             return self
         plan, problem = None, ""
         if dist.get_rank(group) == 0:
             try:
-                found = load(self.plan)
-                plan = found if isinstance(found, Plan) else None
-                problem = "" if plan else f"{self.plan}: holds a {type(found).__name__.lower()}, expected a plan"
+                noun = load(self.plan)
+                plan = noun if isinstance(noun, Plan) else None
+                problem = "" if plan else f"{self.plan}: holds a {type(noun).__name__.lower()}, expected a plan"
             except FileError as error:
                 problem = str(error)
-        if refused := from_rank_0(problem.encode(), group).decode():
-            raise FileError(refused)
+        if problem_of_rank_0 := from_rank_0(problem.encode(), group).decode():
+            raise FileError(problem_of_rank_0)
         return replace(self, plan=agree_on(Plan, plan, group))
 
     def check_fits(self, parameters: Mapping[str, nn.Parameter], ranks: int, collectives: Collectives) -> None:
-        """PlanError or NetworkError if plan or network are not for these parameters and this number of ranks."""
+        """Raise PlanError or NetworkError if plan or network do not fit these parameters and this number of ranks."""
         if self.network is not None and self.network.world_size != ranks:
             raise NetworkError(
                 f"the network was measured among {self.network.world_size} ranks and these are {ranks}: "

@@ -1,4 +1,4 @@
-"""Runs plans on a live model, one at a time; a plan takes effect between two steps."""
+"""Runs plans on a live model, one at a time; a new plan takes effect between two steps."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,11 +17,11 @@ from anabranch.plan import Plan
 
 
 class Layout(Protocol):
-    """What holds the buckets of one model: DDP's reducer, or Lean's engine."""
+    """The owner of one model's buckets: DDP's reducer, or Lean's engine."""
 
     @property
     def default_label(self) -> str:
-        """What runs without a plan, in words."""
+        """A name for the buckets that run without a plan."""
         ...
 
     @property
@@ -39,23 +39,23 @@ class Layout(Protocol):
         ...
 
     def progress(self) -> object:
-        """Something that changes with every averaged backward pass and with nothing else."""
+        """A value that changes with every averaged backward pass and with nothing else."""
         ...
 
     def may_change(self, averaged: bool) -> bool:
-        """Whether buckets may be laid out anew before a forward whose gradients will, or will not, be averaged."""
+        """Whether buckets may change before this forward; ``averaged``: its gradients will be averaged."""
         ...
 
     def before_forward(self) -> None:
-        """A forward that will be differentiated is about to begin; raises if the model cannot go on."""
+        """Called before a forward that will be differentiated; raises if the model cannot continue."""
         ...
 
     def before_change(self) -> None:
-        """Another plan is wanted: bring what is under way to rest."""
+        """Called before another plan is used: finish work in progress on the old buckets."""
         ...
 
     def use(self, launcher: BucketLauncher | None) -> None:
-        """Lay the buckets out for the launcher's plan; None gives the layout its own buckets back.
+        """Build the buckets of the launcher's plan; None restores the layout's own buckets.
 
         Does not communicate. Every rank calls it before the same forward.
         """
@@ -69,8 +69,11 @@ class Layout(Protocol):
 class PlanRunner:
     """One model whose buckets can be changed between steps; owns its lanes and its step timer.
 
-    ``group`` carries gradients, ``control`` is a group of the same ranks for small messages in host memory.
-    ``after_step`` is called when the gradients of a step are averaged.
+    group        sends gradients
+    control      a group of the same ranks for small messages in host memory
+    after_step   called when the gradients of a step are averaged
+
+    ``stale``: a plan could not be used, because the model trains other parameters than when it was wrapped.
     """
 
     def __init__(
@@ -87,67 +90,68 @@ class PlanRunner:
         single_cta = any(collectives.on_side_stream(kind) for kind in collectives.kinds)  # they send little data
         self.lanes = Lanes(group, self.device, single_cta)
         self.timer = StepTimer(clock_for(self.device), after_step, layout.progress)
-        self.stale = False  # a plan could not be taken: the model trains other parameters than when it was wrapped
+        self.stale = False
         self.launcher: BucketLauncher | None = None
         self._collectives = collectives
         self._control = control
         self._checked = False  # whether ranks have compared what they loaded
         self._in_force: Plan | None = None
-        self._wanted: tuple[Plan | None] | None = None  # what the next forward lays the buckets out for
+        self._requested: tuple[Plan | None] | None = None  # the plan that the next forward changes to, if any
         if layout.default_plan is not None:
             self.lanes.grow(1)
-            self._lay_out(None)
+            self._change_layout(None)
 
     @property
     def plan(self) -> Plan | None:
-        """What the next step runs; None for the layout's own buckets."""
-        return self._in_force if self._wanted is None else self._wanted[0]
+        """The plan of the next step; None for the layout's own buckets."""
+        return self._in_force if self._requested is None else self._requested[0]
 
     @property
     def plan_in_force(self) -> Plan | None:
-        """What the last step ran; None for the layout's own buckets."""
+        """The plan of the last step; None for the layout's own buckets."""
         return self._in_force
 
     def use_plan(self, plan: Plan | None) -> None:
-        """Have the next forward lay the buckets out for this plan; None means the layout's own. Collective."""
+        """Change to this plan at the next forward; None means the layout's own buckets. Collective."""
         self.layout.before_change()
         if plan is not None:
             self.lanes.grow(plan.lanes)
         self._collectives.use_plan(plan)
-        self._wanted = (plan,)
+        self._requested = (plan,)
 
     @_disable_dynamo
     def before_forward(self, averaged: bool) -> None:
-        """A forward that will be differentiated is about to begin; ``averaged``: its gradients will be averaged."""
-        self.lanes.check()  # first: it knows best why a backward pass broke off
+        """Call this before a forward that will be differentiated; ``averaged``: its gradients will be averaged."""
+        self.lanes.check()  # first, since a lane's error says why a backward pass was interrupted
         self.layout.before_forward()
         if self.launcher is not None:
             self.launcher.divisor = None
-        # This is the first forward after a synchronised backward, so no gradient was accumulated that a new layout
-        # would not know of.
-        if self._wanted is not None and self.layout.may_change(averaged):
-            (plan,), self._wanted = self._wanted, None
+        # This is the first forward after a synchronised backward, so there are no accumulated gradients that a new
+        # layout would miss.
+        if self._requested is not None and self.layout.may_change(averaged):
+            (plan,) = self._requested
+            self._requested = None
             if self.trains_the_same():
-                self._lay_out(plan)
+                self._change_layout(plan)
             else:
                 self.stale = True
         if averaged:
             self.timer.forward_begins()
 
     def load(self, *states: Any) -> None:
-        """Have the collectives take over a checkpoint; ranks compare it in the first step."""
+        """Load a checkpoint into the collectives; ranks compare what they loaded in the first step."""
         if self._checked:
             raise RuntimeError(
-                "load_comm_state_dict() after steps were made: load before the first, in which ranks compare what they "
-                "were given; close() this DataParallel, wrap the module again, and load"
+                "load_comm_state_dict() after steps were made: load before the first step, in which ranks compare what "
+                "they loaded; close() this DataParallel, wrap the module again, and load"
             )
         self._collectives.load_state_dict(*states)
 
     @_disable_dynamo
     def check_loaded(self) -> None:
-        """Refuse, on all ranks alike, checkpoints that differ between ranks; once, in the first averaged backward.
+        """Raise DisagreementError on all ranks if they loaded different checkpoints; only the first call checks.
 
-        It comes before the first planned bucket, because ranks at different steps send different messages.
+        It is called before the first planned bucket, because ranks at different steps would send different messages.
         """
         if not self._checked:
             self._checked = True
@@ -155,28 +159,28 @@ class PlanRunner:
             check_same(what, self._collectives.loaded(), self._control)
 
     def trains_the_same(self) -> bool:
-        """Whether the model trains what it was wrapped with; if not, its buckets must stay as they are."""
+        """Whether the model trains the same parameters as when it was wrapped; if not, buckets must not change."""
         now = self.layout.trained()
         return list(now) == list(self.parameters) and all(now[name] is p for name, p in self.parameters.items())
 
     def close(self) -> None:
-        """End threads, destroy the groups made here, and remove hooks."""
+        """End threads, destroy the groups created here, and remove hooks."""
         self.layout.close()
         self._collectives.close()
         self.timer.clock.close()
         self.lanes.close()
         del self._control
 
-    def _lay_out(self, plan: Plan | None) -> None:
+    def _change_layout(self, plan: Plan | None) -> None:
         self.timer.forget_steps()
-        wanted = plan if plan is not None else self.layout.default_plan
-        running = self.launcher.plan if self.launcher is not None else None
+        buckets = plan if plan is not None else self.layout.default_plan
+        launched_now = self.launcher.plan if self.launcher is not None else None
         self._in_force = plan
-        if wanted == running:
+        if buckets == launched_now:
             return
         self.launcher = None
-        if wanted is not None:
+        if buckets is not None:
             self.launcher = BucketLauncher(
-                wanted, self.lanes, self.layout.exchange, self.timer.mark_bucket, self.check_loaded
+                buckets, self.lanes, self.layout.exchange, self.timer.mark_bucket, self.check_loaded
             )
         self.layout.use(self.launcher)

@@ -1,4 +1,4 @@
-"""Trial: how one layout performed on the live model."""
+"""Trial: the measured steps of one layout on the live model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ class Trial:
         cls, label: str, plan: Plan | None, steps: Sequence[StepMarks], clock: Clock, detailed_steps: int
     ) -> "Trial":
         """From the marks of some steps, which must be settled; buckets were timed in the last ``detailed_steps``."""
-        seconds = [clock.between(step.forward, step.averaged) for step in steps]
+        seconds = [clock.elapsed_s(step.forward, step.averaged) for step in steps]
         fastest_first = sorted(range(len(steps))[-detailed_steps:], key=seconds.__getitem__)
         detailed = tuple(timeline_of(steps[index], plan, clock) for index in fastest_first)
         for step in steps:
-            step.buckets.clear()  # works keep their tensors alive
-        exposed_s = median(max(0.0, clock.between(step.computed, step.averaged)) for step in steps)
+            step.buckets.clear()  # marks hold works, and works keep their tensors alive
+        exposed_s = median(max(0.0, clock.elapsed_s(step.computed, step.averaged)) for step in steps)
         return cls(label, plan, tuple(seconds), exposed_s, detailed)
 
     @property

@@ -1,4 +1,4 @@
-"""Tuned: what DataParallel and LeanDataParallel have in common: results of tuning, logging, checkpoints."""
+"""Tuned: the common part of DataParallel and LeanDataParallel: results of tuning, logging, checkpoints."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from torch import nn
 
 from anabranch.comm.collectives import Collectives, Scaler
 from anabranch.comm.exchange import Group
-from anabranch.comm.lanes import same_ranks
+from anabranch.comm.lanes import clone_group
 from anabranch.network import Network
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
@@ -33,9 +33,9 @@ CLOSED = "it was closed"
 class Tuned:
     """A wrapper with a tuner: its plan, trace, network and timeline, loggers, checkpoints, and when to plan again."""
 
-    _tuner: Tuner | None = None  # None while a wrapper is being made, and where there is nothing to plan
-    _idle = ""  # why there is nothing to plan
-    _collectives: Collectives | None = None  # with one rank, too: it may go on from a checkpoint of several
+    _tuner: Tuner | None = None  # None while the wrapper is constructed, and if there is nothing to plan
+    _no_plan_reason = ""  # why there is nothing to plan
+    _collectives: Collectives | None = None  # also with one rank, which may continue from a checkpoint of several
     _scaler: Scaler | None = None
     process_group: dist.ProcessGroup
     _release: "weakref.finalize[..., Any]"
@@ -49,14 +49,14 @@ class Tuned:
         make_layout: Callable[[Group], Layout],
         model_name: str,
     ) -> Tuner:
-        """Let a tuner choose the plans of a layout from now on. Every rank calls it at the same point.
+        """Start a tuner, which chooses the plans of a layout from now on. Every rank calls it at the same point.
 
-        ``make_layout`` gets a group of the same ranks that carries small messages in host memory.
+        ``make_layout`` gets a group of the same ranks for small messages in host memory.
         """
         self._collectives = collectives
         options = replace(options, kinds=collectives.kinds, dense_names=collectives.dense_names)
         options.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
-        control = same_ranks(self.process_group, "gloo", "anabranch control")
+        control = clone_group(self.process_group, "gloo", "anabranch control")
         layout = make_layout(control)
         self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, model_name)
         self._release = weakref.finalize(self, self._tuner.close)
@@ -74,26 +74,26 @@ class Tuned:
 
     @property
     def network(self) -> Network | None:
-        """The network as measured or given; None before."""
+        """The network as measured or given; None before it is measured."""
         return self._tuner.network if self._tuner is not None else None
 
     @property
     def timeline(self) -> Timeline | None:
-        """A measured step of what is in force; None before there is one."""
+        """A measured step under the plan in force; None before there is one."""
         return self._tuner.kept.timeline if self._tuner is not None and self._tuner.kept is not None else None
 
     def explain(self) -> str:
-        """The plan, what it was predicted to gain and did gain, what is exposed; or why there is no plan."""
+        """The plan, its predicted and measured gain, and the exposed time; or why there is no plan."""
         if self._tuner is None:
-            return f"No plan: {self._idle}. Gradients travel as under DistributedDataParallel."
+            return f"No plan: {self._no_plan_reason}. Gradients are averaged as under DistributedDataParallel."
         return explanation(self._tuner.findings())
 
     def log_to(self, *loggers: Logger, every_rank: bool = False) -> None:
         """Give these loggers the ``Metrics`` of every averaged step from now on; they are closed with the model.
 
-        Rank 0 logs its own steps; with ``every_rank`` each rank does, and each needs a file or folder of its own.
-        Nothing waits for a GPU: there, metrics come some steps late. A logger that fails is dropped with an error in
-        the log.
+        Rank 0 logs its own steps; with ``every_rank`` each rank does, and each needs a file or folder of its own. On a
+        GPU metrics come some steps late, since logging does not wait for it. A logger that fails is dropped, with an
+        error in the log.
         """
         for logger in loggers:
             if isinstance(logger, type) or not callable(getattr(logger, "log", None)):
@@ -101,7 +101,7 @@ class Tuned:
                     f"log_to() was given {logger!r}: expected loggers with log(metrics) and close(), "
                     "such as JsonLines('run.jsonl')"
                 )
-        tuner = self._observable("log_to()")
+        tuner = self._tuner_to_observe("log_to()")
         if tuner is None or not loggers:
             return
         rank, ranks = dist.get_rank(tuner.control), dist.get_world_size(tuner.control)
@@ -111,12 +111,12 @@ class Tuned:
             timer.observers.append(MetricsFeed(loggers, timer, tuner.current_step, traffic, parameters, rank, ranks))
 
     def trace_steps(self, first: int, last: int, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Have rank 0 write these steps of all ranks, by one clock, as one trace for Perfetto.
+        """Have rank 0 write the steps ``first`` to ``last`` of all ranks, by one clock, as one trace for Perfetto.
 
-        The first step of a training is 1. Call it on every rank alike, between steps. At the window's ends ranks
-        compare their clocks and wait for their GPUs.
+        The first step of a training is 1. Call it on every rank with the same arguments, between steps. At the begin
+        and the end of the window ranks compare their clocks and wait for their GPUs.
         """
-        tuner = self._observable("trace_steps()")
+        tuner = self._tuner_to_observe("trace_steps()")
         if tuner is not None:
             TraceWindow(
                 first,
@@ -129,26 +129,27 @@ class Tuned:
                 control=tuner.control,
             )
 
-    def _observable(self, what: str) -> Tuner | None:
-        """The tuner, whose timer sees the steps; None, with a warning, where there is none."""
-        if self._idle == CLOSED:
+    def _tuner_to_observe(self, what: str) -> Tuner | None:
+        """The tuner, whose timer observers subscribe to; None, with a warning, if there is none."""
+        if self._no_plan_reason == CLOSED:
             raise RuntimeError(f"{what} of a DataParallel that was closed: wrap the module again")
         if self._tuner is None:
-            log.warning("anabranch: %s has nothing to show: %s", what, self._idle)
+            log.warning("anabranch: %s has nothing to show: %s", what, self._no_plan_reason)
         return self._tuner
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """What this rank must keep in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
-        if self._idle == CLOSED:
-            raise RuntimeError("this DataParallel was closed, and its residuals are gone: ask before close()")
-        kept = self._collectives.state_dict() if self._collectives is not None else {}
-        return {**kept, "steps_trained": self._tuner.steps_done if self._tuner is not None else 0} if kept else {}
+        """The state of this rank to save in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
+        if self._no_plan_reason == CLOSED:
+            raise RuntimeError("this DataParallel was closed, and its residuals are gone: save them before close()")
+        state = self._collectives.state_dict() if self._collectives is not None else {}
+        return {**state, "steps_trained": self._tuner.steps_done if self._tuner is not None else 0} if state else {}
 
     def load_comm_state_dict(self, *states: Any) -> None:
-        """Take over what ``comm_state_dict`` gave on this rank: on every rank, before the first step.
+        """Load what ``comm_state_dict`` returned on this rank: on every rank, before the first step.
 
-        If the number of ranks has changed, give every rank those of all old ranks: ``load_comm_state_dict(*states)``.
-        Ranks compare what they were given in the first step: one that loads another checkpoint, or none, is an error.
+        If the number of ranks has changed, give every rank the states of all old ranks:
+        ``load_comm_state_dict(*states)``. Ranks compare what they loaded in the first step, which raises
+        DisagreementError on all of them if one has loaded another checkpoint, or none.
         """
         if self._tuner is not None:
             self._tuner.runner.load(*states)
@@ -156,14 +157,14 @@ class Tuned:
         elif self._collectives is not None:
             self._collectives.load_state_dict(*states)
         elif any(state.get("residuals") for state in states):
-            raise RuntimeError(f"residuals cannot be loaded: {self._idle}")
+            raise RuntimeError(f"residuals cannot be loaded: {self._no_plan_reason}")
         self._follow_scale()
 
     def follow(self, scaler: Scaler) -> None:
-        """Scale residuals with this GradScaler, on every rank; keep the scaler in your checkpoints, too.
+        """Scale residuals with this GradScaler. Call it on every rank, and save the scaler in checkpoints, too.
 
         Residuals are gradients of a loss times the scale of their step. When the scale changes, or a loaded checkpoint
-        had another, they are multiplied by the same ratio before the next forward.
+        had another scale, they are multiplied by the same ratio before the next forward.
         """
         self._scaler = scaler
         self._follow_scale()
@@ -173,12 +174,12 @@ class Tuned:
             self._collectives.rescale(float(self._scaler.get_scale()))
 
     def replan(self) -> None:
-        """Profile, measure and plan again soon: within the next 20 steps after rank 0 has called it."""
+        """Profile, measure and plan again. Rank 0's call counts; it takes effect within 20 steps."""
         if self._tuner is not None:
-            self._tuner.replan_asked = True
+            self._tuner.replan_requested = True
 
     def hold(self) -> None:
-        """Keep what was chosen last and plan no more, however the step time drifts. Call it on every rank alike."""
+        """Keep the last choice and never plan again, even if the step time drifts. Call it on every rank."""
         if self._tuner is not None:
             self._tuner.hold()
 
@@ -187,4 +188,4 @@ class Tuned:
             self._collectives.close()
         self._tuner = None
         self._collectives = None
-        self._idle = CLOSED
+        self._no_plan_reason = CLOSED

@@ -1,8 +1,8 @@
-"""The tuner: profiles under DDP's own buckets, measures, plans, tries, keeps what is fastest, and watches for drift.
+"""The tuner: profiles under DDP's own buckets, measures, plans, tries, keeps the fastest, and watches for drift.
 
-Every rank takes the same course, counted in averaged backward passes, which happen equally often on each rank. Ranks
-communicate at the end of such a backward and nowhere else: a forward may be one rank's own affair. Whatever depends on
-a measurement is decided by rank 0 and sent to the others before any rank acts on it.
+Every rank follows the same schedule, counted in averaged backward passes, which happen equally often on each rank.
+Ranks communicate only at the end of such a backward: in a forward, the other ranks may not take part. Everything that
+depends on a measurement is decided by rank 0 and sent to the others before any rank acts on it.
 """
 
 import logging
@@ -16,7 +16,7 @@ from statistics import median
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.agree import agree_on, from_rank_0, latest, on_all_ranks
+from anabranch.comm.agree import agree_on, from_rank_0, latest_over_ranks, true_on_all_ranks
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.network import Network
@@ -39,15 +39,16 @@ log = logging.getLogger("anabranch")
 
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 
-Course = Generator[None, None, None]  # one yield per synchronised step
-TrialCourse = Generator[None, None, Trial]
+Schedule = Generator[None, None, None]  # one yield per averaged step
+TrialSchedule = Generator[None, None, Trial]
 
 
 class Tuner:
     """Tunes one DataParallel, which calls ``before_forward`` and ``after_forward``.
 
-    ``group`` carries gradients. ``control`` is a group of the same ranks that carries host memory and that nobody else
-    uses. ``model_name`` is what traces say.
+    group        sends gradients
+    control      a group of the same ranks for small messages in host memory, used by nothing else
+    model_name   is written into traces
     """
 
     def __init__(
@@ -69,48 +70,48 @@ class Tuner:
         self.kept: Trial | None = None
         self.failure = ""  # why planning failed, if it did
         self.stage = "settling"
-        self.replan_asked = False
+        self.replan_requested = False
         self.steps_done = 0
         self._options = options
         self._policy = policy
         self._model_name = model_name
         self._timer = self.runner.timer
-        self._patience = 1  # drift checks to let pass before a drift counts
-        self._prediction: tuple[Trace, Plan | None, Network, float | None] | None = None  # the last one
-        self._course = self._life()
-        next(self._course, None)
+        self._patience = 1  # number of the first drift check that may start planning again
+        self._prediction: tuple[Trace, Plan | None, Network, float | None] | None = None  # the last one, and its inputs
+        self._schedule = self._tuning()
+        next(self._schedule, None)
 
-    # What DataParallel calls.
+    # Called by DataParallel.
 
     @_disable_dynamo
     def before_forward(self, averaged: bool) -> None:
-        """A forward that will be differentiated is about to begin; ``averaged``: its gradients will be averaged."""
+        """Call this before a forward that will be differentiated; ``averaged``: its gradients will be averaged."""
         self.runner.before_forward(averaged)
 
     @_disable_dynamo
     def after_forward(self, output: object, averaged: bool = True) -> None:
-        """Such a forward has returned ``output``."""
+        """Call this with the output of such a forward."""
         self._timer.forward_ended(output, averaged)
 
     def hold(self) -> None:
-        """Plan no more: go on with what was chosen last, or the layout's own buckets before any choice."""
-        self._course.close()
+        """Never plan again: keep the last choice, or the layout's own buckets if there was no choice yet."""
+        self._schedule.close()
         label, plan = (self.kept.label, self.kept.plan) if self.kept is not None else (self._default_label, None)
         self.stage = f"running {label}, held"
         self.runner.use_plan(plan)
 
     def close(self) -> None:
         """Release hooks, threads and groups."""
-        self._course.close()
+        self._schedule.close()
         self._timer.close()
         self.runner.close()
         if dist.is_initialized():
-            with suppress(ValueError, AssertionError):  # gone already, with the default group
+            with suppress(ValueError, AssertionError):  # destroyed already, with the default group
                 dist.destroy_process_group(self.control)
-        # The last reference to a group must go while Python is whole: its threads need the interpreter to end.
+        # Drop the last reference to the group now: its threads cannot end once the interpreter is shutting down.
         del self.control
 
-    # What observers and explain() read.
+    # Read by observers and explain().
 
     def current_step(self) -> StepContext:
         """The step that is running, or that ends now."""
@@ -120,7 +121,7 @@ class Tuner:
         return StepContext(self.steps_done + 1, plan, self.stage, self._predicted_s(plan), communication_s)
 
     def findings(self) -> Findings:
-        """What was found so far."""
+        """The results so far."""
         on_cpu = self.runner.device.type == "cpu"
         return Findings(
             stage=self.stage,
@@ -134,7 +135,7 @@ class Tuner:
         )
 
     def _predicted_s(self, plan: Plan | None) -> float | None:
-        """The simulator's prediction for this layout, made once per layout."""
+        """The simulator's prediction for this layout, computed once per layout."""
         if self.trace is None or self.network is None:
             return None
         known = self._prediction
@@ -142,7 +143,7 @@ class Tuner:
             return known[3]
         try:
             seconds: float | None = predicted_s(self.trace, plan, self.network)
-        except Exception as error:  # a plan of the user's own may name a kind that the network has no cost for
+        except Exception as error:  # a user's plan may name a kind for which the network has no cost
             log.info("anabranch: no prediction for the layout in force: %s", error)
             seconds = None
         self._prediction = (self.trace, plan, self.network, seconds)
@@ -158,21 +159,21 @@ class Tuner:
         self.runner.check_loaded()
         self.collectives.on_step_end()
         if self.runner.stale:
-            self._course.close()
+            self._schedule.close()
             self.stage = f"no longer planning: {FROZEN}"
         try:
-            with warnings.catch_warnings(record=True) as caught:  # raised, by -W error, one would stop one rank alone
+            with warnings.catch_warnings(record=True) as caught:  # under -W error a warning would stop one rank only
                 warnings.simplefilter("always")
-                next(self._course, None)
+                next(self._schedule, None)
         except Exception as error:
             self.stage = f"stopped planning: {type(error).__name__}: {error}"
             raise
         for warning in caught if dist.get_rank(self.control) == 0 else []:
             log.warning("anabranch: %s", warning.message)
 
-    # The course of tuning.
+    # The schedule of tuning.
 
-    def _life(self) -> Course:
+    def _tuning(self) -> Schedule:
         if self._options.plan is not None:
             yield from self._run_given_plan()
         if self._options.profile_steps == 0:
@@ -180,14 +181,16 @@ class Tuner:
             return
         yield from self._steps(self._policy.settle_steps)
         while self.runner.trains_the_same():
-            self.stage, self.failure = "profiling", ""
+            self.stage = "profiling"
+            self.failure = ""
             yield from self._profile(self._default_label, None)
             if self.failure:
                 break
             self.stage = "dense while training warms up"
             yield from self._steps(self.collectives.warmup_steps - self.steps_done)
             self._measure()
-            # On one lane, to learn what messages cost; then on more, to learn how they meet; then knowing both.
+            # First on one lane, which shows the cost of messages; then on several, which shows their contention; then
+            # once more with both known.
             yield from self._try_candidates(replace(self._options, lanes=1))
             self._calibrate(several_lanes=False)
             yield from self._try_candidates(self._options)
@@ -195,15 +198,15 @@ class Tuner:
                 yield from self._try_candidates(self._options)
             before = self.kept.plan if self.kept is not None else None
             chosen = yield from self._choose()
-            # Where planning again changes nothing (batches of varying size, say), do it ever less often.
+            # If planning again changed nothing (batches of varying size, for example), plan less and less often.
             self._patience = 1 if chosen.plan != before else 2 * self._patience
             yield from self._until_drift()
             yield from self._change_to(None)
         self.stage = f"no longer planning: {self.failure or FROZEN}"
 
-    def _run_given_plan(self) -> Course:
+    def _run_given_plan(self) -> Schedule:
         """Run the user's plan, whatever its step time."""
-        assert isinstance(self._options.plan, Plan)  # a path was loaded before
+        assert isinstance(self._options.plan, Plan)  # with_plan_loaded() has replaced a path
         plan = agree_on(Plan, self._options.plan, self.control)
         if self._options.network is not None:
             self.network = agree_on(Network, self._options.network, self.control)
@@ -215,23 +218,23 @@ class Tuner:
         while True:
             yield
 
-    def _steps(self, count: int) -> Course:
+    def _steps(self, count: int) -> Schedule:
         yield from [None] * count
 
-    def _change_to(self, plan: Plan | None) -> Course:
-        """Use another layout from the next step on, and wait until it has settled."""
+    def _change_to(self, plan: Plan | None) -> Schedule:
+        """Change to another layout from the next step on, and wait until it has settled."""
         self.runner.use_plan(plan)
         yield from self._steps(self._policy.settle_steps)
 
-    def _profile(self, label: str, plan: Plan | None) -> Course:
-        """Record the trace under the layout in force, and the step time to beat."""
+    def _profile(self, label: str, plan: Plan | None) -> Schedule:
+        """Record the trace under the layout in force; its step time is the one that plans must beat."""
         with Recorder(self._timer, self.runner.parameters) as recorder:
             self.trials = [(yield from self._try(label, plan))]
-        if not on_all_ranks(recorder.steps > 0, self.control):
+        if not true_on_all_ranks(recorder.steps > 0, self.control):
             self.failure = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
             return
         trace = recorder.trace({"model": self._model_name})
-        self.trace = agree_on(Trace, latest(trace, self.control), self.control)
+        self.trace = agree_on(Trace, latest_over_ranks(trace, self.control), self.control)
         if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
             warnings.warn(
                 "all gradients come at the end of backward, as when the whole model is one compiled graph: "
@@ -239,7 +242,7 @@ class Tuner:
                 stacklevel=2,
             )
 
-    def _try(self, label: str, plan: Plan | None) -> TrialCourse:
+    def _try(self, label: str, plan: Plan | None) -> TrialSchedule:
         """Time some steps of the layout in force, the last of them bucket by bucket."""
         count, detailed = self._options.profile_steps, self._policy.detailed_steps
         yield from self._steps(max(0, count - detailed))
@@ -252,7 +255,7 @@ class Tuner:
         """Measure the network and how much lanes slow each other, unless the user gave a network."""
         assert self.trace is not None
         lanes = self.runner.lanes
-        lanes.grow(min(self._options.lanes or 2, lanes.most))
+        lanes.grow(min(self._options.lanes or 2, lanes.max_lanes))
         if self._options.network is not None:
             self.network = agree_on(Network, self._options.network, self.control)
             return
@@ -261,7 +264,7 @@ class Tuner:
         largest = min(max(self.trace.nbytes, 1 << 16), LARGEST_NBYTES)
         self.network = measure(lanes.groups, self.runner.device, largest, collectives=kinds)
 
-    def _try_candidates(self, options: TuningOptions) -> Course:
+    def _try_candidates(self, options: TuningOptions) -> Schedule:
         """Try every candidate that has not been tried yet."""
         if self.failure:
             return
@@ -273,7 +276,7 @@ class Tuner:
                 self.trials.append((yield from self._try(label, plan)))
 
     def _plan(self, options: TuningOptions) -> Generator[None, None, Candidates]:
-        """Rank 0 plans while training goes on; then every rank has its candidates."""
+        """Have rank 0 plan while training continues; returns its candidates, on every rank."""
         assert self.trace is not None and self.network is not None
         make = partial(candidates, options, self.trace, self.network, self._policy)
         planner = BackgroundPlanner(make, self.control)
@@ -283,10 +286,10 @@ class Tuner:
         found, self.failure = planner.outcome()
         if self.failure:
             warnings.warn(f"planning failed, {self._default_label} stay: {self.failure}", stacklevel=2)
-        return [(label, plan) for label, plan in found if plan.lanes <= self.runner.lanes.most]
+        return [(label, plan) for label, plan in found if plan.lanes <= self.runner.lanes.max_lanes]
 
     def _calibrate(self, several_lanes: bool) -> bool:
-        """Calibrate a measured network (not a given one) by trials on one lane, or several; whether it changed."""
+        """Calibrate a measured network (not a given one) by trials on one lane or on several; whether it changed."""
         assert self.trace is not None and self.network is not None
         before = self.network
         if self._options.network is None:
@@ -295,9 +298,9 @@ class Tuner:
                     self.network = calibrate(self.network, self.trace, trial, self.control)
         return self.network != before
 
-    def _choose(self) -> TrialCourse:
-        """Go on with the layout's own buckets unless a plan beats them twice: in the trials, and in a second one."""
-        best = self.trials[self._winner(self.trials)]
+    def _choose(self) -> TrialSchedule:
+        """Keep the layout's own buckets unless a plan beats them twice: in the first trials, and in second trials."""
+        best = self.trials[self._fastest_index(self.trials)]
         reason = f"planning failed ({self.failure})" if self.failure else "no plan was clearly faster"
         if best.plan is not None:
             self.stage = f"confirming {best.label}"
@@ -305,9 +308,9 @@ class Tuner:
             default = yield from self._try(self._default_label, None)
             yield from self._change_to(best.plan)
             again = yield from self._try(best.label, best.plan)
-            # What is shown is what decided: the second trials of the two.
+            # Show the trials that decide: the second trials of these two.
             self.trials = [default, *(again if trial is best else trial for trial in self.trials[1:])]
-            best = again if self._winner([default, again]) == 1 else default
+            best = again if self._fastest_index([default, again]) == 1 else default
             reason = f"{again.label} was not clearly faster when tried again"
         self.runner.use_plan(best.plan)
         self.kept = best
@@ -317,15 +320,15 @@ class Tuner:
             log.info("anabranch: %s (%s)", self.stage, tried)
         return best
 
-    def _winner(self, trials: list[Trial]) -> int:
-        """Rank 0's verdict: the first trial, unless the best of the others beats it by more than the minimum gain."""
+    def _fastest_index(self, trials: list[Trial]) -> int:
+        """Rank 0's decision: 0, the first trial, unless the best of the others beats it by the minimum gain."""
         first, *others = trials
         best = min(others or trials, key=lambda trial: trial.step_s)
         beaten = best.step_s < first.step_s * (1 - self._policy.min_gain)
         return from_rank_0(bytes([trials.index(best) if beaten else 0]), self.control)[0]
 
-    def _until_drift(self) -> Course:
-        """Return when rank 0 sees the step time leave its range, or was asked for a new plan."""
+    def _until_drift(self) -> Schedule:
+        """Return when rank 0 finds that the step time has drifted, or ``replan()`` was called there."""
         policy, clock = self._policy, self._timer.clock
         yield from self._steps(policy.settle_steps)
         usual_s, checks = 0.0, 0
@@ -333,10 +336,10 @@ class Tuner:
             yield from self._steps(policy.drift_check_steps)
             checks += 1
             marks = [s for s in self._timer.last_steps(policy.drift_check_steps) if clock.settled(s.averaged)]
-            seconds = [clock.between(step.forward, step.averaged) for step in marks]
+            seconds = [clock.elapsed_s(step.forward, step.averaged) for step in marks]
             now_s = median(seconds) if seconds else usual_s
             usual_s = usual_s or now_s
             drifted = checks >= self._patience and abs(now_s - usual_s) > policy.max_drift * usual_s
-            if from_rank_0(bytes([drifted or self.replan_asked]), self.control)[0]:
-                self.replan_asked = False
+            if from_rank_0(bytes([drifted or self.replan_requested]), self.control)[0]:
+                self.replan_requested = False
                 return

@@ -5,7 +5,7 @@ import os
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from anabranch.comm.lanes import same_ranks
+from anabranch.comm.lanes import clone_group
 from anabranch.lab.emulation import EmulatedNetwork
 from anabranch.lab.emulation.install import install
 from anabranch.lab.emulation.settings import NETWORK_VARIABLE, NOTE_VARIABLE
@@ -27,4 +27,4 @@ def emulated(network: EmulatedNetwork, name: str = "emulated") -> Group:
         os.environ[NOTE_VARIABLE] = network.note
         install(distributed_c10d, network)
     assert os.environ[NETWORK_VARIABLE] == str(network)
-    return same_ranks(real(), "gloo", name)
+    return clone_group(real(), "gloo", name)

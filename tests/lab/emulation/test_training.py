@@ -18,7 +18,7 @@ from anabranch import DataParallel
 from anabranch.lab.emulation import EmulatedNetwork, environment
 from anabranch.observe.measure import measure
 from lab.emulation.emulated_groups import emulated, real
-from parallel.twins import STAGES, different, plain_train, scattered, sgd, steps
+from parallel.twins import SCENARIOS, different, plain_train, scattered, sgd, steps
 from ranks import on_ranks
 
 FAST = EmulatedNetwork(3, 1e12, 0.0)
@@ -74,7 +74,7 @@ def whole_course(rank: int) -> dict[str, Any]:
     theirs = DistributedDataParallel(Normed(), process_group=real())
     torch.manual_seed(7)
     ours = DataParallel(
-        Normed(), process_group=group, planner=scattered, profile_steps=2, policy=STAGES["keeps the plan"]
+        Normed(), process_group=group, planner=scattered, profile_steps=2, policy=SCENARIOS["keeps the plan"]
     )
     before = ours.explain()
     optimizers = [sgd(model) for model in (theirs, ours)]

@@ -1,14 +1,18 @@
-"""Buckets whose steps are told in different ways: some parameters unused, some gradients not finite; on any device."""
+"""Updates of buckets: with parameters that no rank used, and with gradients that are not finite; on any device."""
 
 import copy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import anabranch as ab
+from anabranch.lean import update
+from anabranch.lean.optimizers import BucketOptimizers
+from anabranch.lean.update import BucketUpdater
 from ranks import on_ranks
 
 WIDTH, LAYERS = 8, 6
@@ -79,3 +83,40 @@ def poisoned(rank: int, device: str, fused: bool) -> None:
 @pytest.mark.parametrize("training", [skipping, poisoned])
 def test_steps_with_and_without_gradients(training: Any, fused: bool) -> None:
     on_ranks(training, 1, "cpu", fused)
+
+
+class Fused(torch.optim.SGD):
+    """As a fused one on a GPU: its step can be told to do nothing."""
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= parameter.grad.as_subclass(torch.Tensor)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_slot_is_not_used_again_before_the_step_that_reads_it() -> None:
+    """One bucket's step waits for the host, the next one's does not: the third gets the first one's slot."""
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    made = BucketOptimizers(lambda params: Fused(params, lr=1.0), {str(i): p for i, p in enumerate(parameters)})
+    each = [made.for_bucket([parameter]) for parameter in parameters]
+    cuda = {name: mock.MagicMock() for name in ("Event", "Stream", "stream", "current_stream")}
+    as_copied = mock.patch.object(update, "_to_host", lambda answer: answer.as_subclass(torch.Tensor).clone())
+    unrecorded = mock.patch.object(update, "record_stream", lambda *_: None)
+    with mock.patch.multiple(torch.cuda, **cuda), unrecorded, as_copied:
+        updates = BucketUpdater(None)
+        slots = [torch.zeros(4), torch.zeros(4)]
+        for index, optimizer in enumerate(each):
+            updates.launch_pending(keep=1)  # as the engine does before it takes the next slot
+            slot = slots[index % 2].fill_(index + 1.0)
+            used = torch.ones(1) if index == 0 else None
+            assert not list(updates.exchange_and_step(iter(()), slot.as_subclass(OnGpu), optimizer, used))
+        updates.launch_pending()
+    assert [float(-parameter.detach()[0]) for parameter in parameters] == [1.0, 2.0, 3.0]

@@ -1,4 +1,4 @@
-"""Where things live under Lean: no two live objects share memory, and no copy is read before it is there."""
+"""Slots and host copies under Lean: no two live objects share memory, and no copy is read before it is complete."""
 
 import time
 from collections.abc import Iterator
@@ -143,7 +143,7 @@ def aliasing(rank: int, residuals: Any, kind: str) -> int:
         log.born(name, parameter.detach())
         log.born(f"momentum of {name}", lean.optimizer.state[parameter]["momentum_buffer"])
     for state in lean._collectives._memory._state.buckets() if kind != "dense" else []:
-        log.born(f"what waits for {state.names}", state.residual)
+        log.born(f"the residual of {state.names}", state.residual)
     assert log.clashes() == []
     assert all(entry.died is not None for entry in log.entries if entry.whose.startswith("slot"))
     handed_out = len([entry for entry in log.entries if entry.whose.startswith("slot")])
@@ -156,7 +156,7 @@ def aliasing(rank: int, residuals: Any, kind: str) -> int:
     [("in place", "dense", 6), ("in place", "oktopk:0.2", 6), ("host", "oktopk:0.2", 11)],
 )
 def test_two_live_objects_never_share_memory(residuals: str, kind: str, a_step: int) -> None:
-    """A slot is in use from when it is taken until its bucket is updated, or what waited is back in host memory."""
+    """A slot is in use from when it is taken until its bucket is updated, or its residual is back in host memory."""
     assert on_ranks(aliasing, 2, residuals, kind) == [STEPS * a_step] * 2
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from anabranch import DataParallel
-from parallel.twins import STAGES, WIDTH, mlp, ring
+from parallel.twins import SCENARIOS, WIDTH, mlp, ring
 from ranks import on_ranks
 
 STEPS = 40
@@ -46,7 +46,7 @@ def trained(rank: int, name: str) -> dict[str, Any]:
         "checkpointed": checkpointed,
     }[name]
     torch.manual_seed(0)
-    ours = DataParallel(mlp(), network=ring(), profile_steps=2, policy=STAGES["plans again and again"])
+    ours = DataParallel(mlp(), network=ring(), profile_steps=2, policy=SCENARIOS["plans again and again"])
     torch.manual_seed(0)
     theirs = DistributedDataParallel(mlp())
     for step in range(STEPS):
@@ -71,7 +71,7 @@ def test_the_course_counts_backward_passes_and_nothing_else(name: str) -> None:
 def replanned(rank: int) -> int:
     """Rank 0 alone asks for a new plan."""
     torch.manual_seed(0)
-    model = DataParallel(mlp(), network=ring(), profile_steps=2, policy=STAGES["keeps the plan"])
+    model = DataParallel(mlp(), network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"])
     plannings, before = 0, ""
     for step in range(60):
         model(batch(rank, step)).sum().backward()

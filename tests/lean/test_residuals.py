@@ -1,4 +1,4 @@
-"""How much waits and for how long, under Lean: the same samples as without, and the same warning."""
+"""Residuals under Lean: the same samples and the same warning as without Lean, and loaded in their own order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,15 +57,51 @@ def looked_at(rank: int, residuals: Any, cancelling: bool) -> list[str]:
         assert look.norm == pytest.approx(other.norm, rel=1e-5)
         assert look.age_steps == pytest.approx(other.age_steps, rel=1e-5)
     assert samples[-1].norm > 0 and samples[-1].age_steps > 0
-    told = [str(lean.explain()), str(plain.explain())]
+    answers = [str(lean.explain()), str(plain.explain())]
     lean.close()
     plain.close()
-    return told
+    return answers
 
 
 @pytest.mark.parametrize("residuals", ["in place", "host"])
 @pytest.mark.parametrize("cancelling", [True, False])
 def test_growth_without_bound_is_seen_as_without_lean(residuals: str, cancelling: bool) -> None:
-    for told in on_ranks(looked_at, 2, residuals, cancelling):
-        assert [("grows without bound" in words) for words in told] == [cancelling] * 2
-        assert all(" steps old" in words for words in told)
+    for answers in on_ranks(looked_at, 2, residuals, cancelling):
+        assert [("grows without bound" in words) for words in answers] == [cancelling] * 2
+        assert all(" steps old" in words for words in answers)
+
+
+def plain_sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def another_order(rank: int) -> str:
+    """The residual of a channels-last model, loaded into another such, and into one that is not."""
+    formats = (torch.channels_last, torch.channels_last, torch.contiguous_format)
+    kept: Any = None
+    answers = ""
+    for format_ in formats:
+        convolution: Any = nn.Conv2d(3, 4, 3, bias=False)
+        lean: Any = ab.DataParallel(
+            convolution.to(memory_format=format_),
+            plan=ab.Plan((ab.Bucket(("weight",), collective="oktopk:0.1"),)),
+            compress=ab.OkTopk(density=0.1, warmup_steps=0),
+            profile_steps=0,
+            memory=ab.Lean(plain_sgd),
+        )
+        if kept is None:
+            lean(torch.randn(1, 3, 4, 4)).square().sum().backward()
+            kept = lean.comm_state_dict()
+        else:
+            try:
+                lean.load_comm_state_dict(kept)
+            except ValueError as error:
+                assert format_ == torch.contiguous_format
+                answers = str(error)
+        lean.close()
+    return answers
+
+
+def test_a_residual_is_loaded_in_its_own_memory_order() -> None:
+    for answers in on_ranks(another_order, 2):
+        assert "the residual of weight" in answers and "strides [27, 1, 9, 3], and here it is row-major" in answers

@@ -1,4 +1,4 @@
-"""What DataParallel with Ok-Topk remembers: resumed bit by bit, never lost, never left waiting, never mixed up."""
+"""comm_state_dict() of DataParallel with Ok-Topk: resuming is bit-exact, and no residual is lost or mixed up."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import anabranch as ab
-from parallel.told import COLUMNS, ROWS, Told, computed, fresh, gradients, one_step, stopped, two_buckets, waiting
+from parallel.given_gradients import (
+    COLUMNS,
+    ROWS,
+    GivenGradients,
+    computed,
+    fresh,
+    gradients,
+    one_step,
+    residuals_of,
+    state_after_six_steps,
+    two_buckets,
+)
 from ranks import on_ranks
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -63,7 +74,7 @@ def saved(rank: int, folder: str) -> torch.Tensor:
     for step in range(9):
         one_step(model, parallel, step, rank)
     save({"comm": ab.CommState(parallel)}, checkpoint_id=folder)
-    left = waiting(parallel)
+    left = residuals_of(parallel)
     parallel.close()
     return left
 
@@ -75,9 +86,9 @@ def taken_over(rank: int, folder: str) -> dict[str, Any]:
     logging.getLogger("anabranch").addHandler(handler)
     model, parallel = fresh(two_buckets(0.1))
     load({"comm": ab.CommState(parallel, folder)}, checkpoint_id=folder)
-    before = waiting(parallel)
+    before = residuals_of(parallel)
     applied = one_step(model, parallel, 9, rank)
-    after = waiting(parallel)
+    after = residuals_of(parallel)
     parallel.close()
     return {"before": before, "applied": applied, "after": after, "said": said}
 
@@ -87,12 +98,12 @@ def test_another_number_of_ranks_takes_over_the_sum_and_says_so(tmp_path: Path) 
     entries = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert {key.split("/")[1] for key in entries} == {"rank0", "rank1", "rank2", "rank3"}
     assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "nothing is pickled"
-    told = on_ranks(taken_over, 2, str(tmp_path))
+    answers = on_ranks(taken_over, 2, str(tmp_path))
     total = sum(piece.double() for piece in old)
-    torch.testing.assert_close(sum(one["before"].double() for one in told), total, rtol=1e-5, atol=1e-5)
-    accounted = 2 * told[0]["applied"].double() + sum(one["after"].double() for one in told)
+    torch.testing.assert_close(sum(one["before"].double() for one in answers), total, rtol=1e-5, atol=1e-5)
+    accounted = 2 * answers[0]["applied"].double() + sum(one["after"].double() for one in answers)
     torch.testing.assert_close(accounted, total + computed(2, 9, 10), rtol=1e-5, atol=1e-5)
-    assert any("residuals of 4 ranks were loaded on 2: their sum is conserved" in line for line in told[0]["said"])
+    assert any("residuals of 4 ranks were loaded on 2: their sum is conserved" in line for line in answers[0]["said"])
 
 
 def no_such_entry(rank: int, folder: str) -> str:
@@ -113,28 +124,28 @@ def test_a_checkpoint_without_the_state_is_named(tmp_path: Path) -> None:
 
 
 def alone(rank: int, states: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rank goes on where two have stopped; its first step is not finite."""
+    """One rank goes on where two have state_after_six_steps; its first step is not finite."""
     model, parallel = fresh()
     parallel.load_comm_state_dict(*states)
     model.zero_grad()
     one, other = gradients(0, 0)
     parallel(one * float("inf"), other).backward()
-    still = waiting(parallel)
+    still = residuals_of(parallel)
     applied = one_step(model, parallel, 0, 0)
     again = one_step(model, parallel, 1, 0)
-    left = waiting(parallel)
+    left = residuals_of(parallel)
     parallel.close()
     return {"still": still, "applied": applied, "again": again, "left": left}
 
 
 def test_one_rank_goes_on_where_several_stopped() -> None:
-    states = on_ranks(stopped, 2)
-    told = on_ranks(alone, 1, states)[0]
+    states = on_ranks(state_after_six_steps, 2)
+    answers = on_ranks(alone, 1, states)[0]
     sums = [sum(state["residuals"][name] for state in states).view(ROWS, COLUMNS) for name in ("first", "second")]
-    assert torch.equal(told["still"], torch.stack(sums)), "what was not finite sent nothing"
-    torch.testing.assert_close(told["applied"], torch.stack(sums) + computed(1, 0, 1).float())
-    torch.testing.assert_close(told["again"], computed(1, 1, 2).float())
-    assert not told["left"].any()
+    assert torch.equal(answers["still"], torch.stack(sums)), "what was not finite sent nothing"
+    torch.testing.assert_close(answers["applied"], torch.stack(sums) + computed(1, 0, 1).float())
+    torch.testing.assert_close(answers["again"], computed(1, 1, 2).float())
+    assert not answers["left"].any()
 
 
 # ------------------------------------------------------------------------------------------------------- disagreement
@@ -161,14 +172,14 @@ def mixed_up(rank: int, states: list[Any], planned: bool) -> str:
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_ranks_that_load_different_things_are_told_and_do_not_hang(planned: bool) -> None:
-    states = on_ranks(stopped, 2)
+    states = on_ranks(state_after_six_steps, 2)
     for message in on_ranks(mixed_up, 2, [states[0], None], planned):
         assert "load_comm_state_dict()" in message and "'step 6 of 2 ranks" in message and "'nothing'" in message
     older = {**states[1], "step": 4, "steps_trained": 4}
     for message in on_ranks(mixed_up, 2, [states[0], older], planned):
         assert "step 6 of 2 ranks" in message and "step 4 of 2 ranks" in message
-    told = on_ranks(mixed_up, 2, [states[0], states[0]], planned)
-    assert "give its own" in told[1] and all("a state that was refused" in message for message in told)
+    answers = on_ranks(mixed_up, 2, [states[0], states[0]], planned)
+    assert "give its own" in answers[1] and all("a state that was refused" in message for message in answers)
     assert on_ranks(mixed_up, 2, states, planned) == ["no error"] * 2
 
 
@@ -189,7 +200,7 @@ def test_loading_after_the_first_step_is_refused() -> None:
 
 
 def no_state_without_compression(rank: int) -> str:
-    parallel = ab.DataParallel(Told())
+    parallel = ab.DataParallel(GivenGradients())
     assert parallel.comm_state_dict() == {}
     parallel.load_comm_state_dict({})
     try:

@@ -1,4 +1,4 @@
-"""A model that is told its gradients, so that every value can be followed to where it is applied or waits."""
+"""A model whose gradients are its inputs, so that a test can find every value in the update or in a residual."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import anabranch as ab
 ROWS, COLUMNS = 40, 25
 
 
-class Told(nn.Module):
+class GivenGradients(nn.Module):
     """Weights whose gradient is the input, and a vector whose gradient is ones."""
 
     def __init__(self) -> None:
@@ -34,23 +34,25 @@ def two_buckets(density: float) -> ab.Plan:
     return ab.Plan((ab.Bucket(("second", "first"), collective=kind), ab.Bucket(("bias",))))
 
 
-def fresh(plan: ab.Plan | None = None, **options: Any) -> tuple[Told, ab.DataParallel]:
+def fresh(plan: ab.Plan | None = None, **options: Any) -> tuple[GivenGradients, ab.DataParallel]:
     """A model that runs a sparse plan from its first step on; without a plan, DDP's own buckets for ever."""
-    model = Told()
+    model = GivenGradients()
     compress = ab.OkTopk(density=0.1, deterministic=True, region_period=4, **options)
     return model, ab.DataParallel(model, plan=plan, compress=compress, profile_steps=0)
 
 
-def one_step(model: Told, parallel: ab.DataParallel, step: int, rank: int, scale: float = 1.0) -> torch.Tensor:
-    """What is applied to both matrices."""
+def one_step(
+    model: GivenGradients, parallel: ab.DataParallel, step: int, rank: int, scale: float = 1.0
+) -> torch.Tensor:
+    """Train one step; the average gradients of both matrices."""
     model.zero_grad()
     (scale * parallel(*gradients(step, rank))).backward()
     assert model.first.grad is not None and model.second.grad is not None
     return torch.stack([model.first.grad, model.second.grad]).detach().clone()
 
 
-def waiting(parallel: ab.DataParallel) -> torch.Tensor:
-    """What waits here for both matrices."""
+def residuals_of(parallel: ab.DataParallel) -> torch.Tensor:
+    """The residuals of both matrices on this rank."""
     kept = parallel.comm_state_dict()["residuals"]
     pieces = [kept.get(name, torch.zeros(ROWS * COLUMNS)) for name in ("first", "second")]
     return torch.stack(pieces).view(2, ROWS, COLUMNS)
@@ -64,7 +66,7 @@ def computed(ranks: int, first: int, last: int) -> torch.Tensor:
     )
 
 
-def stopped(rank: int) -> dict[str, Any]:
+def state_after_six_steps(rank: int) -> dict[str, Any]:
     """The state of a rank after some steps."""
     model, parallel = fresh(two_buckets(0.1))
     for step in range(6):

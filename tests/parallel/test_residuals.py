@@ -1,4 +1,4 @@
-"""What waits in a DataParallel with Ok-Topk is sent by whatever layout runs, and follows the scale of the loss."""
+"""Residuals of DataParallel with Ok-Topk: sent whatever layout runs, and scaled with the loss."""
 
 from typing import Any
 
@@ -8,7 +8,17 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.sparse.residual_monitor import ResidualSample
-from parallel.told import COLUMNS, ROWS, computed, fresh, gradients, one_step, stopped, two_buckets, waiting
+from parallel.given_gradients import (
+    COLUMNS,
+    ROWS,
+    computed,
+    fresh,
+    gradients,
+    one_step,
+    residuals_of,
+    state_after_six_steps,
+    two_buckets,
+)
 from ranks import on_ranks
 
 # ------------------------------------------------------------------------------------------------- nothing is stranded
@@ -18,40 +28,45 @@ def sent_by_ddp(rank: int, states: list[dict[str, Any]], accumulate: bool) -> di
     """DDP's own buckets run for ever, and something was loaded; the first step meets a NaN on rank 1."""
     model, parallel = fresh()
     parallel.load_comm_state_dict(states[rank])
-    assert torch.equal(waiting(parallel)[0].flatten(), states[rank]["residuals"]["first"])
+    assert torch.equal(residuals_of(parallel)[0].flatten(), states[rank]["residuals"]["first"])
     if rank == 1:
         model.zero_grad()
         parallel(gradients(0, 0)[0] * float("nan"), gradients(0, 0)[1]).backward()
     else:
         one_step(model, parallel, 0, 0)
-    still = waiting(parallel)
+    still = residuals_of(parallel)
     if accumulate:
         model.zero_grad()
         with parallel.no_sync():
             parallel(*gradients(6, rank)).backward()
-        half = waiting(parallel)
+        half = residuals_of(parallel)
         parallel(*gradients(7, rank)).backward()
         assert torch.equal(half, still), "not sent before it is averaged"
         assert model.first.grad is not None and model.second.grad is not None
         applied = torch.stack([model.first.grad, model.second.grad])
     else:
         applied = one_step(model, parallel, 6, rank) + one_step(model, parallel, 7, rank)
-    answer = {"still": still, "applied": applied, "left": waiting(parallel), "explained": parallel.explain()}
+    answer = {"still": still, "applied": applied, "left": residuals_of(parallel), "explained": parallel.explain()}
     parallel.close()
     return answer
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_what_was_loaded_is_sent_although_no_plan_runs(accumulate: bool) -> None:
-    states = on_ranks(stopped, 2)
-    told = on_ranks(sent_by_ddp, 2, states, accumulate)
+    states = on_ranks(state_after_six_steps, 2)
+    answers = on_ranks(sent_by_ddp, 2, states, accumulate)
     waited = [torch.stack([s["residuals"][n].view(ROWS, COLUMNS) for n in ("first", "second")]) for s in states]
-    assert all(torch.equal(one["still"], mine) for one, mine in zip(told, waited, strict=True)), "the NaN sent nothing"
-    torch.testing.assert_close(
-        2 * told[0]["applied"].double(), torch.stack(waited).double().sum(0) + computed(2, 6, 8), rtol=1e-4, atol=1e-4
+    assert all(torch.equal(one["still"], mine) for one, mine in zip(answers, waited, strict=True)), (
+        "the NaN sent nothing"
     )
-    assert not any(one["left"].any() for one in told)
-    assert "running DDP's own buckets: profile_steps is 0" in told[0]["explained"]
+    torch.testing.assert_close(
+        2 * answers[0]["applied"].double(),
+        torch.stack(waited).double().sum(0) + computed(2, 6, 8),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    assert not any(one["left"].any() for one in answers)
+    assert "running DDP's own buckets: profile_steps is 0" in answers[0]["explained"]
 
 
 def left_through_nan(rank: int) -> dict[str, Any]:
@@ -61,7 +76,7 @@ def left_through_nan(rank: int) -> dict[str, Any]:
         one_step(model, parallel, step, rank)
     assert parallel._tuner is not None
     parallel._tuner.runner.use_plan(None)
-    before = waiting(parallel)
+    before = residuals_of(parallel)
     poisons = 0
     for step in range(8, 12):
         one, other = gradients(step, rank)
@@ -71,15 +86,15 @@ def left_through_nan(rank: int) -> dict[str, Any]:
         parallel(one, other).backward()
         assert model.first.grad is not None
         poisons += int(not torch.isfinite(model.first.grad).all())
-        assert bool(waiting(parallel).any()) == (step == 8)
+        assert bool(residuals_of(parallel).any()) == (step == 8)
     left = parallel.plan is None
     parallel.close()
     return {"poisons": poisons, "before": bool(before.any()), "left": left}
 
 
 def test_what_a_plan_leaves_behind_goes_with_the_next_finite_step() -> None:
-    for told in on_ranks(left_through_nan, 2):
-        assert told == {"poisons": 1, "before": True, "left": True}
+    for answers in on_ranks(left_through_nan, 2):
+        assert answers == {"poisons": 1, "before": True, "left": True}
 
 
 def fewer_sparse(rank: int) -> dict[str, Any]:
@@ -93,16 +108,16 @@ def fewer_sparse(rank: int) -> dict[str, Any]:
     parallel._tuner.runner.use_plan(ab.Plan((sparse, ab.Bucket(("first",)), ab.Bucket(("bias",)))))
     for step in range(6, 8):
         sums += one_step(model, parallel, step, rank)
-    answer = {"applied": sums, "waiting": waiting(parallel)}
+    answer = {"applied": sums, "residuals": residuals_of(parallel)}
     parallel.close()
     return answer
 
 
 def test_a_plan_with_fewer_sparse_buckets_strands_nothing() -> None:
-    told = on_ranks(fewer_sparse, 2)
-    accounted = 2 * told[0]["applied"].double() + sum(one["waiting"].double() for one in told)
+    answers = on_ranks(fewer_sparse, 2)
+    accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
     torch.testing.assert_close(accounted, computed(2, 0, 8), rtol=1e-4, atol=1e-4)
-    assert not any(one["waiting"][0].any() for one in told) and told[0]["waiting"][1].any()
+    assert not any(one["residuals"][0].any() for one in answers) and answers[0]["residuals"][1].any()
 
 
 class Images(nn.Module):
@@ -112,8 +127,8 @@ class Images(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(6, 5, 3, 3).to(memory_format=torch.channels_last))
 
-    def forward(self, told: torch.Tensor) -> torch.Tensor:
-        return (self.weight * told).sum()
+    def forward(self, answers: torch.Tensor) -> torch.Tensor:
+        return (self.weight * answers).sum()
 
 
 def channels_last(rank: int) -> dict[str, torch.Tensor]:
@@ -126,22 +141,22 @@ def channels_last(rank: int) -> dict[str, torch.Tensor]:
         if step == 4:
             assert parallel._tuner is not None
             parallel._tuner.runner.use_plan(None)
-        told = torch.randn(6, 5, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        answers = torch.randn(6, 5, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
         model.zero_grad()
-        parallel(told).backward()
+        parallel(answers).backward()
         assert model.weight.grad is not None
-        computed, applied = computed + told, applied + model.weight.grad
+        computed, applied = computed + answers, applied + model.weight.grad
     parallel.close()
     return {"computed": computed, "applied": applied}
 
 
-def test_what_waits_keeps_its_place_whatever_the_order_in_memory() -> None:
-    told = on_ranks(channels_last, 2)
-    torch.testing.assert_close(2 * told[0]["applied"], told[0]["computed"] + told[1]["computed"])
+def test_a_residual_keeps_its_place_whatever_the_order_in_memory() -> None:
+    answers = on_ranks(channels_last, 2)
+    torch.testing.assert_close(2 * answers[0]["applied"], answers[0]["computed"] + answers[1]["computed"])
 
 
 def warned(rank: int) -> list[str]:
-    """explain() of a sparse run, then of one in which what waits would have grown for long."""
+    """explain() of a sparse run, then of one whose residual would have grown for long."""
     model, parallel = fresh(two_buckets(0.1))
     for step in range(6):
         one_step(model, parallel, step, rank)
@@ -156,7 +171,7 @@ def warned(rank: int) -> list[str]:
     return said
 
 
-def test_explain_tells_what_waits_and_warns_when_it_grows() -> None:
+def test_explain_shows_the_residual_and_warns_when_it_grows() -> None:
     for calm, alarmed in on_ranks(warned, 2):
         assert "applied in its last step, |residual|" in calm and " steps old" in calm and "WARNING" not in calm
         assert "WARNING: the residual of the bucket to first grows without bound: its norm was" in alarmed
@@ -195,7 +210,7 @@ def followed(rank: int, scales: list[float], cut: int | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cut", [None, 6])
-def test_what_waits_follows_the_scale_of_the_loss(cut: int | None) -> None:
+def test_residuals_follow_the_scale_of_the_loss(cut: int | None) -> None:
     scales = [2.0**power for power in (16, 16, 17, 3, 3, 4, 20, 20, 1, 0)]
     steady = on_ranks(followed, 2, [1.0] * len(scales), None)
     changing = on_ranks(followed, 2, scales, cut)
@@ -219,7 +234,7 @@ def scaled_by_torch(rank: int) -> dict[str, Any]:
         scaler.update()
         scales.append(scaler.get_scale())
     state = parallel.comm_state_dict()
-    left = waiting(parallel) / state["scale"]
+    left = residuals_of(parallel) / state["scale"]
     parallel.close()
     with torch.no_grad():
         moved = -torch.stack([model.first, model.second])
@@ -227,8 +242,8 @@ def scaled_by_torch(rank: int) -> dict[str, Any]:
 
 
 def test_torchs_own_scaler_is_followed() -> None:
-    told = on_ranks(scaled_by_torch, 2)
-    assert len(set(told[0]["scales"])) > 2, "it changed"
-    accounted = 2 * told[0]["moved"].double() + sum(one["left"].double() for one in told)
+    answers = on_ranks(scaled_by_torch, 2)
+    assert len(set(answers[0]["scales"])) > 2, "it changed"
+    accounted = 2 * answers[0]["moved"].double() + sum(one["left"].double() for one in answers)
     expected = computed(2, 0, 5) + computed(2, 6, 8)
     torch.testing.assert_close(accounted, expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Lean in odd situations: nested backward passes, frozen and permuted parameters, broken steps, wrappers dropped."""
+"""The engine in unusual situations: nested backward passes, frozen parameters, failed steps, freed wrappers."""
 
 import copy
 import gc
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -131,7 +132,7 @@ def permuted(rank: int, kind: str, fused: bool) -> None:
 
 @pytest.mark.parametrize(("kind", "fused"), [("dense", True), ("oktopk:0.1", False)])
 def test_channels_last(kind: str, fused: bool) -> None:
-    """What waits is in the order of a parameter's memory, as under DDP; and so is what a fused optimizer gets."""
+    """A residual is in the order of its parameter's memory, as under DDP; so is what a fused optimizer gets."""
     on_ranks(permuted, 2, kind, fused)
 
 
@@ -172,7 +173,7 @@ def broken_off(rank: int) -> list[str]:
 
 
 def test_after_a_broken_backward_nothing_goes_on() -> None:
-    assert all("broken off" in told[0] and "wrap again" in told[0] for told in on_ranks(broken_off, 2))
+    assert all("broken off" in answers[0] and "wrap again" in answers[0] for answers in on_ranks(broken_off, 2))
 
 
 def dropped(rank: int, activations: ab.Activations) -> bool:
@@ -265,8 +266,8 @@ def failing(rank: int, optimizer: str) -> str:
     [("failing", "no room for its state"), ("counting", "changes 'count' in its parameter groups")],
 )
 def test_an_optimizer_that_fails_is_named(optimizer: str, says: str) -> None:
-    told = on_ranks(failing, 1, optimizer)[0]
-    assert "the optimizer's step failed on this rank" in told and says in told
+    answers = on_ranks(failing, 1, optimizer)[0]
+    assert "the optimizer's step failed on this rank" in answers and says in answers
 
 
 def with_nothing(rank: int) -> None:
@@ -283,3 +284,54 @@ def with_nothing(rank: int) -> None:
 
 def test_a_parameter_without_elements() -> None:
     on_ranks(with_nothing, 2)
+
+
+def own_affair(rank: int) -> None:
+    """One rank differentiates the module by itself, as it may under DDP."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    lean: Any = ab.DataParallel(model, profile_steps=0, memory=ab.Lean(sgd))
+    lean(torch.ones(2, 4)).sum().backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if rank == 1:
+        model(torch.ones(2, 4)).square().sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        model.zero_grad()
+    for _ in range(2):
+        lean(torch.ones(2, 4)).sum().backward()
+    for parameter in model.parameters():
+        theirs = parameter.detach().clone()
+        dist.broadcast(theirs, 0)
+        assert torch.equal(theirs, parameter)
+    lean.close()
+
+
+def test_a_backward_through_the_module_alone_is_no_step() -> None:
+    on_ranks(own_affair, 2)
+
+
+def frozen_later(rank: int) -> list[int]:
+    """How many gradients are alive when the last one comes, before and after a layer is frozen."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]
+    model = nn.Sequential(*layers)
+    names = [name for name, _ in reversed(list(model.named_parameters()))]
+    parts = [names[:2], *([name] for name in names[2:])]
+    plan = ab.Plan(tuple(ab.Bucket(tuple(part)) for part in parts))
+    lean: Any = ab.DataParallel(model, plan=plan, profile_steps=0, memory=ab.Lean(sgd))
+    alive: list[int] = []
+    layers[0].weight.register_post_accumulate_grad_hook(
+        lambda _: alive.append(sum(parameter.grad is not None for parameter in model.parameters()))
+    )
+    for frozen in (False, True):
+        layers[5].requires_grad_(not frozen)
+        before = layers[5].weight.detach().clone()
+        lean(torch.randn(2, WIDTH)).sum().backward()
+        assert torch.equal(before, layers[5].weight) == frozen
+    lean.close()
+    return alive
+
+
+def test_what_is_frozen_later_keeps_no_gradient_alive() -> None:
+    for before, after in on_ranks(frozen_later, 2):
+        assert before == after <= 1

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from anabranch import DataParallel
 from parallel.twins import (
-    STAGES,
+    SCENARIOS,
     WIDTH,
     Feature,
     batch,
@@ -225,7 +225,7 @@ def in_a_subgroup(rank: int) -> list[str]:
         profile_steps=2,
         network=ring().at(2),
         **feature.options,
-        policy=STAGES["keeps the plan"],
+        policy=SCENARIOS["keeps the plan"],
     )
     optimizers = [sgd(theirs), sgd(ours)]
     apart = []
@@ -287,6 +287,6 @@ def held(rank: int, early: bool) -> dict[str, object]:
 @pytest.mark.parametrize("early", [True, False])
 def test_one_that_holds_plans_no_more_and_averages_as_before(early: bool) -> None:
     first, second = on_ranks(held, 2, early, timeout_s=90.0)
-    for told in (first, second):
-        assert told["apart"] == [] and told["same"] and str(told["explained"]).endswith(", held.")
+    for answers in (first, second):
+        assert answers["apart"] == [] and answers["same"] and str(answers["explained"]).endswith(", held.")
     assert first["planned"] == second["planned"] == (not early)

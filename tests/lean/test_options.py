@@ -1,0 +1,31 @@
+"""The options of Lean: wrong values are refused when they are given."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import anabranch as ab
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"optimizer": 3}, "expected a function"),
+        ({"optimizer": torch.optim.SGD, "residuals": "disk"}, "'in place' or 'host'"),
+        ({"optimizer": torch.optim.SGD, "clip_norm": 0}, "more than 0"),
+    ],
+)
+def test_bad_settings(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ab.Lean(**arguments)
+
+
+def test_an_optimizer_in_place_of_a_function() -> None:
+    with pytest.raises(ValueError, match="every bucket has its own"):
+        ab.Lean(torch.optim.SGD([torch.zeros(1)], lr=0.1))  # type: ignore[arg-type]
+
+
+def test_an_optimizer_is_needed() -> None:
+    with pytest.raises(TypeError, match="optimizer"):
+        ab.Lean()  # type: ignore[call-arg]

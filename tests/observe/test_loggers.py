@@ -1,0 +1,124 @@
+"""Loggers: lines of JSON, TensorBoard and the progress line, with hostile texts, torn files and missing libraries."""
+
+import io
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+
+from anabranch import JsonLines, Metrics, Progress, TensorBoard
+from anabranch.observe import loggers
+
+STEP = Metrics(7, 0, 0.05, 0.04, 0.03, 0.02, 0.5, 3 << 20, 3 << 20, 0.25, "0123456789ab", 2, 1, "running [red]x\x1b[2J")
+
+
+def test_json_lines_append_and_hold_any_text(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    hostile = replace(STEP, stage='</script>\n"\u2028\x00', predicted_s=None)
+    for metrics in (STEP, hostile):
+        logger = JsonLines(path)
+        logger.log(metrics)
+        logger.close()
+        logger.close()
+    assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == [asdict(STEP), asdict(hostile)]
+
+
+def test_a_line_that_a_crash_has_torn_swallows_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 7, "ra')
+    logger = JsonLines(path)
+    for _ in range(2):
+        logger.log(STEP)
+    logger.close()
+    torn, *whole = path.read_text().split("\n")[:-1]
+    assert torn == '{"step": 7, "ra' and [json.loads(line) for line in whole] == [asdict(STEP)] * 2
+
+
+def test_making_a_logger_opens_nothing(tmp_path: Path) -> None:
+    JsonLines(tmp_path / "nowhere" / "run.jsonl").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+class FakeWriter:
+    """torch's SummaryWriter, as far as it is used."""
+
+    made: list["FakeWriter"] = []  # noqa: RUF012
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.scalars, self.texts, self.closed = folder, {}, [], False  # type: ignore[var-annotated]
+        FakeWriter.made.append(self)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars[tag, step] = value
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self.texts.append((tag, text, step))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_tensorboard_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FakeWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(loggers, "require", lambda *_: None)
+    monkeypatch.setattr(FakeWriter, "made", [])
+    logger = TensorBoard(tmp_path)
+    assert FakeWriter.made == []
+    logger.log(STEP)
+    logger.log(replace(STEP, step=8, predicted_s=None))
+    logger.close()
+    (writer,) = FakeWriter.made
+    assert writer.folder == str(tmp_path) and writer.closed
+    assert writer.scalars["anabranch/exposed_s", 7] == 0.02 and writer.scalars["anabranch/predicted_s", 7] == 0.04
+    assert ("anabranch/predicted_s", 8) not in writer.scalars and ("anabranch/overlap", 8) in writer.scalars
+    assert writer.texts == [("anabranch/stage", STEP.stage, 7)]
+
+
+def test_tensorboard_for_real(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = TensorBoard(tmp_path)
+    logger.log(STEP)
+    logger.close()
+    seen = reader.EventAccumulator(str(tmp_path))
+    seen.Reload()
+    (point,) = seen.Scalars("anabranch/exposed_s")
+    assert (point.step, point.value) == (STEP.step, pytest.approx(0.02))
+
+
+def test_without_tensorboard_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'anabranch\[tensorboard\]'"):
+        TensorBoard(tmp_path)
+
+
+def test_progress_on_a_terminal_and_elsewhere() -> None:
+    for terminal in (True, False):
+        shown = io.StringIO()
+        progress = Progress(100, Console(file=shown, force_terminal=terminal, width=200))
+        for step in range(1, 4):
+            progress.log(replace(STEP, step=step))
+        progress.close()
+        progress.close()
+        text = shown.getvalue()
+        assert "of 100 · 50.0 ms (predicted 40.0) · exposed 20.0 ms · 50% hidden · sent 3.00 MiB" in text
+        assert "density 25.00% · running [red]x" in text, "markup is text"
+        assert ("step 3" in text) == terminal, "elsewhere, a line every hundred steps"
+        assert "\x1b[2J" not in text, "control codes do not reach the terminal"
+
+
+def test_progress_refuses_an_impossible_total() -> None:
+    with pytest.raises(ValueError, match="total_steps is 0"):
+        Progress(0)
+
+
+def test_progress_stays_on_one_line() -> None:
+    shown = io.StringIO()
+    progress = Progress(console=Console(file=shown, width=60))
+    progress.log(replace(STEP, stage="running a\nb"))
+    assert shown.getvalue().count("\n") == 1

@@ -1,0 +1,43 @@
+"""explain(): what was found in each stage of tuning, and a line per bucket with the time that its exchange saves."""
+
+from dataclasses import replace
+
+import anabranch as ab
+from anabranch.tuning.explain import Findings, explanation
+
+TENSORS = (ab.TensorSpec("bias", 1000, 4, 0.1), ab.TensorSpec("weight", 1_000_000, 4, 0.2))
+TRACE = ab.Trace(TENSORS, 0.1)
+NETWORK = ab.Network(2, {"dense": ab.Curve.linear(1e-3, 1e-8), "oktopk:0.01": ab.Curve.linear(2e-3, 1e-9)})
+PLAN = ab.Plan((ab.Bucket(("bias",)), ab.Bucket(("weight",), collective="oktopk:0.01")))
+NOTHING = Findings("settling", None, None, (), None, None, None, ())
+
+
+def test_each_bucket_has_its_exchange_and_the_time_that_it_saves() -> None:
+    found = replace(NOTHING, trace=TRACE, network=NETWORK, plan=PLAN, exchange_lines=["a line about residuals"])
+    title, head, dense, sparse, saved, residuals = explanation(found).splitlines()[-6:]
+    assert PLAN.fingerprint[:12] in title and head.split()[-6:] == ["takes,", "ms", "dense,", "ms", "last", "gradient"]
+    assert dense.split() == ["0", "0", "dense", "0.004", "1", "100.00", "1.04", "1.04", "bias"]
+    assert sparse.split() == ["1", "0", "oktopk:0.01", "3.815", "1", "200.00", "6.00", "41.00", "weight"]
+    assert saved.startswith("1 of 2 buckets are compressed, which saves 35.00 ms of the 41.00 ms")
+    assert residuals == "a line about residuals"
+
+
+def test_without_a_network_buckets_have_no_times() -> None:
+    assert "-         - weight" in explanation(replace(NOTHING, trace=TRACE, plan=PLAN)).splitlines()[-1]
+
+
+def test_before_anything_is_found_only_the_stage_is_shown() -> None:
+    assert explanation(NOTHING) == "anabranch: settling."
+
+
+def test_an_emulated_network_is_named_before_and_after_it_is_measured() -> None:
+    emulated = replace(NOTHING, network_note="emulated: 1 Gbit/s")
+    assert explanation(emulated).splitlines()[1] == "Network (emulated: 1 Gbit/s): not measured."
+    assert "Network (emulated: 1 Gbit/s): 2 ranks" in explanation(replace(emulated, network=NETWORK))
+
+
+def test_the_reason_for_exposed_time_is_the_slower_of_wire_and_backward() -> None:
+    slow = explanation(replace(NOTHING, trace=TRACE, network=ab.Network.linear(2, 1e-3, 1e-6)))
+    fast = explanation(replace(NOTHING, trace=TRACE, network=ab.Network.linear(2, 1e-3, 1e-9)))
+    assert "since communication takes longer than backward." in slow
+    assert "since the last gradient, weight, must still be sent when backward ends." in fast
