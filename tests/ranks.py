@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 GROUP_TIMEOUT = timedelta(seconds=45)
 GRACE_S = 5.0  # for the other ranks, once one has failed
-MAX_PATIENCE = 3.0  # keeps the deadlines below pytest's own
+MAX_PATIENCE = 3.0  # keeps deadlines below pytest's own
 
 # Ranks are forked from a server that has imported what they need: 0.1 s for two of them, instead of 3 s of CPU each.
 # Ranks that live on from call to call would save another 0.06 s a call, and tests would see each other's leftovers.
