@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,14 +165,23 @@ def parse_json(text: bytes, where: str, nan_as_none: bool = False) -> Any:
 
 
 def _validate(cls: type[Noun], document: dict[str, Any], where: str) -> Noun:
-    from pydantic import TypeAdapter, ValidationError  # takes a tenth of a second, which most commands do not need
+    from pydantic import ValidationError  # takes a tenth of a second, which most commands do not need
 
     try:
         # Once more through JSON, since only from there a list may become a tuple and nothing else may become anything.
-        return TypeAdapter(cls).validate_json(json.dumps(document))
+        noun: Noun = _adapter(cls).validate_json(json.dumps(document))  # type: ignore[arg-type]
+        return noun
     except ValidationError as error:
         found = _of_one_branch(error.errors(include_url=False))
         raise _refused(where, complaint(found, cls.__name__.lower())) from error
+
+
+@cache
+def _adapter(cls: type) -> Any:
+    """pydantic's validator of a class; it takes milliseconds to build."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
 
 
 def _of_one_branch(errors: list[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Ranks that die, fail or stall in mid-step: the others say what they waited for, in time, and come to an end.
 
 Every rank is a Python process of its own, so that the end of the interpreter, with its threads and groups, is part of
-the test: forked ranks hid an error in that end from 7 of 8 cases. This file is also the program that each of them runs.
+the test: ranks forked from a server end in another way. This file is also the program that each of them runs.
 """
 
 import json

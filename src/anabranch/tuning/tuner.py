@@ -80,8 +80,8 @@ class Tuner:
         self._timer = self.runner.timer
         self._patience = 1  # number of the first drift check that may start planning again
         self._prediction: tuple[Trace, Plan | None, Network, float | None] | None = None  # the last one, and its inputs
-        self._schedule = self._tuning()
         try:
+            self._schedule = self._tuning()
             next(self._schedule, None)
         except BaseException:
             self.runner.close()
