@@ -76,7 +76,7 @@ class Contestant:
 
 
 class ResidualMonitor:
-    """What waits on this rank in a given plan: its norm, and how long its places have not travelled.
+    """The residual on this rank in a given plan: its norm, and for how long its elements were not sent.
 
     Exact, place by place: what was sent and applied leaves a zero behind (values travel as float32 here).
     """
@@ -109,7 +109,7 @@ class Run:
     def __init__(self, task: Task, contestant: Contestant, timed: bool) -> None:
         self.task, self.contestant, self._timed = task, contestant, timed
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._waiting, self.parallel = ResidualMonitor(), task.model
+        self._residual_monitor, self.parallel = ResidualMonitor(), task.model
         self._device = next(task.model.parameters()).device
         self._loss = torch.zeros((), device=self._device)
         self._norm, self._held = 0.0, False
@@ -158,7 +158,7 @@ class Run:
         task.optimizer.zero_grad(set_to_none=False)
         loss.backward()
         if not self._timed:
-            self._waiting.step(self.parallel)
+            self._residual_monitor.step(self.parallel)
         if contestant.clip is not None:
             nn.utils.clip_grad_norm_(task.model.parameters(), contestant.clip)
         if not self._timed and (step + 1) % task.every == 0:
@@ -180,7 +180,7 @@ class Run:
         names = [*(f"validation_{name}" for name in found), "train_loss"]
         told = {name: float(total / count) for name, (total, count) in zip(names, sums, strict=True)}
         if not self._timed:
-            told |= self._waiting.told() | {"gradient_norm": self._norm}
+            told |= self._residual_monitor.told() | {"gradient_norm": self._norm}
         return told
 
 

@@ -201,7 +201,7 @@ def tasks(curves: Sequence[Curve]) -> list[str]:
 
 
 def pictures(curves: Sequence[Curve], path: str, shown: Callable[[str], bool]) -> None:
-    """Over steps, over time, and what waits."""
+    """Over steps, over time, and the residual."""
     steps = [c for c in curves if c.how != "timed" and shown(c.contestant)]
     char = [c for c in steps if c.task == "char"]
     digits = [c for c in steps if c.task == "digits"]
@@ -213,10 +213,10 @@ def pictures(curves: Sequence[Curve], path: str, shown: Callable[[str], bool]) -
         drawn = curves_plot(panels, "Over steps, 4 ranks: mean of the seeds, and their range")
         Path(f"{path}_steps.svg").write_bytes(drawn)
     sparse = [c for c in char if c.contestant != DENSE and "weigh" not in c.contestant]  # which has other units
-    panels = [("residual_norm", "step", "norm of what waits on a rank", "step", sparse),
+    panels = [("residual_norm", "step", "norm of the residual on a rank", "step", sparse),
               ("age_steps", "step", "its age in steps, weighted by magnitude", "step", sparse)]  # fmt: skip
     if sparse:
-        Path(f"{path}_waiting.svg").write_bytes(curves_plot(panels, "What waits, characters: means over 4 ranks"))
+        Path(f"{path}_waiting.svg").write_bytes(curves_plot(panels, "Residual, characters: means over 4 ranks"))
     timed = [c for c in curves if c.how == "timed"]
     panels = [("validation_loss", over, f"{task}: validation loss (logarithmic)", across, group)
               for task in tasks(timed) for over, across in (("step", "step"), ("time_s", "seconds"))

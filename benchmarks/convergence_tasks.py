@@ -56,19 +56,16 @@ class Characters:
         self._held_out = held_out[(starts + torch.arange(LENGTH + 1)).to(device)]
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
-        """See ``Task``."""
         generator = torch.Generator().manual_seed((self._seed << 32) + step * ranks + rank)
         starts = torch.randint(len(self._text) - LENGTH - 1, (self.passages, 1), generator=generator)
         places = (starts + torch.arange(LENGTH + 1)).to(self._text.device, non_blocking=True)
         return (self._text[places],)
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """See ``Task``."""
         return torch.as_tensor(model(*batch))
 
     @torch.no_grad()
     def validated(self, rank: int, ranks: int) -> dict[str, tuple[float, float]]:
-        """See ``Task``."""
         parts = self._held_out[rank::ranks].split(32)
         return {"loss": (sum(float(self.model(part)) * len(part) for part in parts), float(sum(map(len, parts))))}
 
@@ -107,7 +104,7 @@ class Digits:
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=lr or 0.05, momentum=0.9)
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
-        """See ``Task``: shuffled anew in every epoch, each rank its own images."""
+        """Images shuffled anew in every epoch; each rank has its own."""
         epoch, place = divmod(step * self._batch * ranks, TRAINED_ON)
         order = torch.randperm(TRAINED_ON, generator=torch.Generator().manual_seed((self._seed << 32) + epoch))
         first = place + rank * self._batch
@@ -115,12 +112,11 @@ class Digits:
         return self._images[mine], self._labels[mine]
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """See ``Task``."""
         return cross_entropy(model(batch[0]), batch[1])
 
     @torch.no_grad()
     def validated(self, rank: int, ranks: int) -> dict[str, tuple[float, float]]:  # noqa: ARG002
-        """See ``Task``. All of it on rank 0, whose running statistics are everyone's."""
+        """All of it on rank 0, whose running statistics are everyone's."""
         if rank != 0:
             return {"loss": (0.0, 0.0), "accuracy": (0.0, 0.0)}
         mine = self._test

@@ -12,7 +12,7 @@ via=scaled     gradients are divided by the root of the rank's own second moment
 via=momentum   momentum before sending, cleared where it was sent (DGC); the optimizer has none
 weigh=tensor   selected by magnitude over the root mean square of the optimizer's second moment in the same tensor
 weigh=element  … over the root of its second moment at the same place: what would change the model most
-keep=SHARE     what waits shrinks by this factor in every step
+keep=SHARE     the residual shrinks by this factor in every step
 beta1=SHARE    momentum of the optimizer
 """
 
@@ -81,7 +81,7 @@ class Bucket:
         return (self._first / (1 - BETA1 ** (step + 1)) if self._variant.via == "update" else gradients) / root
 
     def weigh(self, optimizer: torch.optim.Optimizer) -> None:
-        """By what the optimizer, alike on every rank, divides: what waits is kept in these units."""
+        """By what the optimizer, alike on every rank, divides: the residual is kept in these units."""
         if self._density is None or not self._variant.weigh:
             return
         moments = [optimizer.state[p]["exp_avg_sq"].flatten() for p in self.parameters]
@@ -172,7 +172,7 @@ def curve(task: Task, contestant: Contestant, variant: Variant, steps: int) -> I
 
 
 def measured(task: Task, buckets: list[Bucket]) -> dict[str, float]:
-    """Validation, and what waits: means over the ranks."""
+    """Validation, and the residual: means over the ranks."""
     found = task.validated(0, 1)
     residuals = torch.cat([torch.stack([state.residual for state in bucket.states]) for bucket in buckets], dim=1)
     ages, mass = torch.cat([bucket.ages for bucket in buckets], dim=1), residuals.abs().sum(dim=1)

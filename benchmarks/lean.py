@@ -202,7 +202,7 @@ def still_nbytes(case: Case) -> int:
     """What Lean has on the device all the time where residuals are on the host."""
     states = 2 if case.speaks else 1
     largest_bucket = max(case.sizes) + sum(case.sizes) // BUCKETS
-    return (1 + states) * sum(case.sizes) + 4 * largest_bucket  # two slots for gradients, two for what waits
+    return (1 + states) * sum(case.sizes) + 4 * largest_bucket  # two slots for gradients, two for the residual
 
 
 def show(line: str) -> None:

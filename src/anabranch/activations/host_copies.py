@@ -28,7 +28,7 @@ class HostCopies(Protocol):
         ...
 
     def on_device_copy_stream(self) -> AbstractContextManager[object]:
-        """Make the stream of copies to the device the current one: it then waits for what is waited for inside."""
+        """Make the stream of copies to the device the current one: waits inside are issued on it."""
         ...
 
     def wait(self, done: CopyDone) -> None:

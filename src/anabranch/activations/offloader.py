@@ -174,7 +174,7 @@ class Offloader:
     @contextmanager
     def hooks(self, *modules: nn.Module) -> Iterator[None]:
         """Offload what is saved inside this context, but not the parameters and buffers of ``modules``."""
-        # Of nested hooks torch calls the innermost only: the user's own must not be lost to ours.
+        # Of nested hooks torch calls the innermost only: inside the user's own, ours stay away.
         if _active_hooks() not in (None, self._offload_hooks, self._keep_hooks):
             yield
             return

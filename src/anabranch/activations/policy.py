@@ -59,7 +59,7 @@ class Activations:
 class ManagedActivations:
     """A model whose activations are managed as the options say, until ``undo()``.
 
-    In mode "auto" the first steps are profiled, with as little memory as possible. Whoever trains the model calls
+    In mode "auto" the first steps are profiled, with as little memory as possible. The wrapper calls
     ``choose()`` before each forward, on all ranks: when enough steps were profiled, it chooses the mix.
     """
 

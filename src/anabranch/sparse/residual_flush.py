@@ -71,6 +71,6 @@ class ResidualFlush:
         self.set_sparse_names(self.sparse_names)
 
     def _if_finite(self, names: Collection[str]) -> Collection[str]:
-        """All names or none: whoever steps with these gradients skips the whole step if any is not finite."""
+        """All names or none: the optimizer's step is skipped as a whole if any gradient is not finite."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         return names if bool(all_finite(*gradients)) else ()
