@@ -55,6 +55,8 @@ def main() -> None:
         parallel.load_comm_state_dict(*residuals)
         if options.keep:
             options.keep.mkdir(parents=True, exist_ok=True)
+            if rank == 0 and not losses:
+                (options.keep / "steps.jsonl").unlink(missing_ok=True)  # of an earlier run
             parallel.log_to(anabranch.JsonLines(options.keep / "steps.jsonl"))
 
     quiet = rank != 0 or not sys.stderr.isatty()
@@ -81,10 +83,12 @@ def main() -> None:
 
 
 def keep(folder: Path, parallel: anabranch.DataParallel) -> None:
-    """Save what was recorded, measured, planned and timed, as far as there is any, for ``anabranch report``."""
+    """Save what was recorded, measured, planned and timed, for ``anabranch report``; nothing of an earlier run stays."""
     for name in ("trace", "network", "plan", "timeline"):
         if (noun := getattr(parallel, name)) is not None:
             anabranch.save(noun, folder / f"{name}.json", force=True)
+        else:
+            (folder / f"{name}.json").unlink(missing_ok=True)
 
 
 def meet() -> torch.device:

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,11 +252,13 @@ class Hiding(nn.Linear):
         return Opaque(super().forward(x))
 
 
-def opaque(rank: int) -> str:
-    """An output whose tensors DDP cannot find, either: it trains, and nothing is planned."""
+def opaque(rank: int, folder: str | None) -> str:
+    """An output whose tensors DDP cannot find, either: it trains, and nothing is planned, in a trace window or not."""
     model = DataParallel(
         Hiding(), planner=scattered, network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"]
     )
+    if folder is not None:
+        model.trace_steps(1, 6, f"{folder}/steps.json")
     for step in range(12):
         model.zero_grad()
         model(torch.ones(2, WIDTH) * step).value.sum().backward()
@@ -263,8 +266,10 @@ def opaque(rank: int) -> str:
     return stage_of(model)
 
 
-def test_an_output_without_visible_tensors() -> None:
-    assert on_ranks(opaque, 2) == ["anabranch: settling."] * 2
+@pytest.mark.parametrize("window", [False, True])
+def test_an_output_without_visible_tensors(window: bool, tmp_path: Path) -> None:
+    for stage in on_ranks(opaque, 2, str(tmp_path) if window else None):
+        assert stage.startswith("anabranch: not planning: no tensor with a gradient was found in the model's output")
 
 
 def held_at_once(rank: int) -> list[object]:

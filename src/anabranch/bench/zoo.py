@@ -130,5 +130,7 @@ def _language_model(name: str, device: torch.device, batch: int, length: int) ->
 
 
 def _imported(library: str, name: str) -> Any:
-    require(library.partition(".")[0], "models", f"the model {name}", pin=f"torch=={torch.__version__}")
+    require(
+        library.partition(".")[0], "models", f"the model {name}", pin=f"torch=={torch.__version__.partition('+')[0]}"
+    )
     return import_module(library)

@@ -150,7 +150,8 @@ def _verdict(document: "DemoDocument") -> Sequence[str]:
     if document.plan is None:
         why = (
             "On this machine no plan beat DDP's own buckets, so DataParallel kept those: both run the same buckets. "
-            "Plans pay where messages cost more than here."
+            "Plans pay where the network takes a good part of a step and steps vary little; here four workers share "
+            "this machine's cores, and steps vary."
         )
     else:
         buckets = len(document.plan["buckets"])

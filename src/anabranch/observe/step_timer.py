@@ -75,7 +75,7 @@ class StepTimer:
         self._progress_before = None if progress is None else progress()
         self._current: StepMarks | None = None  # between a forward and the end of its backward
         self._last: StepMarks | None = None  # of the last forward: gradients may come in several backward passes
-        self._last_output_is_opaque = False
+        self.output_is_opaque = False  # no tensor with a gradient was found in the last output
         self._steps: deque[StepMarks] = deque(maxlen=keep)
         self._bucket_timings = 0  # how many contexts of bucket_timing() are open
 
@@ -102,7 +102,7 @@ class StepTimer:
         if step is not None or callbacks:
             for tensor in tensors:
                 tensor.register_hook(on_gradient)
-        self._last_output_is_opaque = not tensors
+        self.output_is_opaque = not tensors
         if step is not None and not tensors:
             step.backward = self.clock.mark()  # the output hides its tensors: this is the best estimate
 
@@ -181,7 +181,9 @@ class StepTimer:
             step = self._last
             if step is None or name in step.ready:
                 return
-            if self._last_output_is_opaque and not step.ready:  # no hook on the output has queued this callback
+            # No hook on an opaque output has queued this callback. Under a tuner such steps are not counted at all: its
+            # schedule would advance only while gradients are timed.
+            if self.output_is_opaque and self._progress is None and not step.ready:
                 Variable._execution_engine.queue_callback(lambda: self._backward_ended(step))
             step.ready[name] = self.clock.mark()
 

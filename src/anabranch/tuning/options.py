@@ -46,17 +46,18 @@ class TuningOptions:
             raise ValueError(f"planner is {self.planner!r}: expected one of {', '.join(PLANNERS)}, or a function")
         if not isinstance(self.planner, str) and not callable(self.planner):
             raise ValueError(f"planner is {self.planner!r}: expected a name or a function (trace, network) -> Plan")
-        if self.lanes is not None and not 1 <= self.lanes <= MAX_LANES:
+        if self.lanes is not None and not (isinstance(self.lanes, int) and 1 <= self.lanes <= MAX_LANES):
             raise ValueError(f"lanes is {self.lanes}: expected 1 to {MAX_LANES}, or None to choose")
-        if self.profile_steps < 0:
+        if not isinstance(self.profile_steps, int) or self.profile_steps < 0:
             raise ValueError(f"profile_steps is {self.profile_steps}: expected 0 or more")
 
     def described(self) -> list[str]:
         """The options as lines that must be the same on all ranks."""
         planner = self.planner
+        given = self.plan.fingerprint if isinstance(self.plan, Plan) else self.plan and f"in {os.fspath(self.plan)!r}"
         return [
             f"planner {planner if isinstance(planner, str) else getattr(planner, '__qualname__', 'a function')}",
-            f"plan {self.plan.fingerprint if isinstance(self.plan, Plan) else self.plan and f'in {self.plan}'}",
+            f"plan {given}",
             f"network {self.network and (self.network.world_size, sorted(self.network.curves))}",
             f"lanes {self.lanes}",
             f"profile_steps {self.profile_steps}",

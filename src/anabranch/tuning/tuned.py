@@ -88,6 +88,8 @@ class Tuned:
 
     def explain(self) -> str:
         """The plan, its predicted and measured gain, and the exposed time; or why there is no plan."""
+        if self._no_plan_reason == CLOSED:
+            return f"No plan: {CLOSED}. Wrap the module again to train it."
         if self._tuner is None:
             return f"No plan: {self._no_plan_reason}. Gradients are averaged as under DistributedDataParallel."
         return explanation(self._tuner.findings())

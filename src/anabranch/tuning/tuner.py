@@ -38,6 +38,11 @@ from anabranch.tuning.trial import Trial
 
 log = logging.getLogger("anabranch")
 
+SETTLING = "settling"
+OPAQUE = (
+    "not planning: no tensor with a gradient was found in the model's output, so steps cannot be seen; return tensors, "
+    "or tuples, lists, dicts or dataclasses of them"
+)
 GIVEN = "the plan it was given"
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 
@@ -71,7 +76,7 @@ class Tuner:
         self.trials: list[Trial] = []
         self.kept: Trial | None = None
         self.failure = ""  # why planning failed, if it did
-        self.stage = "settling"
+        self.stage = SETTLING
         self.replan_requested = False
         self.steps_done = 0
         self._options = options
@@ -98,6 +103,8 @@ class Tuner:
     def after_forward(self, output: object, averaged: bool = True) -> None:
         """Call this with the output of such a forward."""
         self._timer.forward_ended(output, averaged)
+        if self.stage in (SETTLING, OPAQUE):
+            self.stage = OPAQUE if self._timer.output_is_opaque else SETTLING
 
     def hold(self) -> None:
         """Never plan again: keep the last choice, or the layout's own buckets if there was no choice yet."""
@@ -137,7 +144,7 @@ class Tuner:
             trace=self.trace,
             network=self.network,
             trials=self.trials,
-            kept=self.kept,
+            kept=self.kept if self.kept is not None and self.kept.plan == self.runner.plan else None,
             plan=self.runner.plan,
             network_note=network_note() if on_cpu else None,  # only Gloo is emulated
             exchange_lines=self.collectives.summary(),
@@ -219,7 +226,7 @@ class Tuner:
         plan = agree_on(Plan, self._options.plan, self.control)
         if self._options.network is not None:
             self.network = agree_on(Network, self._options.network, self.control)
-        self.stage = f"running {GIVEN}"
+        self.stage = "running the plan it was given"
         yield from self._change_to(plan)
         if self._options.profile_steps:
             yield from self._profile(GIVEN, plan)
