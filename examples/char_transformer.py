@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def keep(folder: Path, parallel: anabranch.DataParallel) -> None:
-    """Save what was recorded, measured, planned and timed, for ``anabranch report``; nothing of an earlier run stays."""
+    """Save what was recorded, measured, planned and timed, for ``anabranch report``; files of earlier runs go."""
     for name in ("trace", "network", "plan", "timeline"):
         if (noun := getattr(parallel, name)) is not None:
             anabranch.save(noun, folder / f"{name}.json", force=True)
