@@ -90,7 +90,7 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "planner": ({"planner": "single"}, "planner single"),
     "a function as planner": ({"planner": other_planner}, "planner other_planner"),
     "plan": ({"plan": scatter(dtypes_of(mlp()), seed=5)}, "plan "),
-    "network": ({"network": Network.ring(3, 1e-5, 1e-9)}, "network given True"),
+    "network": ({"network": Network.ring(3, 1e-5, 1e-9)}, "network (3, ['dense'])"),
     "lanes": ({"lanes": 2}, "lanes 2"),
     "compress": ({"compress": "bf16"}, "compress bf16"),
     "profile_steps": ({"profile_steps": 7}, "profile_steps 7"),
