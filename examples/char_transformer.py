@@ -50,13 +50,10 @@ def main() -> None:
         parallel: DistributedDataParallel = DistributedDataParallel(model)
     else:
         compress = anabranch.OkTopk(density=options.compress, deterministic=True) if options.compress else None
-        plan: Any = anabranch.load(options.plan) if options.plan else None
-        parallel = anabranch.DataParallel(model, compress=compress, plan=plan)  # the one line
+        parallel = anabranch.DataParallel(model, compress=compress, plan=options.plan)  # the one line
         parallel.load_comm_state_dict(*residuals)
         if options.keep:
             options.keep.mkdir(parents=True, exist_ok=True)
-            if rank == 0 and not losses:
-                (options.keep / "steps.jsonl").unlink(missing_ok=True)  # of an earlier run
             parallel.log_to(anabranch.JsonLines(options.keep / "steps.jsonl"))
 
     quiet = rank != 0 or not sys.stderr.isatty()
@@ -85,10 +82,9 @@ def main() -> None:
 def keep(folder: Path, parallel: anabranch.DataParallel) -> None:
     """Save what was recorded, measured, planned and timed, for ``anabranch report``; files of earlier runs go."""
     for name in ("trace", "network", "plan", "timeline"):
+        (folder / f"{name}.json").unlink(missing_ok=True)
         if (noun := getattr(parallel, name)) is not None:
-            anabranch.save(noun, folder / f"{name}.json", force=True)
-        else:
-            (folder / f"{name}.json").unlink(missing_ok=True)
+            anabranch.save(noun, folder / f"{name}.json")
 
 
 def meet() -> torch.device:
