@@ -1,0 +1,120 @@
+"""Runs DDP tests under stock DDP and under DataParallel: several at a time, each in fresh processes with a deadline."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from ranks import patience
+
+STOCK, DEFAULT, EAGER = "DDP", "DataParallel", "eager DataParallel"
+MODES = (STOCK, DEFAULT, EAGER)
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+# Torch's own deadline of one test, and ours, behind it, for a test whose processes do not end. Both on an idle machine.
+TORCH_DEADLINE_S = 40
+DEADLINE_S = 60.0
+# Read by torch's test modules as they are imported, in the process that all tests are forked from.
+ENVIRONMENT = {
+    "BACKEND": "gloo",
+    "WORLD_SIZE": "2",
+    "OMP_NUM_THREADS": "1",
+    "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
+    "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TORCH_DEADLINE_S),
+}
+
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch_suite.one_test"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one test ended under one wrapper."""
+
+    outcome: str
+    message: str
+    duration_s: float
+
+
+Results = Mapping[str, Result]  # by mode
+
+
+def names() -> list[str]:
+    """The names of all tests, found in a process of its own: torch's test modules change the process they are in."""
+    reader, writer = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_send_names, args=(writer,))
+    process.start()
+    writer.close()
+    found: list[str] = reader.recv()
+    process.join()
+    return found
+
+
+def _send_names(writer: Any) -> None:
+    from torch_suite import cases
+
+    writer.send(cases.names())
+
+
+def run_all(tests: Iterable[str], logs: Path, jobs: int, done: Callable[[str, Results], None]) -> dict[str, Results]:
+    """Run each test under stock DDP, and under the other modes if it passes there."""
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(pool.map(lambda name: _run_modes(name, logs, done), tests))
+
+
+def _run_modes(name: str, logs: Path, done: Callable[[str, Results], None]) -> tuple[str, Results]:
+    results = {}
+    for mode in MODES:
+        results[mode] = run_one(name, mode, logs)
+        if results[STOCK].outcome != PASSED:
+            break
+    done(name, results)
+    return name, results
+
+
+def run_one(name: str, mode: str, logs: Path) -> Result:
+    """Run one test in fresh processes; none of them is left behind."""
+    start = time.monotonic()
+    reader, writer = CONTEXT.Pipe(duplex=False)
+    log = logs / f"{name}.{mode.replace(' ', '-')}.log"
+    process = CONTEXT.Process(target=_run, args=(name, mode, str(log), writer), name=name)
+    process.start()
+    writer.close()
+    try:
+        if reader.poll(DEADLINE_S * patience()):
+            outcome, message = reader.recv()
+        else:
+            outcome, message = FAILED, f"no result after {time.monotonic() - start:.0f} s; its output is in {log}"
+    except EOFError:
+        outcome, message = FAILED, f"its process died; its output is in {log}"
+    finally:
+        reader.close()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # its ranks too
+        process.join()
+    return Result(outcome, message, time.monotonic() - start)
+
+
+def _run(name: str, mode: str, log: str, writer: Any) -> None:
+    from torch_suite import one_test
+
+    one_test.run(name, mode, log, writer)
+
+
+def kinds(results: Mapping[str, Results]) -> Iterator[tuple[str, str]]:
+    """For each test the line of the table that it is counted in."""
+    for name, by_mode in results.items():
+        if by_mode[STOCK].outcome == SKIPPED:
+            yield name, "skipped by torch"
+        elif by_mode[STOCK].outcome == FAILED:
+            yield name, "fails under stock DDP"
+        elif any(result.outcome != PASSED for result in by_mode.values()):
+            yield name, "passes under stock DDP only"
+        else:
+            yield name, "passes under both"
