@@ -23,6 +23,8 @@ from torch.testing._internal.distributed.distributed_test import DistributedTest
 from torch.testing._internal.distributed.rpc.rpc_test import RpcTest
 from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
 
+from torch_suite.behaviours import Behaviour
+
 DDP_NAMES = {"DistributedDataParallel", "DDP"}
 
 
@@ -61,8 +63,12 @@ class Rpc(ForkedRanks, RpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestC
     """torch.testing._internal.distributed.rpc.rpc_test."""
 
 
+class Behaviours(ForkedRanks, Behaviour):
+    """Our own."""
+
+
 CLASSES: dict[str, type[unittest.TestCase]] = {
-    kind.__name__: kind for kind in (Distributed, UnderDistAutograd, Comparison, CudaComparison, Rpc)
+    kind.__name__: kind for kind in (Distributed, UnderDistAutograd, Comparison, CudaComparison, Rpc, Behaviours)
 }
 
 
@@ -73,7 +79,7 @@ def names() -> list[str]:
         f"{kind}.{test}"
         for kind, cls in CLASSES.items()
         for test in loader.getTestCaseNames(cls)
-        if _names_ddp(cls, getattr(cls, test))
+        if cls is Behaviours or _names_ddp(cls, getattr(cls, test))
     ]
 
 

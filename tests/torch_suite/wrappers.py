@@ -11,8 +11,8 @@ from anabranch import DataParallel, Network
 from parallel.twins import SCENARIOS, scattered
 from torch_suite.suite import DEFAULT, EAGER, STOCK
 
-# These modules keep the class: one defines it, the others build on it.
-KEEP = ("torch.nn.parallel.distributed", "anabranch")
+# These modules keep the class: torch's own defines it, the library builds on it, our tests compare with it.
+KEEP = ("torch.nn.parallel.distributed", "anabranch", "parallel.", "torch_suite")
 
 
 class EagerDataParallel(DataParallel):
