@@ -310,23 +310,18 @@ def behaviours() -> Iterator[tuple[str, Observe]]:
     for views in (False, True):
         end = "_views" if views else ""
         options = {"gradient_as_bucket_view": views}
+        unused = {"find_unused_parameters": True, **options}
         yield f"sparse_embedding{end}", training(sparse_embedding, look_up, **options)
         yield f"complex{end}", training(Complex, **options)
         yield f"channels_last{end}", training(Convolutions, **options)
         yield f"lstm{end}", training(Recurrent, **options)
         yield f"batch_norm{end}", training(Normalised, **options)
         yield f"ignored_output{end}", training(mlp, ignored_output, **options)
-        yield (
-            f"ignored_output_unused{end}",
-            training(Branches, ignored_branches, find_unused_parameters=True, **options),
-        )
+        yield f"ignored_output_unused{end}", training(Branches, ignored_branches, **unused)
         yield f"validation{end}", training(Normalised, validated, **options)
         yield f"find_unused_without_any{end}", training(mlp, **unused)
         yield f"unused_output{end}", training(Heads, first_head, **unused)
-        yield (
-            f"output_unused_on_one_rank{end}",
-            training(Heads, rank_1_uses_one_head, **unused),
-        )
+        yield f"output_unused_on_one_rank{end}", training(Heads, rank_1_uses_one_head, **unused)
         yield f"small_buckets{end}", training(mlp, bucket_cap_mb=0.0001, **options)
     yield "no_broadcast_of_buffers", training(Normalised, broadcast_buffers=False)
     yield "buckets_by_list", training(mlp, bucket_cap_mb_list=[0.0001, 0.001])
