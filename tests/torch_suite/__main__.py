@@ -43,10 +43,10 @@ def exceptions(text: str) -> dict[str, str]:
 
 def print_table(results: Mapping[str, Results]) -> None:
     """Count the tests of the torch wheel, and those of our own, by how they ended."""
-    counts = Counter((name.startswith("Behaviours."), kind) for name, kind in suite.kinds(results))
+    counts = Counter((suite.of_torch(name), kind) for name, kind in suite.kinds(results))
     print(f"\n{'':30}{'of torch':>10}{'of ours':>10}")
     for line in LINES:
-        print(f"{line:30}{counts[False, line]:>10}{counts[True, line]:>10}")
+        print(f"{line:30}{counts[True, line]:>10}{counts[False, line]:>10}")
     print()
 
 

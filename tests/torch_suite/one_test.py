@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from torch_suite import cases, gpu_on_cpu, wrappers
+from torch_suite import cases, gpu_on_cpu, suite, wrappers
 from torch_suite.suite import FAILED, PASSED, SKIPPED
 
 
@@ -20,7 +20,7 @@ def run(name: str, mode: str, log: str, writer: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("default")
     wrappers.put_in_place_of_ddp(mode)
-    if not name.startswith("Behaviours."):  # our own tests ask for no GPU
+    if suite.of_torch(name):  # our own tests ask for no GPU
         gpu_on_cpu.pretend()
     result = unittest.TestResult()
     cases.case(name).run(result)
