@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch_suite import suite
@@ -20,6 +20,7 @@ def main() -> int:
     """Run the tests, print the table; 0 if every test that stock DDP passes is passed or a listed exception."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", nargs="*", help="parts of names; all tests if left out")
+    parser.add_argument("--exact", action="store_true", help="the names are whole names")
     parser.add_argument("--jobs", type=int, default=2, help="tests at a time")
     parser.add_argument("--logs", type=Path, help="keep the output of every test in this folder")
     options = parser.parse_args()
@@ -28,7 +29,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        chosen = [name for name in suite.names() if not options.tests or any(part in name for part in options.tests)]
+        chosen = _chosen(suite.names(), options.tests, options.exact)
         results = suite.run_all(chosen, logs, options.jobs, _print_progress)
     print_table(results)
     print(f"{len(results)} tests in {time.monotonic() - start:.0f} s")
@@ -67,6 +68,10 @@ def judge(results: Mapping[str, Results], excused: Mapping[str, str], complete: 
     unexpected = failed - excused.keys()
     print(f"{len(unexpected)} tests fail that should pass" if unexpected else "every other test passes")
     return 1 if unexpected else 0
+
+
+def _chosen(names: Sequence[str], wanted: Sequence[str], exact: bool) -> list[str]:
+    return [name for name in names if not wanted or any(part == name if exact else part in name for part in wanted)]
 
 
 def _print_progress(name: str, results: Results) -> None:
