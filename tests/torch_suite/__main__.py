@@ -1,7 +1,6 @@
 """``make torch-suite``: torch's own DDP tests under stock DDP and under DataParallel, compared."""
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch_suite import suite
-from torch_suite.suite import ENVIRONMENT, MODES, PASSED, Results
+from torch_suite.suite import MODES, PASSED, Results
 
 EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
 LINES = ("passes under both", "passes under stock DDP only", "fails under stock DDP", "skipped by torch")
@@ -24,7 +23,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="tests at a time")
     parser.add_argument("--logs", type=Path, help="keep the output of every test in this folder")
     options = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
+    suite.prepare()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
         logs = options.logs or Path(folder)

@@ -30,7 +30,6 @@ ENVIRONMENT = {
 }
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch_suite.one_test"])
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,12 @@ class Result:
 
 
 Results = Mapping[str, Result]  # by mode
+
+
+def prepare() -> None:
+    """Before anything else in this process: every test is forked from a server that has imported torch's tests."""
+    os.environ.update(ENVIRONMENT)
+    CONTEXT.set_forkserver_preload(["torch_suite.one_test"])
 
 
 def names() -> list[str]:
