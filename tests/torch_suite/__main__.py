@@ -63,10 +63,15 @@ def judge(results: Mapping[str, Results], excused: Mapping[str, str], complete: 
     for name in sorted(failed - excused.keys()):
         for mode, result in results[name].items():
             if result.outcome != PASSED:
-                print(f"\n{name} fails under {mode}:\n{result.message}")
+                print(f"\n{name} fails under {mode}:\n{_last_lines(result.message)}")
     unexpected = failed - excused.keys()
     print(f"{len(unexpected)} tests fail that should pass" if unexpected else "every other test passes")
     return 1 if unexpected else 0
+
+
+def _last_lines(message: str, count: int = 12) -> str:
+    """The end of a traceback, which says what happened."""
+    return "\n".join([line for line in message.splitlines() if line.strip()][-count:])
 
 
 def _chosen(names: Sequence[str], wanted: Sequence[str], exact: bool) -> list[str]:

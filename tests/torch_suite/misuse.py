@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.models import Branches
 from parallel.twins import WIDTH, batch, mlp, plain_train, sgd
@@ -77,10 +78,15 @@ def replaced_parameter(wrap: Wrap) -> list[Any]:
     return [attempt(lambda step=step: model(batch(step)).sum().backward()) for step in range(3)]
 
 
-def shapes_differ(wrap: Wrap) -> list[Any]:
-    """Another size of a layer on each rank: the kind of error is torch's."""
-    error = attempt(lambda: wrap(nn.Linear(WIDTH, WIDTH + dist.get_rank())) and None)
-    return [str(error).startswith("RuntimeError")]
+def unknown_argument(wrap: Wrap) -> list[Any]:
+    """The kind of the error."""
+    return [str(attempt(lambda: wrap(mlp(), no_such_argument=1))).split(":")[0]]
+
+
+def mesh_and_group(wrap: Wrap) -> list[Any]:
+    """Two ways to say where to average."""
+    mesh = init_device_mesh("cpu", (2,))
+    return [attempt(lambda: wrap(mlp(), process_group=dist.group.WORLD, device_mesh=mesh) and None)]
 
 
 def lazy() -> nn.Module:
@@ -100,11 +106,11 @@ def behaviours() -> Iterator[tuple[str, Observe]]:
     yield "wrong_device_ids", construction(mlp, device_ids=[0])
     yield "wrong_output_device", construction(mlp, output_device=0)
     yield "wrong_two_device_ids", construction(mlp, device_ids=[0, 1])
-    yield "wrong_argument", construction(mlp, no_such_argument=1)
+    yield "wrong_argument", unknown_argument
     yield "wrong_bucket_cap", construction(mlp, bucket_cap_mb="large")
     yield "wrong_delay_without_hook", construction(mlp, delay_all_reduce_named_params=[("0.weight", mlp()[0].weight)])
     yield "wrong_group", construction(mlp, process_group=3)
-    yield "wrong_mesh_and_group", construction(mlp, process_group=3, device_mesh=3)
+    yield "wrong_mesh_and_group", mesh_and_group
     yield "wrong_no_group", no_group
     yield "wrong_unused_parameters", unused_parameters
     yield "wrong_two_backwards", two_backwards
@@ -113,4 +119,3 @@ def behaviours() -> Iterator[tuple[str, Observe]]:
     yield "wrong_pickled_with_group", pickled_with_group
     yield "wrong_wrapped_twice", wrapped_twice
     yield "wrong_replaced_parameter", replaced_parameter
-    yield "wrong_shapes_differ", shapes_differ

@@ -24,8 +24,8 @@ class EagerDataParallel(DataParallel):
             "profile_steps": 2,
             "policy": replace(SCENARIOS["keeps the plan"], settle_steps=1),
         }
-        if dist.is_initialized():
-            group = options.get("process_group") or dist.group.WORLD
+        group = options.get("process_group") or dist.group.WORLD
+        if isinstance(group, dist.ProcessGroup):
             ours["network"] = Network.ring(dist.get_world_size(group), 1e-5, 1e-9)
         super().__init__(module, *args, **{**ours, **options})
 
