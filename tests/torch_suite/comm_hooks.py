@@ -7,14 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
-    _hook_then_optimizer,
-    _OptimizerHookState,
-)
 
 from parallel.models import Branches
 from parallel.test_features import accumulate, branches
-from parallel.twins import WIDTH, Feature, Model, batch, mlp, plain_train, sgd
+from parallel.twins import WIDTH, Feature, Model, mlp, plain_train, sgd
 from torch_suite.observed import Observe, Wrap, attempt, trained, training
 
 
@@ -97,16 +93,6 @@ def after_steps(wrap: Wrap) -> list[Any]:
     return seen + [attempt(lambda step=step: plain_train(model, optimizer, step)) for step in range(6, 12)]
 
 
-def optimizer_in_hook(wrap: Wrap) -> list[Any]:
-    """The optimizer's step runs in the hook, bucket by bucket."""
-    model = wrap(mlp())
-    state = _OptimizerHookState(torch.optim.SGD, list(model.parameters()), lr=0.05)
-    model.register_comm_hook(None, _hook_then_optimizer(default_hooks.allreduce_hook, state))
-    for step in range(5):
-        model(batch(step)).square().mean().backward()
-    return [tensor.detach().clone() for tensor in model.parameters()]
-
-
 def behaviours() -> Iterator[tuple[str, Observe]]:
     """Hooks by themselves, and together with DDP's options."""
     for name, hook in HOOKS.items():
@@ -126,4 +112,3 @@ def behaviours() -> Iterator[tuple[str, Observe]]:
     yield "hook_sparse", training(sparse_embedding, look_up, with_hook(default_hooks.allreduce_hook))
     yield "hook_twice", twice
     yield "hook_after_steps", after_steps
-    yield "hook_with_optimizer", optimizer_in_hook
