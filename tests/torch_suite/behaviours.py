@@ -39,7 +39,6 @@ def by_name() -> dict[str, tuple[int, Observe]]:
         called = name.replace(",", "").replace("-", "_").replace(" ", "_")
         python_group = on_group(feature, lambda: PythonGroup(dist.group.WORLD, Done))
         found[f"feature_{called}"] = 2, on_group(feature, lambda: None)
-        found[f"new_group_{called}"] = 2, on_group(feature, dist.new_group)
         found[f"python_group_{called}"] = 2, python_group
         found[f"one_rank_python_work_{called}"] = 1, on_group(feature, lambda: PythonGroup(None, Done))
         found[f"one_rank_python_future_{called}"] = 1, on_group(feature, lambda: PythonGroup(None, done_future))

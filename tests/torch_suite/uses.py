@@ -247,14 +247,6 @@ def ignored_parameters(wrap: Wrap) -> list[Any]:
     return trained(wrap, Feature(lambda: module))
 
 
-def delayed(wrap: Wrap) -> list[Any]:
-    """Parameters whose averages wait for the end of another parameter's."""
-    module = mlp()
-    names = [(name, p) for name, p in module.named_parameters() if name in ("0.weight", "0.bias")]
-    options = {"delay_all_reduce_named_params": names, "param_to_hook_all_reduce": module[2].weight}
-    return trained(wrap, Feature(lambda: module, options=options))
-
-
 def buffers_of_their_own(wrap: Wrap) -> list[Any]:
     """Buffers that differ by rank and stay so."""
     module = Normalised()
@@ -336,7 +328,7 @@ def behaviours() -> Iterator[tuple[str, Observe]]:
             )
     for function in (saved_and_loaded, pickled, deep_copied, logged, two_models, wrapped_inside, sharded_optimizer):
         yield function.__name__, function
-    for function in (ignored_parameters, delayed, buffers_of_their_own, not_synchronised, one_rank_only, in_groups):
+    for function in (ignored_parameters, buffers_of_their_own, not_synchronised, one_rank_only, in_groups):
         yield function.__name__, function
     for function in (meshed, hooked):
         yield function.__name__, function
