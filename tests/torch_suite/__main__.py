@@ -55,6 +55,8 @@ def judge(results: Mapping[str, Results], excused: Mapping[str, str], complete: 
     failed = {name for name, kind in suite.kinds(results) if kind == "passes under stock DDP only"}
     for name in sorted(failed & excused.keys()):
         print(f"exception: {name}: {excused[name]}")
+    for name, reason in suite.LEFT_OUT.items() if complete else ():
+        print(f"left out: {name}: {reason}")
     for name in sorted(results.keys() & excused.keys() - failed):
         print(f"no exception any more, take it out of {EXCEPTIONS.name}: {name}")
     unknown = sorted(excused.keys() - results.keys()) if complete else []

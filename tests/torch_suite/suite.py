@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TORCH_DEADLINE_S),
 }
 
+LEFT_OUT = {"Distributed.test_ddp_uneven_inputs": "takes more than 5 minutes under stock DDP; others test join(), too"}
+
 CONTEXT = get_context("forkserver")
 
 
@@ -51,14 +53,14 @@ def prepare() -> None:
 
 
 def names() -> list[str]:
-    """The names of all tests, found in a process of its own: torch's test modules change the process they are in."""
+    """The names of all tests but LEFT_OUT, found in a process of its own: torch's test modules change the process they are in."""
     reader, writer = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=_send_names, args=(writer,))
     process.start()
     writer.close()
     found: list[str] = reader.recv()
     process.join()
-    return found
+    return [name for name in found if name not in LEFT_OUT]
 
 
 def _send_names(writer: Any) -> None:
