@@ -53,7 +53,7 @@ def prepare() -> None:
 
 
 def names() -> list[str]:
-    """The names of all tests but LEFT_OUT, found in a process of its own: torch's test modules change the process they are in."""
+    """The names of all tests but LEFT_OUT; found in another process, since torch's test modules change theirs."""
     reader, writer = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=_send_names, args=(writer,))
     process.start()

@@ -14,10 +14,10 @@ from torch_suite.suite import DEFAULT, EAGER, FAILED, PASSED, SKIPPED, STOCK, Re
 TESTS = Path(__file__).parents[1]
 SELECTION = (
     "Distributed.test_DistributedDataParallelCPU",
-    "Distributed.test_ddp_logging_data_cpu",
+    "Distributed.test_ddp_forward_backward_hook",
     "Distributed.test_ddp_join_model_equivalence",
-    "Behaviours.test_python_group_unused",
-    "Behaviours.test_hook_after_steps",
+    "Behaviours.test_feature_unused",
+    "Behaviours.test_hook_then_no_sync",
     "Behaviours.test_checkpoint_twice_reentrant_static",
 )
 
