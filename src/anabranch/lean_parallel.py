@@ -61,7 +61,7 @@ class LeanDataParallel(Tuned, nn.Module):
         plan: Plan | str | os.PathLike[str] | None = None,
         network: Network | None = None,
         lanes: int | None = None,
-        profile_steps: int = 10,
+        profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,

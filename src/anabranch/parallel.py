@@ -41,7 +41,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     lanes: the maximum number of simultaneous messages; None tries two if the measurement predicts a gain.
     compress: "bf16" sends bfloat16 and adds in float32, OkTopk(...) sends the largest values and keeps the rest as
     residual for later steps; each is used only if it is faster.
-    profile_steps: steps per trial; 0 never plans. policy: when the tuner tries, keeps and drops a plan.
+    profile_steps: steps to record before planning; 0 never plans. policy: when plans are tried, kept and dropped.
     memory: Lean(...) returns a ``LeanDataParallel`` instead, which is no DistributedDataParallel.
     """
 
@@ -63,7 +63,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         network: Network | None = None,
         lanes: int | None = None,
         compress: str | OkTopk | None = None,
-        profile_steps: int = 10,
+        profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
         memory: Lean | None = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
         **options: Any,

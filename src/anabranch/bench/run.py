@@ -49,7 +49,7 @@ class Settings:
     iters: int = 10
     batches: int = 10
     warmup: int = 3
-    profile_steps: int = 10
+    profile_steps: int = 6
     sizes_mib: Sequence[float] = (1, 5, 10, 50, 100)
     lanes: Sequence[int] = (2, 4)
     compress: Sequence[str] = ()

@@ -185,7 +185,10 @@ class Tuned:
             self._tuner.replan_requested = True
 
     def hold(self) -> None:
-        """Keep the last choice and never plan again, even if the step time drifts. Call it on every rank."""
+        """Keep the best layout seen so far and never plan again, even if the step time drifts.
+
+        Rank 0's call counts; it takes effect at its next decision: within a few steps of a search, else within 20.
+        """
         if self._tuner is not None:
             self._tuner.hold()
 

@@ -1,4 +1,4 @@
-"""The tuner: profiles under DDP's own buckets, measures, plans, tries, keeps the fastest, and watches for drift.
+"""The tuner: profiles, measures, plans, tries, keeps the fastest layout, and watches for drift, within a budget.
 
 Every rank follows the same schedule, counted in averaged backward passes, which happen equally often on each rank.
 The tuner lets ranks communicate only at the end of such a backward: in a forward, other ranks may not take part (once,
@@ -8,11 +8,11 @@ depends on a measurement is decided by rank 0 and sent to the others before any 
 
 import logging
 import warnings
-from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from time import perf_counter
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
@@ -22,15 +22,18 @@ from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.network import Network
 from anabranch.observe.environment import network_note
-from anabranch.observe.measure import LARGEST_NBYTES, measure
+from anabranch.observe.measure import LARGEST_NBYTES, NoisyNetworkWarning, measure
 from anabranch.observe.recorder import Recorder
 from anabranch.observe.step_context import StepContext
 from anabranch.plan import Plan
 from anabranch.trace import Trace
 from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
+from anabranch.tuning.budget import SearchBudget
 from anabranch.tuning.calibration import calibrate
-from anabranch.tuning.candidates import candidates, predicted_s
+from anabranch.tuning.candidates import candidates, prediction_s
+from anabranch.tuning.comparison import drift
 from anabranch.tuning.explain import Findings
+from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout, PlanRunner
@@ -45,9 +48,10 @@ OPAQUE = (
 )
 GIVEN = "the plan it was given"
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
-
-Schedule = Generator[None, None, None]  # one yield per averaged step
-TrialSchedule = Generator[None, None, Trial]
+WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still waits for its warm-up: it delays nothing
+MEASUREMENT_S = (0.1, 2.0)  # shortest, longest
+USUAL_WINDOWS, RECENT_WINDOWS = 5, 2  # a drift is a difference between the first checks and the last ones
+HELD = "hold"
 
 
 class Tuner:
@@ -57,6 +61,8 @@ class Tuner:
     control      a group of the same ranks for small messages in host memory, used by nothing else
     model_name   is written into traces
     """
+
+    _noise_was_logged: ClassVar[bool] = False  # once per process is enough
 
     def __init__(
         self,
@@ -73,18 +79,25 @@ class Tuner:
         self.runner = PlanRunner(layout, group, control, collectives, self._step_ended)
         self.trace: Trace | None = None
         self.network: Network | None = None
-        self.trials: list[Trial] = []
-        self.kept: Trial | None = None
+        self.trials: list[Trial] = []  # of the last search; the first is the layout that was in force when it began
+        self.kept: Trial | None = None  # the result of the last search
         self.failure = ""  # why planning failed, if it did
         self.stage = SETTLING
         self.replan_requested = False
+        self.hold_requested = False
         self.steps_done = 0
         self._options = options
         self._policy = policy
         self._model_name = model_name
         self._timer = self.runner.timer
-        self._patience = 1  # number of the first drift check that may start planning again
+        self._budget = SearchBudget(policy)
+        self._live = LiveTrials(self.runner, policy, self._budget, self._as_rank_0, lambda: self.hold_requested)
+        self._best: Trial | None = None  # the layout in force while others are tried
+        self._patience = 1  # number of the first drift check that may start another search
+        self._search_cost_s = 0.0  # of the last search
+        self._prediction_error: float | None = None  # predicted by measured step of the layout that was kept
         self._prediction: tuple[Trace, Plan | None, Network, float | None] | None = None  # the last one, and its inputs
+        self._first_step_at_s: float | None = None
         try:
             self._schedule = self._tuning()
             next(self._schedule, None)
@@ -97,7 +110,13 @@ class Tuner:
     @_disable_dynamo
     def before_forward(self, averaged: bool) -> None:
         """Call this before a forward that will be differentiated; ``averaged``: its gradients will be averaged."""
+        began_s = perf_counter()
+        changes = self.runner.plan != self.runner.plan_in_force
+        if self._first_step_at_s is None:
+            self._first_step_at_s = began_s
         self.runner.before_forward(averaged)
+        if changes:
+            self._budget.charge(perf_counter() - began_s)
 
     @_disable_dynamo
     def after_forward(self, output: object, averaged: bool = True) -> None:
@@ -107,14 +126,11 @@ class Tuner:
             self.stage = OPAQUE if self._timer.output_is_opaque else SETTLING
 
     def hold(self) -> None:
-        """Never plan again: keep the last choice, or the layout's own buckets if there was no choice yet."""
-        self._schedule.close()
-        given = self._options.plan if isinstance(self._options.plan, Plan) else None
-        label, plan = self._default_label if given is None else GIVEN, given
-        if self.kept is not None:
-            label, plan = self.kept.label, self.kept.plan
-        self.stage = f"running {label}, held"
-        self.runner.use_plan(plan)
+        """Keep the best layout seen so far and never plan again, from rank 0's next decision on; only its call counts.
+
+        The call itself does not communicate and changes nothing, so ranks that do not call it go on with the others.
+        """
+        self.hold_requested = True
 
     def close(self) -> None:
         """Release hooks, threads and groups."""
@@ -133,7 +149,8 @@ class Tuner:
         """The step that is running, or that ends now."""
         plan = self.runner.plan_in_force
         tried = self.kept if self.kept is not None and plan is not None and self.kept.plan == plan else None
-        communication_s = tried.timeline.communication_s if tried is not None else None
+        timeline = tried.timeline if tried is not None else None
+        communication_s = timeline.communication_s if timeline is not None else None
         return StepContext(self.steps_done + 1, plan, self.stage, self._predicted_s(plan), communication_s)
 
     def findings(self) -> Findings:
@@ -148,6 +165,7 @@ class Tuner:
             plan=self.runner.plan,
             network_note=network_note() if on_cpu else None,  # only Gloo is emulated
             exchange_lines=self.collectives.summary(),
+            cost=self._budget.summary() if self.trials else "",
         )
 
     def _predicted_s(self, plan: Plan | None) -> float | None:
@@ -157,11 +175,7 @@ class Tuner:
         known = self._prediction
         if known is not None and known[0] is self.trace and known[1] is plan and known[2] is self.network:
             return known[3]
-        try:
-            seconds: float | None = predicted_s(self.trace, plan, self.network)
-        except Exception as error:  # a user's plan may name a kind for which the network has no cost
-            log.info("anabranch: no prediction for the layout in force: %s", error)
-            seconds = None
+        seconds = prediction_s(self.trace, plan, self.network)
         self._prediction = (self.trace, plan, self.network, seconds)
         return seconds
 
@@ -171,6 +185,7 @@ class Tuner:
 
     @_disable_dynamo
     def _step_ended(self) -> None:
+        began_s = perf_counter()
         self.steps_done += 1
         self.runner.check_loaded()
         self.collectives.on_step_end()
@@ -184,71 +199,162 @@ class Tuner:
         except Exception as error:
             self.stage = f"stopped planning: {type(error).__name__}: {error}"
             raise
+        self._log(caught)
+        ended_s = perf_counter()
+        self._budget.charge(ended_s - began_s)
+        self._budget.trained_s = ended_s - (self._first_step_at_s or began_s)
+
+    def _log(self, caught: list[warnings.WarningMessage]) -> None:
+        """Log these warnings on rank 0; that the network is noisy is said once per process, and in explain()."""
         for warning in caught if dist.get_rank(self.control) == 0 else []:
-            log.warning("anabranch: %s", warning.message)
+            noise = issubclass(warning.category, NoisyNetworkWarning)
+            if not (noise and Tuner._noise_was_logged):
+                log.warning("anabranch: %s", warning.message)
+            Tuner._noise_was_logged |= noise
+
+    # Decisions of rank 0.
+
+    def _as_rank_0(self, number: int) -> int:
+        """Rank 0's number, from 0 to 255, on every rank. Collective."""
+        return from_rank_0(bytes([number]), self.control)[0]
+
+    def _goes_on(self, worthwhile: bool) -> bool:
+        """Whether the search goes on: rank 0 finds it worthwhile, can afford it, and was not told to hold."""
+        return bool(self._as_rank_0(worthwhile and self._budget.left_s > 0 and not self.hold_requested))
 
     # The schedule of tuning.
 
-    def _tuning(self) -> Schedule:
+    def _tuning(self) -> Schedule[None]:
         if self._options.plan is not None:
             yield from self._run_given_plan()
+            return
         if self._options.profile_steps == 0:
             self.stage = f"running {self._default_label}: profile_steps is 0"
             return
-        yield from self._steps(self._policy.settle_steps)
-        while self.runner.trains_the_same():
-            self.stage = "profiling"
-            self.failure = ""
-            yield from self._profile(self._default_label, None)
-            if self.failure:
-                break
-            self.stage = "dense while training warms up"
-            yield from self._steps(self.collectives.warmup_steps - self.steps_done)
-            self._measure()
-            # First on one lane, which shows the cost of messages; then on several, which shows their contention; then
-            # once more with both known.
-            yield from self._try_candidates(replace(self._options, lanes=1))
-            self._calibrate(several_lanes=False)
-            yield from self._try_candidates(self._options)
-            if self._calibrate(several_lanes=True):
-                yield from self._try_candidates(self._options)
-            before = self.kept.plan if self.kept is not None else None
-            chosen = yield from self._choose()
-            # If planning again changed nothing (batches of varying size, for example), plan less and less often.
-            self._patience = 1 if chosen.plan != before else 2 * self._patience
-            yield from self._until_drift()
-            yield from self._change_to(None)
+        yield from steps(self._policy.warmup_steps)
+        yield from self._first_search()
+        while self.kept is not None and self.runner.trains_the_same():
+            why = yield from self._until_drift()
+            if not why:
+                self.stage = f"running {self.kept.label}, held"
+                return
+            yield from self._search_again(self.kept, why)
         self.stage = f"no longer planning: {self.failure or FROZEN}"
 
-    def _run_given_plan(self) -> Schedule:
+    def _run_given_plan(self) -> Schedule[None]:
         """Run the user's plan, whatever its step time."""
         assert isinstance(self._options.plan, Plan)  # with_plan_loaded() has replaced a path
         plan = agree_on(Plan, self._options.plan, self.control)
         if self._options.network is not None:
             self.network = agree_on(Network, self._options.network, self.control)
-        self.stage = "running the plan it was given"
-        yield from self._change_to(plan)
-        if self._options.profile_steps:
-            yield from self._profile(GIVEN, plan)
-            self.kept = self.trials[0]
-        while True:
-            yield
-
-    def _steps(self, count: int) -> Schedule:
-        yield from [None] * count
-
-    def _change_to(self, plan: Plan | None) -> Schedule:
-        """Change to another layout from the next step on, and wait until it has settled."""
+        self.stage = f"running {GIVEN}"
         self.runner.use_plan(plan)
-        yield from self._steps(self._policy.settle_steps)
+        yield from steps(self._policy.warmup_steps)
+        if self._options.profile_steps:
+            self.kept = yield from self._profiled(GIVEN, plan)
+        while not self.hold_requested:
+            yield
+        self.stage = f"running {GIVEN}, held"
 
-    def _profile(self, label: str, plan: Plan | None) -> Schedule:
+    def _first_search(self) -> Schedule[None]:
+        self.stage = "profiling"
+        self._best = yield from self._profiled(self._default_label, None)
+        if self.failure:
+            return
+        if not self._goes_on(self._waits_for_communication(self._best)):
+            share = self._best.exposed_s / self._best.step_s
+            self._conclude(f"{share:.1%} of a step waits for communication, so there is nothing to gain")
+            return
+        self._measure()
+        warm_up = self.collectives.warmup_steps - self.steps_done
+        if warm_up > 0:
+            yield from self._search_warm_up()
+            yield from steps(self.collectives.warmup_steps - self.steps_done)
+        yield from self._search(self._options)
+        self._conclude()
+
+    def _search_warm_up(self) -> Schedule[None]:
+        """While an exchange with residuals must wait, search among those without, so that these steps are fast, too."""
+        assert self.network is not None and self._best is not None
+        kinds = (WARM_UP_KIND,) if WARM_UP_KIND in self.network.curves else ()
+        yield from self._search(replace(self._options, kinds=kinds))
+        self.stage = f"running {self._best.label} while training warms up"
+
+    def _search_again(self, kept: Trial, why: str) -> Schedule[None]:
+        """Profile in the layout in force, and try what the new trace calls for."""
+        spent_s = self._budget.spent_s
+        self.stage = f"profiling again: {why}"
+        self.failure = ""
+        self._best = yield from self._profiled(kept.label, kept.plan)
+        if not self.failure and self._goes_on(True):
+            if self._as_rank_0(self._network_outdated()):
+                self._calibrate(several_lanes=False)
+            if self._as_rank_0(self._network_outdated()):
+                self._measure()
+            if self._best.plan is not None:
+                yield from self._try(self._default_label, None)
+            yield from self._search(self._options)
+        self._conclude()
+        # Patience grows with every search: on a noisy machine the next drift is most likely noise, too.
+        self._patience *= 2
+        self._search_cost_s = self._budget.spent_s - spent_s
+
+    def _search(self, options: TuningOptions) -> Schedule[None]:
+        """Try candidates on one lane, which shows the cost of messages; then on several, which shows their contention;
+        then once more with both known."""
+        yield from self._try_candidates(replace(options, lanes=1))
+        self._calibrate(several_lanes=False)
+        yield from self._try_candidates(options)
+        if self._calibrate(several_lanes=True):
+            yield from self._try_candidates(options)
+
+    def _try_candidates(self, options: TuningOptions) -> Schedule[None]:
+        """Try the candidates that have not been tried and are predicted to gain, the most promising first."""
+        if self.failure or not self._goes_on(True):
+            return
+        self.stage = "planning"
+        for label, plan in (yield from self._plan(options)):
+            yield from self._try(label, plan)
+
+    def _try(self, label: str, plan: Plan | None) -> Schedule[None]:
+        """Compare a layout with the best so far, unless it was tried already or no gain is predicted."""
+        assert self._best is not None
+        new = all(trial.plan != plan for trial in self.trials)
+        if not self._goes_on(new and self._promises_gain(plan)):
+            return
+        self.stage = f"trying {label}"
+        before = self._best
+        best, tried, faster = yield from self._live.challenge(before, label, plan)
+        self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), tried]
+        self._best = tried if faster else best
+        self._budget.step_s = self._best.step_s
+
+    def _promises_gain(self, plan: Plan | None) -> bool:
+        """Whether the simulator predicts that this layout beats the best so far, by prediction or by measurement."""
+        assert self.trace is not None and self.network is not None and self._best is not None
+        predicted_s = prediction_s(self.trace, plan, self.network)
+        best_s = prediction_s(self.trace, self._best.plan, self.network)
+        if predicted_s is None or best_s is None:
+            return True
+        if plan is None:  # never slower than DDP: its own buckets are tried even where they are predicted to be close
+            return predicted_s < best_s * (1 + self._policy.max_drift)
+        # Messages in live steps cost more than measured ones until a trial has shown by how much.
+        reference_s = best_s if "refined" in self.network.meta else max(best_s, self._best.step_s)
+        return predicted_s < reference_s * (1 - self._policy.min_predicted_gain)
+
+    def _waits_for_communication(self, trial: Trial) -> bool:
+        """Whether enough of a step is exposed communication: no plan can gain more than that."""
+        return trial.exposed_s > self._policy.min_predicted_gain * trial.step_s
+
+    def _profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """Record the trace under the layout in force; its step time is the one that plans must beat."""
         with Recorder(self._timer, self.runner.parameters) as recorder:
-            self.trials = [(yield from self._try(label, plan))]
+            trial = yield from self._live.timed(label, plan, self._options.profile_steps)
+        self.trials = [trial]
+        self._budget.step_s = trial.step_s
         if not true_on_all_ranks(recorder.steps > 0, self.control):
             self.failure = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
-            return
+            return trial
         trace = recorder.trace({"model": self._model_name})
         self.trace = agree_on(Trace, latest_over_ranks(trace, self.control), self.control)
         if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
@@ -257,15 +363,7 @@ class Tuner:
                 "nothing of their communication can be hidden",
                 stacklevel=2,
             )
-
-    def _try(self, label: str, plan: Plan | None) -> TrialSchedule:
-        """Time some steps of the layout in force, the last of them bucket by bucket."""
-        count, detailed = self._options.profile_steps, self._policy.detailed_steps
-        yield from self._steps(max(0, count - detailed))
-        with self._timer.bucket_timing():
-            yield from self._steps(min(count, detailed))
-        self._timer.clock.settle()
-        return Trial.of(label, plan, self._timer.last_steps(count), self._timer.clock, detailed)
+        return trial
 
     def _measure(self) -> None:
         """Measure the network and how much lanes slow each other, unless the user gave a network."""
@@ -276,22 +374,20 @@ class Tuner:
             self.network = agree_on(Network, self._options.network, self.control)
             return
         self.stage = "measuring the network"
-        kinds = {kind: self.collectives.probe(kind) for kind in ("dense", *self._options.kinds)}
+        kinds = ["dense", *self._options.kinds]
+        if self.collectives.warmup_steps > self.steps_done and self._can_send(WARM_UP_KIND):
+            kinds.append(WARM_UP_KIND)
+        collectives = {kind: self.collectives.probe(kind) for kind in kinds}
         largest = min(max(self.trace.nbytes, 1 << 16), LARGEST_NBYTES)
-        self.network = measure(lanes.groups, self.runner.device, largest, collectives=kinds)
+        shortest_s, longest_s = MEASUREMENT_S
+        budget_s = min(longest_s, max(shortest_s, self._budget.left_s / 3))  # rank 0's counts
+        self.network = measure(lanes.groups, self.runner.device, largest, budget_s, collectives)
 
-    def _try_candidates(self, options: TuningOptions) -> Schedule:
-        """Try every candidate that has not been tried yet."""
-        if self.failure:
-            return
-        self.stage = "planning"
-        for label, plan in (yield from self._plan(options)):
-            if all(trial.plan != plan for trial in self.trials):
-                self.stage = f"trying {label}"
-                yield from self._change_to(plan)
-                self.trials.append((yield from self._try(label, plan)))
+    def _can_send(self, kind: str) -> bool:
+        dtypes = {parameter.dtype for parameter in self.runner.parameters.values()}
+        return all(self.collectives.supports(kind, dtype) for dtype in dtypes)
 
-    def _plan(self, options: TuningOptions) -> Generator[None, None, Candidates]:
+    def _plan(self, options: TuningOptions) -> Schedule[Candidates]:
         """Have rank 0 plan while training continues; returns its candidates, on every rank."""
         assert self.trace is not None and self.network is not None
         make = partial(candidates, options, self.trace, self.network, self._policy)
@@ -314,48 +410,60 @@ class Tuner:
                     self.network = calibrate(self.network, self.trace, trial, self.control)
         return self.network != before
 
-    def _choose(self) -> TrialSchedule:
-        """Keep the layout's own buckets unless a plan beats them twice: in the first trials, and in second trials."""
-        best = self.trials[self._fastest_index(self.trials)]
-        reason = f"planning failed ({self.failure})" if self.failure else "no plan was clearly faster"
-        if best.plan is not None:
-            self.stage = f"confirming {best.label}"
-            yield from self._change_to(None)
-            default = yield from self._try(self._default_label, None)
-            yield from self._change_to(best.plan)
-            again = yield from self._try(best.label, best.plan)
-            # Show the trials that decide: the second trials of these two.
-            self.trials = [default, *(again if trial is best else trial for trial in self.trials[1:])]
-            best = again if self._fastest_index([default, again]) == 1 else default
-            reason = f"{again.label} was not clearly faster when tried again"
-        self.runner.use_plan(best.plan)
+    def _network_outdated(self) -> bool:
+        """Whether the network predicts the layout in force worse than when it was kept; a given one is believed."""
+        assert self.trace is not None and self._best is not None
+        if self._options.network is not None:
+            return False
+        if self.network is None or self._prediction_error is None:
+            return True
+        predicted_s = prediction_s(self.trace, self._best.plan, self.network)
+        if predicted_s is None:
+            return True
+        error = predicted_s / self._best.step_s
+        return abs(error / self._prediction_error - 1) > self._policy.max_drift
+
+    def _conclude(self, reason: str = "no plan was clearly faster") -> None:
+        """Keep the best layout, which is in force."""
+        best = self._best
+        assert best is not None
         self.kept = best
+        predicted_s = self._predicted_s(best.plan)
+        self._prediction_error = predicted_s / best.step_s if predicted_s is not None else None
+        reason = f"planning failed ({self.failure})" if self.failure else reason
+        self.failure = ""
         self.stage = f"running {self._default_label}: {reason}" if best.plan is None else f"running {best.label}"
         if dist.get_rank(self.control) == 0:
             tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in self.trials)
-            log.info("anabranch: %s (%s)", self.stage, tried)
-        return best
+            log.info("anabranch: %s (%s). %s", self.stage, tried, self._budget.summary())
 
-    def _fastest_index(self, trials: list[Trial]) -> int:
-        """Rank 0's decision: 0, the first trial, unless the best of the others beats it by the minimum gain."""
-        first, *others = trials
-        best = min(others or trials, key=lambda trial: trial.step_s)
-        beaten = best.step_s < first.step_s * (1 - self._policy.min_gain)
-        return from_rank_0(bytes([trials.index(best) if beaten else 0]), self.control)[0]
-
-    def _until_drift(self) -> Schedule:
-        """Return when rank 0 finds that the step time has drifted, or ``replan()`` was called there."""
-        policy, clock = self._policy, self._timer.clock
-        yield from self._steps(policy.settle_steps)
-        usual_s, checks = 0.0, 0
+    def _until_drift(self) -> Schedule[str]:
+        """Wait until rank 0 calls for another search, and return why; an empty text if it was told to hold."""
+        windows: list[tuple[float, ...]] = []
+        checks = 0
         while True:
-            yield from self._steps(policy.drift_check_steps)
+            yield from steps(self._policy.drift_check_steps)
             checks += 1
-            marks = [s for s in self._timer.last_steps(policy.drift_check_steps) if clock.settled(s.averaged)]
-            seconds = [clock.elapsed_s(step.forward, step.averaged) for step in marks]
-            now_s = median(seconds) if seconds else usual_s
-            usual_s = usual_s or now_s
-            drifted = checks >= self._patience and abs(now_s - usual_s) > policy.max_drift * usual_s
-            if from_rank_0(bytes([drifted or self.replan_requested]), self.control)[0]:
+            windows.append(self._last_steps_s(self._policy.drift_check_steps))
+            del windows[USUAL_WINDOWS:-RECENT_WINDOWS]
+            why = self._why_search(windows[:-RECENT_WINDOWS], windows[-RECENT_WINDOWS:], checks)
+            why = from_rank_0(why.encode(), self.control).decode()
+            if why:
                 self.replan_requested = False
-                return
+                return "" if why == HELD else why
+
+    def _why_search(self, usual: list[tuple[float, ...]], recent: list[tuple[float, ...]], checks: int) -> str:
+        if self.hold_requested:
+            return HELD
+        if self.replan_requested:
+            return "replan() was called"
+        moved = drift(usual, recent, self._policy)
+        if moved is None or checks < self._patience or self._budget.left_s < self._search_cost_s:
+            return ""
+        before_s, now_s = moved
+        return f"steps take {now_s * 1e3:.1f} ms instead of {before_s * 1e3:.1f} ms"
+
+    def _last_steps_s(self, count: int) -> tuple[float, ...]:
+        clock = self._timer.clock
+        marks = [step for step in self._timer.last_steps(count) if clock.settled(step.averaged)]
+        return tuple(clock.elapsed_s(step.forward, step.averaged) for step in marks)
