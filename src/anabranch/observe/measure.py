@@ -26,7 +26,7 @@ from anabranch.observe.environment import network_note
 SMALLEST_NBYTES = 1 << 10
 LARGEST_NBYTES = 64 << 20
 BUDGET_S = 4.0
-SHORT_BUDGET_S = 1.0  # below this, every second size is measured
+SHORT_BUDGET_S = 4.0  # below this, every second size is measured
 REPEATS = (3, 40)  # fewest, most
 JUST_DENSE: Mapping[str, Collective] = {"dense": dense}
 POOR_SPREAD = 0.5  # an interquartile range of half the median: a plan made from it is a guess
@@ -126,13 +126,13 @@ class Stopwatch:
     def repeat(self, action: Callable[[], None], budget_s: float) -> list[float]:
         """Seconds of each repetition on this rank, after a first one that does not count (connections, caches).
 
-        If the first one alone takes longer than ``budget_s``, it counts, and one more follows: start-up costs are a
-        small part of it.
+        If that one alone takes longer than ``budget_s``, it counts: first-time costs are a small part of it. One more
+        follows, unless it took longer than twice the budget.
         """
         first_s = max(self._times(action, 1)[0], 1e-7)
         affordable = self.as_rank_0(budget_s / first_s)
         if affordable < 1:
-            return [first_s, *self._times(action, 1)]
+            return [first_s, *self._times(action, int(affordable > 1 / 2))]
         fewest, most = REPEATS
         return self._times(action, int(min(max(affordable, fewest), most)))
 

@@ -18,7 +18,7 @@ class SearchBudget:
     policy: TuningPolicy
     spent_s: float = 0.0
     trained_s: float = 0.0  # wall-clock time since the first step
-    step_s: float = 0.0  # of the layout in force
+    step_s: float = 0.0  # of the layout that was profiled first
 
     def charge(self, seconds: float) -> None:
         """Count a cost; a negative one counts as none, so that a fast trial does not pay for a slow one."""

@@ -7,6 +7,7 @@ depends on a measurement is decided by rank 0 and sent to the others before any 
 """
 
 import logging
+import math
 import warnings
 from contextlib import suppress
 from dataclasses import replace
@@ -218,9 +219,14 @@ class Tuner:
         """Rank 0's number, from 0 to 255, on every rank. Collective."""
         return from_rank_0(bytes([number]), self.control)[0]
 
-    def _goes_on(self, worthwhile: bool) -> bool:
-        """Whether the search goes on: rank 0 finds it worthwhile, can afford it, and was not told to hold."""
-        return bool(self._as_rank_0(worthwhile and self._budget.left_s > 0 and not self.hold_requested))
+    def _goes_on(self, gain: float = math.inf) -> bool:
+        """Whether the search goes on, given the gain to expect: rank 0 finds it large enough, and was not told to hold.
+
+        Where the budget is used up, only an obvious gain is: its trial pays for itself at once.
+        """
+        policy = self._policy
+        least = policy.min_predicted_gain if self._budget.left_s > 0 else policy.obvious_gain
+        return bool(self._as_rank_0(gain > least and not self.hold_requested))
 
     # The schedule of tuning.
 
@@ -261,8 +267,8 @@ class Tuner:
         self._best = yield from self._profiled(self._default_label, None)
         if self.failure:
             return
-        if not self._goes_on(self._waits_for_communication(self._best)):
-            share = self._best.exposed_s / self._best.step_s
+        share = self._best.exposed_s / self._best.step_s  # no plan can gain more than that
+        if not self._goes_on(share):
             self._conclude(f"{share:.1%} of a step waits for communication, so there is nothing to gain")
             return
         self._measure()
@@ -286,7 +292,7 @@ class Tuner:
         self.stage = f"profiling again: {why}"
         self.failure = ""
         self._best = yield from self._profiled(kept.label, kept.plan)
-        if not self.failure and self._goes_on(True):
+        if not self.failure and self._goes_on():
             if self._as_rank_0(self._network_outdated()):
                 self._calibrate(several_lanes=False)
             if self._as_rank_0(self._network_outdated()):
@@ -310,7 +316,7 @@ class Tuner:
 
     def _try_candidates(self, options: TuningOptions) -> Schedule[None]:
         """Try the candidates that have not been tried and are predicted to gain, the most promising first."""
-        if self.failure or not self._goes_on(True):
+        if self.failure or not self._goes_on():
             return
         self.stage = "planning"
         for label, plan in (yield from self._plan(options)):
@@ -319,39 +325,33 @@ class Tuner:
     def _try(self, label: str, plan: Plan | None) -> Schedule[None]:
         """Compare a layout with the best so far, unless it was tried already or no gain is predicted."""
         assert self._best is not None
-        new = all(trial.plan != plan for trial in self.trials)
-        if not self._goes_on(new and self._promises_gain(plan)):
+        if any(trial.plan == plan for trial in self.trials) or not self._goes_on(self._expected_gain(plan)):
             return
         self.stage = f"trying {label}"
         before = self._best
         best, tried, faster = yield from self._live.challenge(before, label, plan)
         self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), tried]
         self._best = tried if faster else best
-        self._budget.step_s = self._best.step_s
 
-    def _promises_gain(self, plan: Plan | None) -> bool:
-        """Whether the simulator predicts that this layout beats the best so far, by prediction or by measurement."""
+    def _expected_gain(self, plan: Plan | None) -> float:
+        """The share of the step time that this layout is predicted to save, compared with the best so far."""
         assert self.trace is not None and self.network is not None and self._best is not None
         predicted_s = prediction_s(self.trace, plan, self.network)
         best_s = prediction_s(self.trace, self._best.plan, self.network)
         if predicted_s is None or best_s is None:
-            return True
+            return math.inf
         if plan is None:  # never slower than DDP: its own buckets are tried even where they are predicted to be close
-            return predicted_s < best_s * (1 + self._policy.max_drift)
+            return 1 - predicted_s / (best_s * (1 + self._policy.max_drift))
         # Messages in live steps cost more than measured ones until a trial has shown by how much.
         reference_s = best_s if "refined" in self.network.meta else max(best_s, self._best.step_s)
-        return predicted_s < reference_s * (1 - self._policy.min_predicted_gain)
-
-    def _waits_for_communication(self, trial: Trial) -> bool:
-        """Whether enough of a step is exposed communication: no plan can gain more than that."""
-        return trial.exposed_s > self._policy.min_predicted_gain * trial.step_s
+        return 1 - predicted_s / reference_s
 
     def _profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """Record the trace under the layout in force; its step time is the one that plans must beat."""
         with Recorder(self._timer, self.runner.parameters) as recorder:
             trial = yield from self._live.timed(label, plan, self._options.profile_steps)
         self.trials = [trial]
-        self._budget.step_s = trial.step_s
+        self._budget.step_s = self._budget.step_s or trial.step_s
         if not true_on_all_ranks(recorder.steps > 0, self.control):
             self.failure = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
             return trial
