@@ -3,7 +3,7 @@
 Messages are tensors of bytes, never pickles. All functions are collective. Every wait ends at the group's own timeout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import TypeVar
@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.exchange import Group
+from anabranch.comm.exchange import Group, issued
 from anabranch.errors import DisagreementError
 from anabranch.files import dumps, loads
 from anabranch.network import Network
@@ -38,6 +38,21 @@ def from_rank_0(payload: bytes | None, group: Group) -> bytes:
     data = _tensor(content, int(size.item()), device)
     dist.broadcast(data, group_src=0, group=group)
     return _bytes(data)
+
+
+def number_of_rank_0(number: int, group: Group) -> Callable[[], int]:
+    """Start to send rank 0's number, from 0 to 255; the returned function waits for it. Collective.
+
+    Called some steps later, it does not wait: where ranks share few cores, every wait for another rank costs time.
+    """
+    sent = torch.tensor([number], dtype=torch.uint8, device=wire_device(group))
+    work = issued(dist.broadcast(sent, group_src=0, group=group, async_op=True))
+
+    def received() -> int:
+        work.wait()
+        return int(sent.item())
+
+    return received
 
 
 def from_all_ranks(payload: bytes, group: Group) -> list[bytes]:

@@ -63,11 +63,12 @@ def drift(usual: Sequence[Block], recent: Sequence[Block], policy: TuningPolicy)
 def _verdict(pairs: Sequence[tuple[Block, Block]], gain: float, uncertainty: float, policy: TuningPolicy) -> Verdict:
     if gain + uncertainty < policy.min_gain:
         return "not faster"
+    clear = gain > policy.min_gain and gain - uncertainty > min(0.0, policy.min_gain)
     if len(pairs) == 1:
         (theirs, ours), *_ = pairs
-        obvious = gain > policy.obvious_gain and max(ours) < min(theirs)
-        return "faster" if obvious and gain > policy.min_gain else "undecided"
-    if gain > policy.min_gain and gain - uncertainty > min(0.0, policy.min_gain):
+        obvious = clear and gain > policy.obvious_gain and max(ours) < min(theirs)
+        return "faster" if obvious else "undecided"
+    if clear:
         return "faster"
     return "not faster" if gain < policy.min_gain or len(pairs) >= policy.max_pairs else "undecided"
 

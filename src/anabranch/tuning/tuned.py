@@ -180,14 +180,14 @@ class Tuned:
             self._collectives.rescale(float(self._scaler.get_scale()))
 
     def replan(self) -> None:
-        """Profile, measure and plan again. Rank 0's call counts; it takes effect at the next drift check (20 steps)."""
+        """Profile, measure and plan again. Rank 0's call counts; it takes effect within two drift checks (40 steps)."""
         if self._tuner is not None:
             self._tuner.replan_requested = True
 
     def hold(self) -> None:
         """Keep the best layout seen so far and never plan again, even if the step time drifts.
 
-        Rank 0's call counts; it takes effect at its next decision: within a few steps of a search, else within 20.
+        Rank 0's call counts; it takes effect at its next decision: within a few steps of a search, else within 40.
         """
         if self._tuner is not None:
             self._tuner.hold()

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.agree import agree_on, from_rank_0, latest_over_ranks, true_on_all_ranks
+from anabranch.comm.agree import agree_on, from_rank_0, latest_over_ranks, number_of_rank_0, true_on_all_ranks
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.network import Network
@@ -217,7 +217,7 @@ class Tuner:
 
     def _as_rank_0(self, number: int) -> int:
         """Rank 0's number, from 0 to 255, on every rank. Collective."""
-        return from_rank_0(bytes([number]), self.control)[0]
+        return number_of_rank_0(number, self.control)()
 
     def _goes_on(self, gain: float = math.inf) -> bool:
         """Whether the search goes on, given the gain to expect: rank 0 finds it large enough, and was not told to hold.
@@ -341,7 +341,7 @@ class Tuner:
         if predicted_s is None or best_s is None:
             return math.inf
         if plan is None:  # never slower than DDP: its own buckets are tried even where they are predicted to be close
-            return 1 - predicted_s / (best_s * (1 + self._policy.max_drift))
+            return self._policy.max_drift + 1 - predicted_s / best_s
         # Messages in live steps cost more than measured ones until a trial has shown by how much.
         reference_s = best_s if "refined" in self.network.meta else max(best_s, self._best.step_s)
         return 1 - predicted_s / reference_s
@@ -438,19 +438,23 @@ class Tuner:
             log.info("anabranch: %s (%s). %s", self.stage, tried, self._budget.summary())
 
     def _until_drift(self) -> Schedule[str]:
-        """Wait until rank 0 calls for another search, and return why; an empty text if it was told to hold."""
+        """Wait until rank 0 calls for another search, and return why; an empty text if it was told to hold.
+
+        What rank 0 finds in one check is sent until the next one, so that nobody waits for it.
+        """
         windows: list[tuple[float, ...]] = []
-        checks = 0
+        checks, why, found = 0, "", None
         while True:
             yield from steps(self._policy.drift_check_steps)
+            if found is not None and found():
+                self.replan_requested = False
+                why = from_rank_0(why.encode(), self.control).decode()
+                return "" if why == HELD else why
             checks += 1
             windows.append(self._last_steps_s(self._policy.drift_check_steps))
             del windows[USUAL_WINDOWS:-RECENT_WINDOWS]
             why = self._why_search(windows[:-RECENT_WINDOWS], windows[-RECENT_WINDOWS:], checks)
-            why = from_rank_0(why.encode(), self.control).decode()
-            if why:
-                self.replan_requested = False
-                return "" if why == HELD else why
+            found = number_of_rank_0(bool(why), self.control)
 
     def _why_search(self, usual: list[tuple[float, ...]], recent: list[tuple[float, ...]], checks: int) -> str:
         if self.hold_requested:
