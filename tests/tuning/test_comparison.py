@@ -77,7 +77,7 @@ def test_a_layout_that_gains_nothing_is_hardly_ever_kept(noise: float) -> None:
     chance = random.Random(1)
     outcomes = [decided(chance, 1.0, noise) for _ in range(2000)]
     assert sum(verdict == "faster" for verdict, _ in outcomes) / len(outcomes) < 0.02
-    assert sum(count for _, count in outcomes) / len(outcomes) < 3.0, "and few pairs are spent on it"
+    assert sum(count for _, count in outcomes) / len(outcomes) < 3.5, "and few pairs are spent on it"
 
 
 @pytest.mark.parametrize(("factor", "noise", "share"), [(0.9, 0.01, 0.99), (0.95, 0.01, 0.9), (0.5, 0.1, 0.95)])

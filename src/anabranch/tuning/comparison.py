@@ -16,6 +16,7 @@ Block = Sequence[float]  # seconds of some steps of one layout in a row
 
 NOISE_FLOOR = 0.002  # share of a step: three equal readings do not mean that there is no noise
 GAP_TO_DEVIATION = 1.3  # the median distance of steps from their block's median, to a normal standard deviation
+FEW_STEPS_PENALTY = 3.0  # the noise itself is estimated from few steps
 MEDIAN_PENALTY = 1.25  # a median varies more than a mean
 
 
@@ -75,7 +76,9 @@ def _verdict(pairs: Sequence[tuple[Block, Block]], gain: float, uncertainty: flo
 
 def _standard_error(pairs: Sequence[tuple[Block, Block]], ratios: Sequence[float]) -> float:
     """Of the mean ratio: from the noise within blocks, or between pairs if that is larger."""
-    noise = step_noise([block for pair in pairs for block in pair])
+    blocks = [block for pair in pairs for block in pair]
+    differences = sum(len(block) - 1 for block in blocks)
+    noise = step_noise(blocks) * (1 + FEW_STEPS_PENALTY / max(1, differences))
     within = sqrt(sum(1 / len(theirs) + 1 / len(ours) for theirs, ours in pairs)) / len(pairs)
     between = stdev(ratios) / sqrt(len(ratios)) if len(ratios) > 1 else 0.0
     return max(MEDIAN_PENALTY * noise * within, between)
