@@ -158,7 +158,7 @@ class PlanCache:
             entry = Entry.read(path)
             _check_key(entry.key, key, str(path))
             check(entry.choice)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # where the folder is a file, writing will say so
             return None
         except Exception as error:  # whatever is wrong with a file, training goes on
             log.warning("anabranch: the plan cache ignores %s", _about(path, error))
