@@ -1,6 +1,8 @@
 """The plan cache of a live training: each ingredient changes its key, and rank 0's files count on every rank."""
 
 import logging
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,10 @@ from anabranch.comm.collectives import Collectives
 from anabranch.comm.dense import DenseExchanges
 from anabranch.lab import environment as lab_environment
 from anabranch.observe import environment
-from anabranch.tuning import training_cache
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.plan_cache import CachedChoice, CacheKey, PlanCache
 from anabranch.tuning.training_cache import TrainingCache, agree_on_cached, hardware_lines, key_lines, version_lines
-from parallel.twins import batch, mlp, plain_train, sgd
+from parallel.twins import batch, mlp
 from ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -127,8 +128,8 @@ def test_the_lab_sets_the_variable_that_the_key_reads() -> None:
 
 def hardware(rank: int, hosts: list[str], devices: list[int]) -> list[str]:
     assert dist.group.WORLD is not None
-    training_cache.socket.gethostname = lambda: hosts[rank]
-    training_cache.os.cpu_count = lambda: devices[rank]
+    socket.gethostname = lambda: hosts[rank]
+    os.cpu_count = lambda: devices[rank]
     return hardware_lines(CPU, dist.group.WORLD)
 
 
@@ -237,21 +238,22 @@ def test_what_one_rank_cannot_run_no_rank_runs(tmp_path: Path) -> None:
 
 def wrapped(rank: int, kind: str) -> bool:
     """Whether a wrapper has a cache, before and after it was closed."""
-    options: dict[str, Any] = {"function": {"planner": ab.planners.single}, "off": {"cache": False}}.get(kind, {})
-    if kind == "lean":
-        options["memory"] = ab.Lean(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    if kind == "given":
-        options["plan"] = choice_for(mlp(), 2).plan
-    if kind == "never":
-        options["profile_steps"] = 0
-    model = ab.DataParallel(mlp(), **options)
-    has_cache = model._cache is not None
-    if kind == "dense":
-        plain_train(model, sgd(model), 0)
-        assert model._cache._input == "4x6 float32"
+    options: dict[str, dict[str, Any]] = {
+        "dense": {},
+        "lean": {"memory": ab.Lean(lambda parameters: torch.optim.SGD(parameters, lr=0.1))},
+        "off": {"cache": False},
+        "function": {"planner": ab.planners.single},
+        "given": {"plan": choice_for(mlp(), 2).plan},
+        "never": {"profile_steps": 0},
+    }
+    model = ab.DataParallel(mlp(), **options[kind])
+    cache = model._cache
+    if cache is not None:
+        model(batch(0)).square().mean().backward()
+        assert cache._input == "4x6 float32"
     model.close()
     assert model._cache is None
-    return has_cache
+    return cache is not None
 
 
 @pytest.mark.parametrize(
