@@ -49,6 +49,10 @@ def cache_of(
     return TrainingCache(replace(options, cache=folder), settings, model, parameters, collectives, dist.group.WORLD)
 
 
+def keep(cache: TrainingCache, choice: CachedChoice) -> None:
+    cache.write(choice.label, choice.plan, [choice.step_s] * 3, choice.default_step_s, choice.network, choice.trace)
+
+
 class Lines(logging.Handler):
     """What the library's logger says on this rank."""
 
@@ -96,11 +100,11 @@ def keys(rank: int, folder: str) -> list[str]:
         cache.note_input((torch.zeros(shape),), {})
         cache.note_input((torch.zeros(9, 9),), {})  # only the first counts
         assert cache.read(dist.group.WORLD, 64) is None
-        cache.write(choice_for(nn.Linear(2, 2), 1))
+        keep(cache, choice_for(nn.Linear(2, 2), 1))
     again = cache_of(nn.Linear(2, 2), f"{folder}/again")
     again.note_input({"x": [torch.zeros(8, 2)]})
     again.read(dist.group.WORLD, 64)
-    again.write(choice_for(nn.Linear(2, 2), 1))
+    keep(again, choice_for(nn.Linear(2, 2), 1))
     names = [path.name for number in range(len(cases)) for path in Path(folder, str(number)).iterdir()]
     assert [path.name for path in Path(folder, "again").iterdir()] == names[:1], "the same training, the same file"
     return names
@@ -173,14 +177,14 @@ def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
         choice = choice_for(model, 2, lanes=3)
     elif case == "no plan":
         choice = replace(choice, plan=None)
-    cache.write(choice)
+    keep(cache, choice)
     if rank == 1 and folders[1] != folders[0]:  # a rank's own file, as another run on its host would have left it
         Path(folders[1]).mkdir(exist_ok=True)
         for path in Path(folders[0]).glob("*.json"):
             Path(folders[1], path.name).write_bytes(path.read_bytes().replace(b"of rank 0", b"of rank 1"))
     dist.barrier()
     found = cache.read(dist.group.WORLD, 2)
-    assert found is None or found == replace(choice, label=found.label)
+    assert found is None or found == replace(choice, label=found.label, spread_s=0.0, date=found.date)
     return [None if found is None else found.label, lines.found]
 
 
@@ -211,6 +215,27 @@ def test_a_choice_that_does_not_fit_is_ignored_on_all_ranks(case: str, says: str
     first, second = on_ranks(agreed, 2, [str(tmp_path)] * 2, case)
     (line,) = first[1]
     assert first[0] is None and says in line and str(tmp_path) in line and second == [None, []]
+
+
+def evidence(rank: int, folder: str) -> list[Any]:
+    """What is kept of five steps; and that nothing that was measured can raise on rank 0 alone."""
+    assert dist.group.WORLD is not None
+    lines, model = Lines(), mlp()
+    cache, choice = cache_of(model, folder), choice_for(model, 1)
+    cache.write("too early", choice.plan, [1.0], 2.0, choice.network, choice.trace)
+    assert cache.read(dist.group.WORLD, 2) is None
+    for steps_s, default_step_s in (([], 1.0), ([0.0], 1.0), ([float("nan")], 1.0), ([1.0], 0.0), ([1.0], -1.0)):
+        cache.write("nothing", choice.plan, steps_s, default_step_s, choice.network, choice.trace)
+    cache.write("other gradients", choice_for(mlp(2), 1).plan, [1.0], 1.0, choice.network, choice.trace)
+    assert len(lines.found) == 6 and cache.read(dist.group.WORLD, 2) is None
+    cache.write("kept", choice.plan, [3.0, 1.0, 2.0, 5.0, 4.0], 6.0, choice.network, choice.trace)
+    found = cache.read(dist.group.WORLD, 2)
+    assert found is not None and found.trace == choice.trace
+    return [found.label, found.step_s, found.spread_s, found.gain]
+
+
+def test_the_evidence_is_the_median_step_and_its_spread(tmp_path: Path) -> None:
+    assert on_ranks(evidence, 1, str(tmp_path)) == [["kept", 3.0, 2.0, 2.0]]
 
 
 def refused_by_one(rank: int, folder: str) -> list[Any]:

@@ -5,9 +5,11 @@ import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import groupby
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,8 +20,11 @@ from anabranch.comm.exchange import Group
 from anabranch.comm.model import model_lines
 from anabranch.errors import PlanError
 from anabranch.files import dumps
+from anabranch.network import Network
 from anabranch.observe.environment import lab_note, network_note
 from anabranch.observe.recorder import described_input
+from anabranch.plan import Plan
+from anabranch.trace import Trace
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, PlanCache, log, plan_cache
 from anabranch.version import __version__
@@ -82,10 +87,38 @@ class TrainingCache:
         )
         return agree_on_cached(self._files, self._key, lambda choice: self._check(choice, max_lanes), control)
 
-    def write(self, choice: CachedChoice) -> None:
-        """Have rank 0 keep this choice; other ranks do nothing. Not collective. Call ``read`` first."""
-        if self._files is not None and self._key is not None:
-            self._files.write(self._key, choice)
+    def write(
+        self,
+        label: str,
+        plan: Plan | None,
+        steps_s: Sequence[float],
+        default_step_s: float,
+        network: Network,
+        trace: Trace,
+    ) -> None:
+        """Have rank 0 keep this choice with its measured steps; other ranks do nothing. Not collective, never raises.
+
+        ``default_step_s`` is the median step under the layout's own buckets. Call ``read`` before, since it completes
+        the key.
+        """
+        if self._files is None or self._key is None:
+            return
+        try:
+            low_s, step_s, high_s = (float(value) for value in np.percentile(steps_s, [25, 50, 75]))
+            choice = CachedChoice(
+                label=label,
+                step_s=step_s,
+                spread_s=high_s - low_s,
+                default_step_s=default_step_s,
+                date=datetime.now(UTC).date().isoformat(),
+                plan=plan,
+                network=network,
+                trace=trace,
+            )
+        except (ValueError, IndexError) as error:  # on rank 0 alone, so it must not stop this rank
+            log.warning("anabranch: the plan cache cannot keep %s: %s", label, error)
+            return
+        self._files.write(self._key, choice)
 
     def _check(self, choice: CachedChoice, max_lanes: int) -> None:
         """Raise unless this training can run the choice."""
