@@ -54,12 +54,14 @@ def show(file: FileArgument, as_json: JsonOption = False) -> None:
 
 def _cached_report(entry: Entry) -> "list[RenderableType]":
     """What was chosen for which training and why, and the plan; the training's own lines are for --json."""
+    from rich.text import Text
+
     from anabranch.report import tables
     from anabranch.report.formatting import factor, label, seconds
 
     choice = entry.choice
     training = [line for line in entry.key.training if line.startswith(("input ", "backend ", "devices ", "hosts "))]
-    pairs = [
+    pairs: list[tuple[str, str | Text]] = [
         ("model", label(entry.key.model)),
         ("ranks", str(choice.network.world_size)),
         *((name, label(value)) for name, _, value in (line.partition(" ") for line in training)),
