@@ -63,6 +63,7 @@ class LeanDataParallel(Tuned, nn.Module):
         lanes: int | None = None,
         profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
+        cache: str | os.PathLike[str] | bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
@@ -71,10 +72,11 @@ class LeanDataParallel(Tuned, nn.Module):
         super().__init__()
         _check_arguments(unnamed, others, compress, memory)
         check_policy(policy)
-        tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
         group = process_group or dist.group.WORLD
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
-        tuning.check_agreed(module, group, f"compress {compress}", f"{policy}", *memory.described(), of_ddp)
+        settings = [f"compress {compress}", f"{policy}", *memory.described(), of_ddp]
+        tuning.check_agreed(module, group, *settings)
         assert group is not None
         tuning = tuning.with_plan_loaded(group)
         self.module = module
@@ -94,7 +96,7 @@ class LeanDataParallel(Tuned, nn.Module):
         self._undo_activations = weakref.finalize(self, self._activations.undo)
         self._undo_activations.atexit = False  # the module is not used after the interpreter has ended
         try:
-            self._start_engine(tuning, policy, compress, parameters)
+            self._start_engine(tuning, policy, compress, parameters, settings)
             check_same("Lean's optimizer", self._layout.optimizers.described(), group)
         except BaseException:
             self.close()
@@ -107,6 +109,7 @@ class LeanDataParallel(Tuned, nn.Module):
         policy: TuningPolicy,
         compress: str | OkTopk | None,
         parameters: dict[str, nn.Parameter],
+        settings: list[str],
     ) -> None:
         owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
 
@@ -125,8 +128,7 @@ class LeanDataParallel(Tuned, nn.Module):
             self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, find_unused)
             return self._layout
 
-        name = type(self.module).__name__
-        tuner = self._start_tuning(tuning, policy, collectives, parameters, make_layout, name)
+        tuner = self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings)
         tuner.runner.timer.observers += [_AveragingObserver(owner), self._layout]
 
     @property
@@ -171,7 +173,7 @@ class LeanDataParallel(Tuned, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; its gradients will be averaged, and its parameters updated, in backward."""
         will_average = torch.is_grad_enabled() and self._sync_enabled
-        self._before_forward(will_average)
+        self._before_forward(will_average, inputs, kwargs)
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self._after_forward(output, will_average)
@@ -211,7 +213,7 @@ class LeanDataParallel(Tuned, nn.Module):
         return (self._tuner.steps_done if self._tuner is not None else 0), self.skipped
 
     @_disable_dynamo
-    def _before_forward(self, will_average: bool) -> None:
+    def _before_forward(self, will_average: bool, *inputs: object) -> None:
         if self._no_plan_reason == COPIED and not torch.is_grad_enabled():
             return
         tuner = self._running_tuner()
@@ -219,6 +221,7 @@ class LeanDataParallel(Tuned, nn.Module):
             if not in_backward():
                 self._averaging_now = self._sync_enabled
                 self._follow_scale()  # all gradients that accumulate until the next step have one scale
+            self._note_input(*inputs)
             tuner.before_forward(averaged=self._sync_enabled)
         if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
             self._activations.choose(partial(_choice_of_rank_0, self.process_group))
@@ -277,7 +280,16 @@ class LeanDataParallel(Tuned, nn.Module):
                 f"a DataParallel under Lean with Activations mode {mode!r} cannot be copied, since its module keeps "
                 "activations in host memory: copy the module before it is wrapped, and load this one's state_dict()"
             )
-        own = ("_tuner", "_collectives", "_layout", "_scaler", "_release", "_undo_activations", "process_group")
+        own = (
+            "_tuner",
+            "_cache",
+            "_collectives",
+            "_layout",
+            "_scaler",
+            "_release",
+            "_undo_activations",
+            "process_group",
+        )
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -42,6 +42,8 @@ class DataParallel(Tuned, ExtensibleDDP):
     compress: "bf16" sends bfloat16 and adds in float32, OkTopk(...) sends the largest values and keeps the rest as
     residual for later steps; each is used only if it is faster.
     profile_steps: steps to record before planning; 0 never plans. policy: when plans are tried, kept and dropped.
+    cache: the folder in which choices are kept for the next start of the same training; None or True for
+    ``$ANABRANCH_CACHE`` or the user's cache folder, False for no cache. Rank 0's files count.
     memory: Lean(...) returns a ``LeanDataParallel`` instead, which is no DistributedDataParallel.
     """
 
@@ -65,16 +67,18 @@ class DataParallel(Tuned, ExtensibleDDP):
         compress: str | OkTopk | None = None,
         profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
+        cache: str | os.PathLike[str] | bool | None = None,
         memory: Lean | None = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
         **options: Any,
     ) -> None:
         check_compress(compress)
         check_policy(policy)
-        tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
         given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
         mesh = given.get("device_mesh")
         group = mesh.get_group(mesh_dim=0) if mesh is not None else given.get("process_group") or dist.group.WORLD
-        tuning.check_agreed(module, group, f"compress {compress}", f"{policy}")
+        settings = [f"compress {compress}", f"{policy}"]
+        tuning.check_agreed(module, group, *settings)
         assert group is not None
         tuning = tuning.with_plan_loaded(group)
         super().__init__(module, *args, **options)
@@ -83,7 +87,9 @@ class DataParallel(Tuned, ExtensibleDDP):
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # with device_ids DDP's forward must move the inputs
         if not self._no_plan_reason:
-            self._plan_buckets(tuning, policy, self._make_collectives(compress))
+            # Arguments of DDP that are numbers; groups and devices are in the key of a cached plan by other lines.
+            of_ddp = [f"DDP {name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)]
+            self._plan_buckets(tuning, policy, self._make_collectives(compress), [*settings, *of_ddp])
         elif dist.get_world_size(self.process_group) == 1:
             self._collectives = self._make_collectives(compress)
 
@@ -101,13 +107,14 @@ class DataParallel(Tuned, ExtensibleDDP):
             return f"DDP's option {used[0]} changes how it communicates"
         return ""
 
-    def _plan_buckets(self, tuning: TuningOptions, policy: TuningPolicy, collectives: Collectives) -> None:
+    def _plan_buckets(
+        self, tuning: TuningOptions, policy: TuningPolicy, collectives: Collectives, settings: list[str]
+    ) -> None:
         def make_layout(control: dist.ProcessGroup) -> DdpLayout:
             self._layout = DdpLayout(self, collectives, control)
             return self._layout
 
-        name = type(self.module).__name__
-        self._start_tuning(tuning, policy, collectives, reduced_parameters(self), make_layout, name)
+        self._start_tuning(tuning, policy, collectives, reduced_parameters(self), make_layout, self.module, settings)
 
     def _make_collectives(self, compress: str | OkTopk | None) -> Collectives:
         if isinstance(compress, OkTopk) and self.find_unused_parameters and not self._no_plan_reason:
@@ -150,6 +157,7 @@ class DataParallel(Tuned, ExtensibleDDP):
                 raise RuntimeError("DataParallel runs a plan already: register a comm hook before the first step")
             self._release()
             self._tuner = None
+            self._cache = None
             self._collectives = None
             self._layout = None
             self._no_plan_reason = f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
@@ -160,13 +168,14 @@ class DataParallel(Tuned, ExtensibleDDP):
     # DDP's extension points.
 
     @_disable_dynamo
-    def _before_forward(self) -> None:
+    def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
         if self._no_plan_reason == CLOSED:
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         if self._tuner is not None and self._layout is not None:
             if torch.is_grad_enabled():
                 self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join:
+                self._note_input(inputs, kwargs)
                 self._tuner.before_forward(averaged=self.require_backward_grad_sync)
             self._layout.drain_buffers()  # after the step's first mark, so that this wait is measured
 
@@ -191,7 +200,7 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         attributes: dict[str, Any] = super().__getstate__()
-        for name in ("_tuner", "_release", "_collectives", "_layout", "_scaler"):
+        for name in ("_tuner", "_cache", "_release", "_collectives", "_layout", "_scaler"):
             attributes.pop(name, None)
         if self._tuner is not None:
             self._drop_comm_hooks(attributes)  # the plan's hook, which the copy does not have

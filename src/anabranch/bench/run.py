@@ -101,7 +101,8 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
 def _tuned(workload: Workload, settings: Settings, name: str, compress: str | OkTopk | None, say: Say) -> TunedModel:
     """A DataParallel on a model of its own, run until it has chosen a layout."""
     model, step = workload.build()
-    parallel = DataParallel(model, compress=compress, profile_steps=settings.profile_steps, **DDP_OPTIONS)
+    # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.
+    parallel = DataParallel(model, compress=compress, profile_steps=settings.profile_steps, cache=False, **DDP_OPTIONS)
     progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
     for _ in range(MAX_TUNING_STEPS):
         step(parallel)

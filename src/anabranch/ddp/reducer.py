@@ -27,8 +27,8 @@ class ExtensibleDDP(DistributedDataParallel):
 
     _joining = False
 
-    def _before_forward(self) -> None:
-        """Called before each forward, before DDP prepares for it."""
+    def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
+        """Called with the inputs of each forward, before DDP prepares for it."""
 
     def _after_forward(self, output: Any) -> None:
         """Called with the output of each forward, after DDP has prepared for its backward."""
@@ -70,7 +70,7 @@ class ExtensibleDDP(DistributedDataParallel):
 
     @_disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._before_forward()
+        self._before_forward(*inputs, **kwargs)
         return super()._pre_forward(*inputs, **kwargs)
 
     @_disable_dynamo(recursive=False)

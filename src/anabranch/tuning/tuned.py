@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from anabranch.tuning.explain import explanation
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout
+from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.tuner import Tuner
 
 log = logging.getLogger("anabranch")
@@ -37,6 +38,7 @@ class Tuned:
     _no_plan_reason = ""  # why there is nothing to plan
     _collectives: Collectives | None = None  # also with one rank, which may continue from a checkpoint of several
     _scaler: Scaler | None = None
+    _cache: TrainingCache | None = None  # None if it is off, or there is nothing to plan
     process_group: dist.ProcessGroup
     _release: "weakref.finalize[..., Any]"
 
@@ -47,19 +49,24 @@ class Tuned:
         collectives: Collectives,
         parameters: Mapping[str, nn.Parameter],
         make_layout: Callable[[Group], Layout],
-        model_name: str,
+        module: nn.Module,
+        settings: Sequence[str],
     ) -> Tuner:
         """Start a tuner, which chooses the plans of a layout from now on. Every rank calls it at the same point.
 
-        ``make_layout`` gets a group of the same ranks for small messages in host memory.
+        ``make_layout`` gets a group of the same ranks for small messages in host memory. ``settings`` are the lines of
+        a cached plan's key that are not in ``options``.
         """
         self._collectives = collectives
         options = replace(options, kinds=collectives.kinds, dense_names=collectives.dense_names)
         options.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
+        if options.uses_cache:
+            self._cache = TrainingCache(options, settings, module, parameters, collectives, self.process_group)
         control = clone_group(self.process_group, "gloo", "anabranch control")
         try:
             layout = make_layout(control)
-            self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, model_name)
+            name = type(module).__name__
+            self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, name, self._cache)
         except BaseException:
             dist.destroy_process_group(control)
             raise
@@ -192,9 +199,15 @@ class Tuned:
         if self._tuner is not None:
             self._tuner.hold()
 
+    def _note_input(self, *inputs: object) -> None:
+        """Call this with the inputs of each differentiated forward."""
+        if self._cache is not None:
+            self._cache.note_input(*inputs)
+
     def _mark_closed(self) -> None:
         if self._collectives is not None:
             self._collectives.close()
         self._tuner = None
+        self._cache = None
         self._collectives = None
         self._no_plan_reason = CLOSED

@@ -38,6 +38,7 @@ from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout, PlanRunner
+from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.trial import Trial
 
 log = logging.getLogger("anabranch")
@@ -61,6 +62,7 @@ class Tuner:
     group        sends gradients
     control      a group of the same ranks for small messages in host memory, used by nothing else
     model_name   is written into traces
+    cache        where earlier trainings have kept their choices; None for no cache
     """
 
     _noise_was_logged: ClassVar[bool] = False  # once per process is enough
@@ -74,6 +76,7 @@ class Tuner:
         options: TuningOptions,
         policy: TuningPolicy,
         model_name: str,
+        cache: TrainingCache | None = None,
     ) -> None:
         self.control = control
         self.collectives = collectives
@@ -90,10 +93,12 @@ class Tuner:
         self._options = options
         self._policy = policy
         self._model_name = model_name
+        self._cache = cache
         self._timer = self.runner.timer
         self._budget = SearchBudget(policy)
         self._live = LiveTrials(self.runner, policy, self._budget, self._as_rank_0, lambda: self.hold_requested)
         self._best: Trial | None = None  # the layout in force while others are tried
+        self._default_step_s: float | None = None  # the last measured step of the layout's own buckets
         self._patience = 1  # number of the first drift check that may start another search
         self._search_cost_s = 0.0  # of the last search
         self._prediction_error: float | None = None  # predicted by measured step of the layout that was kept
@@ -237,8 +242,10 @@ class Tuner:
         if self._options.profile_steps == 0:
             self.stage = f"running {self._default_label}: profile_steps is 0"
             return
-        yield from steps(self._policy.warmup_steps)
-        yield from self._first_search()
+        yield  # the first input shows the batch size, which is a part of the cache's key
+        if not (yield from self._run_cached_choice()):
+            yield from steps(self._policy.warmup_steps - 1)
+            yield from self._first_search()
         while self.kept is not None and self.runner.trains_the_same():
             why = yield from self._until_drift()
             if not why:
@@ -262,6 +269,40 @@ class Tuner:
             yield
         self.stage = f"running {GIVEN}, held"
 
+    def _run_cached_choice(self) -> Schedule[bool]:
+        """Run what an earlier training chose, and time some steps of it; whether they took as long as then."""
+        cached = self._cache.read(self.control, self.runner.lanes.max_lanes) if self._cache is not None else None
+        if cached is None:
+            return False
+        self.trace, self.network, self._default_step_s = cached.trace, cached.network, cached.default_step_s
+        label = f"{cached.label}, cached on {cached.date}"
+        self.stage = f"running {label}, to be checked"
+        if not self._may_run(cached.plan):
+            yield from steps(self._policy.warmup_steps - 1)
+            self._best = yield from self._live.timed(self._default_label, None)
+            self.trials = [self._best]
+            yield from self._search_warm_up()
+        self.runner.use_plan(cached.plan)
+        yield from steps(self._policy.warmup_steps)
+        self._best = yield from self._live.timed(label, cached.plan, self._options.profile_steps)
+        self._budget.step_s = cached.default_step_s
+        usual = (cached.step_s - cached.spread_s / 2, cached.step_s, cached.step_s + cached.spread_s / 2)
+        moved = drift([usual], [self._best.steps_s], self._policy)
+        if self._as_rank_0(moved is None):
+            self.trials = [self._best]
+            self._conclude("that was fastest in an earlier training", from_cache=True)
+            return True
+        was_s, is_s = cached.step_s, self._best.step_s
+        log.info("anabranch: %s takes %.2f ms a step, not %.2f ms: searching anew", label, is_s * 1e3, was_s * 1e3)
+        yield from self._live.change_to(None)
+        return False
+
+    def _may_run(self, plan: Plan | None) -> bool:
+        """Whether a plan may run now: exchanges with residuals wait until training has warmed up."""
+        if plan is None or self.steps_done >= self.collectives.warmup_steps:
+            return True
+        return all(bucket.collective not in self._options.kinds for bucket in plan.buckets)
+
     def _first_search(self) -> Schedule[None]:
         self.stage = "profiling"
         self._best = yield from self._profiled(self._default_label, None)
@@ -272,19 +313,19 @@ class Tuner:
             self._conclude(f"{share:.1%} of a step waits for communication, so there is nothing to gain")
             return
         self._measure()
-        warm_up = self.collectives.warmup_steps - self.steps_done
-        if warm_up > 0:
-            yield from self._search_warm_up()
-            yield from steps(self.collectives.warmup_steps - self.steps_done)
+        yield from self._search_warm_up()
         yield from self._search(self._options)
         self._conclude()
 
     def _search_warm_up(self) -> Schedule[None]:
         """While an exchange with residuals must wait, search among those without, so that these steps are fast, too."""
         assert self.network is not None and self._best is not None
+        if self.steps_done >= self.collectives.warmup_steps:
+            return
         kinds = (WARM_UP_KIND,) if WARM_UP_KIND in self.network.curves else ()
         yield from self._search(replace(self._options, kinds=kinds))
         self.stage = f"running {self._best.label} while training warms up"
+        yield from steps(self.collectives.warmup_steps - self.steps_done)
 
     def _search_again(self, kept: Trial, why: str) -> Schedule[None]:
         """Profile in the layout in force, and try what the new trace calls for."""
@@ -423,11 +464,15 @@ class Tuner:
         error = predicted_s / self._best.step_s
         return abs(error / self._prediction_error - 1) > self._policy.max_drift
 
-    def _conclude(self, reason: str = "no plan was clearly faster") -> None:
-        """Keep the best layout, which is in force."""
+    def _conclude(self, reason: str = "no plan was clearly faster", from_cache: bool = False) -> None:
+        """Keep the best layout, which is in force; also for the next start of this training."""
         best = self._best
         assert best is not None
         self.kept = best
+        own = [trial.step_s for trial in self.trials if trial.plan is None]
+        self._default_step_s = own[0] if own else self._default_step_s
+        if self._cache is not None and not from_cache and not self.failure and self._default_step_s is not None:
+            self._cache.write(best.label, best.plan, best.steps_s, self._default_step_s, self.network, self.trace)
         predicted_s = self._predicted_s(best.plan)
         self._prediction_error = predicted_s / best.step_s if predicted_s is not None else None
         reason = f"planning failed ({self.failure})" if self.failure else reason
