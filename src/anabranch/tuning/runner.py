@@ -111,6 +111,11 @@ class PlanRunner:
         """The plan of the last step; None for the layout's own buckets."""
         return self._in_force
 
+    @property
+    def changes_next(self) -> bool:
+        """Whether the next forward changes the layout."""
+        return self._requested is not None
+
     def use_plan(self, plan: Plan | None) -> None:
         """Change to this plan at the next forward; None means the layout's own buckets. Collective."""
         self.layout.before_change()

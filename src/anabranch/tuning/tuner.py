@@ -23,17 +23,17 @@ from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.network import Network
 from anabranch.observe.environment import network_note
-from anabranch.observe.measure import LARGEST_NBYTES, NoisyNetworkWarning, measure
+from anabranch.observe.measure import NoisyNetworkWarning
 from anabranch.observe.recorder import Recorder
 from anabranch.observe.step_context import StepContext
 from anabranch.plan import Plan
 from anabranch.trace import Trace
 from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
 from anabranch.tuning.budget import SearchBudget
-from anabranch.tuning.calibration import calibrate
 from anabranch.tuning.candidates import candidates, prediction_s
 from anabranch.tuning.comparison import drift
 from anabranch.tuning.explain import Findings
+from anabranch.tuning.live_network import LiveNetwork
 from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
@@ -51,9 +51,9 @@ OPAQUE = (
 GIVEN = "the plan it was given"
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still waits for its warm-up: it delays nothing
-MEASUREMENT_S = (0.1, 2.0)  # shortest, longest
 USUAL_WINDOWS, RECENT_WINDOWS = 5, 2  # a drift is a difference between the first checks and the last ones
 HELD = "hold"
+NOT_FASTER = "no plan was clearly faster"
 
 
 class Tuner:
@@ -82,7 +82,6 @@ class Tuner:
         self.collectives = collectives
         self.runner = PlanRunner(layout, group, control, collectives, self._step_ended)
         self.trace: Trace | None = None
-        self.network: Network | None = None
         self.trials: list[Trial] = []  # of the last search; the first is the layout that was in force when it began
         self.kept: Trial | None = None  # the result of the last search
         self.failure = ""  # why planning failed, if it did
@@ -96,13 +95,12 @@ class Tuner:
         self._cache = cache
         self._timer = self.runner.timer
         self._budget = SearchBudget(policy)
+        self._live_network = LiveNetwork(self.runner, collectives, control, options.network)
         self._live = LiveTrials(self.runner, policy, self._budget, self._as_rank_0, lambda: self.hold_requested)
         self._best: Trial | None = None  # the layout in force while others are tried
         self._default_step_s: float | None = None  # the last measured step of the layout's own buckets
         self._patience = 1  # number of the first drift check that may start another search
         self._search_cost_s = 0.0  # of the last search
-        self._prediction_error: float | None = None  # predicted by measured step of the layout that was kept
-        self._prediction: tuple[Trace, Plan | None, Network, float | None] | None = None  # the last one, and its inputs
         self._first_step_at_s: float | None = None
         try:
             self._schedule = self._tuning()
@@ -117,7 +115,7 @@ class Tuner:
     def before_forward(self, averaged: bool) -> None:
         """Call this before a forward that will be differentiated; ``averaged``: its gradients will be averaged."""
         began_s = perf_counter()
-        changes = self.runner.plan != self.runner.plan_in_force
+        changes = self.runner.changes_next
         if self._first_step_at_s is None:
             self._first_step_at_s = began_s
         self.runner.before_forward(averaged)
@@ -151,13 +149,19 @@ class Tuner:
 
     # Read by observers and explain().
 
+    @property
+    def network(self) -> Network | None:
+        """The network as measured or given; None before it is known."""
+        return self._live_network.network
+
     def current_step(self) -> StepContext:
         """The step that is running, or that ends now."""
         plan = self.runner.plan_in_force
         tried = self.kept if self.kept is not None and plan is not None and self.kept.plan == plan else None
         timeline = tried.timeline if tried is not None else None
+        predicted_s = self._live_network.predicted_s(self.trace, plan)
         communication_s = timeline.communication_s if timeline is not None else None
-        return StepContext(self.steps_done + 1, plan, self.stage, self._predicted_s(plan), communication_s)
+        return StepContext(self.steps_done + 1, plan, self.stage, predicted_s, communication_s)
 
     def findings(self) -> Findings:
         """The results so far."""
@@ -174,16 +178,10 @@ class Tuner:
             cost=self._budget.summary() if self.trials else "",
         )
 
-    def _predicted_s(self, plan: Plan | None) -> float | None:
-        """The simulator's prediction for this layout, computed once per layout."""
-        if self.trace is None or self.network is None:
-            return None
-        known = self._prediction
-        if known is not None and known[0] is self.trace and known[1] is plan and known[2] is self.network:
-            return known[3]
-        seconds = prediction_s(self.trace, plan, self.network)
-        self._prediction = (self.trace, plan, self.network, seconds)
-        return seconds
+    @property
+    def _trace(self) -> Trace:
+        assert self.trace is not None  # once a step has been profiled
+        return self.trace
 
     @property
     def _default_label(self) -> str:
@@ -258,8 +256,7 @@ class Tuner:
         """Run the user's plan, whatever its step time."""
         assert isinstance(self._options.plan, Plan)  # with_plan_loaded() has replaced a path
         plan = agree_on(Plan, self._options.plan, self.control)
-        if self._options.network is not None:
-            self.network = agree_on(Network, self._options.network, self.control)
+        self._live_network.agree_on_given()
         self.stage = f"running {GIVEN}"
         self.runner.use_plan(plan)
         yield from steps(self._policy.warmup_steps)
@@ -274,9 +271,10 @@ class Tuner:
         cached = self._cache.read(self.control, self.runner.lanes.max_lanes) if self._cache is not None else None
         if cached is None:
             return False
-        self.trace, self.network, self._default_step_s = cached.trace, cached.network, cached.default_step_s
-        label = f"{cached.label}, cached on {cached.date}"
-        self.stage = f"running {label}, to be checked"
+        self.trace, self._default_step_s = cached.trace, cached.default_step_s
+        self._live_network.network = cached.network
+        label, origin = cached.label, f", as cached on {cached.date}"
+        self.stage = f"checking {label}{origin}"
         if not self._may_run(cached.plan):
             yield from steps(self._policy.warmup_steps - 1)
             self._best = yield from self._live.timed(self._default_label, None)
@@ -290,10 +288,10 @@ class Tuner:
         moved = drift([usual], [self._best.steps_s], self._policy)
         if self._as_rank_0(moved is None):
             self.trials = [self._best]
-            self._conclude("that was fastest in an earlier training", from_cache=True)
+            self._conclude("it was fastest", origin)
             return True
         was_s, is_s = cached.step_s, self._best.step_s
-        log.info("anabranch: %s takes %.2f ms a step, not %.2f ms: searching anew", label, is_s * 1e3, was_s * 1e3)
+        log.info("anabranch: %s%s: %.2f ms a step, not %.2f: searching", label, origin, is_s * 1e3, was_s * 1e3)
         yield from self._live.change_to(None)
         return False
 
@@ -308,14 +306,21 @@ class Tuner:
         self._best = yield from self._profiled(self._default_label, None)
         if self.failure:
             return
-        share = self._best.exposed_s / self._best.step_s  # no plan can gain more than that
-        if not self._goes_on(share):
-            self._conclude(f"{share:.1%} of a step waits for communication, so there is nothing to gain")
-            return
-        self._measure()
-        yield from self._search_warm_up()
-        yield from self._search(self._options)
-        self._conclude()
+        why_not = self._why_not_search(self._best)
+        if not why_not:
+            self._measure()
+            yield from self._search_warm_up()
+            yield from self._search(self._options)
+        self._conclude(why_not or NOT_FASTER)
+        self._search_cost_s = self._budget.spent_s
+
+    def _why_not_search(self, running: Trial) -> str:
+        """Why a search is not worth while; empty if it is."""
+        if self.failure:
+            return self.failure
+        # No plan can gain more than the time that the layout's own buckets leave exposed.
+        share = running.exposed_s / running.step_s if running.plan is None else math.inf
+        return "" if self._goes_on(share) else f"only {share:.1%} of a step waits for communication"
 
     def _search_warm_up(self) -> Schedule[None]:
         """While an exchange with residuals must wait, search among those without, so that these steps are fast, too."""
@@ -333,15 +338,15 @@ class Tuner:
         self.stage = f"profiling again: {why}"
         self.failure = ""
         self._best = yield from self._profiled(kept.label, kept.plan)
-        if not self.failure and self._goes_on():
-            if self._as_rank_0(self._network_outdated()):
-                self._calibrate(several_lanes=False)
-            if self._as_rank_0(self._network_outdated()):
-                self._measure()
+        why_not = self._why_not_search(self._best)
+        if not why_not:
+            for renew in (partial(self._calibrate, several_lanes=False), self._measure):
+                if self._as_rank_0(self._live_network.outdated(self._trace, self._best, self._policy.max_drift)):
+                    renew()
             if self._best.plan is not None:
                 yield from self._try(self._default_label, None)
             yield from self._search(self._options)
-        self._conclude()
+        self._conclude(why_not or NOT_FASTER)
         # Patience grows with every search: on a noisy machine the next drift is most likely noise, too.
         self._patience *= 2
         self._search_cost_s = self._budget.spent_s - spent_s
@@ -376,15 +381,17 @@ class Tuner:
 
     def _expected_gain(self, plan: Plan | None) -> float:
         """The share of the step time that this layout is predicted to save, compared with the best so far."""
-        assert self.trace is not None and self.network is not None and self._best is not None
-        predicted_s = prediction_s(self.trace, plan, self.network)
-        best_s = prediction_s(self.trace, self._best.plan, self.network)
+        assert self.network is not None and self._best is not None
+        predicted_s = prediction_s(self._trace, plan, self.network)
+        best_s = prediction_s(self._trace, self._best.plan, self.network)
         if predicted_s is None or best_s is None:
             return math.inf
         if plan is None:  # never slower than DDP: its own buckets are tried even where they are predicted to be close
             return self._policy.max_drift + 1 - predicted_s / best_s
         # Messages in live steps cost more than measured ones until a trial has shown by how much.
-        reference_s = best_s if "refined" in self.network.meta else max(best_s, self._best.step_s)
+        reference_s = (
+            best_s if any(name.startswith("refined") for name in self.network.meta) else max(best_s, self._best.step_s)
+        )
         return 1 - predicted_s / reference_s
 
     def _profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
@@ -407,22 +414,15 @@ class Tuner:
         return trial
 
     def _measure(self) -> None:
-        """Measure the network and how much lanes slow each other, unless the user gave a network."""
-        assert self.trace is not None
-        lanes = self.runner.lanes
-        lanes.grow(min(self._options.lanes or 2, lanes.max_lanes))
-        if self._options.network is not None:
-            self.network = agree_on(Network, self._options.network, self.control)
+        """Measure the network, unless the user gave one."""
+        if self._live_network.agree_on_given():
             return
         self.stage = "measuring the network"
         kinds = ["dense", *self._options.kinds]
         if self.collectives.warmup_steps > self.steps_done and self._can_send(WARM_UP_KIND):
             kinds.append(WARM_UP_KIND)
-        collectives = {kind: self.collectives.probe(kind) for kind in kinds}
-        largest = min(max(self.trace.nbytes, 1 << 16), LARGEST_NBYTES)
-        shortest_s, longest_s = MEASUREMENT_S
-        budget_s = min(longest_s, max(shortest_s, self._budget.left_s / 3))  # rank 0's counts
-        self.network = measure(lanes.groups, self.runner.device, largest, budget_s, collectives)
+        lanes = min(self._options.lanes or 2, self.runner.lanes.max_lanes)
+        self._live_network.measure(self._trace.nbytes, kinds, lanes, self._budget.left_s)
 
     def _can_send(self, kind: str) -> bool:
         dtypes = {parameter.dtype for parameter in self.runner.parameters.values()}
@@ -430,8 +430,8 @@ class Tuner:
 
     def _plan(self, options: TuningOptions) -> Schedule[Candidates]:
         """Have rank 0 plan while training continues; returns its candidates, on every rank."""
-        assert self.trace is not None and self.network is not None
-        make = partial(candidates, options, self.trace, self.network, self._policy)
+        assert self.network is not None
+        make = partial(candidates, options, self._trace, self.network, self._policy)
         planner = BackgroundPlanner(make, self.control)
         yield
         while not planner.done():
@@ -442,42 +442,22 @@ class Tuner:
         return [(label, plan) for label, plan in found if plan.lanes <= self.runner.lanes.max_lanes]
 
     def _calibrate(self, several_lanes: bool) -> bool:
-        """Calibrate a measured network (not a given one) by trials on one lane or on several; whether it changed."""
-        assert self.trace is not None and self.network is not None
-        before = self.network
-        if self._options.network is None:
-            for trial in self.trials:
-                if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes:
-                    self.network = calibrate(self.network, self.trace, trial, self.control)
-        return self.network != before
+        return self._live_network.calibrate(self._trace, self.trials, several_lanes)
 
-    def _network_outdated(self) -> bool:
-        """Whether the network predicts the layout in force worse than when it was kept; a given one is believed."""
-        assert self.trace is not None and self._best is not None
-        if self._options.network is not None:
-            return False
-        if self.network is None or self._prediction_error is None:
-            return True
-        predicted_s = prediction_s(self.trace, self._best.plan, self.network)
-        if predicted_s is None:
-            return True
-        error = predicted_s / self._best.step_s
-        return abs(error / self._prediction_error - 1) > self._policy.max_drift
-
-    def _conclude(self, reason: str = "no plan was clearly faster", from_cache: bool = False) -> None:
-        """Keep the best layout, which is in force; also for the next start of this training."""
+    def _conclude(self, reason: str, origin: str = "") -> None:
+        """Keep the best layout, which is in force; also for the next start of this training, if this one found it."""
         best = self._best
         assert best is not None
         self.kept = best
         own = [trial.step_s for trial in self.trials if trial.plan is None]
         self._default_step_s = own[0] if own else self._default_step_s
-        if self._cache is not None and not from_cache and not self.failure and self._default_step_s is not None:
+        if self._cache is not None and not origin and not self.failure and self._default_step_s is not None:
             self._cache.write(best.label, best.plan, best.steps_s, self._default_step_s, self.network, self.trace)
-        predicted_s = self._predicted_s(best.plan)
-        self._prediction_error = predicted_s / best.step_s if predicted_s is not None else None
+        self._live_network.note_error(self.trace, best)
         reason = f"planning failed ({self.failure})" if self.failure else reason
         self.failure = ""
-        self.stage = f"running {self._default_label}: {reason}" if best.plan is None else f"running {best.label}"
+        what = f"{self._default_label}: {reason}" if best.plan is None else best.label
+        self.stage = f"running {what}{origin}"
         if dist.get_rank(self.control) == 0:
             tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in self.trials)
             log.info("anabranch: %s (%s). %s", self.stage, tried, self._budget.summary())
