@@ -206,15 +206,16 @@ class Training:
                 torch.cuda.synchronize(self.device)
             self.seconds.append(perf_counter() - begun)
 
-    def run(self, count: int, limit_s: float, enough: Callable[[], bool] = lambda: False) -> float:
-        """Run up to so many steps; the seconds they took together with wrapping."""
+    def run(self, count: int, limit_s: float, until_chosen: bool = False) -> float:
+        """Run up to so many steps, or only to a choice; the seconds since wrapping began."""
         told = perf_counter()
         while (done := len(self.seconds)) < count:
             self.steps(min(ASK_EVERY, count - done))
             if perf_counter() - told > TELL_EVERY_S:
                 told = perf_counter()
-                say(f"{self.name}: step {done + ASK_EVERY} of {count}, {told - self.begun:.0f} s, {self.stage}")
-            if from_rank_0(perf_counter() - self.begun > limit_s or enough(), self.device):
+                say(f"{self.name}: step {len(self.seconds)} of {count}, {told - self.begun:.0f} s, {self.stage}")
+            enough = until_chosen and self.stage.startswith(SETTLED)
+            if from_rank_0(enough or perf_counter() - self.begun > limit_s, self.device):
                 break
         dist.barrier()
         return perf_counter() - self.begun
@@ -223,11 +224,6 @@ class Training:
     def stage(self) -> str:
         """Of the last step that is known."""
         return self.stages.seen[-1][0] if self.stages.seen else "training"
-
-    @property
-    def chosen(self) -> bool:
-        """Whether a search has ended: something was chosen."""
-        return isinstance(self.parallel, ab.DataParallel) and self.stage.startswith(SETTLED)
 
     def close(self) -> None:
         """Release the model; for DDP, dropping it is enough."""
@@ -273,6 +269,7 @@ class Search:
 def searched(training: Training, ddp_s: float) -> Search:
     """Rank 0's steps, summed up."""
     seen = training.stages.seen[: len(training.seconds)]
+    assert seen, f"{training.name}: DataParallel gave no metrics, so it plans nothing here"
     timed = list(zip(seen, training.seconds, strict=False))
     steps = next((i for i, (stage, _) in enumerate(seen) if stage.startswith(SETTLED)), None)
     final = seen[-1][1]
@@ -304,6 +301,7 @@ def in_words(name: str, search: Search) -> str:
 
 
 def number(value: float | None, digits: int = 1) -> str:
+    """A cell of a table."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -542,7 +540,7 @@ def first(options: argparse.Namespace, device: torch.device) -> tuple[list[Any],
         say(f"{workload.name}: DDP's step takes {ddp_s * 1e3:.1f} ms")
         for name, wrap in wraps(options).items():
             training = Training(f"{workload.name}, {name}", workload, wrap)
-            training.run(options.steps, options.limit_s, lambda training=training: training.chosen)
+            training.run(options.steps, options.limit_s, until_chosen=True)
             training.run(len(training.seconds) + options.after, options.limit_s + 60)
             training.close()
             if dist.get_rank():
@@ -575,6 +573,7 @@ def described(device: torch.device) -> dict[str, str]:
 
 
 def processor() -> str:
+    """The processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
