@@ -30,6 +30,7 @@ from datetime import UTC, datetime
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from shutil import rmtree
 from statistics import mean, median
 from tempfile import mkdtemp
 from time import perf_counter
@@ -61,7 +62,9 @@ DDP = "DDP"
 VARIANTS = ("dense", "bf16", "oktopk")  # of DataParallel
 FIRST_STEPS = 50  # of a second start
 CACHES = "cache" in signature(ab.DataParallel.__init__).parameters
-NO_CACHE = {"cache": False} if CACHES else {}  # a choice of an earlier run would be found, and nothing searched
+NO_CACHE: dict[str, Any] = (
+    {"cache": False} if CACHES else {}
+)  # a choice of an earlier run would be found, and nothing searched
 BURST = """
 import os, random, sys, time
 rng, parent = random.Random(int(sys.argv[1])), os.getppid()
@@ -135,6 +138,7 @@ def parsed() -> argparse.Namespace:
     sub.add_argument("--turn", type=int, default=100, help="steps of a turn")
     sub.add_argument("--repeat", type=int, default=5)
     sub.add_argument("--seed", type=int, default=0, help="of the background processes")
+    sub.add_argument("--control", action="store_true", help="never plan: shows how far noise alone moves the ratio")
     sub = scenario("restart", restart, 240, 304, 32)
     compressible(sub, ",".join(VARIANTS), 0)
     sub.add_argument("--folder", help="of the cache, the same on every rank; by default a new one")
@@ -220,6 +224,7 @@ def noisy(options: argparse.Namespace, device: torch.device) -> Report:
         f"processes, each spinning half of the time in bursts of 10 ms to 1 s, seed {options.seed}. Totals include "
         f"wrapping. Pauses: steps of more than {PAUSE} medians, and what they took beyond the median. Searches: "
         "choices in the log, and one more if the training ended amid a search."
+        + (" Control: DataParallel(profile_steps=0) never plans." if options.control else "")
     )
     header = (
         "repeat", "DDP, s", "DataParallel, s", "ratio", "median steps, ms", "searches", "steps beside the kept layout",
@@ -245,7 +250,8 @@ def noisy(options: argparse.Namespace, device: torch.device) -> Report:
 def taking_turns(workload: Workload, options: argparse.Namespace, choices: "Choices", title: str) -> dict[str, Any]:
     """One repeat; who begins a pair of turns alternates."""
     ddp = Training(DDP, workload, DistributedDataParallel)
-    ours = Training("DataParallel", workload, partial(ab.DataParallel, **NO_CACHE), watched=False)
+    wrap = partial(ab.DataParallel, **({"profile_steps": 0} if options.control else NO_CACHE))
+    ours = Training("DataParallel", workload, wrap, watched=False)
     assert isinstance(ours.parallel, ab.DataParallel)
     begun = told = perf_counter()
     plans: list[ab.Plan | None] = []
@@ -332,15 +338,17 @@ def restart(options: argparse.Namespace, device: torch.device) -> Report:
         "variant", "start", "wrapping, s", "mean of the first, ms", "median of the later, ms", "ratio",
         "first choice after steps", "in the end",
     ))  # fmt: skip
-    folder = Path(options.folder or shared_folder())
+    folder = options.folder or shared_folder()
     for name in wraps(options):
-        wrap = wraps(options, cache=folder / name)[name]
+        wrap = wraps(options, cache=Path(folder, name))[name]
         for start in range(1, options.starts + 1):
             training = Training(f"{name}, start {start}", workload, wrap)
             training.run(steps, options.limit_s)
             training.close()
             if dist.get_rank() == 0:
                 add_start(report, name, start, training, ddp_s)
+    if not options.folder and dist.get_rank() == 0:
+        rmtree(folder)
     return report
 
 

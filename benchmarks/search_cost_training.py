@@ -17,7 +17,7 @@ import anabranch as ab
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
 
-SETTLED = ("running", "no longer planning", "stopped planning")  # stages in which nothing is searched
+SETTLED = ("running", "no longer planning", "stopped planning", "No plan")  # stages in which nothing is searched
 ASK_EVERY = 10  # steps after which rank 0 says whether to go on
 TELL_EVERY_S = 10.0
 PAUSE = 5  # a step so many times longer than the median is a pause
