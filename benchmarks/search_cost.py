@@ -29,6 +29,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from inspect import signature
+from math import sqrt
 from pathlib import Path
 from shutil import rmtree
 from statistics import mean, median
@@ -135,7 +136,7 @@ def parsed() -> argparse.Namespace:
     sub.add_argument("--repeat", type=int, default=1)
     sub = scenario("noisy", noisy, 3000, 256, 128)
     sub.add_argument("--load", type=int, default=2, help="background processes")
-    sub.add_argument("--turn", type=int, default=100, help="steps of a turn")
+    sub.add_argument("--turn", type=int, default=10, help="steps of a turn; long ones meet different noise")
     sub.add_argument("--repeat", type=int, default=5)
     sub.add_argument("--seed", type=int, default=0, help="of the background processes")
     sub.add_argument("--control", action="store_true", help="never plan: shows how far noise alone moves the ratio")
@@ -238,12 +239,16 @@ def noisy(options: argparse.Namespace, device: torch.device) -> Report:
         ddp, ours = row["ddp"], row["ours"]
         say(f"repeat {repeat + 1} of {options.repeat}: {ours['total_s']:.1f} s, DDP {ddp['total_s']:.1f} s")
         report.table.append((
-            repeat + 1, f"{ddp['total_s']:.1f}", f"{ours['total_s']:.1f}", f"{row['ratio']:.3f}",
+            repeat + 1, f"{ddp['total_s']:.1f}", f"{ours['total_s']:.1f}", f"{row['ratio']:.3f} ± {row['error']:.3f}",
             f"{ddp['median_s'] * 1e3:.1f}, {ours['median_s'] * 1e3:.1f}", row["searches"], row["beside"],
             *(f"{len(of['pauses_s'])}, {sum(of['pauses_s']):.1f} s" for of in (ddp, ours)), row["ended"],
         ))  # fmt: skip
         report.data.append(row)
-    report.notes.append(f"Ratio: {spread([row['ratio'] for row in report.data])}.")
+    pooled = sum(row["ours"]["total_s"] for row in report.data) / sum(row["ddp"]["total_s"] for row in report.data)
+    ratios = spread([row["ratio"] for row in report.data])
+    report.notes.append(
+        f"Ratio: {ratios}; of all seconds together {pooled:.3f}. ±: standard error, from pairs of turns."
+    )
     return report
 
 
@@ -274,6 +279,7 @@ def taking_turns(workload: Workload, options: argparse.Namespace, choices: "Choi
             break
     row = {
         "ratio": ours.total_s / ddp.total_s,
+        "error": standard_error(ours.seconds, ddp.seconds, options.turn),
         "searches": len(choices.seen) + (not stage.startswith(SETTLED)),
         "beside": sum(plan != kept for plan in plans),
         "ended": stage,
@@ -285,6 +291,13 @@ def taking_turns(workload: Workload, options: argparse.Namespace, choices: "Choi
         row[name] = {**found, "steps_s": training.seconds}
         training.close()
     return row
+
+
+def standard_error(ours: Sequence[float], ddp: Sequence[float], turn: int) -> float:
+    """Of the ratio of two sums, from how much pairs of turns differ."""
+    pairs = [(sum(ours[i : i + turn]), sum(ddp[i : i + turn])) for i in range(0, len(ddp), turn)]
+    ratio = sum(ours) / sum(ddp)
+    return sqrt(sum((a - ratio * b) ** 2 for a, b in pairs)) / sum(ddp)
 
 
 def first_line(parallel: ab.DataParallel) -> str:
