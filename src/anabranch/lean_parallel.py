@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 
 from anabranch import planners
 from anabranch.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations
-from anabranch.comm.agree import check_same, from_rank_0
+from anabranch.comm.agree import all_or_none, check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.model import ignored_names
 from anabranch.lean.engine import in_backward
@@ -122,7 +122,8 @@ class LeanDataParallel(Tuned, nn.Module):
         plan, find_unused = ddp_sized_plan(parameters), self.find_unused_parameters
 
         def make_layout(control: dist.ProcessGroup) -> LeanLayout:  # noqa: ARG001 - Lean needs no small messages
-            self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, find_unused)
+            with all_or_none("making Lean's optimizer", self.process_group):
+                self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, find_unused)
             return self._layout
 
         name = type(self.module).__name__

@@ -83,7 +83,7 @@ class ExchangeMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Remove hooks."""
+        """Remove hooks and free all memory, also if there are still references to this object."""
         ...
 
 
@@ -162,7 +162,7 @@ class Collectives:
             self._memory.rescale(scale)
 
     def close(self) -> None:
-        """Remove hooks."""
+        """Remove hooks and free what was kept between steps, also if there are still references to this object."""
         if self._memory is not None:
             self._memory.close()
 

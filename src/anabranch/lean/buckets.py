@@ -114,6 +114,7 @@ class LiveBucket:
 class UpdatingExchange:
     """An exchange followed by the update of the bucket's parameters.
 
+    residuals     where residuals are stored between exchanges
     find_unused   after each exchange ranks tell each other which parameters they have used
     buckets       the buckets of the plan in force, by the names of their parameters; the engine sets them
     """
@@ -123,7 +124,7 @@ class UpdatingExchange:
     ) -> None:
         self._exchange = exchange
         self._updates = updates
-        self._residuals = residuals
+        self.residuals = residuals
         self._find_unused = find_unused
         self.buckets: Mapping[tuple[str, ...], LiveBucket] = {}
 
@@ -159,7 +160,7 @@ class UpdatingExchange:
             record_stream(finite)
             buffer[0] = torch.where(finite, 0.0, float("inf"))
         yield from exchange
-        self._residuals.store(state)
+        self.residuals.store(state)
 
 
 def _then_max_reduce(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:

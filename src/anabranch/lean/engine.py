@@ -72,16 +72,21 @@ class Engine:
         self._any_gradient_arrived = False  # in this backward pass
         # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.
         self._averaged_forward_ended = False
-        self._handles: list[Any] = [
-            parameters[name].register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, name))
-            for bucket in self._buckets
-            for name in bucket.planned.names
-        ]
+        self._handles: list[Any] = []
+        try:
+            for bucket, name in ((bucket, name) for bucket in self._buckets for name in bucket.planned.names):
+                hook = partial(self._on_gradient, bucket, name)
+                self._handles.append(parameters[name].register_post_accumulate_grad_hook(hook))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks and free all memory. Call it once, since the engine is unusable afterwards."""
         while self._handles:
             self._handles.pop().remove()
+        # An output that the user keeps refers to the engine.
+        del self._buckets, self._slots, self._residuals, self._launcher, self._collectives
 
     def before_forward(self) -> None:
         """Raise if the last backward pass did not finish: other ranks may be at another bucket."""

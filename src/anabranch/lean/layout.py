@@ -85,6 +85,11 @@ class LeanLayout(StepObserver):
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
+        self._engine = None
+        self.updates.forget_buckets()
+        self.optimizers.forget_buckets()
+        self.exchange.buckets = {}
+        self.residuals = self.exchange.residuals = DeviceResiduals()  # frees the slots of residuals in host memory
 
     def on_forward_end(self, averaged: bool) -> Callable[[], None] | None:
         return self._engine.on_forward_end() if averaged and self._engine is not None else None

@@ -187,6 +187,10 @@ class OkTopkExchanges:
 
     def close(self) -> None:
         self._residual_flush.close()
+        self._state.clear()
+        self._momentum.clear()
+        self._exchanged = []
+        self._comms = {}
 
     def _comm(self, group: Group) -> GroupCommunicator:
         if group not in self._comms:

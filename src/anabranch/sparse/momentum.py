@@ -54,10 +54,14 @@ class Momentum:
             found.update(zip(state.names, flat.split(list(state.numels)), strict=True))
         return found
 
-    def load_state_dict(self, *states: Mapping[str, torch.Tensor]) -> None:
-        """Load this rank's velocities, or the sum of those of several old ranks."""
+    def clear(self) -> None:
+        """Drop all velocities."""
         self._flat = {}
         self._pieces = {}
+
+    def load_state_dict(self, *states: Mapping[str, torch.Tensor]) -> None:
+        """Load this rank's velocities, or the sum of those of several old ranks."""
+        self.clear()
         for state in states:
             for name, piece in state.items():
                 own = piece.detach().float().flatten()

@@ -167,6 +167,14 @@ class SparseState:
             found.update(state.pieces())
         return found
 
+    def clear(self) -> None:
+        """Drop all residuals and buckets."""
+        self._buckets = {}
+        self._settings = {}
+        self.flushing = {}
+        self.unbucketed = {}
+        self.loaded_states = []
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name, numbers and strings. Can be read without pickle."""
         residuals = {name: piece.detach().clone() for name, piece in self.residuals().items()}
@@ -200,11 +208,8 @@ class SparseState:
             self.loaded = [f"a state that was refused: {error}"]
             raise
         self.loaded = common_lines(states[0])
+        self.clear()
         self.loaded_states = mine
-        self._buckets = {}
-        self._settings = {}
-        self.flushing = {}
-        self.unbucketed.clear()
         for state in mine:
             for name, piece in state["residuals"].items():
                 own = piece.detach().to(torch.float32).flatten()  # stays on its own device until its bucket is used
