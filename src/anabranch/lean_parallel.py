@@ -118,7 +118,8 @@ class LeanDataParallel(Tuned, nn.Module):
             own = owner()
             return own._layout.applied(names) if own is not None else ()
 
-        collectives = collectives_for(compress, parameters, self.process_group, averaging, applied)
+        frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
+        collectives = collectives_for(compress, parameters, self.process_group, averaging, applied, frozen)
         plan, find_unused = ddp_sized_plan(parameters), self.find_unused_parameters
 
         def make_layout(control: dist.ProcessGroup) -> LeanLayout:  # noqa: ARG001 - Lean needs no small messages

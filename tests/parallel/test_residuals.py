@@ -97,6 +97,35 @@ def test_what_a_plan_leaves_behind_goes_with_the_next_finite_step() -> None:
         assert answers == {"poisons": 1, "before": True, "left": True}
 
 
+def huge_then_normal(rank: int) -> dict[str, Any]:
+    """Gradients of 3e38, more than can be sent at once: on rank 0, then on rank 1; skipped where not finite."""
+    model, parallel = fresh(two_buckets(0.1))
+    applied, skipped = torch.zeros(2, ROWS, COLUMNS), 0
+    for step in range(8):
+        one, other = gradients(step, rank)
+        if step == 2 + rank:
+            one.fill_(3e38)
+        model.zero_grad()
+        parallel(one, other).backward()
+        assert model.first.grad is not None and model.second.grad is not None
+        both = torch.stack([model.first.grad, model.second.grad])
+        if torch.isfinite(both).all():
+            applied += both
+        else:
+            skipped += 1
+    answer = {"applied": applied, "skipped": skipped, "residuals": residuals_of(parallel)}
+    parallel.close()
+    return answer
+
+
+def test_finite_gradients_without_a_finite_sum_cost_their_steps_and_no_others() -> None:
+    answers = on_ranks(huge_then_normal, 2)
+    assert [one["skipped"] for one in answers] == [2, 2]
+    accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
+    expected = computed(2, 0, 2) + computed(2, 4, 8)
+    torch.testing.assert_close(accounted, expected, rtol=1e-4, atol=1e-4)
+
+
 def fewer_sparse(rank: int) -> dict[str, Any]:
     """The next plan sends one of the two matrices dense: the other's residual stays, its own goes."""
     model, parallel = fresh(two_buckets(0.1))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.comm.collectives import ResidualState
-from anabranch.comm.dense import all_finite
+from anabranch.comm.dense import SUMMABLE_BELOW, all_finite
 from anabranch.comm.exchange import BucketExchange, Group, Steps, issued, record_stream
 from anabranch.comm.flat import shaped
 from anabranch.lean.optimizers import BucketOptimizer
@@ -16,9 +16,6 @@ from anabranch.lean.residuals import ResidualStore
 from anabranch.lean.update import BucketUpdater
 from anabranch.plan import Bucket
 
-# Gradients above the largest finite number over this margin are left out. In a residual they would stay for ever, since
-# every sum over ranks that contains them overflows.
-OVERFLOW_MARGIN = 1 << 20
 CHUNK_NUMEL = 4 << 20  # elements added to a residual at a time; a temporary tensor of this size is needed
 
 
@@ -76,7 +73,7 @@ class LiveBucket:
         self.missing = [n for n, p in named if n not in self.arrived and p.grad is None and p.requires_grad]
 
     def add_to_residual(self, name: str, parameter: nn.Parameter) -> None:
-        """Add the parameter's gradient to the residual and free it; a gradient that is not finite is left out.
+        """Add the parameter's gradient to the residual and free it; one that is not below SUMMABLE_BELOW is left out.
 
         The gradient is never written to: it may be a view of a tensor that autograd still needs.
         """
@@ -85,7 +82,7 @@ class LiveBucket:
         gradient = torch.atleast_1d(parameter.grad.detach())
         parameter.grad = None
         residual = torch.atleast_1d(shaped(self.residual_views[name], parameter))
-        finite = all_finite(gradient, below=torch.finfo(gradient.dtype).max / OVERFLOW_MARGIN)
+        finite = all_finite(gradient, below=SUMMABLE_BELOW)
         self.finite_flags.append(finite)
         self.state.record_norms(gradient)
         rows = max(1, CHUNK_NUMEL * len(gradient) // max(1, gradient.numel()))

@@ -8,15 +8,15 @@ balances its own.
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
 
 from anabranch.sparse import regions
 from anabranch.sparse.residual_monitor import SAMPLE_PERIOD, ResidualMonitor
+from anabranch.sparse.saved_state import VERSION
 
-VERSION = 1
 log = logging.getLogger("anabranch")
 
 
@@ -198,15 +198,11 @@ class SparseState:
         residuals over the ranks is conserved, up to float32 rounding where residuals are added.
         """
         states = tuple(state for state in states if state)  # a run without any state saved {}
-        self.loaded = ["nothing"]
-        self.loaded_states = []
         if not states:
+            self.loaded = ["nothing"]
+            self.loaded_states = []
             return
-        try:
-            mine, same = self._own(states)
-        except ValueError as error:
-            self.loaded = [f"a state that was refused: {error}"]
-            raise
+        mine, same = self._own(states)
         self.loaded = common_lines(states[0])
         self.clear()
         self.loaded_states = mine
@@ -215,14 +211,14 @@ class SparseState:
                 own = piece.detach().to(torch.float32).flatten()  # stays on its own device until its bucket is used
                 before = self.unbucketed.get(name)
                 self.unbucketed[name] = own.clone() if before is None else before + own.to(before.device)
-        self._step = int(states[0]["step"])
+        self._step = states[0]["step"]
         self.scale = states[0].get("scale")
         if same:
             self._settings = {tuple(settings["names"]): settings for settings in mine[0]["buckets"]}
         elif self.rank == 0:
             log.warning(
                 "anabranch: residuals of %d ranks were loaded on %d: their sum is conserved, regions are new",
-                int(states[0]["world_size"]),
+                states[0]["world_size"],
                 self.world_size,
             )
 
@@ -234,12 +230,15 @@ class SparseState:
                     f"the sparse state has version {state.get('version')}, and this anabranch reads version {VERSION}: "
                     "load it with the anabranch that wrote it"
                 )
-        old = {int(state["rank"]): state for state in states}
-        sizes = sorted({int(state["world_size"]) for state in states})
+        old = {state["rank"]: state for state in states}
+        if len(old) < len(states):
+            ranks = sorted(state["rank"] for state in states)
+            raise ValueError(f"the sparse states given are of ranks {ranks}: give that of each rank once")
+        sizes = sorted({state["world_size"] for state in states})
         if len(sizes) != 1:
             raise ValueError(f"the sparse states given come from worlds of {sizes} ranks: give those of one run")
         for state in states[1:]:
-            for first, other in zip(common_lines(states[0]), common_lines(state), strict=False):
+            for first, other in zip_longest(common_lines(states[0]), common_lines(state), fillvalue="no more buckets"):
                 if first != other:
                     raise ValueError(
                         f"the sparse states given are from different checkpoints: rank {states[0]['rank']}'s says "
@@ -274,7 +273,7 @@ class SparseState:
         if (settings := self._settings.pop(names, None)) is not None:
             state.threshold_bias.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
-            state.step = int(settings["step"])
+            state.step = settings["step"]
             state.fresh = False
         return state
 
