@@ -122,9 +122,14 @@ class LeanDataParallel(Tuned, nn.Module):
         collectives = collectives_for(compress, parameters, self.process_group, averaging, applied, frozen)
         plan, find_unused = ddp_sized_plan(parameters), self.find_unused_parameters
 
-        def make_layout(control: dist.ProcessGroup) -> LeanLayout:  # noqa: ARG001 - Lean needs no small messages
+        def control() -> dist.ProcessGroup:
+            own = owner()
+            assert own is not None  # a backward pass runs
+            return own._running_tuner().control
+
+        def make_layout(_: dist.ProcessGroup) -> LeanLayout:
             with all_or_none("making Lean's optimizer", self.process_group):
-                self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, find_unused)
+                self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, control, find_unused)
             return self._layout
 
         name = type(self.module).__name__

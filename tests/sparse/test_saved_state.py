@@ -277,8 +277,10 @@ def entry_corruptions() -> Iterator[tuple[str, str, Callable[[dict[str, Any]], A
         yield key, f"anabranch/rank0/{key}", put(f"anabranch/rank0/{key}", value=torch.zeros(3))
     yield "a list", "residuals/first", put("anabranch/rank0/residuals/first", value=[1.0])
     yield "nothing", "anabranch/rank", lambda entries: entries.clear()
-    yield "another name", "anabranch/rank", lambda entries: entries.update(
-        {key.replace("anabranch", "other"): entries.pop(key) for key in list(entries)}
+    yield (
+        "another name",
+        "anabranch/rank",
+        lambda entries: entries.update({key.replace("anabranch", "other"): entries.pop(key) for key in list(entries)}),
     )
     empty = torch.tensor(list(b"{}"), dtype=torch.uint8)
     yield "empty numbers beside residuals", "anabranch/rank0/", put(numbers, value=empty)

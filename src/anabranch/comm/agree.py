@@ -105,7 +105,9 @@ def all_or_none(what: str, group: Group) -> Iterator[None]:
     if error is not None:
         raise error
     if failed := [rank for rank, word in enumerate(words) if word]:
-        raise DisagreementError(f"{what} failed on ranks {_ranks(failed)}, and not here; rank {failed[0]}: {words[failed[0]]}")
+        raise DisagreementError(
+            f"{what} failed on ranks {_ranks(failed)}, and not here; rank {failed[0]}: {words[failed[0]]}"
+        )
 
 
 def agree_on(kind: type[AnyNoun], noun: AnyNoun | None, group: Group) -> AnyNoun:

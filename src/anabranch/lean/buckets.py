@@ -28,7 +28,8 @@ class LiveBucket:
                      gradients stay in ``parameter.grad`` until the bucket is complete
     finite_flags     for each gradient added so far whether it was finite on this rank; others were left out
     arrived          names of the parameters whose gradients have arrived
-    expected         number of gradients that may arrive: parameters that were frozen after wrapping have none
+    frozen           names of the parameters that were frozen after wrapping
+    expected         number of gradients that may arrive: frozen parameters have none
     missing          names of the parameters that got no gradient on this rank
     """
 
@@ -40,6 +41,7 @@ class LiveBucket:
     residual_views: Mapping[str, torch.Tensor] | None = None
     finite_flags: list[torch.Tensor] = field(default_factory=list)
     arrived: set[str] = field(default_factory=set)
+    frozen: set[str] = field(default_factory=set)
     expected: int = 0
     missing: Sequence[str] = ()
 
@@ -65,7 +67,9 @@ class LiveBucket:
 
     def begin_backward(self) -> None:
         """Expect a gradient for every parameter that is not frozen now."""
-        self.expected = sum(parameter.requires_grad for parameter in self.parameters)
+        named = zip(self.planned.names, self.parameters, strict=True)
+        self.frozen = {name for name, parameter in named if not parameter.requires_grad}
+        self.expected = len(self.parameters) - len(self.frozen)
 
     def find_missing(self) -> None:
         """Set ``missing`` to the parameters without a gradient; frozen ones need none. Called at launch."""
@@ -75,9 +79,10 @@ class LiveBucket:
     def add_to_residual(self, name: str, parameter: nn.Parameter) -> None:
         """Add the parameter's gradient to the residual and free it; one that is not below SUMMABLE_BELOW is left out.
 
-        The gradient is never written to: it may be a view of a tensor that autograd still needs.
+        The gradient is never written to: it may be a view of a tensor that autograd still needs. A frozen parameter
+        keeps a gradient that it got before, under no_sync().
         """
-        if self.state is None or self.residual_views is None or parameter.grad is None:
+        if self.state is None or self.residual_views is None or parameter.grad is None or name in self.frozen:
             return
         gradient = torch.atleast_1d(parameter.grad.detach())
         parameter.grad = None
@@ -99,9 +104,10 @@ class LiveBucket:
         return torch.stack(flags).all() if flags else None
 
     def flatten_into(self, slot: torch.Tensor) -> None:
-        """Move all gradients to a slot, one after another; zeros where a gradient is missing."""
-        for parameter, piece in zip(self.parameters, slot.split([p.numel() for p in self.parameters]), strict=True):
-            if parameter.grad is None:
+        """Move all gradients to a slot, one after another; zeros where a gradient is missing or its parameter frozen."""
+        pieces = slot.split([parameter.numel() for parameter in self.parameters])
+        for name, parameter, piece in zip(self.planned.names, self.parameters, pieces, strict=True):
+            if parameter.grad is None or name in self.frozen:
                 piece.zero_()
             else:
                 shaped(piece, parameter).copy_(parameter.grad)

@@ -1,11 +1,11 @@
 """Validation of a saved sparse state: everything is checked before anything is loaded, so that a refusal changes nothing.
 
-    version, rank, world_size, step   whole numbers
-    scale                             loss scale of the residuals, or None
-    residuals, velocities             flat float32 tensors by parameter name
-    buckets                           settings of sparse buckets: names, tilt (threshold bias), boundaries, step
-    orders                            strides of parameters that are not row-major, by name
-    steps_trained                     steps of the whole training
+version, rank, world_size, step   whole numbers
+scale                             loss scale of the residuals, or None
+residuals, velocities             flat float32 tensors by parameter name
+buckets                           settings of sparse buckets: names, tilt (threshold bias), boundaries, step
+orders                            strides of parameters that are not row-major, by name
+steps_trained                     steps of the whole training
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,9 @@ def check_saved(state: Mapping[str, Any], numels: Mapping[str, int]) -> None:
     """Raise ValueError, naming field, value found and value expected, unless this is a state of these parameters."""
     version = state.get("version")
     if type(version) is not int or version != VERSION:
-        raise refused("version", version, f"{VERSION}, which this anabranch reads", "load it with the one that wrote it")
+        raise refused(
+            "version", version, f"{VERSION}, which this anabranch reads", "load it with the one that wrote it"
+        )
     _check_fields("", state, FIELDS, LATER_FIELDS)
     world_size = _whole("world_size", state["world_size"], 1)
     _whole("rank", state["rank"], 0, world_size - 1)
@@ -58,7 +60,9 @@ def refused(field: str, found: object, expected: str, remedy: str = REMEDY) -> V
 def _check_fields(where: str, found: Mapping[Any, Any], needed: tuple[str, ...], others: tuple[str, ...] = ()) -> None:
     for name in needed:
         if name not in found:
-            raise ValueError(f"{where}{name} is missing in the saved communication state: expected this field; {REMEDY}")
+            raise ValueError(
+                f"{where}{name} is missing in the saved communication state: expected this field; {REMEDY}"
+            )
     for name in found:
         if name not in (*needed, *others):
             raise refused(f"{where}{brief(name)}", found[name], f"no such field, but {', '.join((*needed, *others))}")

@@ -30,6 +30,7 @@ class BucketState:
     step                   sparse steps so far
     fresh                  regions were never balanced; the same on every rank
     residual_monitor       norms of the residual over time, where they are recorded
+    held                   residuals of frozen parameters by name; they are 0 in ``residual``
     accumulates_in_place   gradients are added to the residual as they come. The gradient's memory is then zeros, and an
                            owner may add its sums there.
 
@@ -46,6 +47,7 @@ class BucketState:
     fresh: bool = True
     residual_monitor: ResidualMonitor | None = None
     accumulates_in_place: bool = False
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
     local_threshold: torch.Tensor = field(init=False)
     global_threshold: torch.Tensor = field(init=False)
     offered: torch.Tensor = field(init=False)
@@ -69,6 +71,15 @@ class BucketState:
     def pieces(self) -> dict[str, torch.Tensor]:
         """The residual of each parameter, as views."""
         return dict(zip(self.names, self.residual.split(list(self.numels)), strict=True))
+
+    def hold(self, names: Collection[str]) -> None:
+        """Hold the residuals of these parameters, and put those of all others back; between two exchanges."""
+        for name, piece in self.pieces().items():
+            if name in names and name not in self.held:
+                self.held[name] = piece.clone()
+                piece.zero_()
+            elif name not in names and name in self.held:
+                piece.add_(self.held.pop(name))
 
     def record_norms(self, gradient: torch.Tensor) -> None:
         """Record the norms of the residual and of this step's gradient, whole or part by part, if a sample is due."""
@@ -152,7 +163,8 @@ class SparseState:
         if self.scale is not None and self.scale != scale:
             for state in self._buckets.values():
                 state.residual.mul_(scale / self.scale)
-            for piece in (*self.unbucketed.values(), *self.flushing.values()):
+            held = [piece for state in self._buckets.values() for piece in state.held.values()]
+            for piece in (*held, *self.unbucketed.values(), *self.flushing.values()):
                 piece.mul_(scale / self.scale)
         self.scale = scale
 
@@ -178,7 +190,7 @@ class SparseState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name, numbers and strings. Can be read without pickle."""
         residuals = {name: piece.detach().clone() for name, piece in self.residuals().items()}
-        for name, piece in self.flushing.items():
+        for name, piece in (*self.flushing.items(), *(item for s in self._buckets.values() for item in s.held.items())):
             residuals[name] = residuals[name] + piece.to(residuals[name].device) if name in residuals else piece.clone()
         return {
             "version": VERSION,
@@ -256,6 +268,7 @@ class SparseState:
         """Remove the buckets that hold any of these parameters; their residuals become unbucketed."""
         for key in [key for key in self._buckets if not set(names).isdisjoint(key)]:
             state = self._buckets.pop(key)
+            state.hold(())
             self._step = max(self._step, state.step)
             self.unbucketed.update((name, piece.clone()) for name, piece in state.pieces().items())
 
