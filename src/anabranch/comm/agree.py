@@ -92,7 +92,7 @@ def check_same(what: str, lines: Sequence[str], group: Group) -> None:
 
 @contextmanager
 def all_or_none(what: str, group: Group) -> Iterator[None]:
-    """A context that fails on every rank if it fails on one: with its own error there, elsewhere with a DisagreementError.
+    """A context that fails on every rank if it fails on one: there with its own error, elsewhere DisagreementError.
 
     Ranks tell each other at its end, so what is inside must not communicate. No rank waits for one that has failed.
     """

@@ -30,7 +30,7 @@ class ResidualState(Protocol):
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:
-        """The residuals of frozen parameters, by name: not in ``residual``, so that none is sent that nobody applies."""
+        """The residuals of frozen parameters, by name. They are not in ``residual``, since nobody could apply them."""
         ...
 
     def pieces(self) -> Mapping[str, torch.Tensor]:

@@ -38,8 +38,8 @@ def bf16(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
     buffer.copy_(rounded[: buffer.numel()])
 
 
-# Of gradients that join a residual: an element of this magnitude counts as not finite. Two ranks' residuals of 3e38 have
-# no finite sum, so they could never be sent, and every later step would be skipped. 2**20 such values have one.
+# An element of this magnitude, in a gradient that joins a residual, counts as not finite. Two ranks' residuals of 3e38
+# have no finite sum: they could never be sent, and all later steps would be skipped.
 SUMMABLE_BELOW = torch.finfo(torch.float32).max / (1 << 20)
 
 COLLECTIVES: Mapping[str, Collective] = {"dense": dense, "bf16": bf16}

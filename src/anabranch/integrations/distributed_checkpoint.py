@@ -78,8 +78,8 @@ class CommState(Stateful):
         wanted = [dist.get_rank(self._model.process_group)] if same else list(range(ranks))
         if missing := [rank for rank in wanted if rank not in saved]:
             raise ValueError(
-                f"the checkpoint at {here} has no entry {self._name}/rank{missing[0]}/…: expected one of every rank from 0 "
-                f"to {ranks - 1}; load a checkpoint that all ranks have saved"
+                f"the checkpoint at {here} has no entry {self._name}/rank{missing[0]}/…: expected one of every rank "
+                f"from 0 to {ranks - 1}; load a checkpoint that all ranks have saved"
             )
         return {
             f"{self._name}/rank{rank}/{key}": torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -158,5 +158,5 @@ def _numbers(content: Any, where: str) -> dict[str, Any]:
 
 def _refused(entry: str, found: str, expected: str) -> ValueError:
     return ValueError(
-        f"the entry {entry} of the checkpoint is {found}: expected {expected}; load a checkpoint that CommState has saved"
+        f"the entry {entry} of the checkpoint is {found}: expected {expected}; load a checkpoint that CommState saved"
     )

@@ -104,7 +104,7 @@ class LiveBucket:
         return torch.stack(flags).all() if flags else None
 
     def flatten_into(self, slot: torch.Tensor) -> None:
-        """Move all gradients to a slot, one after another; zeros where a gradient is missing or its parameter frozen."""
+        """Move all gradients to a slot, one after another; zeros for missing gradients and frozen parameters."""
         pieces = slot.split([parameter.numel() for parameter in self.parameters])
         for name, parameter, piece in zip(self.planned.names, self.parameters, pieces, strict=True):
             if parameter.grad is None or name in self.frozen:

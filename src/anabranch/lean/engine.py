@@ -78,9 +78,10 @@ class Engine:
         self._averaged_forward_ended = False
         self._handles: list[Any] = []
         try:
-            for bucket, name in ((bucket, name) for bucket in self._buckets for name in bucket.planned.names):
-                hook = partial(self._on_gradient, bucket, name)
-                self._handles.append(parameters[name].register_post_accumulate_grad_hook(hook))
+            for bucket in self._buckets:
+                for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
+                    hook = partial(self._on_gradient, bucket, name)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         except BaseException:
             self.close()
             raise

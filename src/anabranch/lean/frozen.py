@@ -56,9 +56,9 @@ class FrozenAgreement:
         splits = (_split(name, frozen) for name in self._parameters)
         name, here, elsewhere = next(split for split in splits if split[1] and split[2])
         raise DisagreementError(
-            f"{name} is frozen (requires_grad is False) on ranks {here} and not on ranks {elsewhere}: expected the same "
-            "on all ranks, since their weights would part. No rank has updated anything in this step. Freeze it on "
-            "every rank before the same forward; close() this DataParallel and wrap the module again"
+            f"{name} is frozen (requires_grad is False) on ranks {here} and not on ranks {elsewhere}: expected the "
+            "same on all ranks, since their weights would part. No rank has updated anything in this step. Freeze it "
+            "on every rank before the same forward; close() this DataParallel and wrap the module again"
         )
 
 

@@ -26,7 +26,6 @@ from anabranch.sparse.saved_state import check_saved
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState, SparseState
 
-
 NO_PARAMETERS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
@@ -35,8 +34,8 @@ class OkTopkExchanges:
 
     ``parameters`` are those of the model that are averaged, by name. Vectors (biases, norms) always travel dense: they
     are few, and delay hurts them most. So do gradients that are not float32, since residuals are.
-    ``averaged`` and ``applied`` as in ``ResidualFlush``. ``frozen``: the model's other parameters; a checkpoint may hold
-    residuals of theirs, which are kept.
+    ``averaged`` and ``applied`` as in ``ResidualFlush``. ``frozen``: the model's other parameters by name; a checkpoint
+    may hold their residuals, which are kept.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Validation of a saved sparse state: everything is checked before anything is loaded, so that a refusal changes nothing.
+"""Validation of a saved sparse state: all of it is checked before anything is loaded, so a refusal changes nothing.
 
 version, rank, world_size, step   whole numbers
 scale                             loss scale of the residuals, or None

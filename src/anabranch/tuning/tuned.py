@@ -161,7 +161,7 @@ class Tuned:
         for state in states:
             if not isinstance(state, Mapping):
                 raise ValueError(
-                    f"load_comm_state_dict() was given {brief(state)}: expected the dict that comm_state_dict() returned"
+                    f"load_comm_state_dict() was given {brief(state)}: expected a dict of comm_state_dict()"
                 )
         if self._tuner is not None:
             self._tuner.runner.load(*states)
