@@ -69,6 +69,31 @@ def test_what_was_loaded_is_sent_although_no_plan_runs(accumulate: bool) -> None
     assert "running DDP's own buckets: profile_steps is 0" in answers[0]["explained"]
 
 
+def frozen_when_loaded(rank: int, states: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """A parameter is frozen after wrapping, and its residual is loaded: it is sent when it is trained again."""
+    model, parallel = fresh()
+    model.first.requires_grad_(False)
+    parallel.load_comm_state_dict(*states)
+    parallel(*gradients(6, 0)).backward()
+    kept = parallel.comm_state_dict()["residuals"]["first"]
+    assert not model.first.requires_grad and model.first.grad is None
+    model.first.requires_grad_(True)
+    model.zero_grad()
+    parallel(*gradients(7, 0)).backward()
+    assert model.first.grad is not None
+    answer = [kept.view(ROWS, COLUMNS), model.first.grad.clone(), residuals_of(parallel)[0]]
+    parallel.close()
+    return answer
+
+
+def test_the_residual_of_a_frozen_parameter_is_sent_when_it_is_trained_again() -> None:
+    states = on_ranks(state_after_six_steps, 2)
+    kept, applied, left = on_ranks(frozen_when_loaded, 1, states)[0]
+    waited = sum(state["residuals"]["first"] for state in states).view(ROWS, COLUMNS)
+    assert torch.equal(kept, waited) and not left.any()
+    torch.testing.assert_close(applied, waited + gradients(7, 0)[0])
+
+
 def left_through_nan(rank: int) -> dict[str, Any]:
     """Rank 1 meets a NaN in the very step in which the sparse plan has left."""
     model, parallel = fresh(two_buckets(0.1))

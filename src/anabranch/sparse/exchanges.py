@@ -95,7 +95,6 @@ class OkTopkExchanges:
         Every rank adds the average to its residual, so that the sum of residuals over the ranks is what it was. A
         bucket that was not finite itself has put back its own already. Waits for the device, as the scaler will.
         """
-        self._residual_flush.on_step_end()
         exchanged, self._exchanged = self._exchanged, []
         if self._state.scale is None or not exchanged:
             return

@@ -7,7 +7,6 @@ from typing import Literal
 
 from anabranch.sparse.sizes import Precision
 
-
 MAX_CAPACITY_FACTOR = 1e6
 
 
@@ -56,8 +55,9 @@ class OkTopk:
         if not _is_real(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(f"OkTopk momentum is {self.momentum!r}: expected a number from 0 to below 1")
         if not _is_real(self.capacity_factor) or not 1 <= self.capacity_factor <= MAX_CAPACITY_FACTOR:
+            most = MAX_CAPACITY_FACTOR
             raise ValueError(
-                f"OkTopk capacity_factor is {self.capacity_factor!r}: expected a number from 1 to {MAX_CAPACITY_FACTOR:g}"
+                f"OkTopk capacity_factor is {self.capacity_factor!r}: expected a number from 1 to {most:g}"
             )
         for name in ("deterministic", "exact"):
             if not isinstance(getattr(self, name), bool):

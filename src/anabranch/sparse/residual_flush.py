@@ -41,23 +41,19 @@ class ResidualFlush:
         self._averaged = averaged
         self._applied = applied or self._if_finite
         self._handles: list[RemovableHandle] = []
-        self._frozen_names: list[str] = []  # whose residuals are kept until they are trained again
 
     def set_sparse_names(self, names: Collection[str]) -> None:
         """From now on sparse buckets send only these parameters: flush the residuals of all others."""
         self.sparse_names = names
         self._state.keep_buckets_of(names)
         self.close()
-        waiting = [name for name in self._state.unbucketed if name in self._parameters and name not in names]
-        self._frozen_names = [name for name in waiting if not self._parameters[name].requires_grad]
-        for name in waiting:
-            if name not in self._frozen_names:  # torch registers no hook on a frozen parameter
-                self._handles.append(self._parameters[name].register_hook(partial(self._add, name)))
-
-    def on_step_end(self) -> None:
-        """Also flush the residuals of parameters that were frozen and are trained again."""
-        if any(self._parameters[name].requires_grad for name in self._frozen_names):
-            self.set_sparse_names(self.sparse_names)
+        for name in self._state.unbucketed:
+            if name in self._parameters and name not in names:
+                parameter = self._parameters[name]
+                trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # else torch refuses a hook; a frozen parameter may be trained later
+                self._handles.append(parameter.register_hook(partial(self._add, name)))
+                parameter.requires_grad_(trained)
 
     def close(self) -> None:
         """Remove the hooks."""

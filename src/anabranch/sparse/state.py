@@ -243,12 +243,12 @@ class SparseState:
                     "load it with the anabranch that wrote it"
                 )
         old = {state["rank"]: state for state in states}
-        if len(old) < len(states):
-            ranks = sorted(state["rank"] for state in states)
-            raise ValueError(f"the sparse states given are of ranks {ranks}: give that of each rank once")
         sizes = sorted({state["world_size"] for state in states})
         if len(sizes) != 1:
             raise ValueError(f"the sparse states given come from worlds of {sizes} ranks: give those of one run")
+        if len(old) < len(states):
+            ranks = sorted(state["rank"] for state in states)
+            raise ValueError(f"the sparse states given are of ranks {ranks}: give that of each rank once")
         for state in states[1:]:
             for first, other in zip_longest(common_lines(states[0]), common_lines(state), fillvalue="no more buckets"):
                 if first != other:
