@@ -34,12 +34,10 @@ def test_bad_options_are_refused() -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(OkTopk)])
 def test_values_of_another_kind_are_refused_by_name(name: str) -> None:
-    for odd in ("x", float("nan"), float("inf"), -float("inf"), -1, [], {}, 5j, b"1", torch.tensor(0.5)):
+    kinds: list[Any] = ["x", float("nan"), float("inf"), -float("inf"), -1, [], {}, 5j, b"1", torch.tensor(0.5)]
+    for odd in kinds if name in ("deterministic", "exact") else [*kinds, True]:
         with pytest.raises(ValueError, match=f"OkTopk {name} is "):
             OkTopk(**{name: odd})
-    if name not in ("deterministic", "exact"):
-        with pytest.raises(ValueError, match=f"OkTopk {name} is True"):
-            OkTopk(**{name: True})
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])

@@ -93,6 +93,7 @@ def all_finite(*tensors: torch.Tensor, below: float = inf) -> torch.Tensor:
 
 def _largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex() or tensor.is_cuda:
-        return torch.linalg.vector_norm(tensor, inf)
+        norm: torch.Tensor = torch.linalg.vector_norm(tensor, inf)
+        return norm
     low, high = torch.aminmax(tensor)  # on a CPU 20 times as fast as the norm
     return torch.maximum(-low, high)
