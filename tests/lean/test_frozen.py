@@ -1,6 +1,8 @@
 """Parameters that are frozen after wrapping: on all ranks nothing is lost, on some ranks all get an error."""
 
+import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -195,3 +197,37 @@ def test_gradients_added_up_before_freezing_come_when_it_is_trained_again(plan: 
     total = sum(drawn(step, rank)[0].double() for step in (0, 2) for rank in range(2))
     accounted = -2 * answers[0][2].double() + sum(left.double() for _, _, _, left in answers)
     torch.testing.assert_close(accounted, total, rtol=1e-4, atol=1e-4)
+
+
+def at_random(rank: int, seeds: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Freezing, training again, no_sync() and other plans, in any order; what was given, is left, and was applied."""
+    answers = []
+    names = (*NAMES, "third")
+    mixed = ab.Plan((ab.Bucket(("first",), collective="oktopk:0.1"), ab.Bucket(("second", "third"))))
+    for seed in seeds:
+        chance = random.Random(seed)
+        model = Sums()
+        lean = wrapped(model, SPARSE, chance.choice(["in place", "host"]), find_unused_parameters=chance.random() < 0.3)
+        given = torch.zeros(3, ROWS, COLUMNS, dtype=torch.float64)
+        for step in range(10):
+            for name in NAMES if chance.random() < 0.4 else ():
+                getattr(model, name).requires_grad_(step == 9 or chance.random() < 0.6)
+            if chance.random() < 0.15:
+                lean._tuner.runner.use_plan(chance.choice([SPARSE, mixed]))
+            for index, name in enumerate(names):
+                given[index] += drawn(step, rank)[index] if getattr(model, name).requires_grad else 0.0
+            with lean.no_sync() if step < 9 and chance.random() < 0.25 else nullcontext():
+                lean(drawn(step, rank)).backward()
+        waiting = lean.comm_state_dict()["residuals"]
+        left = [waiting.get(name, torch.zeros(ROWS * COLUMNS)).view(ROWS, COLUMNS) for name in names]
+        unsent = [p.grad if p.grad is not None else torch.zeros(ROWS, COLUMNS) for p in model.parameters()]
+        answers.append([given, torch.stack(left) + torch.stack(unsent), torch.stack(list(model.parameters())).detach()])
+        lean.close()
+    return answers
+
+
+def test_nothing_is_lost_in_random_sequences() -> None:
+    for one, other in zip(*on_ranks(at_random, 2, range(8)), strict=True):
+        assert torch.equal(one[2], other[2])
+        accounted = one[1].double() + other[1].double() - 2 * one[2].double()
+        torch.testing.assert_close(accounted, one[0] + other[0], rtol=1e-4, atol=1e-4)
