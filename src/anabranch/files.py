@@ -122,7 +122,8 @@ def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = Fals
         kind = "a folder" if os.path.isdir(path) else "a device or pipe, which a file would take the place of"  # noqa: PTH112
         raise refused(str(path), f"is {kind}; choose the name of a file")
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        # Its name is short whatever the file's is: a longer one than the file's could be more than the folder takes.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".anabranch-")
     except OSError as error:
         raise refused(str(path), f"cannot write there ({error.strerror}); is the folder there and writable?") from error
     temporary = Path(name)

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 
 from anabranch import planners
 from anabranch.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations
-from anabranch.comm.agree import check_same, from_rank_0
+from anabranch.comm.agree import all_or_none, check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.model import ignored_names
 from anabranch.lean.engine import in_backward
@@ -121,11 +121,18 @@ class LeanDataParallel(Tuned, nn.Module):
             own = owner()
             return own._layout.applied(names) if own is not None else ()
 
-        collectives = collectives_for(compress, parameters, self.process_group, averaging, applied)
+        frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
+        collectives = collectives_for(compress, parameters, self.process_group, averaging, applied, frozen)
         plan, find_unused = ddp_sized_plan(parameters), self.find_unused_parameters
 
-        def make_layout(control: dist.ProcessGroup) -> LeanLayout:  # noqa: ARG001 - Lean needs no small messages
-            self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, find_unused)
+        def control() -> dist.ProcessGroup:
+            own = owner()
+            assert own is not None  # a backward pass runs
+            return own._running_tuner().control
+
+        def make_layout(_: dist.ProcessGroup) -> LeanLayout:
+            with all_or_none("making Lean's optimizer", self.process_group):
+                self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, control, find_unused)
             return self._layout
 
         tuner = self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings)

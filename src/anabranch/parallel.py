@@ -128,6 +128,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             reduced_parameters(self),
             self.process_group,
             lambda: (ddp := owner()) is not None and (ddp._alone or ddp.require_backward_grad_sync),
+            frozen={name: p for name, p in self.module.named_parameters() if not p.requires_grad},
         )
 
     def explain(self) -> str:

@@ -3,7 +3,8 @@
 Messages are tensors of bytes, never pickles. All functions are collective. Every wait ends at the group's own timeout.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from typing import TypeVar
@@ -102,6 +103,26 @@ def check_same(what: str, lines: Sequence[str], group: Group) -> None:
         f"{what} is not the same on all ranks: rank 0 has {_line(first, at)}, rank {others[0]} has {_line(other, at)}; "
         f"ranks {_ranks(others)} differ from rank 0. Build it the same way on every rank"
     )
+
+
+@contextmanager
+def all_or_none(what: str, group: Group) -> Iterator[None]:
+    """A context that fails on every rank if it fails on one: there with its own error, elsewhere DisagreementError.
+
+    Ranks tell each other at its end, so what is inside must not communicate. No rank waits for one that has failed.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    words = [part.decode() for part in from_all_ranks(b"" if error is None else repr(error).encode(), group)]
+    if error is not None:
+        raise error
+    if failed := [rank for rank, word in enumerate(words) if word]:
+        raise DisagreementError(
+            f"{what} failed on ranks {_ranks(failed)}, and not here; rank {failed[0]}: {words[failed[0]]}"
+        )
 
 
 def agree_on(kind: type[AnyNoun], noun: AnyNoun | None, group: Group) -> AnyNoun:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.agree import check_same
+from anabranch.comm.agree import all_or_none, check_same
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import BucketExchange, Group
 from anabranch.comm.lanes import Lanes
@@ -98,8 +98,13 @@ class PlanRunner:
         self._in_force: Plan | None = None
         self._requested: tuple[Plan | None] | None = None  # the plan that the next forward changes to, if any
         if layout.default_plan is not None:
-            self.lanes.grow(1)
-            self._change_layout(None)
+            try:
+                self.lanes.grow(1)
+                with all_or_none(f"building {layout.default_label}", group):
+                    self._change_layout(None)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def plan(self) -> Plan | None:
@@ -172,6 +177,8 @@ class PlanRunner:
         """End threads, destroy the groups created here, and remove hooks."""
         self.layout.close()
         self._collectives.close()
+        if self.launcher is not None:  # DDP's reducer has it until the wrapper is dropped
+            self.launcher.close()
         self.timer.clock.close()
         self.lanes.close()
         del self._control

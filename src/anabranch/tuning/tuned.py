@@ -13,6 +13,7 @@ from torch import nn
 from anabranch.comm.collectives import Collectives, Scaler
 from anabranch.comm.exchange import Group
 from anabranch.comm.lanes import clone_group
+from anabranch.files import brief
 from anabranch.network import Network
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
@@ -164,9 +165,14 @@ class Tuned:
         ``load_comm_state_dict(*states)``. Ranks compare what they loaded in the first step, which raises
         DisagreementError on all of them if one has loaded another checkpoint, or none.
         """
+        for state in states:
+            if not isinstance(state, Mapping):
+                raise ValueError(
+                    f"load_comm_state_dict() was given {brief(state)}: expected a dict of comm_state_dict()"
+                )
         if self._tuner is not None:
             self._tuner.runner.load(*states)
-            self._tuner.steps_done = max((int(state.get("steps_trained", 0)) for state in states), default=0)
+            self._tuner.steps_done = max((state.get("steps_trained", 0) for state in states), default=0)
         elif self._collectives is not None:
             self._collectives.load_state_dict(*states)
         elif any(state.get("residuals") for state in states):
