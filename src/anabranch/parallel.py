@@ -173,7 +173,8 @@ class DataParallel(Tuned, ExtensibleDDP):
     @_disable_dynamo
     def _after_forward(self, output: Any) -> None:
         averaged = torch.is_grad_enabled() and self.require_backward_grad_sync and not self._inside_join
-        if self._tuner is not None and averaged:
+        if self._tuner is not None and self._layout is not None and averaged:
+            self._layout.expect_reduction()
             self._tuner.after_forward(output)
 
     def _install_buffers(self) -> bool:

@@ -1,7 +1,9 @@
 """The bucket layout of a live DDP: a plan's buckets or DDP's own; also sends the model's buffers."""
 
 import weakref
+from collections.abc import Callable
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
@@ -14,8 +16,8 @@ from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import (
     BucketIndices,
     ExtensibleDDP,
+    Reduction,
     built_by_ddp,
-    gradients_seen,
     reduced_parameters,
     relayout,
 )
@@ -36,6 +38,8 @@ class DdpLayout:
         self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), control)
         self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
         self._planned = False
+        self._reduction: Reduction | None = None
+        self._on_averaged: Callable[[], None] | None = None
 
     @property
     def _ddp(self) -> ExtensibleDDP:
@@ -47,9 +51,8 @@ class DdpLayout:
     def trained(self) -> dict[str, nn.Parameter]:
         return reduced_parameters(self._ddp)
 
-    def progress(self) -> object:
-        ddp = self._ddp_ref()
-        return None if ddp is None else gradients_seen(ddp)
+    def report_averaged(self, callback: Callable[[], None]) -> None:
+        self._on_averaged = callback
 
     def may_change(self, averaged: bool) -> bool:
         # With static_graph a new reducer would average after its first backward even under no_sync().
@@ -62,6 +65,7 @@ class DdpLayout:
         """No-op: DDP's reducer has no work in progress between steps."""
 
     def use(self, launcher: BucketLauncher | None) -> None:
+        self._reduction = None  # the reducer that held it is replaced
         if launcher is None:
             if self._planned:
                 relayout(self._ddp, self._own_buckets, None)
@@ -74,7 +78,16 @@ class DdpLayout:
         self._planned = True
 
     def close(self) -> None:
+        self._reduction = None
         self._buffers.close()
+
+    # Called by DataParallel.
+
+    @_disable_dynamo
+    def expect_reduction(self) -> None:
+        """Report the reduction that this forward has prepared, or one that an earlier forward has."""
+        if self._reduction is None or self._reduction.over:
+            self._reduction = Reduction(self._ddp, self._reduced)
 
     # Called by DataParallel where DDP would broadcast buffers.
 
@@ -92,6 +105,12 @@ class DdpLayout:
     def install_buffers(self) -> bool:
         """Copy rank 0's buffers to this model; False if DDP must broadcast them instead."""
         return self._buffers.install()
+
+    def _reduced(self) -> None:
+        ddp = self._ddp_ref()
+        in_backward = torch._C._current_graph_task_id() >= 0  # a reducer that is freed drops its reduction, too
+        if in_backward and ddp is not None and not ddp._inside_join and self._on_averaged is not None:
+            self._on_averaged()
 
     def _send_buffers(self, lane: Lane) -> None:
         if self._ddp._sends_deferred_buffers():

@@ -5,6 +5,7 @@ that one rebuild builds a layout of our choice, so that it is in force from the 
 gradients. Tested against every supported torch version; a test checks that no other file uses such a name.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -151,9 +152,28 @@ def unwrap(ddp: Any) -> None:
     ddp._remove_autograd_hooks()
 
 
-def gradients_seen(ddp: Any) -> list[int]:
-    """For each gradient a number that changes whenever the reducer sees that gradient; the unit has no meaning."""
-    return list(ddp.reducer.get_backward_stats())
+class Reduction:
+    """The next reduction of a DDP's reducer; ``on_end`` is called in backward, when it has averaged all gradients.
+
+    The reducer holds a future until then and drops it, and with it a token whose end calls us. So a reduction is counted
+    once, wherever its gradients come from. ``on_end`` is called under the reducer's lock and must not use the reducer.
+    """
+
+    def __init__(self, ddp: Any, on_end: Callable[[], None]) -> None:
+        token = _Token()
+        held: torch.futures.Future[Any] = torch.futures.Future()
+        held.set_result(token)
+        self._token = weakref.ref(token, lambda _: on_end())  # no call if this object is dropped before
+        ddp.reducer._install_post_backward_futures([held])
+
+    @property
+    def over(self) -> bool:
+        """Whether the reducer has ended it."""
+        return self._token() is None
+
+
+class _Token:
+    __slots__ = ("__weakref__",)
 
 
 def built_by_ddp(ddp: DistributedDataParallel) -> BucketIndices | None:

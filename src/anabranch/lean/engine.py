@@ -35,6 +35,7 @@ class Engine:
     averaging     whether this backward pass is averaged; under no_sync() gradients stay in ``parameter.grad``
     find_unused   a gradient that is missing on this rank counts as zeros, and a parameter without a gradient on any
                   rank is not updated; if False, a missing gradient is an error
+    on_averaged   called inside backward when all buckets of a step are averaged
 
     ``averaged_backward_running``: a backward pass that will be averaged has begun.
     """
@@ -50,6 +51,7 @@ class Engine:
         residuals: ResidualStore,
         averaging: Callable[[], bool],
         find_unused: bool = False,
+        on_averaged: Callable[[], None] | None = None,
     ) -> None:
         self.steps_done = 0
         self.averaged_backward_running = False
@@ -59,6 +61,7 @@ class Engine:
         self._residuals = residuals
         self._averaging = averaging
         self._find_unused = find_unused
+        self._on_averaged = on_averaged
         optimizers.forget_buckets()
         self._buckets = [
             LiveBucket(bucket, own, optimizers.for_bucket(own), collectives.on_side_stream(bucket.collective))
@@ -195,3 +198,5 @@ class Engine:
         self._any_gradient_arrived = False
         self._averaged_forward_ended = False
         self.steps_done += 1
+        if self._on_averaged is not None:
+            self._on_averaged()
