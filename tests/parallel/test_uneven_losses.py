@@ -190,7 +190,6 @@ CASES: Mapping[str, Feature] = {
     "detached output": Feature(Aside, detached),
     "one head": Feature(Heads, one_head, UNUSED),
     "autograd.grad": Feature(train=looked_at),
-    "autograd.grad, static": Feature(train=looked_at, options={"static_graph": True}),
     "backward twice": Feature(train=twice),
     "further forwards": Feature(train=further_forwards),
     "hidden output": Feature(Hiding, hidden),

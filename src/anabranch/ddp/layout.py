@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import get_gradient_edge
 
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
@@ -38,6 +39,7 @@ class DdpLayout:
         self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), control)
         self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
         self._planned = False
+        self._hooked = {p: get_gradient_edge(p).node for p in reduced_parameters(ddp).values()}
         self._reduction: Reduction | None = None
         self._on_averaged: Callable[[], None] | None = None
 
@@ -49,7 +51,12 @@ class DdpLayout:
         return ddp
 
     def trained(self) -> dict[str, nn.Parameter]:
-        return reduced_parameters(self._ddp)
+        return {name: p for name, p in reduced_parameters(self._ddp).items() if not self._is_converted(p)}
+
+    def _is_converted(self, parameter: nn.Parameter) -> bool:
+        """Whether autograd has given it a new node, without DDP's hook, as it does for another dtype or device."""
+        node = get_gradient_edge(parameter).node
+        return self._hooked.get(parameter, node) is not node
 
     def report_averaged(self, callback: Callable[[], None]) -> None:
         self._on_averaged = callback
@@ -84,10 +91,23 @@ class DdpLayout:
     # Called by DataParallel.
 
     @_disable_dynamo
-    def expect_reduction(self) -> None:
-        """Report the reduction that this forward has prepared, or one that an earlier forward has."""
-        if self._reduction is None or self._reduction.over:
-            self._reduction = Reduction(self._ddp, self._reduced)
+    def expect_reduction(self) -> bool:
+        """Report the reduction that this forward has prepared; False if an earlier forward's has not ended."""
+        if self._reduction is not None and not self._reduction.over:
+            return False
+        self._reduction = Reduction(self._ddp, self._reduced)
+        return True
+
+    def converted(self) -> str:
+        """Says which parameter was converted since the model was wrapped, if any was: DDP does not average it then."""
+        for name, p in reduced_parameters(self._ddp).items():
+            if self._is_converted(p):
+                return (
+                    f"{name} was converted, to {p.dtype} on {p.device}, after the model was wrapped, and DDP does not "
+                    "average gradients of what was converted: convert a model before wrapping it, or close() this "
+                    "DataParallel and wrap the module again"
+                )
+        return ""
 
     # Called by DataParallel where DDP would broadcast buffers.
 

@@ -41,6 +41,9 @@ class ExtensibleDDP(DistributedDataParallel):
     def _discard_buffers(self) -> None:
         """Called instead of ``_install_buffers`` where a buffer hook or join() broadcasts buffers."""
 
+    def _before_comm_hook(self, name: str) -> None:
+        """Called before a comm hook of the user's is registered."""
+
     def _use_divisor(self, divisor: Callable[[], int] | None) -> bool:  # noqa: ARG002
         """Called under join(): ``divisor`` returns the divisor of averages; None means the world size.
 
@@ -79,6 +82,16 @@ class ExtensibleDDP(DistributedDataParallel):
         output = super()._post_forward(output)
         self._after_forward(output)
         return output
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As DDP's method, at any time between steps; from then on there is no plan."""
+        self._check_comm_hook(hook)
+        self._before_comm_hook(getattr(hook, "__qualname__", repr(hook)))
+        super().register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._before_comm_hook(str(comm_hook_type))
+        super()._register_builtin_comm_hook(comm_hook_type)
 
     def _sync_buffers(self) -> None:
         if self._join_config.enable or hasattr(self, "buffer_hook"):
@@ -155,8 +168,8 @@ def unwrap(ddp: Any) -> None:
 class Reduction:
     """The next reduction of a DDP's reducer; ``on_end`` is called in backward, when it has averaged all gradients.
 
-    The reducer holds a future until then and drops it, and with it a token whose end calls us. So a reduction is counted
-    once, wherever its gradients come from. ``on_end`` is called under the reducer's lock and must not use the reducer.
+    The reducer holds a future until then and drops it, and with it a token whose end calls us. So each reduction is
+    seen once, wherever its gradients come from. ``on_end`` is called under the reducer's lock: it must not use it.
     """
 
     def __init__(self, ddp: Any, on_end: Callable[[], None]) -> None:
