@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from parallel.twins import WIDTH, Feature, Model, batch, bits, different, twins
+from anabranch.ddp.reducer import unwrap
+from parallel.twins import WIDTH, Feature, Model, batch, different, twins
 from ranks import on_ranks
 
 
@@ -28,26 +29,21 @@ class Net(nn.Module):
         return result
 
 
-Change = Callable[[nn.Module], object]
-CHANGES: Mapping[str, tuple[Change, Mapping[str, Any], str]] = {  # with DDP's options, and what explain() says
-    "bfloat16": (lambda module: module.to(torch.bfloat16), {}, "DDP does not average gradients of what was converted"),
-    "double": (
-        lambda module: module.double(),
-        {},
-        "convolutions.0.weight was converted, to torch.float64 on cpu",
-    ),
+def channels_last(module: nn.Module) -> None:
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+VIEWS = {"gradient_as_bucket_view": True}
+CHANGES: Mapping[
+    str, tuple[Callable[[nn.Module], object], Mapping[str, Any], str]
+] = {  # what explain() says comes last
+    "bfloat16": (lambda module: module.to(torch.bfloat16), {}, "does not average gradients of what was converted"),
+    "double": (lambda module: module.double(), VIEWS, "convolutions.0.weight was converted, to torch.float64 on cpu"),
     "there and back": (lambda module: module.double().float(), {}, "was converted, to torch.float32"),
-    "channels last": (lambda module: module.to(memory_format=torch.channels_last), {}, ""),  # type: ignore[call-overload]
-    "channels last, views": (
-        lambda module: module.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
-        {"gradient_as_bucket_view": True},
-        "",
-    ),
-    "frozen": (
-        lambda module: module.get_submodule("last").requires_grad_(False),
-        {"find_unused_parameters": True},
-        "no longer planning: parameters were frozen",
-    ),
+    "channels last": (channels_last, {}, ""),
+    "channels last, views": (channels_last, VIEWS, ""),
+    "channels last, static": (channels_last, {"static_graph": True}, ""),
+    "frozen": (lambda module: module.get_submodule("last").requires_grad_(False), {"find_unused_parameters": True}, ""),
 }
 
 
@@ -66,14 +62,16 @@ def changed(rank: int, name: str, at: int, scenario: str) -> dict[str, Any]:
     theirs, ours = twins(Feature(Net, options=options), scenario)
     apart: list[str] = []
     for step in range(24):
+        if step == at:
+            change(theirs.module)
+            change(ours.module)
+            if change is channels_last:  # DDP itself mixes up elements of gradients, unless it is built anew
+                unwrap(theirs)
+                theirs = DistributedDataParallel(theirs.module, **options)
         for model in (theirs, ours):
-            if step == at:
-                change(model.module)
             train(model, step)
         apart += [f"step {step}: {what}" for what in different(theirs, ours, 0.0)]
-    everywhere = [torch.zeros(1) for _ in range(2)]
-    dist.all_gather(everywhere, next(ours.parameters()).detach().float().sum().view(1))
-    return {"apart": apart[:3], "explained": ours.explain(), "same": bits(everywhere[0]) == bits(everywhere[1])}
+    return {"apart": apart[:3], "explained": ours.explain()}
 
 
 @pytest.mark.parametrize("scenario", ["is given the plan", "plans again and again"])

@@ -1,5 +1,6 @@
 """The bucket layout of a live DDP: a plan's buckets or DDP's own; also sends the model's buffers."""
 
+import logging
 import weakref
 from collections.abc import Callable
 
@@ -17,11 +18,14 @@ from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import (
     BucketIndices,
     ExtensibleDDP,
+    Hook,
     Reduction,
     built_by_ddp,
     reduced_parameters,
     relayout,
 )
+
+log = logging.getLogger("anabranch")
 
 
 class DdpLayout:
@@ -38,8 +42,12 @@ class DdpLayout:
         self._ddp_ref = weakref.ref(ddp)  # weak, so that a model that is not used any more is freed
         self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), control)
         self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
-        self._planned = False
+        self._planned_buckets: BucketIndices | None = None
         self._hooked = {p: get_gradient_edge(p).node for p in reduced_parameters(ddp).values()}
+        # Watched for another memory format: the largest of those that have one, since all are converted together.
+        self._watched = max(self._hooked, key=lambda p: (p.dim() > 3, p.numel()))
+        self._strides = self._watched.stride()
+        self._hook: Hook | None = None
         self._reduction: Reduction | None = None
         self._on_averaged: Callable[[], None] | None = None
 
@@ -66,23 +74,32 @@ class DdpLayout:
         return averaged or not self._ddp.static_graph
 
     def before_forward(self) -> None:
-        """DDP itself checks that the last backward has finished."""
+        """Build the buckets anew if the memory format has changed: DDP mixes up elements of gradients then.
+
+        DDP itself checks that the last backward has finished.
+        """
+        if self._watched.stride() != self._strides and not self.converted():
+            log.warning("anabranch: the memory format was changed after the model was wrapped: buckets are built anew")
+            self._build(self._planned_buckets if self._hook is not None else built_by_ddp(self._ddp), self._hook)
 
     def before_change(self) -> None:
         """No-op: DDP's reducer has no work in progress between steps."""
 
     def use(self, launcher: BucketLauncher | None) -> None:
-        self._reduction = None  # the reducer that held it is replaced
         if launcher is None:
-            if self._planned:
-                relayout(self._ddp, self._own_buckets, None)
-            self._planned = False
+            if self._hook is not None:
+                self._build(self._own_buckets, None)
             return
-        if not self._planned:
+        if self._hook is None:
             self._own_buckets = self._own_buckets or built_by_ddp(self._ddp)
-        names = list(self.trained())
-        relayout(self._ddp, launcher.plan.indices(names), PlanHook(launcher, self._send_buffers).run)
-        self._planned = True
+        self._planned_buckets = launcher.plan.indices(list(self.trained()))
+        self._build(self._planned_buckets, PlanHook(launcher, self._send_buffers).run)
+
+    def _build(self, buckets: BucketIndices | None, hook: Hook | None) -> None:
+        self._reduction = None  # the reducer that held it is replaced
+        relayout(self._ddp, buckets, hook)
+        self._hook = hook
+        self._strides = self._watched.stride()
 
     def close(self) -> None:
         self._reduction = None

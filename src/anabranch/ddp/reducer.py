@@ -6,7 +6,7 @@ gradients. Tested against every supported torch version; a test checks that no o
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -27,6 +27,7 @@ class ExtensibleDDP(DistributedDataParallel):
     """A DistributedDataParallel whose extension points have names of our own, for a subclass to override."""
 
     _joining = False
+    _logged_before: Mapping[str, Any] | None = None  # the logging data of the reducer that this one has replaced
 
     def _before_forward(self) -> None:
         """Called before each forward, before DDP prepares for it."""
@@ -93,6 +94,14 @@ class ExtensibleDDP(DistributedDataParallel):
         self._before_comm_hook(str(comm_hook_type))
         super()._register_builtin_comm_hook(comm_hook_type)
 
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """As DDP's method; a new reducer has no times before its second step, and counts iterations from 0."""
+        now: dict[str, Any] = super()._get_ddp_logging_data()
+        if self._logged_before is None:
+            return now
+        iterations = int(self._logged_before.get("iteration", 0)) + int(now.get("iteration", 0))
+        return {**self._logged_before, **now, "iteration": iterations}
+
     def _sync_buffers(self) -> None:
         if self._join_config.enable or hasattr(self, "buffer_hook"):
             self._discard_buffers()
@@ -140,6 +149,7 @@ def relayout(ddp: Any, layout: BucketIndices | None, hook: Hook | None) -> None:
     ddp._check_reducer_finalized()  # raises DDP's own error if a backward did not finish
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._logged_before = {k: value for k, value in ddp._get_ddp_logging_data().items() if k != "comm_hook"}
     ddp._remove_autograd_hooks()
     ddp.reducer = None  # frees the old buckets before the new ones are allocated
     ddp.logger = None
@@ -195,7 +205,7 @@ def built_by_ddp(ddp: DistributedDataParallel) -> BucketIndices | None:
     ``relayout`` with these buckets leaves nothing to rebuild; with None, DDP would rebuild, and so communicate, in the
     next forward.
     """
-    rebuilt = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    rebuilt = DistributedDataParallel._get_ddp_logging_data(ddp).get("rebuilt_per_bucket_param_indices")
     return [[int(index) for index in bucket.split()] for bucket in rebuilt.split(",")] if rebuilt else None
 
 
