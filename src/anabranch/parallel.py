@@ -1,8 +1,9 @@
 """DataParallel: a DistributedDataParallel that records, measures, plans, agrees, runs, explains and re-plans."""
 
+import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -24,6 +25,8 @@ from anabranch.sparse.options import OkTopk
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import CLOSED, Tuned
+
+log = logging.getLogger("anabranch")
 
 # Options of DDP under which its reducer does not run ordinary buckets.
 UNPLANNABLE_OPTIONS = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
@@ -83,7 +86,8 @@ class DataParallel(Tuned, ExtensibleDDP):
         tuning = tuning.with_plan_loaded(group)
         super().__init__(module, *args, **options)
         self._no_plan_reason = self._find_no_plan_reason(given, tuning, isinstance(compress, OkTopk))
-        if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # its first step must synchronise
+        runs_as_ddp = self.static_graph or _unplannable(given)  # the first step of a static graph must synchronise
+        if dist.get_world_size(self.process_group) == 1 and not runs_as_ddp:
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # with device_ids DDP's forward must move the inputs
         if not self._no_plan_reason:
@@ -103,7 +107,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             return "its gradients are on a GPU and its process group has no NCCL"
         if self._has_sparse_gradients:
             return "an embedding has sparse gradients, which DDP sends by themselves"
-        if used := [name for name in UNPLANNABLE_OPTIONS if given.get(name)]:
+        if used := _unplannable(given):
             return f"DDP's option {used[0]} changes how it communicates"
         return ""
 
@@ -151,21 +155,6 @@ class DataParallel(Tuned, ExtensibleDDP):
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Run your own hook with DDP's own buckets: there will be no plan."""
-        if self._tuner is not None:
-            if self._tuner.runner.launcher is not None:
-                raise RuntimeError("DataParallel runs a plan already: register a comm hook before the first step")
-            self._release()
-            self._tuner = None
-            self._cache = None
-            self._collectives = None
-            self._layout = None
-            self._no_plan_reason = f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
-        self.require_backward_grad_sync = True
-        self._alone = False
-        super().register_comm_hook(state, hook)
-
     # DDP's extension points.
 
     @_disable_dynamo
@@ -183,8 +172,29 @@ class DataParallel(Tuned, ExtensibleDDP):
     @_disable_dynamo
     def _after_forward(self, output: Any) -> None:
         averaged = torch.is_grad_enabled() and self.require_backward_grad_sync and not self._inside_join
-        if self._tuner is not None and averaged:
+        if self._tuner is not None and self._layout is not None and averaged:
+            if not self._layout.expect_reduction() and (converted := self._layout.converted()):
+                log.warning("anabranch: %s", converted)
+                self._stop_planning(converted)
+                return
             self._tuner.after_forward(output)
+
+    def _before_comm_hook(self, name: str) -> None:
+        if self._tuner is not None and self._layout is not None:
+            self._layout.discard_buffers()  # DDP broadcasts them itself before the next forward
+            self._layout.use(None)
+            self._stop_planning(f"the comm hook {name} was registered")
+        self.require_backward_grad_sync = True
+        self._alone = False
+
+    def _stop_planning(self, reason: str) -> None:
+        """Be a DDP with the buckets in force from now on."""
+        self._release()
+        self._tuner = None
+        self._cache = None
+        self._collectives = None
+        self._layout = None
+        self._no_plan_reason = reason
 
     def _install_buffers(self) -> bool:
         return self._layout is not None and self._layout.install_buffers()
@@ -213,3 +223,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = "it is a copy"
         self._alone = False  # the copy may be in a process group of several ranks
         self.require_backward_grad_sync = True
+
+
+def _unplannable(given: Mapping[str, Any]) -> list[str]:
+    return [name for name in UNPLANNABLE_OPTIONS if given.get(name) is not None]

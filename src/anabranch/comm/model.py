@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 def ignored_names(module: nn.Module) -> Collection[str]:
@@ -14,7 +15,9 @@ def ignored_names(module: nn.Module) -> Collection[str]:
 def model_lines(module: nn.Module) -> list[str]:
     """A line per synchronised parameter and buffer; ranks with equal lines can train together."""
     parameters = {
-        n: f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad} strides {p.stride()}"
+        n: f"{n} uninitialized"  # DDP refuses it
+        if is_lazy(p)
+        else f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad} strides {p.stride()}"
         for n, p in module.named_parameters()
     }
     buffers = {n: f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()}

@@ -38,8 +38,8 @@ class Layout(Protocol):
         """The parameters whose gradients are averaged now, by name."""
         ...
 
-    def progress(self) -> object:
-        """A value that changes with every averaged backward pass and with nothing else."""
+    def report_averaged(self, callback: Callable[[], None]) -> None:
+        """Call this from now on whenever all gradients of a step are averaged, inside backward, on every rank."""
         ...
 
     def may_change(self, averaged: bool) -> bool:
@@ -89,7 +89,8 @@ class PlanRunner:
         self.device = next(iter(self.parameters.values())).device
         single_cta = any(collectives.on_side_stream(kind) for kind in collectives.kinds)  # they send little data
         self.lanes = Lanes(group, self.device, single_cta)
-        self.timer = StepTimer(clock_for(self.device), after_step, layout.progress)
+        self.timer = StepTimer(clock_for(self.device), after_step)
+        layout.report_averaged(self.timer.gradients_averaged)
         self.stale = False
         self.launcher: BucketLauncher | None = None
         self._collectives = collectives

@@ -44,10 +44,6 @@ from anabranch.tuning.trial import Trial
 log = logging.getLogger("anabranch")
 
 SETTLING = "settling"
-OPAQUE = (
-    "not planning: no tensor with a gradient was found in the model's output, so steps cannot be seen; return tensors, "
-    "or tuples, lists, dicts or dataclasses of them"
-)
 GIVEN = "the plan it was given"
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still waits for its warm-up: it delays nothing
@@ -126,8 +122,6 @@ class Tuner:
     def after_forward(self, output: object, averaged: bool = True) -> None:
         """Call this with the output of such a forward."""
         self._timer.forward_ended(output, averaged)
-        if self.stage in (SETTLING, OPAQUE):
-            self.stage = OPAQUE if self._timer.output_is_opaque else SETTLING
 
     def hold(self) -> None:
         """Keep the best layout seen so far and never plan again, from rank 0's next decision on; only its call counts.
