@@ -2,7 +2,8 @@
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.comm.collectives import Collectives
+from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
+from anabranch.comm.model import model_parts
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
 from anabranch.lean.options import Lean
@@ -24,6 +27,7 @@ from anabranch.sparse.options import OkTopk
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import CLOSED, Tuned
+from anabranch.tuning.tuner import Agree
 
 # Options of DDP under which its reducer does not run ordinary buckets.
 UNPLANNABLE_OPTIONS = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
@@ -71,26 +75,37 @@ class DataParallel(Tuned, ExtensibleDDP):
         check_compress(compress)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
-        given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
-        mesh = given.get("device_mesh")
-        group = mesh.get_group(mesh_dim=0) if mesh is not None else given.get("process_group") or dist.group.WORLD
-        tuning.check_agreed(module, group, f"compress {compress}", f"{policy}")
-        assert group is not None
-        tuning = tuning.with_plan_loaded(group)
+        given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options)
+        given.apply_defaults()
+        group = _group_of(given.arguments)
+        self._no_plan_reason = no_clone_reason(group) if group is not None else ""
+        needs_plan = tuning.plan is not None or isinstance(compress, OkTopk)
+        if self._no_plan_reason and needs_plan:
+            what = "plan" if tuning.plan is not None else "compress=OkTopk(...)"
+            raise ValueError(f"DataParallel with {what} cannot run here: {self._no_plan_reason}. {USE_A_TORCH_GROUP}")
+        agree = partial(_agreed, module, group, given.arguments, (f"compress {compress}", f"{policy}"), needs_plan)
+        communicates = group is not None and not self._no_plan_reason  # without a group, DDP raises its own error
+        agrees_later = communicates and not given.arguments["init_sync"]  # ranks may construct at their own time
+        if communicates and not agrees_later:
+            tuning = agree(tuning)
         super().__init__(module, *args, **options)
-        self._no_plan_reason = self._find_no_plan_reason(given, tuning, isinstance(compress, OkTopk))
-        if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # its first step must synchronise
+        self._no_plan_reason = self._find_no_plan_reason(given.arguments, tuning, isinstance(compress, OkTopk))
+        alone = self.process_group.size() == 1
+        if alone and not self.static_graph:  # its first step must synchronise
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # with device_ids DDP's forward must move the inputs
         if not self._no_plan_reason:
-            self._plan_buckets(tuning, policy, self._make_collectives(compress))
-        elif dist.get_world_size(self.process_group) == 1:
+            self._plan_buckets(tuning, policy, self._make_collectives(compress), agree if agrees_later else None)
+        elif alone:
             self._collectives = self._make_collectives(compress)
+            tuning.check_plan_fits(reduced_parameters(self), self._collectives)
 
     def _find_no_plan_reason(self, given: dict[str, Any], tuning: TuningOptions, compressed: bool) -> str:
         """Why there is nothing to plan here; empty if there is, or if a checkpoint may hold residuals to send."""
-        if dist.get_world_size(self.process_group) == 1:
+        if self.process_group.size() == 1:
             return "there is one rank, so nothing to send"
+        if reason := self._no_plan_reason or tuning.no_plan_reason:
+            return reason
         if tuning.profile_steps == 0 and tuning.plan is None and not compressed:
             return "profile_steps is 0"
         if self.device_type == "cuda" and "nccl" not in dist.get_backend_config(self.process_group):
@@ -101,13 +116,15 @@ class DataParallel(Tuned, ExtensibleDDP):
             return f"DDP's option {used[0]} changes how it communicates"
         return ""
 
-    def _plan_buckets(self, tuning: TuningOptions, policy: TuningPolicy, collectives: Collectives) -> None:
-        def make_layout(control: dist.ProcessGroup) -> DdpLayout:
-            self._layout = DdpLayout(self, collectives, control)
+    def _plan_buckets(
+        self, tuning: TuningOptions, policy: TuningPolicy, collectives: Collectives, agree_later: Agree | None
+    ) -> None:
+        def make_layout() -> DdpLayout:
+            self._layout = DdpLayout(self, collectives)
             return self._layout
 
         name = type(self.module).__name__
-        self._start_tuning(tuning, policy, collectives, reduced_parameters(self), make_layout, name)
+        self._start_tuning(tuning, policy, collectives, reduced_parameters(self), make_layout, name, agree_later)
 
     def _make_collectives(self, compress: str | OkTopk | None) -> Collectives:
         if isinstance(compress, OkTopk) and self.find_unused_parameters and not self._no_plan_reason:
@@ -203,3 +220,24 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = "it is a copy"
         self._alone = False  # the copy may be in a process group of several ranks
         self.require_backward_grad_sync = True
+
+
+def _group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """The process group that DDP uses with these arguments; None if there is none, which is DDP's own error."""
+    mesh = arguments["device_mesh"]
+    group = mesh.get_group(mesh_dim=0) if mesh is not None else arguments["process_group"] or dist.group.WORLD
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _agreed(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    arguments: Mapping[str, Any],
+    further: Sequence[str],
+    by_name: bool,
+    options: TuningOptions,
+) -> TuningOptions:
+    """The options that all ranks agree on (``TuningOptions.agreed``); compares what DDP synchronises and no more."""
+    sends_buffers = arguments["broadcast_buffers"] is not False or arguments.get("forward_sync_buffers") is not None
+    parts = model_parts(module, frozen=arguments["init_sync"], buffers=sends_buffers)
+    return options.agreed(parts, group, *further, by_name=by_name)

@@ -59,7 +59,7 @@ class Rig:
         self.memory = FakeMemory()
         collectives = Collectives(EighthsExchanges(), DenseExchanges(), memory=self.memory)
         self.layout = FakeLayout(collectives, default_plan)
-        self.runner = PlanRunner(self.layout, dist.group.WORLD, dist.group.WORLD, collectives, lambda: None)
+        self.runner = PlanRunner(self.layout, dist.group.WORLD, collectives, lambda: None)
 
     def calls(self) -> list[str]:
         """The calls since the last time."""

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.comm.collectives import Collectives, Scaler
-from anabranch.comm.exchange import Group
-from anabranch.comm.lanes import clone_group
 from anabranch.network import Network
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
@@ -23,7 +21,7 @@ from anabranch.tuning.explain import explanation
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout
-from anabranch.tuning.tuner import Tuner
+from anabranch.tuning.tuner import Agree, Tuner
 
 log = logging.getLogger("anabranch")
 
@@ -46,23 +44,16 @@ class Tuned:
         policy: TuningPolicy,
         collectives: Collectives,
         parameters: Mapping[str, nn.Parameter],
-        make_layout: Callable[[Group], Layout],
+        make_layout: Callable[[], Layout],
         model_name: str,
+        agree_later: Agree | None = None,
     ) -> Tuner:
-        """Start a tuner, which chooses the plans of a layout from now on. Every rank calls it at the same point.
-
-        ``make_layout`` gets a group of the same ranks for small messages in host memory.
-        """
+        """Start a tuner, which chooses the plans of a layout from now on; the arguments are those of ``Tuner``."""
         self._collectives = collectives
         options = replace(options, kinds=collectives.kinds, dense_names=collectives.dense_names)
         options.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
-        control = clone_group(self.process_group, "gloo", "anabranch control")
-        try:
-            layout = make_layout(control)
-            self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, model_name)
-        except BaseException:
-            dist.destroy_process_group(control)
-            raise
+        group = self.process_group
+        self._tuner = Tuner(make_layout(), group, collectives, options, policy, model_name, agree_later)
         self._release = weakref.finalize(self, self._tuner.close)
         return self._tuner
 
@@ -110,7 +101,7 @@ class Tuned:
         tuner = self._tuner_to_observe("log_to()")
         if tuner is None or not loggers:
             return
-        rank, ranks = dist.get_rank(tuner.control), dist.get_world_size(tuner.control)
+        rank, ranks = self.process_group.rank(), self.process_group.size()
         if every_rank or rank == 0:
             timer = tuner.runner.timer
             traffic, parameters = tuner.collectives.traffic, tuner.runner.parameters

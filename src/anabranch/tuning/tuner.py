@@ -8,8 +8,7 @@ depends on a measurement is decided by rank 0 and sent to the others before any 
 
 import logging
 import warnings
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -48,29 +47,29 @@ FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapp
 
 Schedule = Generator[None, None, None]  # one yield per averaged step
 TrialSchedule = Generator[None, None, Trial]
+Agree = Callable[[TuningOptions], TuningOptions]
 
 
 class Tuner:
     """Tunes one DataParallel, which calls ``before_forward`` and ``after_forward``.
 
     group        sends gradients
-    control      a group of the same ranks for small messages in host memory, used by nothing else
     model_name   is written into traces
+    agree_later  compares models and options between ranks, at the end of the first step; None: they have been compared
     """
 
     def __init__(
         self,
         layout: Layout,
         group: Group,
-        control: Group,
         collectives: Collectives,
         options: TuningOptions,
         policy: TuningPolicy,
         model_name: str,
+        agree_later: Agree | None = None,
     ) -> None:
-        self.control = control
         self.collectives = collectives
-        self.runner = PlanRunner(layout, group, control, collectives, self._step_ended)
+        self.runner = PlanRunner(layout, group, collectives, self._step_ended)
         self.trace: Trace | None = None
         self.network: Network | None = None
         self.trials: list[Trial] = []
@@ -82,6 +81,7 @@ class Tuner:
         self._options = options
         self._policy = policy
         self._model_name = model_name
+        self._agree_later = agree_later
         self._timer = self.runner.timer
         self._patience = 1  # number of the first drift check that may start planning again
         self._prediction: tuple[Trace, Plan | None, Network, float | None] | None = None  # the last one, and its inputs
@@ -121,13 +121,13 @@ class Tuner:
         self._schedule.close()
         self._timer.close()
         self.runner.close()
-        if dist.is_initialized():
-            with suppress(ValueError, AssertionError):  # destroyed already, with the default group
-                dist.destroy_process_group(self.control)
-        # Drop the last reference to the group now: its threads cannot end once the interpreter is shutting down.
-        del self.control
 
     # Read by observers and explain().
+
+    @property
+    def control(self) -> Group:
+        """A group of the same ranks for small messages in host memory, used by nothing else."""
+        return self.runner.lanes.control
 
     def current_step(self) -> StepContext:
         """The step that is running, or that ends now."""
@@ -190,6 +190,13 @@ class Tuner:
     # The schedule of tuning.
 
     def _tuning(self) -> Schedule:
+        if self._agree_later is not None:
+            yield
+            self._options = self._agree_later(self._options)
+            self._options.check_plan_fits(self.runner.parameters, self.collectives)
+        if self._options.no_plan_reason:
+            self.stage = f"not planning: {self._options.no_plan_reason}"
+            return
         if self._options.plan is not None:
             yield from self._run_given_plan()
         if self._options.profile_steps == 0:

@@ -5,7 +5,7 @@ import os
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from anabranch.comm.lanes import clone_group
+from anabranch.comm.groups import clone_group
 from anabranch.lab.emulation import EmulatedNetwork
 from anabranch.lab.emulation.install import install
 from anabranch.lab.emulation.settings import NETWORK_VARIABLE, NOTE_VARIABLE
