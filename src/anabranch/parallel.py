@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -98,7 +99,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             self._plan_buckets(tuning, policy, self._make_collectives(compress), agree if agrees_later else None)
         elif alone:
             self._collectives = self._make_collectives(compress)
-            tuning.check_plan_fits(reduced_parameters(self), self._collectives)
+            replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)
 
     def _find_no_plan_reason(self, given: dict[str, Any], tuning: TuningOptions, compressed: bool) -> str:
         """Why there is nothing to plan here; empty if there is, or if a checkpoint may hold residuals to send."""

@@ -150,6 +150,31 @@ def test_a_lane_releases_what_it_sent() -> None:
     assert on_ranks(memory, 2) == [True, True]
 
 
+def stuck(rank: int) -> float:
+    """Lanes whose messages do not end; the process that ends does not wait for each of them in turn."""
+    release = threading.Event()
+
+    def waits() -> Iterator[dist.Work]:
+        release.wait()
+        return
+        yield
+
+    made = Lanes(world(), CPU)
+    made.grow(4)
+    for number in range(4):
+        made[number].submit(Message(waits(), torch.ones(1), "a message that does not end"))
+    begun = time.monotonic()
+    made.close(timeout_s=1.0)
+    waited_s = time.monotonic() - begun
+    release.set()
+    return waited_s
+
+
+def test_lanes_that_do_not_end_are_given_up_together() -> None:
+    for waited_s in on_ranks(stuck, 2):
+        assert 1.0 <= waited_s < 3.0
+
+
 def test_closing_from_its_own_thread_does_not_wait_for_itself() -> None:
     def closing() -> Iterator[dist.Work]:
         answers.append(lane.close(5.0))

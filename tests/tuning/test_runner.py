@@ -154,6 +154,8 @@ def states(rank: int) -> str:
         other.runner.load("only here")
     with pytest.raises(DisagreementError) as caught:
         other.runner.check_loaded()
+    with pytest.raises(DisagreementError):  # a program that goes on does not get past it
+        other.runner.check_loaded()
     other.runner.close()
     return str(caught.value)
 

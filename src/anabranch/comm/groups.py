@@ -5,6 +5,8 @@ make all groups in one order. A clone is made over the store of the group itself
 chosen. Torch does not count it either: the names of groups that the program makes later stay what they would be.
 """
 
+import ctypes
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -75,6 +77,17 @@ def destroy_clone(clone: Group) -> None:
     if dist.is_initialized() and clone in c10d._world.pg_map:
         c10d._world.pg_names[clone] = clone.group_name
         dist.destroy_process_group(clone)
+
+
+def keep_groups(groups: Iterable[Group]) -> None:
+    """Never free these groups: torch would wait for their threads, which may be in a collective that cannot end."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def keep_all_groups() -> None:
+    """Never free any group of this process, which is a forked child: it has none of the threads of its groups."""
+    keep_groups(c10d._world.pg_map)
 
 
 def timeout_of(group: Group) -> timedelta | None:

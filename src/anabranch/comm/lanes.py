@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from anabranch.comm.exchange import Group, Steps
-from anabranch.comm.groups import clone_group, destroy_clone, timeout_of
+from anabranch.comm.groups import clone_group, destroy_clone, keep_groups, timeout_of
 from anabranch.errors import CollectiveError, UpdateError
 from anabranch.plan import MAX_LANES
 
 MAX_KEPT_WORKS = 64
 # Time for Gloo's threads to release the last tensors: a thread that does so while the interpreter ends aborts it.
 RELEASE_GRACE_S = 0.05
+# Time for lanes to end their last message. A program that ends in the middle of a step waits as long.
+CLOSE_S = 3.0
 
 
 class Message(NamedTuple):
@@ -217,20 +219,23 @@ class Lanes:
             else:
                 self._lanes.append(HostLane(self._new_group(number), f"anabranch-lane-{number}", self._failures))
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """End the threads and destroy the groups that were created here."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """End the threads, all within this time, and destroy the groups that were created here."""
         self._closed = True
-        ended = [lane.close(timeout_s) for lane in self._lanes]
+        deadline_s = monotonic() + timeout_s
+        ended = [lane.close(max(0.0, deadline_s - monotonic())) for lane in self._lanes]
         sleep(RELEASE_GRACE_S)
         groups = self._own_groups
         # Drop the references to groups now: their threads cannot end once the interpreter is shutting down.
         self._own_groups = []
         self._control = None
         self._lanes = []
+        # A group whose collective has not ended would block until its timeout, now or when the interpreter ends.
+        if not all(ended):
+            keep_groups(groups)
+            return
         for group in groups:
-            # Destroying a group whose collective has not ended would block; the end of the process releases it.
-            if all(ended):
-                destroy_clone(group)
+            destroy_clone(group)
 
     def _new_group(self, number: int) -> Group:
         on_gpu = self._device.type == "cuda"

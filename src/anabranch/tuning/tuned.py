@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.comm.collectives import Collectives, Scaler
+from anabranch.comm.groups import keep_all_groups
 from anabranch.network import Network
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
@@ -54,7 +55,7 @@ class Tuned:
         options.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
         group = self.process_group
         self._tuner = Tuner(make_layout(), group, collectives, options, policy, model_name, agree_later)
-        self._release = weakref.finalize(self, self._tuner.close)
+        self._release = weakref.finalize(self, _release, self._tuner, os.getpid())
         return self._tuner
 
     @property
@@ -186,3 +187,11 @@ class Tuned:
         self._tuner = None
         self._collectives = None
         self._no_plan_reason = CLOSED
+
+
+def _release(tuner: Tuner, home_pid: int) -> None:
+    """Close a tuner that was made in the process ``home_pid``. A forked child has none of the threads to end."""
+    if os.getpid() == home_pid:
+        tuner.close()
+    else:
+        keep_all_groups()

@@ -9,6 +9,7 @@ depends on a measurement is decided by rank 0 and sent to the others before any 
 import logging
 import warnings
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -118,7 +119,8 @@ class Tuner:
 
     def close(self) -> None:
         """Release hooks, threads and groups."""
-        self._schedule.close()
+        with suppress(ValueError):  # another thread is in a step, when the program ends without waiting for it
+            self._schedule.close()
         self._timer.close()
         self.runner.close()
 
