@@ -76,36 +76,38 @@ class DataParallel(Tuned, ExtensibleDDP):
         check_compress(compress)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
-        given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options)
-        given.apply_defaults()
-        group = _group_of(given.arguments)
-        self._no_plan_reason = no_clone_reason(group) if group is not None else ""
+        bound = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        group = _group_of(given)
+        reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
         needs_plan = tuning.plan is not None or isinstance(compress, OkTopk)
-        if self._no_plan_reason and needs_plan:
-            what = "plan" if tuning.plan is not None else "compress=OkTopk(...)"
-            raise ValueError(f"DataParallel with {what} cannot run here: {self._no_plan_reason}. {USE_A_TORCH_GROUP}")
-        agree = partial(_agreed, module, group, given.arguments, (f"compress {compress}", f"{policy}"), needs_plan)
-        communicates = group is not None and not self._no_plan_reason  # without a group, DDP raises its own error
-        agrees_later = communicates and not given.arguments["init_sync"]  # ranks may construct at their own time
-        if communicates and not agrees_later:
+        if group is not None and reason and needs_plan:
+            what = "a plan" if tuning.plan is not None else "compress=OkTopk(...)"
+            raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
+        agree = partial(_agreed, _parts_of(module, given), group, (f"compress {compress}", f"{policy}"), needs_plan)
+        if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
             tuning = agree(tuning)
         super().__init__(module, *args, **options)
-        self._no_plan_reason = self._find_no_plan_reason(given.arguments, tuning, isinstance(compress, OkTopk))
+        self._no_plan_reason = self._find_no_plan_reason(given, tuning, reason, isinstance(compress, OkTopk))
         alone = self.process_group.size() == 1
         if alone and not self.static_graph:  # its first step must synchronise
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # with device_ids DDP's forward must move the inputs
         if not self._no_plan_reason:
-            self._plan_buckets(tuning, policy, self._make_collectives(compress), agree if agrees_later else None)
+            agree_later = None if given["init_sync"] else agree
+            self._plan_buckets(tuning, policy, self._make_collectives(compress), agree_later)
         elif alone:
             self._collectives = self._make_collectives(compress)
             replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)
 
-    def _find_no_plan_reason(self, given: dict[str, Any], tuning: TuningOptions, compressed: bool) -> str:
+    def _find_no_plan_reason(
+        self, given: Mapping[str, Any], tuning: TuningOptions, no_clone_reason: str, compressed: bool
+    ) -> str:
         """Why there is nothing to plan here; empty if there is, or if a checkpoint may hold residuals to send."""
         if self.process_group.size() == 1:
             return "there is one rank, so nothing to send"
-        if reason := self._no_plan_reason or tuning.no_plan_reason:
+        if reason := no_clone_reason or tuning.no_plan_reason:
             return reason
         if tuning.profile_steps == 0 and tuning.plan is None and not compressed:
             return "profile_steps is 0"
@@ -230,15 +232,18 @@ def _group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
+def _parts_of(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[[], dict[str, str]]:
+    """Returns the parts of the module that DDP synchronises with these arguments (``model_parts``)."""
+    sends_buffers = arguments["broadcast_buffers"] is not False or arguments.get("forward_sync_buffers") is not None
+    return partial(model_parts, module, frozen=arguments["init_sync"], buffers=sends_buffers)
+
+
 def _agreed(
-    module: nn.Module,
+    parts: Callable[[], dict[str, str]],
     group: dist.ProcessGroup,
-    arguments: Mapping[str, Any],
     further: Sequence[str],
     by_name: bool,
     options: TuningOptions,
 ) -> TuningOptions:
-    """The options that all ranks agree on (``TuningOptions.agreed``); compares what DDP synchronises and no more."""
-    sends_buffers = arguments["broadcast_buffers"] is not False or arguments.get("forward_sync_buffers") is not None
-    parts = model_parts(module, frozen=arguments["init_sync"], buffers=sends_buffers)
-    return options.agreed(parts, group, *further, by_name=by_name)
+    """The options that all ranks agree on (``TuningOptions.agreed``)."""
+    return options.agreed(parts(), group, *further, by_name=by_name)

@@ -195,6 +195,7 @@ class Tuner:
         if self._agree_later is not None:
             yield
             self._options = self._agree_later(self._options)
+            self._agree_later = None
             self._options.check_plan_fits(self.runner.parameters, self.collectives)
         if self._options.no_plan_reason:
             self.stage = f"not planning: {self._options.no_plan_reason}"
