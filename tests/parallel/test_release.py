@@ -4,12 +4,13 @@ import atexit
 import copy
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -128,26 +129,34 @@ def test_close_after_the_process_group_is_gone(tmp_path: Any) -> None:
 
 
 def forked_child(rank: int) -> list[int | None]:
-    """A child that ends as a DataLoader's worker does, and one that runs what a program runs at its end."""
+    """A child that drops the model, as a DataLoader's worker may, and one that runs what programs run at their end."""
     model = planned()
     optimizer = sgd(model)
     codes = []
-    for ending in (gc.collect, atexit._run_exitfuncs):
-        child = get_context("fork").Process(target=_drop_and, args=([model], ending))
-        child.start()
-        child.join(30 * patience())
-        codes.append(child.exitcode)
-        if child.is_alive():
-            child.kill()
+    for ending in (model.close, atexit._run_exitfuncs):
+        codes.append(_exit_code_of_child(ending))
         plain_train(model, optimizer, 0)
     model.close()
     return codes
 
 
-def _drop_and(models: list[DataParallel], ending: Callable[[], object]) -> None:
-    if ending is gc.collect:
-        models[0].close()
-    ending()
+def _exit_code_of_child(ending: Callable[[], object]) -> int | None:
+    child = os.fork()
+    if child == 0:
+        try:
+            ending()
+            gc.collect()
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 20 * patience()
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 def test_a_forked_child_ends_and_its_parent_goes_on() -> None:

@@ -74,12 +74,14 @@ class TuningOptions:
         differ in their names alone can train, but not plan.
         """
         lines = [f"{name} {part}" for name, part in parts.items()]
-        reason = ""
-        if by_name or not same_on_all_ranks(list(parts.values()), group):
+        if not same_on_all_ranks(list(parts.values()), group):
             check_same("the model", lines, group)
-        elif not same_on_all_ranks(lines, group):
-            reason = "parameters have other names on other ranks, and a plan names them"
         check_same("the settings of DataParallel", [*self.described(), *further], group)
+        reason = ""
+        if not same_on_all_ranks(lines, group):
+            if by_name:  # which the settings decide, so it is the same on all ranks
+                check_same("the model", lines, group)
+            reason = "parameters have other names on other ranks, and a plan names them"
         return replace(self.with_plan_loaded(group), no_plan_reason=reason)
 
     def with_plan_loaded(self, group: Group) -> "TuningOptions":
