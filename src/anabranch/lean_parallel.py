@@ -18,7 +18,8 @@ from anabranch import planners
 from anabranch.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations
 from anabranch.comm.agree import all_or_none, check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
-from anabranch.comm.model import ignored_names
+from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
+from anabranch.comm.model import ignored_names, model_parts
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
@@ -73,18 +74,18 @@ class LeanDataParallel(Tuned, nn.Module):
         _check_arguments(unnamed, others, compress, memory)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
-        group = process_group or dist.group.WORLD
+        group = process_group or default_group()
+        if reason := no_clone_reason(group):
+            raise ValueError(f"DataParallel with memory=Lean(...) cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
         settings = [f"compress {compress}", f"{policy}", *memory.described(), of_ddp]
-        tuning.check_agreed(module, group, *settings)
-        assert group is not None
-        tuning = tuning.with_plan_loaded(group)
+        tuning = tuning.agreed(model_parts(module), group, *settings, by_name=True)
         self.module = module
         self.memory = memory
         self.process_group = group
         self._broadcast_buffers = broadcast_buffers
         self._buffers_changed = False  # since the last broadcast
-        alone = dist.get_world_size(group) == 1
+        alone = group.size() == 1
         self.find_unused_parameters = find_unused_parameters or alone  # a single rank needs no message for it
         parameters = _trainable_parameters(module)
         with torch.no_grad():
@@ -97,7 +98,7 @@ class LeanDataParallel(Tuned, nn.Module):
         self._undo_activations.atexit = False  # the module is not used after the interpreter has ended
         try:
             self._start_engine(tuning, policy, compress, parameters, settings)
-            check_same("Lean's optimizer", self._layout.optimizers.described(), group)
+            check_same("Lean's optimizer", self._layout.optimizers.described(), self._running_tuner().control)
         except BaseException:
             self.close()
             self._undo_activations()
@@ -130,7 +131,7 @@ class LeanDataParallel(Tuned, nn.Module):
             assert own is not None  # a backward pass runs
             return own._running_tuner().control
 
-        def make_layout(_: dist.ProcessGroup) -> LeanLayout:
+        def make_layout() -> LeanLayout:
             with all_or_none("making Lean's optimizer", self.process_group):
                 self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, control, find_unused)
             return self._layout
@@ -266,7 +267,7 @@ class LeanDataParallel(Tuned, nn.Module):
         return self._tuner
 
     def _broadcast_from_rank_0(self, tensors: list[torch.Tensor]) -> None:
-        if tensors and dist.get_world_size(self.process_group) > 1:
+        if tensors and self.process_group.size() > 1:
             dist._broadcast_coalesced(self.process_group, tensors, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
 
     def close(self) -> None:

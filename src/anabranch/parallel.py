@@ -3,7 +3,9 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.comm.collectives import Collectives
+from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
+from anabranch.comm.model import model_parts
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
 from anabranch.lean.options import Lean
@@ -25,6 +29,7 @@ from anabranch.sparse.options import OkTopk
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import CLOSED, Tuned
+from anabranch.tuning.tuner import Agree
 
 log = logging.getLogger("anabranch")
 
@@ -77,30 +82,45 @@ class DataParallel(Tuned, ExtensibleDDP):
         check_compress(compress)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
-        given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
-        mesh = given.get("device_mesh")
-        group = mesh.get_group(mesh_dim=0) if mesh is not None else given.get("process_group") or dist.group.WORLD
+        bound = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        group = _group_of(given)
+        reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
+        needs_plan = tuning.plan is not None or isinstance(compress, OkTopk)
+        if group is not None and reason and needs_plan:
+            what = "a plan" if tuning.plan is not None else "compress=OkTopk(...)"
+            raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         settings = [f"compress {compress}", f"{policy}"]
-        tuning.check_agreed(module, group, *settings)
-        assert group is not None
-        tuning = tuning.with_plan_loaded(group)
+        agree = partial(_agreed, _parts_of(module, given), group, settings, needs_plan)
+        if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
+            tuning = agree(tuning)
         super().__init__(module, *args, **options)
-        self._no_plan_reason = self._find_no_plan_reason(given, tuning, isinstance(compress, OkTopk))
+        self._no_plan_reason = self._find_no_plan_reason(given, tuning, reason, isinstance(compress, OkTopk))
+        alone = self.process_group.size() == 1
         runs_as_ddp = self.static_graph or _unplannable(given)  # the first step of a static graph must synchronise
-        if dist.get_world_size(self.process_group) == 1 and not runs_as_ddp:
+        if alone and not runs_as_ddp:
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # with device_ids DDP's forward must move the inputs
         if not self._no_plan_reason:
             # Arguments of DDP that are numbers; groups and devices are in the key of a cached plan by other lines.
-            of_ddp = [f"DDP {name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)]
-            self._plan_buckets(tuning, policy, self._make_collectives(compress), [*settings, *of_ddp])
-        elif dist.get_world_size(self.process_group) == 1:
+            settings += [
+                f"DDP {name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)
+            ]
+            agree_later = None if given["init_sync"] else agree
+            self._plan_buckets(tuning, policy, self._make_collectives(compress), settings, agree_later)
+        elif alone:
             self._collectives = self._make_collectives(compress)
+            replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)
 
-    def _find_no_plan_reason(self, given: dict[str, Any], tuning: TuningOptions, compressed: bool) -> str:
+    def _find_no_plan_reason(
+        self, given: Mapping[str, Any], tuning: TuningOptions, no_clone_reason: str, compressed: bool
+    ) -> str:
         """Why there is nothing to plan here; empty if there is, or if a checkpoint may hold residuals to send."""
-        if dist.get_world_size(self.process_group) == 1:
+        if self.process_group.size() == 1:
             return "there is one rank, so nothing to send"
+        if reason := no_clone_reason or tuning.no_plan_reason:
+            return reason
         if tuning.profile_steps == 0 and tuning.plan is None and not compressed:
             return "profile_steps is 0"
         if self.device_type == "cuda" and "nccl" not in dist.get_backend_config(self.process_group):
@@ -112,13 +132,19 @@ class DataParallel(Tuned, ExtensibleDDP):
         return ""
 
     def _plan_buckets(
-        self, tuning: TuningOptions, policy: TuningPolicy, collectives: Collectives, settings: list[str]
+        self,
+        tuning: TuningOptions,
+        policy: TuningPolicy,
+        collectives: Collectives,
+        settings: Sequence[str],
+        agree_later: Agree | None,
     ) -> None:
-        def make_layout(control: dist.ProcessGroup) -> DdpLayout:
-            self._layout = DdpLayout(self, collectives, control)
+        def make_layout() -> DdpLayout:
+            self._layout = DdpLayout(self, collectives)
             return self._layout
 
-        self._start_tuning(tuning, policy, collectives, reduced_parameters(self), make_layout, self.module, settings)
+        parameters = reduced_parameters(self)
+        self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later)
 
     def _make_collectives(self, compress: str | OkTopk | None) -> Collectives:
         if isinstance(compress, OkTopk) and self.find_unused_parameters and not self._no_plan_reason:
@@ -227,3 +253,28 @@ class DataParallel(Tuned, ExtensibleDDP):
 
 def _unplannable(given: Mapping[str, Any]) -> list[str]:
     return [name for name in UNPLANNABLE_OPTIONS if given.get(name) is not None]
+
+
+def _group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """The process group that DDP uses with these arguments; None if there is none, which is DDP's own error."""
+    mesh = arguments["device_mesh"]
+    group = mesh.get_group(mesh_dim=0) if mesh is not None else arguments["process_group"] or dist.group.WORLD
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _parts_of(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[[], dict[str, str]]:
+    """Returns the parts of the module that DDP synchronises with these arguments (``model_parts``)."""
+    sends_buffers = arguments["broadcast_buffers"] is not False or arguments.get("forward_sync_buffers") is not None
+    return partial(model_parts, module, frozen=arguments["init_sync"], buffers=sends_buffers)
+
+
+def _agreed(
+    parts: Callable[[], dict[str, str]],
+    group: dist.ProcessGroup | None,
+    further: Sequence[str],
+    by_name: bool,
+    options: TuningOptions,
+) -> TuningOptions:
+    """The options that all ranks agree on (``TuningOptions.agreed``)."""
+    assert group is not None  # otherwise DDP's constructor has raised its own error
+    return options.agreed(parts(), group, *further, by_name=by_name)

@@ -89,13 +89,16 @@ def latest_over_ranks(trace: Trace, group: Group) -> Trace:
     return replace(trace, tensors=tuple(tensors), forward_s=forward_s)
 
 
+def same_on_all_ranks(lines: Sequence[str], group: Group) -> bool:
+    """Whether all ranks pass the same lines; all ranks get the same answer."""
+    return len(set(from_all_ranks(sha256("\n".join(lines).encode()).digest(), group))) == 1
+
+
 def check_same(what: str, lines: Sequence[str], group: Group) -> None:
     """Raise DisagreementError on every rank unless all ranks pass the same lines; it names the first difference."""
-    text = "\n".join(lines).encode()
-    digests = from_all_ranks(sha256(text).digest(), group)
-    if len(set(digests)) == 1:
+    if same_on_all_ranks(lines, group):
         return
-    versions = [part.decode().split("\n") for part in from_all_ranks(text, group)]
+    versions = [part.decode().split("\n") for part in from_all_ranks("\n".join(lines).encode(), group)]
     others = [rank for rank, version in enumerate(versions) if version != versions[0]]
     first, other = versions[0], versions[others[0]]
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from anabranch.comm.agree import agree_on
 from anabranch.comm.collectives import Collectives
-from anabranch.comm.exchange import Group
 from anabranch.network import Network
 from anabranch.observe.measure import LARGEST_NBYTES, measure
 from anabranch.plan import Plan
@@ -21,11 +20,10 @@ MEASUREMENT_S = (0.1, 2.0)  # shortest, longest
 class LiveNetwork:
     """The network that plans are made with; ``given`` is believed, and neither measured nor calibrated."""
 
-    def __init__(self, runner: PlanRunner, collectives: Collectives, control: Group, given: Network | None) -> None:
+    def __init__(self, runner: PlanRunner, collectives: Collectives, given: Network | None) -> None:
         self.network: Network | None = None
         self._runner = runner
         self._collectives = collectives
-        self._control = control
         self._given = given
         self._error: float | None = None  # predicted by measured step of the layout that was kept last
         self._known: tuple[Trace, Plan | None, Network, float | None] | None = None  # last prediction and its inputs
@@ -33,7 +31,7 @@ class LiveNetwork:
     def agree_on_given(self) -> bool:
         """Use the network that the user gave, the same on every rank; False if there is none. Collective."""
         if self._given is not None:
-            self.network = agree_on(Network, self._given, self._control)
+            self.network = agree_on(Network, self._given, self._runner.lanes.control)
         return self._given is not None
 
     def measure(self, nbytes: int, kinds: Sequence[str], lanes: int, allowed_s: float) -> None:
@@ -54,7 +52,7 @@ class LiveNetwork:
         if self._given is None and self.network is not None:
             for trial in trials:
                 if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes:
-                    self.network = calibrate(self.network, trace, trial, self._control)
+                    self.network = calibrate(self.network, trace, trial, self._runner.lanes.control)
         return self.network != before
 
     def predicted_s(self, trace: Trace | None, plan: Plan | None) -> float | None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.comm.agree import agree_on, check_same, from_rank_0
+from anabranch.comm.agree import agree_on, check_same, from_rank_0, same_on_all_ranks
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
-from anabranch.comm.model import model_lines
 from anabranch.errors import FileError, NetworkError, PlanError
 from anabranch.files import load
 from anabranch.network import Network
@@ -23,7 +22,10 @@ Planner = Callable[[Trace, Network], Plan]
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """The arguments of DataParallel that are not DDP's; ``kinds`` and ``dense_names`` are those of ``Collectives``."""
+    """The arguments of DataParallel that are not DDP's; ``kinds`` and ``dense_names`` are those of ``Collectives``.
+
+    ``no_plan_reason``: what ranks found when they compared their models, if they cannot plan together.
+    """
 
     planner: str | Planner
     plan: Plan | str | os.PathLike[str] | None
@@ -33,6 +35,7 @@ class TuningOptions:
     kinds: tuple[str, ...] = ()
     dense_names: frozenset[str] = frozenset()
     cache: str | os.PathLike[str] | bool | None = None
+    no_plan_reason: str = ""
 
     def __post_init__(self) -> None:
         if self.plan is not None and not isinstance(self.plan, Plan | str | os.PathLike):
@@ -79,12 +82,23 @@ class TuningOptions:
             f"cache {'off' if self.cache is False else 'on'}",  # rank 0's folder counts, so others may differ
         ]
 
-    def check_agreed(self, module: nn.Module, group: Group | None, *further: str) -> None:
-        """Raise DisagreementError on all ranks if models, options or ``further`` lines differ between ranks."""
-        if group is None:
-            raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
-        check_same("the model", model_lines(module), group)
+    def agreed(self, parts: Mapping[str, str], group: Group, *further: str, by_name: bool) -> "TuningOptions":
+        """These options, with the plan that rank 0 reads if ``plan`` is a path. Collective.
+
+        Raises DisagreementError on all ranks if models (``parts``), options or ``further`` lines differ between ranks.
+        DDP pairs parameters by position, and plans pair them by name: without ``by_name``, ranks whose parameters
+        differ in their names alone can train, but not plan.
+        """
+        lines = [f"{name} {part}" for name, part in parts.items()]
+        if not same_on_all_ranks(list(parts.values()), group):
+            check_same("the model", lines, group)
         check_same("the settings of DataParallel", [*self.described(), *further], group)
+        reason = ""
+        if not same_on_all_ranks(lines, group):
+            if by_name:  # which the settings decide, so it is the same on all ranks
+                check_same("the model", lines, group)
+            reason = "parameters have other names on other ranks, and a plan names them"
+        return replace(self.with_plan_loaded(group), no_plan_reason=reason)
 
     def with_plan_loaded(self, group: Group) -> "TuningOptions":
         """These options with the plan that rank 0 reads, if ``plan`` is a path. Collective.
@@ -115,6 +129,10 @@ class TuningOptions:
         if self.network is not None:
             for kind in self.kinds:
                 self.network.curve(kind)  # raises if it has no cost for it
+        self.check_plan_fits(parameters, collectives)
+
+    def check_plan_fits(self, parameters: Mapping[str, nn.Parameter], collectives: Collectives) -> None:
+        """Raise PlanError if a plan was given that does not fit these parameters."""
         if isinstance(self.plan, Plan):
             self.plan.indices(list(parameters))
             for bucket in self.plan.buckets:

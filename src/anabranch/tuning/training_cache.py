@@ -17,7 +17,7 @@ from torch import nn
 from anabranch.comm.agree import from_all_ranks, from_rank_0, true_on_all_ranks
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
-from anabranch.comm.model import model_lines
+from anabranch.comm.model import model_parts
 from anabranch.errors import PlanError
 from anabranch.files import dumps
 from anabranch.network import Network
@@ -53,7 +53,7 @@ class TrainingCache:
         self._options = options
         self._settings = settings
         self._module_name = type(module).__name__
-        self._model_lines = model_lines(module)
+        self._model_lines = [f"{name} {part}" for name, part in model_parts(module).items()]
         self._parameters = parameters
         self._collectives = collectives
         self._ranks = dist.get_world_size(group)

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.comm.collectives import Collectives, Scaler
-from anabranch.comm.exchange import Group
-from anabranch.comm.lanes import clone_group
+from anabranch.comm.groups import keep_all_groups
 from anabranch.files import brief
 from anabranch.network import Network
 from anabranch.observe.metrics import Logger, MetricsFeed
@@ -25,7 +24,7 @@ from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout
 from anabranch.tuning.training_cache import TrainingCache
-from anabranch.tuning.tuner import Tuner
+from anabranch.tuning.tuner import Agree, Tuner
 
 log = logging.getLogger("anabranch")
 
@@ -49,29 +48,24 @@ class Tuned:
         policy: TuningPolicy,
         collectives: Collectives,
         parameters: Mapping[str, nn.Parameter],
-        make_layout: Callable[[Group], Layout],
+        make_layout: Callable[[], Layout],
         module: nn.Module,
         settings: Sequence[str],
+        agree_later: Agree | None = None,
     ) -> Tuner:
-        """Start a tuner, which chooses the plans of a layout from now on. Every rank calls it at the same point.
+        """Start a tuner, which chooses the plans of a layout from now on.
 
-        ``make_layout`` gets a group of the same ranks for small messages in host memory. ``settings`` are the lines of
-        a cached plan's key that are not in ``options``.
+        ``settings`` are the lines of a cached plan's key that are not in ``options``; ``agree_later`` is the tuner's.
         """
         self._collectives = collectives
         options = replace(options, kinds=collectives.kinds, dense_names=collectives.dense_names)
-        options.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
+        group = self.process_group
+        options.check_fits(parameters, group.size(), collectives)
         if options.uses_cache:
-            self._cache = TrainingCache(options, settings, module, parameters, collectives, self.process_group)
-        control = clone_group(self.process_group, "gloo", "anabranch control")
-        try:
-            layout = make_layout(control)
-            name = type(module).__name__
-            self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, name, self._cache)
-        except BaseException:
-            dist.destroy_process_group(control)
-            raise
-        self._release = weakref.finalize(self, self._tuner.close)
+            self._cache = TrainingCache(options, settings, module, parameters, collectives, group)
+        name, layout = type(module).__name__, make_layout()
+        self._tuner = Tuner(layout, group, collectives, options, policy, name, self._cache, agree_later)
+        self._release = weakref.finalize(self, _release, self._tuner, os.getpid())
         return self._tuner
 
     @property
@@ -118,7 +112,7 @@ class Tuned:
         tuner = self._tuner_to_observe("log_to()")
         if tuner is None or not loggers:
             return
-        rank, ranks = dist.get_rank(tuner.control), dist.get_world_size(tuner.control)
+        rank, ranks = self.process_group.rank(), self.process_group.size()
         if every_rank or rank == 0:
             timer = tuner.runner.timer
             traffic, parameters = tuner.collectives.traffic, tuner.runner.parameters
@@ -217,3 +211,11 @@ class Tuned:
         self._cache = None
         self._collectives = None
         self._no_plan_reason = CLOSED
+
+
+def _release(tuner: Tuner, home_pid: int) -> None:
+    """Close a tuner that was made in the process ``home_pid``. A forked child has none of the threads to end."""
+    if os.getpid() == home_pid:
+        tuner.close()
+    else:
+        keep_all_groups()

@@ -9,6 +9,7 @@ depends on a measurement is decided by rank 0 and sent to the others before any 
 import logging
 import math
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -51,14 +52,16 @@ USUAL_WINDOWS, RECENT_WINDOWS = 5, 2  # a drift is a difference between the firs
 HELD = "hold"
 NOT_FASTER = "no plan was clearly faster"
 
+Agree = Callable[[TuningOptions], TuningOptions]
+
 
 class Tuner:
     """Tunes one DataParallel, which calls ``before_forward`` and ``after_forward``.
 
     group        sends gradients
-    control      a group of the same ranks for small messages in host memory, used by nothing else
     model_name   is written into traces
     cache        where earlier trainings have kept their choices; None for no cache
+    agree_later  compares models and options between ranks, at the end of the first step; None: they have been compared
     """
 
     _noise_was_logged: ClassVar[bool] = False  # once per process is enough
@@ -67,16 +70,15 @@ class Tuner:
         self,
         layout: Layout,
         group: Group,
-        control: Group,
         collectives: Collectives,
         options: TuningOptions,
         policy: TuningPolicy,
         model_name: str,
         cache: TrainingCache | None = None,
+        agree_later: Agree | None = None,
     ) -> None:
-        self.control = control
         self.collectives = collectives
-        self.runner = PlanRunner(layout, group, control, collectives, self._step_ended)
+        self.runner = PlanRunner(layout, group, collectives, self._step_ended)
         self.trace: Trace | None = None
         self.trials: list[Trial] = []  # of the last search; the first is the layout that was in force when it began
         self.kept: Trial | None = None  # the result of the last search
@@ -89,9 +91,10 @@ class Tuner:
         self._policy = policy
         self._model_name = model_name
         self._cache = cache
+        self._agree_later = agree_later
         self._timer = self.runner.timer
         self._budget = SearchBudget(policy)
-        self._live_network = LiveNetwork(self.runner, collectives, control, options.network)
+        self._live_network = LiveNetwork(self.runner, collectives, options.network)
         self._live = LiveTrials(self.runner, policy, self._budget, self._as_rank_0, lambda: self.hold_requested)
         self._best: Trial | None = None  # the layout in force while others are tried
         self._default_step_s: float | None = None  # the last measured step of the layout's own buckets
@@ -132,14 +135,10 @@ class Tuner:
 
     def close(self) -> None:
         """Release hooks, threads and groups."""
-        self._schedule.close()
+        with suppress(ValueError):  # another thread is in a step, when the program ends without waiting for it
+            self._schedule.close()
         self._timer.close()
         self.runner.close()
-        if dist.is_initialized():
-            with suppress(ValueError, AssertionError):  # destroyed already, with the default group
-                dist.destroy_process_group(self.control)
-        # Drop the last reference to the group now: its threads cannot end once the interpreter is shutting down.
-        del self.control
 
     # Read by observers and explain().
 
@@ -147,6 +146,11 @@ class Tuner:
     def network(self) -> Network | None:
         """The network as measured or given; None before it is known."""
         return self._live_network.network
+
+    @property
+    def control(self) -> Group:
+        """A group of the same ranks for small messages in host memory, used by nothing else."""
+        return self.runner.lanes.control
 
     def current_step(self) -> StepContext:
         """The step that is running, or that ends now."""
@@ -228,6 +232,14 @@ class Tuner:
     # The schedule of tuning.
 
     def _tuning(self) -> Schedule[None]:
+        if self._agree_later is not None:
+            yield
+            self._options = self._agree_later(self._options)
+            self._agree_later = None
+            self._options.check_plan_fits(self.runner.parameters, self.collectives)
+        if self._options.no_plan_reason:
+            self.stage = f"not planning: {self._options.no_plan_reason}"
+            return
         if self._options.plan is not None:
             yield from self._run_given_plan()
             return
