@@ -40,9 +40,9 @@ UNPLANNABLE_OPTIONS = ("mixed_precision", "delay_all_reduce_named_params", "para
 class DataParallel(Tuned, ExtensibleDDP):
     """Drop-in for ``DistributedDataParallel``: takes all its arguments, and is one.
 
-    The first steps run DDP's own buckets and are recorded. Then the network is measured (a few seconds), rank 0 plans,
-    every rank builds the same buckets, and the plan is kept if live steps show, twice, that it is faster than DDP. If
-    not, DDP's own buckets stay. When the step time drifts by more than 10 %, all of this happens again.
+    The first steps run DDP's own buckets and are recorded. Then the network is measured (two seconds at most), rank 0
+    plans, every rank builds the same buckets, and the plan is kept if live steps, in turns, show that it is faster than
+    DDP. If not, DDP's own buckets stay. When the step time drifts, rank 0 searches again, within a budget.
 
     planner: a name from ``anabranch.planners`` or a function (trace, network) -> Plan.
     plan: run this plan, or the plan in this file, whatever its step time. network: use this instead of measuring.
