@@ -240,10 +240,11 @@ def _parts_of(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[[], d
 
 def _agreed(
     parts: Callable[[], dict[str, str]],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     further: Sequence[str],
     by_name: bool,
     options: TuningOptions,
 ) -> TuningOptions:
-    """The options that all ranks agree on (``TuningOptions.agreed``)."""
+    """The options that all ranks of this group agree on (``TuningOptions.agreed``)."""
+    assert group is not None
     return options.agreed(parts(), group, *further, by_name=by_name)
