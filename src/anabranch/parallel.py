@@ -1,5 +1,6 @@
 """DataParallel: a DistributedDataParallel that records, measures, plans, agrees, runs, explains and re-plans."""
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import CLOSED, Tuned
 from anabranch.tuning.tuner import Agree
 
+log = logging.getLogger("anabranch")
+
 # Options of DDP under which its reducer does not run ordinary buckets.
 UNPLANNABLE_OPTIONS = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
 
@@ -46,7 +49,9 @@ class DataParallel(Tuned, ExtensibleDDP):
     lanes: the maximum number of simultaneous messages; None tries two if the measurement predicts a gain.
     compress: "bf16" sends bfloat16 and adds in float32, OkTopk(...) sends the largest values and keeps the rest as
     residual for later steps; each is used only if it is faster.
-    profile_steps: steps per trial; 0 never plans. policy: when the tuner tries, keeps and drops a plan.
+    profile_steps: steps to record before planning; 0 never plans. policy: when plans are tried, kept and dropped.
+    cache: the folder in which choices are kept for the next start of the same training; None or True for
+    ``$ANABRANCH_CACHE`` or the user's cache folder, False for no cache. Rank 0's files count.
     memory: Lean(...) returns a ``LeanDataParallel`` instead, which is no DistributedDataParallel.
     """
 
@@ -68,14 +73,15 @@ class DataParallel(Tuned, ExtensibleDDP):
         network: Network | None = None,
         lanes: int | None = None,
         compress: str | OkTopk | None = None,
-        profile_steps: int = 10,
+        profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
+        cache: str | os.PathLike[str] | bool | None = None,
         memory: Lean | None = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
         **options: Any,
     ) -> None:
         check_compress(compress)
         check_policy(policy)
-        tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
         bound = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options)
         bound.apply_defaults()
         given = bound.arguments
@@ -85,18 +91,24 @@ class DataParallel(Tuned, ExtensibleDDP):
         if group is not None and reason and needs_plan:
             what = "a plan" if tuning.plan is not None else "compress=OkTopk(...)"
             raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
-        agree = partial(_agreed, _parts_of(module, given), group, (f"compress {compress}", f"{policy}"), needs_plan)
+        settings = [f"compress {compress}", f"{policy}"]
+        agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
         if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
             tuning = agree(tuning)
         super().__init__(module, *args, **options)
         self._no_plan_reason = self._find_no_plan_reason(given, tuning, reason, isinstance(compress, OkTopk))
         alone = self.process_group.size() == 1
-        if alone and not self.static_graph:  # its first step must synchronise
+        runs_as_ddp = self.static_graph or _unplannable(given)  # the first step of a static graph must synchronise
+        if alone and not runs_as_ddp:
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # with device_ids DDP's forward must move the inputs
         if not self._no_plan_reason:
+            # Arguments of DDP that are numbers; groups and devices are in the key of a cached plan by other lines.
+            settings += [
+                f"DDP {name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)
+            ]
             agree_later = None if given["init_sync"] else agree
-            self._plan_buckets(tuning, policy, self._make_collectives(compress), agree_later)
+            self._plan_buckets(tuning, policy, self._make_collectives(compress), settings, agree_later)
         elif alone:
             self._collectives = self._make_collectives(compress)
             replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)
@@ -115,19 +127,24 @@ class DataParallel(Tuned, ExtensibleDDP):
             return "its gradients are on a GPU and its process group has no NCCL"
         if self._has_sparse_gradients:
             return "an embedding has sparse gradients, which DDP sends by themselves"
-        if used := [name for name in UNPLANNABLE_OPTIONS if given.get(name)]:
+        if used := _unplannable(given):
             return f"DDP's option {used[0]} changes how it communicates"
         return ""
 
     def _plan_buckets(
-        self, tuning: TuningOptions, policy: TuningPolicy, collectives: Collectives, agree_later: Agree | None
+        self,
+        tuning: TuningOptions,
+        policy: TuningPolicy,
+        collectives: Collectives,
+        settings: Sequence[str],
+        agree_later: Agree | None,
     ) -> None:
         def make_layout() -> DdpLayout:
             self._layout = DdpLayout(self, collectives)
             return self._layout
 
-        name = type(self.module).__name__
-        self._start_tuning(tuning, policy, collectives, reduced_parameters(self), make_layout, name, agree_later)
+        parameters = reduced_parameters(self)
+        self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later)
 
     def _make_collectives(self, compress: str | OkTopk | None) -> Collectives:
         if isinstance(compress, OkTopk) and self.find_unused_parameters and not self._no_plan_reason:
@@ -141,6 +158,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             reduced_parameters(self),
             self.process_group,
             lambda: (ddp := owner()) is not None and (ddp._alone or ddp.require_backward_grad_sync),
+            frozen={name: p for name, p in self.module.named_parameters() if not p.requires_grad},
         )
 
     def explain(self) -> str:
@@ -163,38 +181,46 @@ class DataParallel(Tuned, ExtensibleDDP):
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Run your own hook with DDP's own buckets: there will be no plan."""
-        if self._tuner is not None:
-            if self._tuner.runner.launcher is not None:
-                raise RuntimeError("DataParallel runs a plan already: register a comm hook before the first step")
-            self._release()
-            self._tuner = None
-            self._collectives = None
-            self._layout = None
-            self._no_plan_reason = f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
-        self.require_backward_grad_sync = True
-        self._alone = False
-        super().register_comm_hook(state, hook)
-
     # DDP's extension points.
 
     @_disable_dynamo
-    def _before_forward(self) -> None:
+    def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
         if self._no_plan_reason == CLOSED:
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         if self._tuner is not None and self._layout is not None:
             if torch.is_grad_enabled():
                 self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join:
+                self._note_input(inputs, kwargs)
                 self._tuner.before_forward(averaged=self.require_backward_grad_sync)
             self._layout.drain_buffers()  # after the step's first mark, so that this wait is measured
 
     @_disable_dynamo
     def _after_forward(self, output: Any) -> None:
         averaged = torch.is_grad_enabled() and self.require_backward_grad_sync and not self._inside_join
-        if self._tuner is not None and averaged:
+        if self._tuner is not None and self._layout is not None and averaged:
+            if not self._layout.expect_reduction() and (converted := self._layout.converted()):
+                log.warning("anabranch: %s", converted)
+                self._stop_planning(converted)
+                return
             self._tuner.after_forward(output)
+
+    def _before_comm_hook(self, name: str) -> None:
+        if self._tuner is not None and self._layout is not None:
+            self._layout.discard_buffers()  # DDP broadcasts them itself before the next forward
+            self._layout.use(None)
+            self._stop_planning(f"the comm hook {name} was registered")
+        self.require_backward_grad_sync = True
+        self._alone = False
+
+    def _stop_planning(self, reason: str) -> None:
+        """Be a DDP with the buckets in force from now on."""
+        self._release()
+        self._tuner = None
+        self._cache = None
+        self._collectives = None
+        self._layout = None
+        self._no_plan_reason = reason
 
     def _install_buffers(self) -> bool:
         return self._layout is not None and self._layout.install_buffers()
@@ -211,7 +237,7 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         attributes: dict[str, Any] = super().__getstate__()
-        for name in ("_tuner", "_release", "_collectives", "_layout", "_scaler"):
+        for name in ("_tuner", "_cache", "_release", "_collectives", "_layout", "_scaler"):
             attributes.pop(name, None)
         if self._tuner is not None:
             self._drop_comm_hooks(attributes)  # the plan's hook, which the copy does not have
@@ -223,6 +249,10 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = "it is a copy"
         self._alone = False  # the copy may be in a process group of several ranks
         self.require_backward_grad_sync = True
+
+
+def _unplannable(given: Mapping[str, Any]) -> list[str]:
+    return [name for name in UNPLANNABLE_OPTIONS if given.get(name) is not None]
 
 
 def _group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
@@ -245,6 +275,6 @@ def _agreed(
     by_name: bool,
     options: TuningOptions,
 ) -> TuningOptions:
-    """The options that all ranks of this group agree on (``TuningOptions.agreed``)."""
-    assert group is not None
+    """The options that all ranks agree on (``TuningOptions.agreed``)."""
+    assert group is not None  # otherwise DDP's constructor has raised its own error
     return options.agreed(parts(), group, *further, by_name=by_name)

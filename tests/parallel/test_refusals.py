@@ -212,18 +212,6 @@ def test_a_planner_that_fails(planner: str, said: str) -> None:
         assert answer.startswith(f"anabranch: running DDP's own buckets: planning failed ({said}")
 
 
-def hook_in_force(rank: int) -> str:
-    _, model = twins(Feature(), "is given the plan")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(4):
-        plain_train(model, optimizer, step)
-    return refusal(lambda: model.register_comm_hook(None, lambda state, bucket: None))
-
-
-def test_a_comm_hook_that_comes_too_late() -> None:
-    assert all("register a comm hook before the first step" in said for said in on_ranks(hook_in_force, 2))
-
-
 def unfinished(rank: int) -> str:
     """A backward that raises on every rank leaves DDP's own message at the next forward, in every stage."""
     theirs, ours = twins(Feature(), "is given the plan")

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
+from parallel.given_gradients import fresh, one_step, two_buckets
 from parallel.twins import (
     SCENARIOS,
     batch,
@@ -99,6 +101,26 @@ def dropped(rank: int) -> list[Any]:
 
 def test_a_dropped_model_releases_its_threads() -> None:
     assert on_ranks(dropped, 2) == [[True, []], [True, []]]
+
+
+def closed_memory(rank: int) -> list[list[str]]:
+    """What close() frees of Ok-Topk's memory while the wrapper is still there; and what it does not."""
+    model, parallel = fresh(two_buckets(0.1), momentum=0.9)
+    for step in range(3):
+        one_step(model, parallel, step, rank)
+    exchanges: Any = parallel._collectives._memory  # type: ignore[union-attr]
+    memory = {f"residual of {state.names}": state.residual for state in exchanges._state.buckets()}
+    memory |= {f"velocity of {names}": flat for names, (_, flat) in exchanges._momentum._flat.items()}
+    memory |= {f"zeros of {number}": comm._zeros for number, comm in enumerate(exchanges._comms.values())}
+    storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in memory.items()}
+    del memory, exchanges
+    parallel.close()
+    return [list(storages), [name for name, storage in storages.items() if not storage.expired()]]
+
+
+def test_close_frees_residuals_while_the_wrapper_is_there() -> None:
+    for there, left in on_ranks(closed_memory, 2):
+        assert len(there) == 3 and left == []
 
 
 def not_closed(rank: int) -> bool:

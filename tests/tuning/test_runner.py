@@ -1,5 +1,7 @@
 """The plan runner: plans take effect between steps only, never on a changed model, and states load before steps."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,8 +34,8 @@ class FakeLayout:
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
-    def progress(self) -> object:
-        return object()
+    def report_averaged(self, callback: Callable[[], None]) -> None:
+        self.calls.append("report_averaged")
 
     def may_change(self, averaged: bool) -> bool:
         return averaged

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 def ignored_names(module: nn.Module) -> Collection[str]:
@@ -17,7 +18,9 @@ def model_parts(module: nn.Module, frozen: bool = True, buffers: bool = True) ->
     ``frozen`` and ``buffers``: whether parameters without a gradient, and buffers, are synchronised, too.
     """
     parameters = {
-        name: f"{tuple(p.shape)} {p.dtype} grad={p.requires_grad} strides {p.stride()}"
+        name: "uninitialized"  # DDP refuses it
+        if is_lazy(p)
+        else f"{tuple(p.shape)} {p.dtype} grad={p.requires_grad} strides {p.stride()}"
         for name, p in module.named_parameters()
         if frozen or p.requires_grad
     }

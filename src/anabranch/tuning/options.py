@@ -34,6 +34,7 @@ class TuningOptions:
     profile_steps: int
     kinds: tuple[str, ...] = ()
     dense_names: frozenset[str] = frozenset()
+    cache: str | os.PathLike[str] | bool | None = None
     no_plan_reason: str = ""
 
     def __post_init__(self) -> None:
@@ -53,6 +54,20 @@ class TuningOptions:
             raise ValueError(f"lanes is {self.lanes}: expected 1 to {MAX_LANES}, or None to choose")
         if not isinstance(self.profile_steps, int) or self.profile_steps < 0:
             raise ValueError(f"profile_steps is {self.profile_steps}: expected 0 or more")
+        if not isinstance(self.cache, str | os.PathLike | bool | None) or self.cache == "":
+            raise ValueError(
+                f"cache is {self.cache!r}: expected a folder, None or True for the user's own, or False for no cache"
+            )
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether ranks ask rank 0 for a cached plan; rank 0's folder and environment may still turn the cache off.
+
+        A planner that is a function has no cache: a file cannot tell whether the function has changed.
+        """
+        return (
+            self.cache is not False and isinstance(self.planner, str) and self.plan is None and self.profile_steps > 0
+        )
 
     def described(self) -> list[str]:
         """The options as lines that must be the same on all ranks."""
@@ -64,6 +79,7 @@ class TuningOptions:
             f"network {self.network and (self.network.world_size, sorted(self.network.curves))}",
             f"lanes {self.lanes}",
             f"profile_steps {self.profile_steps}",
+            f"cache {'off' if self.cache is False else 'on'}",  # rank 0's folder counts, so others may differ
         ]
 
     def agreed(self, parts: Mapping[str, str], group: Group, *further: str, by_name: bool) -> "TuningOptions":
