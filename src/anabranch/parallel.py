@@ -92,7 +92,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             what = "a plan" if tuning.plan is not None else "compress=OkTopk(...)"
             raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         settings = [f"compress {compress}", f"{policy}"]
-        agree = partial(_agreed, _parts_of(module, given), group, settings, needs_plan)
+        agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
         if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
             tuning = agree(tuning)
         super().__init__(module, *args, **options)
