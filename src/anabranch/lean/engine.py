@@ -37,6 +37,7 @@ class Engine:
     frozen        compares between ranks which parameters are frozen
     find_unused   a gradient that is missing on this rank counts as zeros, and a parameter without a gradient on any
                   rank is not updated; if False, a missing gradient is an error
+    on_averaged   called inside backward when all buckets of a step are averaged
 
     ``averaged_backward_running``: a backward pass that will be averaged has begun.
     """
@@ -53,6 +54,7 @@ class Engine:
         averaging: Callable[[], bool],
         frozen: FrozenAgreement,
         find_unused: bool = False,
+        on_averaged: Callable[[], None] | None = None,
     ) -> None:
         self.steps_done = 0
         self.averaged_backward_running = False
@@ -63,6 +65,7 @@ class Engine:
         self._averaging = averaging
         self._frozen = frozen
         self._find_unused = find_unused
+        self._on_averaged = on_averaged
         optimizers.forget_buckets()
         self._buckets = [
             LiveBucket(bucket, own, optimizers.for_bucket(own), collectives.on_side_stream(bucket.collective))
@@ -211,3 +214,5 @@ class Engine:
         self._any_gradient_arrived = False
         self._averaged_forward_ended = False
         self.steps_done += 1
+        if self._on_averaged is not None:
+            self._on_averaged()

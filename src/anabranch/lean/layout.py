@@ -54,13 +54,13 @@ class LeanLayout(StepObserver):
         self._memory_formats = {name: _memory_format(parameter) for name, parameter in self._parameters.items()}
         self._fingerprint = ModuleFingerprint(module)
         self._engine: Engine | None = None
-        self._steps_of_old_engines = 0
+        self._on_averaged: Callable[[], None] | None = None
 
     def trained(self) -> dict[str, nn.Parameter]:
         return trained_parameters(self._module)
 
-    def progress(self) -> int:
-        return self._steps_of_old_engines + (self._engine.steps_done if self._engine is not None else 0)
+    def report_averaged(self, callback: Callable[[], None]) -> None:
+        self._on_averaged = callback
 
     def may_change(self, averaged: bool) -> bool:  # noqa: ARG002 - an engine can start before any forward
         return True
@@ -77,14 +77,13 @@ class LeanLayout(StepObserver):
 
     def use(self, launcher: BucketLauncher | None) -> None:
         if self._engine is not None:
-            self._steps_of_old_engines += self._engine.steps_done
             self._engine.close()
         self.updates.forget_buckets()
         self._engine = None  # frees the old slots before the new ones are allocated
         assert launcher is not None  # there is a default plan
         self._engine = Engine(
             launcher, self.exchange, self._collectives, self._parameters, self.optimizers, self.updates,
-            self.residuals, self._averaging, self._frozen, self._find_unused,
+            self.residuals, self._averaging, self._frozen, self._find_unused, self._on_averaged,
         )  # fmt: skip
 
     def close(self) -> None:
