@@ -61,7 +61,7 @@ class Rig:
         self.memory = FakeMemory()
         collectives = Collectives(EighthsExchanges(), DenseExchanges(), memory=self.memory)
         self.layout = FakeLayout(collectives, default_plan)
-        self.runner = PlanRunner(self.layout, dist.group.WORLD, dist.group.WORLD, collectives, lambda: None)
+        self.runner = PlanRunner(self.layout, dist.group.WORLD, collectives, lambda: None)
 
     def calls(self) -> list[str]:
         """The calls since the last time."""
@@ -155,6 +155,8 @@ def states(rank: int) -> str:
     if rank == 1:
         other.runner.load("only here")
     with pytest.raises(DisagreementError) as caught:
+        other.runner.check_loaded()
+    with pytest.raises(DisagreementError):  # a program that goes on does not get past it
         other.runner.check_loaded()
     other.runner.close()
     return str(caught.value)

@@ -10,7 +10,6 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 
 from anabranch.comm.collectives import Collectives
-from anabranch.comm.exchange import Group
 from anabranch.comm.lanes import Lane
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.ddp.deferred_buffers import DeferredBuffers
@@ -29,18 +28,15 @@ log = logging.getLogger("anabranch")
 
 
 class DdpLayout:
-    """The bucket layout of one DDP, which owns this object; ``tuning.runner.Layout`` is the contract.
-
-    ``control`` is a group of the same ranks that can send host memory.
-    """
+    """The bucket layout of one DDP, which owns this object; ``tuning.runner.Layout`` is the contract."""
 
     default_label = "DDP's own buckets"
     default_plan = None  # DDP's own buckets are built by DDP
 
-    def __init__(self, ddp: ExtensibleDDP, exchange: Collectives, control: Group) -> None:
+    def __init__(self, ddp: ExtensibleDDP, exchange: Collectives) -> None:
         self.exchange = exchange
         self._ddp_ref = weakref.ref(ddp)  # weak, so that a model that is not used any more is freed
-        self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), control)
+        self._buffers: DeferredBuffers | None = None  # once there is a plan
         self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
         self._planned_buckets: BucketIndices | None = None
         self._hooked = {p: get_gradient_edge(p).node for p in reduced_parameters(ddp).values()}
@@ -93,6 +89,8 @@ class DdpLayout:
             return
         if self._hook is None:
             self._own_buckets = self._own_buckets or built_by_ddp(self._ddp)
+        if self._buffers is None:
+            self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), launcher.lanes.control)
         self._planned_buckets = launcher.plan.indices(list(self.trained()))
         self._build(self._planned_buckets, PlanHook(launcher, self._send_buffers).run)
 
@@ -104,7 +102,8 @@ class DdpLayout:
 
     def close(self) -> None:
         self._reduction = None
-        self._buffers.close()
+        if self._buffers is not None:
+            self._buffers.close()
 
     # Called by DataParallel.
 
@@ -137,17 +136,19 @@ class DdpLayout:
     @_disable_dynamo
     def drain_buffers(self) -> None:
         """Wait for the broadcast of buffers, so that the next messages cannot be mixed up with it."""
-        self._buffers.drain()
+        if self._buffers is not None:
+            self._buffers.drain()
 
     @_disable_dynamo
     def discard_buffers(self) -> None:
         """Drop received buffers, because a buffer hook or join() broadcasts them this time."""
-        self._buffers.discard()
+        if self._buffers is not None:
+            self._buffers.discard()
 
     @_disable_dynamo
     def install_buffers(self) -> bool:
         """Copy rank 0's buffers to this model; False if DDP must broadcast them instead."""
-        return self._buffers.install()
+        return self._buffers is not None and self._buffers.install()
 
     def _reduced(self) -> None:
         ddp = self._ddp_ref()
@@ -156,5 +157,5 @@ class DdpLayout:
             self._on_averaged()
 
     def _send_buffers(self, lane: Lane) -> None:
-        if self._ddp._sends_deferred_buffers():
+        if self._buffers is not None and self._ddp._sends_deferred_buffers():
             self._buffers.send(lane)

@@ -8,6 +8,7 @@ gradients. Tested against every supported torch version; a test checks that no o
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 dist: Any = torch.distributed  # its private names are in no type stub
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
+PATCH_LOCK = Lock()
 BucketIndices = list[list[int]]  # buckets of indices into the reducer's parameters, in launch order
 
 
@@ -29,8 +31,8 @@ class ExtensibleDDP(DistributedDataParallel):
     _joining = False
     _logged_before: Mapping[str, Any] | None = None  # the logging data of the reducer that this one has replaced
 
-    def _before_forward(self) -> None:
-        """Called before each forward, before DDP prepares for it."""
+    def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
+        """Called with the inputs of each forward, before DDP prepares for it."""
 
     def _after_forward(self, output: Any) -> None:
         """Called with the output of each forward, after DDP has prepared for its backward."""
@@ -75,7 +77,7 @@ class ExtensibleDDP(DistributedDataParallel):
 
     @_disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._before_forward()
+        self._before_forward(*inputs, **kwargs)
         return super()._pre_forward(*inputs, **kwargs)
 
     @_disable_dynamo(recursive=False)
@@ -211,13 +213,24 @@ def built_by_ddp(ddp: DistributedDataParallel) -> BucketIndices | None:
 
 @contextmanager
 def _initial_layout(layout: BucketIndices) -> Iterator[None]:
-    """Within this context DDP's helper builds this layout; it reverses the list that the patched function returns."""
-    real = dist._compute_bucket_assignment_by_size
-    dist._compute_bucket_assignment_by_size = lambda *_, **__: (layout[::-1], [0] * len(layout))
-    try:
-        yield
-    finally:
-        dist._compute_bucket_assignment_by_size = real
+    """Within this context DDP's helper builds this layout; it reverses the list that the patched function returns.
+
+    Models of other threads may be wrapped or change their layout in the meantime: the patch is for this thread only.
+    """
+    patching_thread = get_ident()
+    with PATCH_LOCK:
+        real = dist._compute_bucket_assignment_by_size
+
+        def patched(*args: Any, **options: Any) -> Any:
+            if get_ident() != patching_thread:
+                return real(*args, **options)
+            return layout[::-1], [0] * len(layout)
+
+        dist._compute_bucket_assignment_by_size = patched
+        try:
+            yield
+        finally:
+            dist._compute_bucket_assignment_by_size = real
 
 
 def _use_up_rebuild(ddp: Any, layout: BucketIndices) -> None:

@@ -163,7 +163,8 @@ class StepTimer:
         self._steps.clear()
 
     def close(self) -> None:
-        """Close the observers: there will be no more steps."""
+        """Close the observers: there will be no more steps. An observer may call it while a step ends."""
+        self._after_step = None
         observers = self.observers
         self.observers = []
         for observer in observers:
@@ -210,7 +211,8 @@ class StepTimer:
         if self._current is step:
             self._current = None
         for observer in list(self.observers):  # before after_step() may change the plan
-            observer.on_step_end(step)
+            if observer in self.observers:  # it may have been closed by another
+                observer.on_step_end(step)
         if self._after_step is not None:
             self._after_step()
 
