@@ -210,7 +210,8 @@ class DataParallel(Tuned, ExtensibleDDP):
             self._layout.discard_buffers()  # DDP broadcasts them itself before the next forward
             self._layout.use(None)
             self._stop_planning(f"the comm hook {name} was registered")
-        self.require_backward_grad_sync = True
+        if dist.get_world_size(self.process_group) == 1:
+            self.require_backward_grad_sync = True  # so that the hook runs
         self._alone = False
 
     def _stop_planning(self, reason: str) -> None:
