@@ -9,7 +9,7 @@ JOBS ?= auto
 READY := $(VENV)/.ready-$(subst =,,$(TORCH))
 CLUSTER := ring:ranks=16,alpha=30us,rate=10gbit
 
-.PHONY: demo test quick static check format docs clean
+.PHONY: demo test quick torch-suite static check format docs clean
 
 demo: $(READY)
 	mkdir -p demo
@@ -32,6 +32,9 @@ test: $(READY)
 
 quick: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup --quick --durations 10 --durations-min 3
+
+torch-suite: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m torch_suite
 
 static: $(READY)
 	$(BIN)/ruff format --check
