@@ -1,0 +1,118 @@
+"""The faults, as data: what happens, where in a step, and what stock DDP says about it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+TIMEOUT_S = 3.0  # of the process groups of every case
+
+Point = Literal["setup", "data", "forward", "loss", "backward", "update", "after", "any", ""]
+Control = Literal["", "no fault", "same fault"]
+Scenario = Literal["train", "resume", "loop", "hostile plan", "hostile state", "saving", "links"]
+
+JOIN = ("join",)
+LEAN = ("lean-sgd", "lean-adamw", "lean-oktopk", "lean-oktopk-host", "lean-bf16-clip")
+SPARSE = ("oktopk", "oktopk-bf16-momentum", "lean-oktopk", "lean-oktopk-host")
+NO_STATE_SHIFT = ("join", "accumulate")  # an extra pass means something else under these
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    row           the class in the table of outcomes
+    action        what the victim does; see ``actions.py``, ``mismatches.py``
+    point         where in a step; "any": at no fixed point, from another thread; "setup": before it wraps its model
+    amount        seconds of a pause, or the factor on a gradient
+    everyone      on all ranks at once
+    control       the training of stock DDP that ours must equal: one without the fault, one with it, or none
+    only, never   configurations in which it happens, or does not
+    silent        the victim does not come back: it is no survivor, whatever happens
+    last_moment   the latest step for it; None for any
+    """
+
+    name: str
+    row: str
+    action: str = ""
+    point: Point = ""
+    amount: float = 0.0
+    everyone: bool = False
+    control: Control = ""
+    only: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    silent: bool = False
+    scenario: Scenario = "train"
+    last_moment: int | None = None
+
+    def suits(self, configuration: str) -> bool:
+        """Whether the fault is meant for this configuration."""
+        return (not self.only or configuration in self.only) and configuration not in self.never
+
+    @property
+    def pause_s(self) -> float:
+        """How long the victim itself does nothing."""
+        return self.amount if self.action in ("sleep", "stop") else 0.0
+
+
+SHORT_S, LONG_S = 0.8, TIMEOUT_S + 2.0
+POINTS: tuple[Point, ...] = ("data", "forward", "loss", "backward", "update")
+
+
+def _faults() -> list[Fault]:
+    found = [Fault(f"kill-{at}", "killed", "kill", at, silent=True) for at in (*POINTS, "any")]
+    found += [Fault(f"stop-{at}", "stopped for good", "stop", at, silent=True) for at in ("backward", "any")]
+    for at in ("forward", "any"):
+        found += [
+            Fault(f"stop-short-{at}", "stopped, then continued", "stop", at, SHORT_S, control="no fault", never=JOIN),
+            Fault(f"stop-long-{at}", "stopped, then continued", "stop", at, LONG_S),
+        ]
+    found += [Fault(f"raise-{at}", "raises an exception", "raise", at) for at in POINTS]
+    found += [Fault("raise-logger", "a logger raises", "raise", "after", control="no fault", never=JOIN)]
+    for at in POINTS:
+        found.append(Fault(f"slow-{at}", "slow, within the timeout", "sleep", at, SHORT_S, control="no fault"))
+    found += [Fault(f"late-{at}", "slow, past the timeout", "sleep", at, LONG_S) for at in ("data", "backward")]
+    found += [Fault(f"exit-{at}", "exits early", "exit", at, silent=True) for at in ("data", "loss")]
+    found += [Fault(f"abort-{at}", "exits early", "abort", at, silent=True) for at in ("backward", "any")]
+    found += [Fault("out-of-inputs", "runs out of inputs", "return", "data", control="same fault")]
+    found += [
+        Fault("extra-forward", "an extra pass", "forward", "data", control="same fault", never=NO_STATE_SHIFT),
+        Fault("extra-evaluation", "an extra pass", "evaluate", "data", control="same fault", never=JOIN),
+        Fault("extra-backward", "an extra pass", "backward", "data", control="same fault", never=NO_STATE_SHIFT),
+        Fault("no-backward", "an extra pass", "skip", "loss", control="same fault", never=NO_STATE_SHIFT),
+    ]
+    for word, factor in (("nan", float("nan")), ("inf", float("inf")), ("huge", 1e38)):
+        for everyone in (False, True):
+            for skips in ("", "-skipped"):
+                name = f"{word}{'-everywhere' if everyone else ''}{skips}"
+                row = "NaN, inf or huge gradients"
+                found.append(Fault(name, row, f"poison{skips}", "backward", factor, everyone, "same fault"))
+    for what in ("model", "dtype", "shapes", "order"):
+        found.append(Fault(f"other-{what}", "another model", what, "setup", last_moment=8))
+    for what in ("policy", "compress", "plan", "profile-steps", "planner", "lanes", "wrapping-order"):
+        found.append(Fault(f"other-{what}", "other settings", what, "setup", last_moment=8, never=("no-tuning",)))
+    found += [
+        Fault("other-optimizer", "other settings", "optimizer", "setup", only=LEAN, last_moment=8),
+        Fault("frozen-before", "frozen on one rank", "frozen", "setup", last_moment=8),
+        Fault("frozen-later", "frozen on one rank", "freeze", "data", control="same fault", never=JOIN),
+        Fault("frozen-everywhere", "frozen on all ranks", "freeze", "data", 0.0, True, "same fault", never=JOIN),
+        Fault("other-batch", "harmless differences", "rows", "setup", control="same fault"),
+        Fault("other-seed", "harmless differences", "seed", "setup", control="same fault"),
+    ]
+    for call in ("hold", "replan", "close", "comm_state_dict", "explain"):
+        found.append(Fault(f"{call}-alone", "called on one rank", call, "after"))
+    for call in ("hold", "replan", "close"):
+        found.append(Fault(f"{call}-everywhere", "called on all ranks", call, "after", everyone=True))
+    found += [
+        Fault("resume", "killed, then resumed", "kill", "any", scenario="resume", silent=True, last_moment=24),
+        Fault("loop", "wrapped and closed again and again", scenario="loop", last_moment=16),
+        Fault("hostile-plan", "damaged files", scenario="hostile plan", last_moment=4),
+        Fault("hostile-state", "damaged files", scenario="hostile state", only=SPARSE, last_moment=12),
+        Fault("kill-saving", "killed while writing", "kill", scenario="saving", silent=True, last_moment=4),
+        Fault("links-slower", "links change", "rate", scenario="links", last_moment=24),
+        Fault("links-down", "links change", "down", amount=LONG_S, scenario="links", last_moment=24),
+    ]
+    return found
+
+
+FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _faults()}
+ROWS: tuple[str, ...] = tuple(dict.fromkeys(fault.row for fault in FAULTS.values()))

@@ -1,0 +1,184 @@
+"""The judge: from what the ranks of a case wrote down to the name of its outcome. Pure functions."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from soak.case import Case
+from soak.world import RankRecord, obligation
+
+Outcome = Literal[
+    "clear error", "trained on", "hang", "silent divergence", "unnamed traceback", "leak", "crash", "refused"
+]
+GOOD: tuple[Outcome, ...] = ("clear error", "trained on")
+BAD: tuple[Outcome, ...] = ("hang", "silent divergence", "unnamed traceback", "leak", "crash", "refused")
+
+# Errors that say nothing to a user who did not write the library.
+BARE = {
+    "KeyError", "TypeError", "AttributeError", "IndexError", "AssertionError", "UnboundLocalError", "NameError",
+    "StopIteration", "Empty", "ZeroDivisionError", "OverflowError", "RecursionError", "UnicodeDecodeError",
+    "JSONDecodeError", "EOFError", "NotImplementedError",
+}  # fmt: skip
+BY_THREADS = ("Exception in thread", "Exception ignored in", "Fatal Python error", "terminate called")
+OURS = re.compile(r"Error$")
+RELATIVE, ABSOLUTE = 2e-3, 2e-4  # sums in another order, over some fifty steps
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a case.
+
+    why        what was seen, for an outcome that is not good
+    stage      the tuner's stage when the fault struck; "-" if it never did
+    end_s      seconds from the fault, or a survivor's last own step, to the end of the slowest survivor
+    as_ddp     stock DDP has the same outcome under the same fault
+    """
+
+    outcome: Outcome
+    why: str = ""
+    stage: str = "-"
+    end_s: float = 0.0
+    as_ddp: bool = False
+    words: tuple[str, ...] = field(default=())
+
+    @property
+    def good(self) -> bool:
+        """Whether there is nothing to mend."""
+        return self.outcome in GOOD or self.as_ddp
+
+
+def judge(case: Case, records: Sequence[RankRecord], control: Sequence[RankRecord] | None = None) -> Verdict:
+    """Name the outcome of a case; ``control``: the ranks of stock DDP to compare with, if there are any."""
+    survivors = _survivors(case, records)
+    stage = _stage(records)
+    end_s = max((_end_s(rank, records) for rank in survivors), default=0.0)
+    words = tuple(_error(records[rank]) for rank in survivors)
+    for outcome, why in (
+        ("crash", _crash(case, records)),
+        ("hang", _hang(survivors, records)),
+        ("silent divergence", _divergence(case, survivors, records, control)),
+        ("leak", _leak(survivors, records)),
+        ("unnamed traceback", _unnamed(survivors, records)),
+        ("refused", _refused(survivors, records, control)),
+    ):
+        if why:
+            return Verdict(outcome, why, stage, end_s, words=words)  # type: ignore[arg-type]
+    trained = all(records[rank].last("done") for rank in survivors)
+    return Verdict("trained on" if trained else "clear error", "", stage, end_s, words=words)
+
+
+def _survivors(case: Case, records: Sequence[RankRecord]) -> list[int]:
+    """The ranks that must end by themselves: all, without a victim that was to vanish."""
+    struck = records[case.victim].last("fault") is not None
+    return [rank for rank in range(case.ranks) if not (case.kind.silent and struck and rank == case.victim)]
+
+
+def _stage(records: Sequence[RankRecord]) -> str:
+    """The first two words of the stage at the fault, without what follows a colon or comma."""
+    struck = [event for record in records if (event := record.last("fault"))]
+    if not struck:
+        return "-"
+    stage = str(struck[0]["stage"])
+    if stage.startswith("No plan"):
+        return "no tuning"
+    return re.split(r"[:,.]", stage)[0].split()[0] if stage else "under DDP"
+
+
+def _end_s(rank: int, records: Sequence[RankRecord]) -> float:
+    since = obligation(rank, [record.events for record in records], 0.0)
+    return max(0.0, records[rank].ended - since) if since is not None else 0.0
+
+
+def _error(record: RankRecord) -> str:
+    error = record.last("error")
+    return f"{error['kind']}: {error['words']}" if error else ""
+
+
+def _crash(case: Case, records: Sequence[RankRecord]) -> str:
+    for rank, record in enumerate(records):
+        by_design = case.kind.silent and rank == case.victim
+        if record.code is not None and record.code < 0 and not by_design:
+            return f"rank {rank} was ended by signal {-record.code}: {_last_line(record.stderr)}"
+    return ""
+
+
+def _hang(survivors: Sequence[int], records: Sequence[RankRecord]) -> str:
+    for rank in survivors:
+        if records[rank].code is None:
+            after = records[rank].events[-1]["what"] if records[rank].events else "its fork"
+            return f"rank {rank} has not ended after {records[rank].hung_s:.1f} s; its last word was {after!r}"
+    return ""
+
+
+def _divergence(
+    case: Case, survivors: Sequence[int], records: Sequence[RankRecord], control: Sequence[RankRecord] | None
+) -> str:
+    """Weights of one step that differ between ranks, or weights in the end that differ from stock DDP's."""
+    digests: dict[object, dict[str, int]] = {}
+    for rank in survivors:
+        for event in records[rank].events:
+            if event["what"] in ("step", "done") and event.get("digest"):
+                digests.setdefault(event.get("step", "the last"), {}).setdefault(event["digest"], rank)
+    for step, found in digests.items():
+        if len(found) > 1:
+            return f"after step {step} the weights of ranks {sorted(found.values())} differ"
+    ends = [event for rank in survivors if (event := records[rank].last("done"))]
+    expected = control[0].last("done") if control and all(record.last("done") for record in control) else None
+    if ends and expected is not None and not close(ends[0]["weights"], expected["weights"]):
+        return "the ranks agree, and their weights are not those of stock DDP"
+    return ""
+
+
+def close(found: Sequence[float], expected: Sequence[float]) -> bool:
+    """Whether two lists of weights are equal up to rounding; NaN equals NaN."""
+    return len(found) == len(expected) and all(
+        a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def _leak(survivors: Sequence[int], records: Sequence[RankRecord]) -> str:
+    """Threads, groups or descriptors that are there after close() and were not before, or that grow in a loop."""
+    for rank in survivors:
+        left = records[rank].last("left")
+        rounds = [event for event in records[rank].events if event["what"] == "round"]
+        if left and (left["threads"] or left["groups"] > 0 or left["fds"] > 0):
+            kept = f"threads {left['threads']}, {left['groups']} groups, {left['fds']} descriptors"
+            return f"rank {rank} has left after close(): {kept}"
+        if len(rounds) > 2:
+            second, last = rounds[1], rounds[-1]
+            grown = {name: last[name] - second[name] for name in ("groups", "fds", "tensors")}
+            if last["threads"] or any(count > 0 for count in grown.values()):
+                return f"rank {rank}, after {len(rounds)} rounds: threads {last['threads']}, growth {grown}"
+    return ""
+
+
+def _unnamed(survivors: Sequence[int], records: Sequence[RankRecord]) -> str:
+    for rank in survivors:
+        record, error = records[rank], records[rank].last("error")
+        if error and (error["kind"] in BARE or not error["words"].strip()):
+            return f"rank {rank} raised {error['kind']}: {error['words'][:120]!r} at {error['trace']}"
+        for sign in BY_THREADS:
+            if sign in record.stderr:
+                line = next(line for line in record.stderr.splitlines() if sign in line)
+                return f"rank {rank} printed {line[:160]!r}: {_last_line(record.stderr)}"
+        if not error and not record.last("done") and record.code is not None:
+            return f"rank {rank} ended with {record.code} and said nothing: {_last_line(record.stderr)}"
+    return ""
+
+
+def _refused(survivors: Sequence[int], records: Sequence[RankRecord], control: Sequence[RankRecord] | None) -> str:
+    """An error where stock DDP trains on."""
+    if not control or not all(record.last("done") for record in control):
+        return ""
+    for rank in survivors:
+        if not records[rank].last("done"):
+            return f"stock DDP trains on, and rank {rank} raised {_error(records[rank])[:300]}"
+    return ""
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "nothing on stderr"
