@@ -22,10 +22,8 @@ def main() -> int:
     names = [name for name in options.only or FAULTS if not skipped or FAULTS[name].scenario != "links"]
     if skipped:
         print(f"No faults of links: {skipped}")
-    cases = (Case.parse(text) for text in options.case) if options.case else drawn(options.seed, names)
-    at_most = len(options.case) * options.times if options.case else options.faults
-    if options.case:
-        cases = iter([Case.parse(text) for text in options.case for _ in range(options.times)])
+    given = [Case.parse(text) for text in options.case for _ in range(options.times)]
+    cases = iter(given) if given else drawn(options.seed, names)
     with Server() as server, tempfile.TemporaryDirectory(prefix="anabranch-soak-") as scratch:
         campaign = Campaign(server, Path(options.keep or scratch))
         counts: Counter[str] = Counter()
@@ -36,11 +34,12 @@ def main() -> int:
             if told or options.case:
                 print(f"{time.monotonic() - began:6.0f} s  {dict(counts)}  {result.case}", flush=True)
 
-        results = run_campaign(campaign, cases, at_most, options.seconds, options.jobs, on_result)
+        results = run_campaign(campaign, cases, len(given) or options.faults, options.seconds, options.jobs, on_result)
     print(table(results))
     print(markdown(results, options.seed, time.monotonic() - began, skipped, details_only=True))
     if options.report:
-        write_report(Path(options.report), results, options.seed, time.monotonic() - began, skipped)
+        path = write_report(Path(options.report), results, options.seed, time.monotonic() - began, skipped)
+        print(f"The report is in {path}.")
     return int(not all(result.verdict.good for result in results))
 
 
@@ -53,7 +52,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=list(FAULTS), help="this fault; may be repeated")
     parser.add_argument("--case", action="append", default=[], help="run this case alone; may be repeated")
     parser.add_argument("--times", type=int, default=1, help="how often to run each --case")
-    parser.add_argument("--report", default="", help="write the report here, and its numbers beside it as JSON")
+    parser.add_argument("--report", default="", help="a folder for the report")
     parser.add_argument("--keep", default="", help="a folder for the journals of cases that did not end well")
     return parser.parse_args()
 

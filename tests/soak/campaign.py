@@ -46,6 +46,8 @@ class Campaign:
         folder = self._folder(case)
         if case.kind.scenario == "resume":
             verdict = self._resumed(case, folder)
+        elif case.kind.scenario == "restart":
+            verdict = self._restarted(case, folder)
         elif case.kind.scenario == "links":
             with links.changing(case) as (place, meanwhile):
                 records = run_world(self._server, case, folder, meanwhile, place=place)
@@ -70,6 +72,15 @@ class Campaign:
                 return Result(case, replace(verdict, as_ddp=True), again)
         return Result(case, verdict, again)
 
+    def _restarted(self, case: Case, folder: Path) -> Verdict:
+        """Train until a kill, and once more from the begin with the files that the first start has left."""
+        first = judge(case, run_world(self._server, case, folder, phase="killed"))
+        for path in folder.glob("rank-*.jsonl"):
+            path.unlink()
+        control = None if CONFIGURATIONS[case.configuration].lossy else self._trained_by_ddp(_without_fault(case))
+        second = judge(case, run_world(self._server, case, folder, phase="restarted"), control)
+        return first if not first.good else replace(second, stage=first.stage)
+
     def _resumed(self, case: Case, folder: Path) -> Verdict:
         """Train as a whole, until a kill, and from there on; the ends must be equal bit by bit."""
         whole = run_world(self._server, case, folder / "whole", phase="whole")
@@ -90,13 +101,21 @@ class Campaign:
         configuration = CONFIGURATIONS[case.configuration]
         if not case.kind.control or (configuration.lossy or _differs_by_design(case)):
             return None
-        same = case if case.kind.control == "same fault" else _without_fault(case)
-        key = repr((same, replace(configuration, ours={}, measured=False, lean=None, given_plan=False)))
+        return self._trained_by_ddp(case if case.kind.control == "same fault" else _without_fault(case))
+
+    def _trained_by_ddp(self, case: Case) -> list[RankRecord]:
+        """The ranks of stock DDP in this case."""
+        configuration = CONFIGURATIONS[case.configuration]
+        of_ddp = replace(configuration, ours={}, measured=False, lean=None, given_plan=False)
+        key = repr((replace(case, configuration=""), of_ddp))
         with self._lock:
             first = key not in self._controls
             promise = self._controls.setdefault(key, Future())
         if first:
-            promise.set_result(run_world(self._server, same, self._folder(same), control=True))
+            try:
+                promise.set_result(run_world(self._server, case, self._folder(case), control=True))
+            except BaseException as error:
+                promise.set_exception(error)
         return promise.result()
 
     def _folder(self, case: Case) -> Path:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from soak.configurations import CONFIGURATIONS
-from soak.faults import FAULTS, Fault
+from soak.faults import FAULTS, PLANTED, Fault
 
 Ending = Literal["raise", "close", "destroy", "exit"]
 ENDINGS: tuple[Ending, ...] = get_args(Ending)
@@ -42,7 +42,7 @@ class Case:
             raise ValueError(f"case {text!r}: expected fault/configuration/ranks/victim/moment/ending")
         fault, configuration, ranks, victim, moment, ending = parts
         for what, value, known in (
-            ("fault", fault, list(FAULTS)),
+            ("fault", fault, [*FAULTS, *PLANTED]),
             ("configuration", configuration, list(CONFIGURATIONS)),
             ("ending", ending, list(ENDINGS)),
         ):
@@ -54,7 +54,7 @@ class Case:
     @property
     def kind(self) -> Fault:
         """The fault itself."""
-        return FAULTS[self.fault]
+        return FAULTS.get(self.fault) or PLANTED[self.fault]
 
     @property
     def steps(self) -> int:

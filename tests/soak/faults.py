@@ -8,7 +8,9 @@ TIMEOUT_S = 3.0  # of the process groups of every case
 
 Point = Literal["setup", "data", "forward", "loss", "backward", "update", "after", "any", ""]
 Control = Literal["", "no fault", "same fault"]
-Scenario = Literal["train", "resume", "loop", "hostile plan", "hostile state", "saving", "links"]
+Scenario = Literal[
+    "train", "resume", "restart", "loop", "hostile plan", "hostile state", "hostile cache", "saving", "links"
+]
 
 JOIN = ("join",)
 LEAN = ("lean-sgd", "lean-adamw", "lean-oktopk", "lean-oktopk-host", "lean-bf16-clip")
@@ -104,9 +106,11 @@ def _faults() -> list[Fault]:
         found.append(Fault(f"{call}-everywhere", "called on all ranks", call, "after", everyone=True))
     found += [
         Fault("resume", "killed, then resumed", "kill", "any", scenario="resume", silent=True, last_moment=24),
+        Fault("restart", "killed, then started again", "kill", "any", scenario="restart", silent=True, never=JOIN),
         Fault("loop", "wrapped and closed again and again", scenario="loop", last_moment=16),
         Fault("hostile-plan", "damaged files", scenario="hostile plan", last_moment=4),
         Fault("hostile-state", "damaged files", scenario="hostile state", only=SPARSE, last_moment=12),
+        Fault("hostile-cache", "damaged files", control="same fault", scenario="hostile cache", never=JOIN),
         Fault("kill-saving", "killed while writing", "kill", scenario="saving", silent=True, last_moment=4),
         Fault("links-slower", "links change", "rate", scenario="links", last_moment=24),
         Fault("links-down", "links change", "down", amount=LONG_S, scenario="links", last_moment=24),
@@ -114,5 +118,22 @@ def _faults() -> list[Fault]:
     return found
 
 
+# Faults that the library cannot survive, to test the judge: each must have the outcome of its row.
+PLANTED: Mapping[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault("planted-hang", "hang", "hang", "data"),
+        Fault("planted-hang-at-exit", "hang", "hang-at-exit", "data"),
+        Fault("planted-divergence", "silent divergence", "nudge", "after"),
+        Fault("planted-wrong-update", "silent divergence", "nudge", "after", 0.0, True, "no fault"),
+        Fault("planted-thread", "leak", "leak-thread", "data"),
+        Fault("planted-group", "leak", "leak-group", "data", everyone=True),
+        Fault("planted-descriptor", "leak", "leak-descriptor", "data"),
+        Fault("planted-crash", "crash", "crash", "data"),
+        Fault("planted-traceback", "unnamed traceback", "bare", "data"),
+        Fault("planted-thread-traceback", "unnamed traceback", "thread-raises", "data"),
+        Fault("planted-refusal", "refused", "raise", "data", control="no fault"),
+    )
+}
 FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _faults()}
 ROWS: tuple[str, ...] = tuple(dict.fromkeys(fault.row for fault in FAULTS.values()))

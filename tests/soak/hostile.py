@@ -66,9 +66,20 @@ def damaged(text: bytes, chance: random.Random) -> bytes:
         return text[:at] + bytes([chance.randrange(256)]) + text[at + 1 :]
     if way == "other":
         return chance.choice([b"", b"\0" * 100, b"[" * 100_000, b'{"format": "plan", "version": 1}', b"\x80\x04."])
-    document = json.loads(text)
+    try:
+        document = json.loads(text)
+    except ValueError:  # it is not JSON
+        return text[::-1]
     _change_somewhere(document, chance)
     return json.dumps(document).encode()
+
+
+def damage_files(folder: Path, chance: random.Random) -> int:
+    """Damage every file of a folder; how many there were."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        path.write_bytes(damaged(path.read_bytes() or b"{}", chance))
+    return len(files)
 
 
 def damaged_state(state: dict[str, Any], chance: random.Random) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from soak.case import HORIZON, Case
 from soak.journal import Journal
@@ -165,6 +166,55 @@ def freeze(training: Training, amount: float) -> None:
     next(training.module.parameters()).requires_grad_(False)
 
 
+# Planted: what a broken library might do.
+
+
+def hang(training: Training, amount: float) -> None:
+    """For ever."""
+    time.sleep(1e6)
+
+
+def hang_at_exit(training: Training, amount: float) -> None:
+    """When the interpreter ends."""
+    threading.Thread(target=time.sleep, args=(1e6,)).start()
+
+
+def nudge(training: Training, amount: float) -> None:
+    """Change a weight that nobody else changes."""
+    with torch.no_grad():
+        next(training.module.parameters()).add_(0.01)
+
+
+def leak_thread(training: Training, amount: float) -> None:
+    """A thread that does not end with the model."""
+    threading.Thread(target=time.sleep, args=(5,), name="anabranch-left-over", daemon=True).start()
+
+
+def leak_group(training: Training, amount: float) -> None:
+    """A process group that does not end with the model."""
+    dist.new_group(backend="gloo")
+
+
+def leak_descriptor(training: Training, amount: float) -> None:
+    """A file that is not closed."""
+    os.open(os.devnull, os.O_RDONLY)
+
+
+def crash(training: Training, amount: float) -> None:
+    """As an assertion in C++ does."""
+    os.abort()
+
+
+def bare(training: Training, amount: float) -> None:
+    """An error that names nothing."""
+    raise KeyError("x")
+
+
+def thread_raises(training: Training, amount: float) -> None:
+    """A traceback on stderr, by a thread."""
+    threading.Thread(target=lambda: {}["x"], name="a thread").start()
+
+
 def call(method: str) -> Callable[[Training, float], None]:
     """Call a method of DataParallel, which stock DDP does not have."""
 
@@ -190,5 +240,14 @@ ACTIONS: Mapping[str, Callable[[Training, float], object]] = {
     "poison": poison,
     "poison-skipped": poison,
     "freeze": freeze,
+    "hang": hang,
+    "hang-at-exit": hang_at_exit,
+    "nudge": nudge,
+    "leak-thread": leak_thread,
+    "leak-group": leak_group,
+    "leak-descriptor": leak_descriptor,
+    "crash": crash,
+    "bare": bare,
+    "thread-raises": thread_raises,
     **{method: call(method) for method in ("hold", "replan", "close", "comm_state_dict", "explain")},
 }

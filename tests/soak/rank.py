@@ -58,6 +58,7 @@ def run(order: Order) -> None:
     journal = Journal(folder / f"rank-{order.rank}.jsonl")
     faulthandler.register(signal.SIGUSR1, (folder / f"stacks-{order.rank}").open("w"), all_threads=True)
     torch.set_num_threads(1)
+    os.environ["ANABRANCH_CACHE"] = str(folder / "cache")  # of this case alone
     if order.namespace:
         _enter(order.namespace, order.interface)
     dist.init_process_group(
@@ -133,10 +134,10 @@ class Rank:
     def end(self, before: dict[str, Any]) -> None:
         """End as the case says; after close() nothing may be left."""
         if self.case.ending == "close":
-            closed = [self.training.model] if self.training is not None and not self.order.control else []
-            for model in (*closed, *([self.companion] if self.companion is not None else [])):
-                model.close()
-            del closed
+            if self.training is not None and not self.order.control:
+                self.training.model.close()
+            if self.companion is not None:
+                self.companion.close()
             self.injector.training = self.training = self.companion = None
             gc.collect()
             left = {name: found - before[name] for name, found in resources().items()}
@@ -169,6 +170,28 @@ def resume(rank: Rank) -> None:
         rank.journal.note("step", step=step, stage=training.stage(), digest=training.digest())
         if rank.order.phase == "killed" and (step + 1) % CHECKPOINT_STEPS == 0:
             hostile.save_checkpoint(training, rank.folder, rank.order.rank, step + 1)
+
+
+def restart(rank: Rank) -> None:
+    """Train until the victim is killed, or start anew from what the first start has left in the plan cache."""
+    if rank.order.phase != "killed":
+        rank.injector = Injector(rank.case, -1, rank.journal)
+    train(rank)
+
+
+def hostile_cache(rank: Rank) -> None:
+    """Train, damage all that is in the plan cache, and train on with a new wrapper."""
+    own = CONFIGURATIONS[rank.case.configuration]
+    training = rank.wrap(own)
+    rank.train(training, 0, rank.case.steps)
+    if not rank.order.control:
+        training.model.close()
+    dist.barrier()
+    if rank.order.rank == 0:
+        found = hostile.damage_files(rank.folder / "cache", random.Random(str(rank.case)))
+        rank.journal.note("fault", step=training.step, stage="restarting", files=found)
+    dist.barrier()
+    rank.train(rank.wrap(own), rank.case.steps, rank.case.steps)
 
 
 def loop(rank: Rank) -> None:
@@ -226,9 +249,11 @@ SCENARIOS: Mapping[str, Callable[[Rank], None]] = {
     "train": train,
     "links": train,
     "resume": resume,
+    "restart": restart,
     "loop": loop,
     "hostile plan": hostile_plan,
     "hostile state": hostile_state,
+    "hostile cache": hostile_cache,
     "saving": saving,
 }
 
@@ -240,7 +265,7 @@ def resources() -> dict[str, Any]:
     """How many groups, file descriptors and live tensors this process has."""
     tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
     groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
-    return {"groups": groups, "fds": len(os.listdir("/proc/self/fd")), "tensors": tensors}
+    return {"groups": groups, "fds": len(list(Path("/proc/self/fd").iterdir())), "tensors": tensors}
 
 
 def anabranch_threads() -> list[str]:

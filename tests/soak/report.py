@@ -3,9 +3,9 @@
 import json
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -54,9 +54,7 @@ def details(results: Sequence[Result]) -> str:
     return "\n".join(lines) or "None."
 
 
-def markdown(
-    results: Sequence[Result], seed: int, seconds: float, skipped: str, details_only: bool = False
-) -> str:
+def markdown(results: Sequence[Result], seed: int, seconds: float, skipped: str, details_only: bool = False) -> str:
     """The report."""
     stages = Counter(result.verdict.stage for result in results)
     configurations = Counter(result.case.configuration for result in results)
@@ -68,10 +66,10 @@ def markdown(
         [
             f"# {len(results)} injected faults",
             "",
-            f"{datetime.now(UTC):%Y-%m-%d}, seed {seed}, {seconds:.0f} s; anabranch {__version__}, torch "
-            f"{torch.__version__}, Python {platform.python_version()}; {_machine()}. Gloo, timeout {TIMEOUT_S:g} s. A "
-            f"survivor hangs if it has not ended {GRACE_S:g} s (more on a busy machine) after the timeout; the slowest "
-            f"took {slowest:.1f} s.",
+            f"{datetime.now(UTC):%Y-%m-%d}, seed {seed}, {seconds:.0f} s; "
+            f"{', '.join(f'{name} {version}' for name, version in versions().items())}; Gloo, timeout {TIMEOUT_S:g} s. "
+            f"A survivor hangs if it has not ended {GRACE_S:g} s (more on a busy machine) after the timeout; the "
+            f"slowest took {slowest:.1f} s.",
             *([f"Links were not changed: {skipped}."] if skipped else []),
             "",
             table(results),
@@ -94,17 +92,38 @@ def markdown(
     )
 
 
-def write_report(path: Path, results: Sequence[Result], seed: int, seconds: float, skipped: str) -> None:
-    """Write the markdown, and every case with its verdict as JSON beside it."""
+def write_report(folder: Path, results: Sequence[Result], seed: int, seconds: float, skipped: str) -> Path:
+    """Write soak_<machine>_<date>.md into a folder, and every case with its outcome as JSON beside it."""
+    words = [word for word in re.findall("[a-z]+", _processor().lower()) if word not in ("amd", "intel", "r", "cpu")]
+    path = folder / f"soak_{(words or ['machine'])[0]}_{datetime.now(UTC):%Y-%m-%d}.md"
     path.write_text(markdown(results, seed, seconds, skipped))
-    cases = [{"case": str(result.case), **asdict(result.verdict), "again": result.again} for result in results]
-    path.with_suffix(".json").write_text(json.dumps({"seed": seed, "cases": cases}, indent=1))
+    cases = [
+        {"case": str(result.case), "outcome": verdict.outcome, "stage": verdict.stage, "end_s": round(verdict.end_s, 2)}
+        | ({} if verdict.outcome in GOOD else {"why": verdict.why, "as_ddp": verdict.as_ddp, "again": result.again})
+        for result in results
+        for verdict in [result.verdict]
+    ]
+    document = {"seed": seed, "seconds": round(seconds), "versions": versions(), "counts": counts(results)}
+    lines = ",\n".join(json.dumps(case) for case in cases)
+    path.with_suffix(".json").write_text(json.dumps(document)[:-1] + f', "cases": [\n{lines}\n]}}\n')
+    return path
+
+
+def versions() -> dict[str, str]:
+    """What the campaign ran with."""
+    return {
+        "anabranch": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": f"{os.cpu_count()} cores of {_processor()}",
+    }
 
 
 def _listed(counter: Counter[object] | Counter[str] | Counter[int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counter.items(), key=lambda item: -item[1]))
 
 
-def _machine() -> str:
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

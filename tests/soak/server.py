@@ -70,7 +70,6 @@ def _become_rank(order: Order) -> None:
 
 
 if __name__ == "__main__":
-    import anabranch.parallel  # noqa: F401
     import pydantic.type_adapter  # noqa: F401
     import torch._dynamo  # noqa: F401
 
