@@ -58,9 +58,9 @@ def judge(case: Case, records: Sequence[RankRecord], control: Sequence[RankRecor
         ("crash", _crash(case, records)),
         ("hang", _hang(survivors, records)),
         ("silent divergence", _divergence(case, survivors, records, control)),
-        ("leak", _leak(survivors, records)),
         ("unnamed traceback", _unnamed(survivors, records)),
         ("refused", _refused(survivors, records, control)),
+        ("leak", _leak(survivors, records)),
     ):
         if why:
             return Verdict(outcome, why, stage, end_s, words=words)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def _trained_past(step: object, survivors: Sequence[int], records: Sequence[Rank
     """Whether some rank trained on after this step; if none did, the difference was not silent."""
     if not isinstance(step, int):
         return True
-    later = [event for rank in survivors for event in records[rank].events if event.get("step", -1) > step + 1]
+    later = [event for rank in survivors for event in records[rank].events if event.get("step", -1) > step]
     return bool(later) or any(records[rank].last("done") for rank in survivors)
 
 

@@ -32,6 +32,7 @@ from soak.training import Training, nothing
 
 CHECKPOINT_STEPS = 4
 LOOPS = 6
+GARBAGE_ROUNDS = 3  # objects of C++ let go of others only when they are freed themselves
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class Rank:
                 self.training.model.close()
             if self.companion is not None:
                 self.companion.close()
-            self.injector.training = self.training = self.companion = None
-            gc.collect()
+            self.journal.note("closed")
+            # The wrapper is still referenced: close() releases everything, not the garbage collector.
             left = {name: found - before[name] for name, found in resources().items()}
             self.journal.note("left", **left, threads=anabranch_threads())
         if self.case.ending in ("close", "destroy"):
@@ -204,9 +205,9 @@ def loop(rank: Rank) -> None:
             training.model.close()
         rank.training = rank.injector.training = None
         del training
-        gc.collect()
         dist.barrier()
-        rank.journal.note("round", number=number, threads=anabranch_threads(), **resources())
+        found = resources()
+        rank.journal.note("round", number=number, **found, threads=anabranch_threads())
 
 
 def hostile_plan(rank: Rank) -> None:
@@ -262,7 +263,9 @@ SCENARIOS: Mapping[str, Callable[[Rank], None]] = {
 
 
 def resources() -> dict[str, Any]:
-    """How many groups, file descriptors and live tensors this process has."""
+    """How many groups, file descriptors and live tensors this process has, without garbage."""
+    for _ in range(GARBAGE_ROUNDS):
+        gc.collect()
     tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
     groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
     return {"groups": groups, "fds": len(list(Path("/proc/self/fd").iterdir())), "tensors": tensors}

@@ -51,6 +51,7 @@ class Server:
     """The server of ranks, as seen from the campaign; several threads may use it."""
 
     _process: "subprocess.Popen[bytes]" = field(init=False)
+    _listener: threading.Thread = field(init=False)
     _pids: dict[int, int] = field(default_factory=dict)
     _codes: dict[int, int] = field(default_factory=dict)
     _ended: dict[int, float] = field(default_factory=dict)
@@ -62,13 +63,15 @@ class Server:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, "-m", "soak.server"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(10)
+        self._listener.join(10)
 
     def start(self, order: Order) -> int:
         """Have a rank forked; its number."""
@@ -99,13 +102,14 @@ class Server:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            facts: dict[str, int] = json.loads(line)
-            if "pid" in facts:
-                self._pids[facts["id"]] = facts["pid"]
-            else:
-                self._ended[facts["id"]] = time.monotonic()
-                self._codes[facts["id"]] = facts["code"]
+        with self._process.stdout as lines:
+            for line in lines:
+                facts: dict[str, int] = json.loads(line)
+                if "pid" in facts:
+                    self._pids[facts["id"]] = facts["pid"]
+                else:
+                    self._ended[facts["id"]] = time.monotonic()
+                    self._codes[facts["id"]] = facts["code"]
 
 
 def run_world(
