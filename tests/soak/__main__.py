@@ -10,7 +10,7 @@ from soak import links
 from soak.campaign import Campaign, Result, drawn, run_campaign
 from soak.case import Case
 from soak.faults import FAULTS
-from soak.report import markdown, table, write_report
+from soak.report import markdown, write_report
 from soak.world import Server
 
 
@@ -35,8 +35,7 @@ def main() -> int:
                 print(f"{time.monotonic() - began:6.0f} s  {dict(counts)}  {result.case}", flush=True)
 
         results = run_campaign(campaign, cases, len(given) or options.faults, options.seconds, options.jobs, on_result)
-    print(table(results))
-    print(markdown(results, options.seed, time.monotonic() - began, skipped, details_only=True))
+    print(markdown(results, options.seed, time.monotonic() - began, skipped))
     if options.report:
         path = write_report(Path(options.report), results, options.seed, time.monotonic() - began, skipped)
         print(f"The report is in {path}.")

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from soak.case import Case
@@ -21,6 +21,7 @@ BARE = {
     "StopIteration", "Empty", "ZeroDivisionError", "OverflowError", "RecursionError", "UnicodeDecodeError",
     "JSONDecodeError", "EOFError", "NotImplementedError",
 }  # fmt: skip
+GLOO = re.compile(r"\[\S*gloo\S*\]")  # an error of Gloo begins with a place of its source
 BY_THREADS = ("Exception in thread", "Exception ignored in", "Fatal Python error", "terminate called")
 RELATIVE, ABSOLUTE = 2e-3, 2e-4  # sums in another order, over some fifty steps
 
@@ -33,6 +34,8 @@ class Verdict:
     stage      the tuner's stage when the fault struck; "-" if it never did
     end_s      seconds from the fault, or a survivor's last own step, to the end of the slowest survivor
     as_ddp     stock DDP has the same outcome under the same fault
+    raw        survivors whose error is Gloo's own, without a word of ours: where each was raised
+    words      what each survivor raised
     """
 
     outcome: Outcome
@@ -40,7 +43,8 @@ class Verdict:
     stage: str = "-"
     end_s: float = 0.0
     as_ddp: bool = False
-    words: tuple[str, ...] = field(default=())
+    raw: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -51,21 +55,31 @@ class Verdict:
 def judge(case: Case, records: Sequence[RankRecord], control: Sequence[RankRecord] | None = None) -> Verdict:
     """Name the outcome of a case; ``control``: the ranks of stock DDP to compare with, if there are any."""
     survivors = _survivors(case, records)
-    stage = _stage(records)
-    end_s = max((_end_s(rank, records) for rank in survivors), default=0.0)
-    words = tuple(_error(records[rank]) for rank in survivors)
-    for outcome, why in (
+    errors = [error for rank in survivors if (error := records[rank].last("error"))]
+    return replace(
+        _verdict(case, survivors, records, control),
+        stage=_stage(records),
+        end_s=max((_end_s(rank, records) for rank in survivors), default=0.0),
+        raw=tuple(error["trace"] for error in errors if GLOO.match(error["words"])),
+        words=tuple(f"{error['kind']}: {error['words']}" for error in errors),
+    )
+
+
+def _verdict(
+    case: Case, survivors: Sequence[int], records: Sequence[RankRecord], control: Sequence[RankRecord] | None
+) -> Verdict:
+    problems: tuple[tuple[Outcome, str], ...] = (
         ("crash", _crash(case, records)),
         ("hang", _hang(survivors, records)),
-        ("silent divergence", _divergence(case, survivors, records, control)),
+        ("silent divergence", _divergence(survivors, records, control)),
         ("unnamed traceback", _unnamed(survivors, records)),
         ("refused", _refused(survivors, records, control)),
         ("leak", _leak(survivors, records)),
-    ):
+    )
+    for outcome, why in problems:
         if why:
-            return Verdict(outcome, why, stage, end_s, words=words)  # type: ignore[arg-type]
-    trained = all(records[rank].last("done") for rank in survivors)
-    return Verdict("trained on" if trained else "clear error", "", stage, end_s, words=words)
+            return Verdict(outcome, why)
+    return Verdict("trained on" if all(records[rank].last("done") for rank in survivors) else "clear error")
 
 
 def _survivors(case: Case, records: Sequence[RankRecord]) -> list[int]:
@@ -111,9 +125,7 @@ def _hang(survivors: Sequence[int], records: Sequence[RankRecord]) -> str:
     return ""
 
 
-def _divergence(
-    case: Case, survivors: Sequence[int], records: Sequence[RankRecord], control: Sequence[RankRecord] | None
-) -> str:
+def _divergence(survivors: Sequence[int], records: Sequence[RankRecord], control: Sequence[RankRecord] | None) -> str:
     """Weights of one step that differ between ranks, or weights in the end that differ from stock DDP's."""
     digests: dict[object, dict[str, int]] = {}
     for rank in survivors:

@@ -54,14 +54,19 @@ def details(results: Sequence[Result]) -> str:
     return "\n".join(lines) or "None."
 
 
-def markdown(results: Sequence[Result], seed: int, seconds: float, skipped: str, details_only: bool = False) -> str:
+def in_gloos_words(results: Sequence[Result]) -> str:
+    """How many clear errors were Gloo's own on some survivor, and where they were raised."""
+    raw = [result.verdict.raw for result in results if result.verdict.outcome == "clear error" and result.verdict.raw]
+    places = Counter(place.split(" in ")[-1] for found in raw for place in set(found))
+    return f"{len(raw)} of the clear errors were Gloo's own words on some survivor ({_listed(places) or 'none'})."
+
+
+def markdown(results: Sequence[Result], seed: int, seconds: float, skipped: str) -> str:
     """The report."""
     stages = Counter(result.verdict.stage for result in results)
     configurations = Counter(result.case.configuration for result in results)
     worlds = Counter(result.case.ranks for result in results)
     slowest = max((result.verdict.end_s for result in results), default=0.0)
-    if details_only:
-        return f"\nNot good:\n{details(results)}\nStages: {dict(stages.most_common())}\nSlowest end: {slowest:.1f} s"
     return "\n".join(
         [
             f"# {len(results)} injected faults",
@@ -73,6 +78,8 @@ def markdown(results: Sequence[Result], seed: int, seconds: float, skipped: str,
             *([f"Links were not changed: {skipped}."] if skipped else []),
             "",
             table(results),
+            "",
+            in_gloos_words(results),
             "",
             "## Where the faults struck",
             "",
