@@ -15,7 +15,7 @@ from soak import hostile, links
 from soak.case import TAIL_STEPS, Case, draw
 from soak.configurations import CONFIGURATIONS
 from soak.faults import FAULTS
-from soak.judge import Verdict, judge
+from soak.judge import BAD, Verdict, judge
 from soak.world import RankRecord, Server, run_world
 
 RERUNS = 2  # of a case whose outcome is not good, alone
@@ -53,8 +53,11 @@ class Campaign:
                 records = run_world(self._server, case, folder, meanwhile, place=place)
             verdict = judge(case, records)
         else:
-            records = run_world(self._server, case, folder)
-            verdict = judge(case, records, self._control(case))
+            control = self._control(case)
+            comparable = not CONFIGURATIONS[case.configuration].lossy and not _differs_by_design(case)
+            verdict = judge(case, run_world(self._server, case, folder), control if comparable else None)
+            if control is not None and case.kind.control == "same fault":
+                verdict = _beside_ddp(case, verdict, control)
         if case.kind.scenario == "saving" and (problem := hostile.saved_problem(folder)):
             verdict = replace(verdict, outcome="unnamed traceback", why=problem)
         if verdict.good:
@@ -67,9 +70,9 @@ class Campaign:
         same = verdict.outcome in ("hang", "silent divergence", "crash") and case.kind.scenario == "train"
         for _ in range(CONTROLS_OF_FAILURES if same and case.kind.point != "setup" else 0):
             folder = self._folder(case)
-            theirs = judge(case, run_world(self._server, case, folder, control=True))
-            if theirs.outcome == verdict.outcome:
-                return Result(case, replace(verdict, as_ddp=True), again)
+            verdict = _beside_ddp(case, verdict, run_world(self._server, case, folder, control=True))
+            if verdict.as_ddp:
+                break
         return Result(case, verdict, again)
 
     def _restarted(self, case: Case, folder: Path) -> Verdict:
@@ -98,8 +101,7 @@ class Campaign:
 
     def _control(self, case: Case) -> list[RankRecord] | None:
         """The ranks of stock DDP under no fault, or under the same one; trained once for all cases that share it."""
-        configuration = CONFIGURATIONS[case.configuration]
-        if not case.kind.control or (configuration.lossy or _differs_by_design(case)):
+        if not case.kind.control:
             return None
         return self._trained_by_ddp(case if case.kind.control == "same fault" else _without_fault(case))
 
@@ -122,6 +124,11 @@ class Campaign:
         with self._lock:
             self._number += 1
             return self._root / f"{self._number:05d}-{str(case).replace('/', '-')}"
+
+
+def _beside_ddp(case: Case, verdict: Verdict, theirs: Sequence[RankRecord]) -> Verdict:
+    """The verdict, which notes whether stock DDP has the same outcome."""
+    return replace(verdict, as_ddp=verdict.outcome in BAD and judge(case, theirs).outcome == verdict.outcome)
 
 
 def _differs_by_design(case: Case) -> bool:

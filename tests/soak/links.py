@@ -1,9 +1,8 @@
 """Links that change while a case trains: its ranks are hosts of the lab, in network namespaces of their own."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from anabranch.errors import LabError
 from anabranch.lab.cluster import Cluster
@@ -61,11 +60,3 @@ def change(host: Host, down: bool) -> None:
         else:
             rate = round(SLOW_BIT_S / 8)
             netlink.tc("change", "tbf", index, rate=rate, burst=128 << 10, latency="50ms")
-
-
-def without_links(names: Sequence[str], links: Sequence[str]) -> list[str]:
-    """The names of faults that need no lab."""
-    return [name for name in names if name not in links]
-
-
-__all__ = ["Any", "changing", "problem", "without_links"]
