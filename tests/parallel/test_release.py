@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,20 @@ def test_close_and_wrap_again() -> None:
         assert any("anabranch-lane" in name for name in answer["running"])
         assert answer["left"] == answer["at the end"] == answer["apart"] == []
         assert "closed" in answer["explained"]
+
+
+def descriptors_kept(rank: int) -> int:
+    """How many descriptors a closed model holds that is still referenced."""
+    dist.barrier()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    model = planned()
+    model.close()
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir())) - before
+
+
+def test_a_closed_model_holds_no_connections() -> None:
+    assert on_ranks(descriptors_kept, 2) == [0, 0]
 
 
 def closed_on_the_way(rank: int) -> int:
