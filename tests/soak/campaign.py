@@ -49,7 +49,7 @@ class Campaign:
         elif case.kind.scenario == "restart":
             verdict = self._restarted(case, folder)
         elif case.kind.scenario == "links":
-            with links.changing(case) as (place, meanwhile):
+            with links.changing(case, folder) as (place, meanwhile):
                 records = run_world(self._server, case, folder, meanwhile, place=place)
             verdict = judge(case, records)
         else:

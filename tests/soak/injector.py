@@ -28,8 +28,9 @@ class InjectedError(Exception):
 class Injector:
     """Makes the case's fault happen; on ranks that are no victims, and after it has happened, it does nothing."""
 
-    def __init__(self, case: Case, rank: int, journal: Journal) -> None:
+    def __init__(self, case: Case, rank: int, journal: Journal, timeout_s: float) -> None:
         self.case = case
+        self._amount = case.kind.pause_s(timeout_s) or case.kind.amount
         self.training: Training | None = None  # known once the model is wrapped
         self._journal = journal
         self._armed = case.kind.point != "setup" and (rank == case.victim or case.kind.everyone)
@@ -65,7 +66,7 @@ class Injector:
                 return None
             self._armed = False
         self._journal.note("fault", step=self.training.step, stage=self.training.stage())
-        return ACTIONS[self.case.kind.action](self.training, self.case.kind.amount)
+        return ACTIONS[self.case.kind.action](self.training, self._amount)
 
     def _await_stage(self, stage: str) -> None:
         """Strike in the midst of a stage that this rank reaches."""

@@ -33,6 +33,7 @@ class Verdict:
     why        what was seen, for an outcome that is not good
     stage      the tuner's stage when the fault struck; "-" if it never did
     end_s      seconds from the fault, or a survivor's last own step, to the end of the slowest survivor
+    over_s     how much of that was more than the group's timeout and the victim's own pause
     as_ddp     stock DDP has the same outcome under the same fault
     raw        survivors whose error is Gloo's own, without a word of ours: where each was raised
     words      what each survivor raised
@@ -42,6 +43,7 @@ class Verdict:
     why: str = ""
     stage: str = "-"
     end_s: float = 0.0
+    over_s: float = 0.0
     as_ddp: bool = False
     raw: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
@@ -55,11 +57,14 @@ class Verdict:
 def judge(case: Case, records: Sequence[RankRecord], control: Sequence[RankRecord] | None = None) -> Verdict:
     """Name the outcome of a case; ``control``: the ranks of stock DDP to compare with, if there are any."""
     survivors = _survivors(case, records)
+    end_s = max((_end_s(rank, records) for rank in survivors), default=0.0)
+    timeout_s = max((event.get("timeout_s", 0.0) for record in records if (event := record.last("begun"))), default=0.0)
     errors = [error for rank in survivors if (error := records[rank].last("error"))]
     return replace(
         _verdict(case, survivors, records, control),
         stage=_stage(records),
-        end_s=max((_end_s(rank, records) for rank in survivors), default=0.0),
+        end_s=end_s,
+        over_s=max(0.0, end_s - timeout_s - case.kind.pause_s(timeout_s)),
         raw=tuple(error["trace"] for error in errors if GLOO.match(error["words"])),
         words=tuple(f"{error['kind']}: {error['words']}" for error in errors),
     )

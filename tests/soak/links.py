@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from anabranch.errors import LabError
 from anabranch.lab.cluster import Cluster
@@ -10,7 +11,7 @@ from anabranch.lab.hosts import Host, linked_hosts
 from anabranch.lab.namespaces import inside
 from anabranch.lab.preflight import check
 from soak.case import Case
-from soak.journal import Event
+from soak.journal import Event, Journal
 
 RATE_BIT_S, SLOW_BIT_S = 1e9, 5e6
 
@@ -28,7 +29,7 @@ def problem() -> str:
 
 
 @contextmanager
-def changing(case: Case) -> Iterator[tuple[Place, Meanwhile]]:
+def changing(case: Case, folder: Path) -> Iterator[tuple[Place, Meanwhile]]:
     """Hosts for the ranks of a case; the victim's link gets slow, or goes down, when the victim reaches the moment."""
     with linked_hosts([RATE_BIT_S] * case.ranks) as hosts:
         changed: list[Event] = []
@@ -43,6 +44,7 @@ def changing(case: Case) -> Iterator[tuple[Place, Meanwhile]]:
             due = [event for event in events[case.victim] if event["what"] == "step" and event["step"] >= case.moment]
             if due and not changed:
                 changed.append(due[0])
+                Journal(folder / f"rank-{case.victim}.jsonl").note("fault", step=due[0]["step"], stage=due[0]["stage"])
                 change(hosts[case.victim], down=case.kind.action == "down")
 
         yield place, meanwhile

@@ -24,7 +24,6 @@ from parallel.twins import WIDTH
 from soak import hostile
 from soak.case import TAIL_STEPS, Case
 from soak.configurations import CONFIGURATIONS, Configuration
-from soak.faults import TIMEOUT_S
 from soak.injector import Injector
 from soak.journal import Journal
 from soak.mismatches import MODULES, SETTINGS
@@ -39,6 +38,7 @@ GARBAGE_ROUNDS = 3  # objects of C++ let go of others only when they are freed t
 class Order:
     """What a rank is to do.
 
+    timeout_s   of the process groups
     phase       "" for an ordinary case; of a resumed training "whole", "killed" or "resumed"
     control     train under stock DDP
     namespace   a path of the network namespace to enter, and the name of its interface; empty for none
@@ -47,6 +47,7 @@ class Order:
     case: str
     rank: int
     folder: str
+    timeout_s: float
     phase: str = ""
     control: bool = False
     namespace: str = ""
@@ -67,12 +68,12 @@ def run(order: Order) -> None:
         init_method=f"file://{folder}/rendezvous{order.phase}",
         rank=order.rank,
         world_size=case.ranks,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=order.timeout_s),
     )
     dist.barrier()  # so that the group's own connections do not count as left over
     rank = Rank(case, order, journal)
     before = resources()
-    journal.note("begun")
+    journal.note("begun", timeout_s=order.timeout_s)
     try:
         SCENARIOS[case.kind.scenario](rank)
         journal.note("done", digest=rank.digest(), weights=rank.weights())
@@ -94,10 +95,14 @@ class Rank:
         self.order = order
         self.journal = journal
         self.folder = Path(order.folder)
-        self.injector = Injector(case, order.rank, journal)
+        self.injector = Injector(case, order.rank, journal, order.timeout_s)
         self.training: Training | None = None
         self.companion: Any = None
         self.is_victim = order.rank == case.victim
+
+    def disarm(self) -> None:
+        """Let no fault happen."""
+        self.injector = Injector(self.case, -1, self.journal, self.order.timeout_s)
 
     def wrap(self, configuration: Configuration) -> Training:
         """Wrap a model: the victim's is another if the fault says so."""
@@ -162,7 +167,7 @@ def resume(rank: Rank) -> None:
     if own.style == "join":
         own = replace(own, style="plain")
     if rank.order.phase != "killed":
-        rank.injector = Injector(rank.case, -1, rank.journal)
+        rank.disarm()
     training = rank.wrap(replace(own, given_plan=own.ours.get("profile_steps") != 0))
     first = hostile.load_checkpoint(training, rank.folder, rank.order.rank) if rank.order.phase == "resumed" else 0
     rank.journal.note("loaded", step=first)
@@ -176,7 +181,7 @@ def resume(rank: Rank) -> None:
 def restart(rank: Rank) -> None:
     """Train until the victim is killed, or start anew from what the first start has left in the plan cache."""
     if rank.order.phase != "killed":
-        rank.injector = Injector(rank.case, -1, rank.journal)
+        rank.disarm()
     train(rank)
 
 
@@ -190,7 +195,7 @@ def hostile_cache(rank: Rank) -> None:
     dist.barrier()
     if rank.order.rank == 0:
         found = hostile.damage_files(rank.folder / "cache", random.Random(str(rank.case)))
-        rank.journal.note("fault", step=training.step, stage="restarting", files=found)
+        rank.journal.note("fault", step=training.step, stage="restarting" if found else "nothing was cached")
     dist.barrier()
     rank.train(rank.wrap(own), rank.case.steps, rank.case.steps)
 

@@ -117,8 +117,9 @@ def run_world(
 ) -> list[RankRecord]:
     """Run the ranks of a case to their end. ``meanwhile`` is called with all ranks' events, again and again."""
     folder.mkdir(parents=True, exist_ok=True)
+    timeout_s = TIMEOUT_S * patience()
     place = order.pop("place", lambda rank: {})
-    orders = [Order(str(case), rank, str(folder), **order, **place(rank)) for rank in range(case.ranks)]
+    orders = [Order(str(case), rank, str(folder), timeout_s, **order, **place(rank)) for rank in range(case.ranks)]
     numbers = [server.start(one) for one in orders]
     began = time.monotonic()
     journals = [folder / f"rank-{rank}.jsonl" for rank in range(case.ranks)]
@@ -130,7 +131,7 @@ def run_world(
         events = [read(path) for path in journals]
         if meanwhile is not None:
             meanwhile(events)
-        hung.update({rank: late for rank in alive if (late := _late_s(case, rank, events, began, now)) > 0})
+        hung.update({rank: late for rank in alive if (late := _late_s(case, timeout_s, rank, events, began, now)) > 0})
         if all(rank in hung or _gone(case, rank, events) for rank in alive):
             break
     return [
@@ -147,7 +148,9 @@ def obligation(rank: int, events: Sequence[Sequence[Event]], began: float) -> fl
     return max(min(struck), *own) if own else min(struck)
 
 
-def _late_s(case: Case, rank: int, events: Sequence[Sequence[Event]], began: float, now: float) -> float:
+def _late_s(
+    case: Case, timeout_s: float, rank: int, events: Sequence[Sequence[Event]], began: float, now: float
+) -> float:
     """Seconds without progress, once they are more than a rank may take; else 0."""
     since = obligation(rank, events, began)
     grace_s = GRACE_S * patience()
@@ -155,7 +158,7 @@ def _late_s(case: Case, rank: int, events: Sequence[Sequence[Event]], began: flo
         own = [event["at"] for event in events[rank]]
         idle_s = now - (own[-1] if own else began)
         return idle_s if idle_s > START_S * patience() else 0.0
-    allowed_s = TIMEOUT_S + grace_s + case.kind.pause_s
+    allowed_s = timeout_s + grace_s + case.kind.pause_s(timeout_s)
     return now - since if now - since > allowed_s else 0.0
 
 
