@@ -1,5 +1,6 @@
 """Training: one rank's model, optimizer and steps, with the points at which a fault may strike."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -41,7 +42,9 @@ class Training:
         self.module = build(configuration)
         change(self.module)
         middle = [part for part in self.module.modules() if isinstance(part, nn.Linear)][1]
-        middle.register_forward_hook(self._inside)
+        # Lean's engine holds the module until the wrapper is freed, so its hooks must not hold the wrapper.
+        inside = weakref.WeakMethod(self._inside)
+        middle.register_forward_hook(lambda *given: own(*given) if (own := inside()) is not None else None)
         self.model = self._wrap()
         lean = configuration.lean is not None and not control
         self.optimizer = self.model.optimizer if lean else self._optimizer(self.module.parameters())
@@ -50,18 +53,13 @@ class Training:
         own = self.configuration
         if self.control:
             return DistributedDataParallel(self.module, **own.ddp)
-        memory = ab.Lean(self._lean_optimizer, **own.lean) if own.lean is not None else None
+        memory = ab.Lean(_lean_optimizer(weakref.ref(self)), **own.lean) if own.lean is not None else None
         return ab.DataParallel(self.module, **own.ddp, **arguments(own, self.module), memory=memory)
 
     def _optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.configuration.optimizer == "adamw":
             return torch.optim.AdamW(parameters, lr=0.01)
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.5)
-
-    def _lean_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = self._optimizer(parameters)
-        optimizer.register_step_pre_hook(lambda *_: self.strike("update"))
-        return optimizer
 
     def _inside(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
         if not torch.is_grad_enabled():
@@ -125,6 +123,23 @@ class Training:
     def digest(self) -> str:
         """A hash of all parameters, bit by bit."""
         return sha256(b"".join(bits(parameter) for parameter in self.module.parameters())).hexdigest()[:16]
+
+
+def _lean_optimizer(training: "weakref.ref[Training]") -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """What Lean makes its optimizers with. Lean holds it, so it must not hold the model: nothing would be freed."""
+
+    def strike(*_: object) -> None:
+        if (own := training()) is not None:
+            own.strike("update")
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        own = training()
+        assert own is not None
+        optimizer = own._optimizer(parameters)
+        optimizer.register_step_pre_hook(strike)
+        return optimizer
+
+    return make
 
 
 def build(configuration: Configuration) -> nn.Module:
