@@ -164,13 +164,18 @@ def close(found: Sequence[float], expected: Sequence[float]) -> bool:
 
 
 def _leak(survivors: Sequence[int], records: Sequence[RankRecord]) -> str:
-    """Threads, groups or descriptors that are there after close() and were not before, or that grow in a loop."""
+    """Threads, groups or descriptors that are there after close() and were not before, or that grow in a loop.
+
+    An error holds the frames it came through, and with them connections, until the closed wrapper is dropped.
+    """
     for rank in survivors:
-        left = records[rank].last("left")
+        failed = records[rank].last("error") is not None
+        for when in ("closed, referenced", "closed, dropped"):
+            left = records[rank].last(when) or {"threads": [], "groups": 0, "fds": 0}
+            fds = 0 if failed and when == "closed, referenced" else left["fds"]
+            if left["threads"] or left["groups"] > 0 or fds > 0:
+                return f"rank {rank} ({when}): threads {left['threads']}, {left['groups']} groups, {fds} descriptors"
         rounds = [event for event in records[rank].events if event["what"] == "round"]
-        if left and (left["threads"] or left["groups"] > 0 or left["fds"] > 0):
-            kept = f"threads {left['threads']}, {left['groups']} groups, {left['fds']} descriptors"
-            return f"rank {rank} has left after close(): {kept}"
         if len(rounds) > 2:
             second, last = rounds[1], rounds[-1]
             grown = {name: last[name] - second[name] for name in ("groups", "fds", "tensors")}

@@ -144,13 +144,16 @@ class Rank:
                 self.training.model.close()
             if self.companion is not None:
                 self.companion.close()
-            self.journal.note("closed")
-            # The wrapper is still referenced: close() releases everything, not the garbage collector.
-            left = {name: found - before[name] for name, found in resources().items()}
-            self.journal.note("left", **left, threads=anabranch_threads())
+            self._note_resources("closed, referenced", before)
+            self.injector.training = self.training = self.companion = None
+            self._note_resources("closed, dropped", before)
         if self.case.ending in ("close", "destroy"):
             dist.destroy_process_group()
         self.journal.note("ended")
+
+    def _note_resources(self, what: str, before: dict[str, Any]) -> None:
+        more = {name: found - before[name] for name, found in resources().items()}
+        self.journal.note(what, **more, threads=anabranch_threads())
 
 
 # ----------------------------------------------------------------------------------------------------------- scenarios
