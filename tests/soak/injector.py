@@ -87,7 +87,7 @@ class FailingLogger:
     def log(self, metrics: Any) -> None:
         """Raise when the step has come."""
         training = self._injector.training
-        if training is not None and training.step >= self._injector.case.moment:
+        if training is not None and training.step >= int(self._injector.case.moment):
             self._injector.strike()
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def bare(training: Training, amount: float) -> None:
 
 def thread_raises(training: Training, amount: float) -> None:
     """A traceback on stderr, by a thread."""
-    threading.Thread(target=lambda: {}["x"], name="a thread").start()
+    threading.Thread(target=bare, args=(training, amount), name="a thread").start()
 
 
 def call(method: str) -> Callable[[Training, float], None]:

@@ -105,7 +105,7 @@ def _stage(records: Sequence[RankRecord]) -> str:
 
 
 def _end_s(rank: int, records: Sequence[RankRecord]) -> float:
-    since = obligation(rank, [record.events for record in records], 0.0)
+    since = obligation(rank, [record.events for record in records])
     return max(0.0, records[rank].ended - since) if since is not None else 0.0
 
 
@@ -140,7 +140,7 @@ def _divergence(survivors: Sequence[int], records: Sequence[RankRecord], control
     apart = next((step for step, found in digests.items() if len(found) > 1), None)
     if apart is not None and _trained_past(apart, survivors, records):
         return f"after step {apart} the weights of ranks {sorted(digests[apart].values())} differ"
-    ends = [event for rank in survivors if (event := records[rank].last("done"))]
+    ends = [end for rank in survivors if (end := records[rank].last("done"))]
     expected = control[0].last("done") if control and all(record.last("done") for record in control) else None
     if ends and expected is not None and not close(ends[0]["weights"], expected["weights"]):
         return "the ranks agree, and their weights are not those of stock DDP"

@@ -110,7 +110,7 @@ class Rank:
         change: Callable[[nn.Module], None] = nothing
         if action and self.is_victim:
             self.journal.note("fault", step=0, stage="wrapping")
-            configuration = SETTINGS.get(action, lambda own: own)(configuration)
+            configuration = SETTINGS[action](configuration) if action in SETTINGS else configuration
             change = MODULES.get(action, nothing)
         if action == "wrapping-order" and not self.is_victim:
             self.companion = ab.DataParallel(nn.Linear(WIDTH, WIDTH))

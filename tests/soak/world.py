@@ -139,12 +139,14 @@ def run_world(
     ]
 
 
-def obligation(rank: int, events: Sequence[Sequence[Event]], began: float) -> float | None:
+def obligation(rank: int, events: Sequence[Sequence[Event]]) -> float | None:
     """Since when a rank should only come to its end: the fault, or its own last step; None before the fault."""
-    struck = [event["at"] for journal in events for event in journal if event["what"] == "fault"]
+    struck: list[float] = [event["at"] for journal in events for event in journal if event["what"] == "fault"]
     if not struck:
         return None
-    own = [event["at"] for event in events[rank] if event["what"] in ("step", "wrapped", "round", "loaded")]
+    own: list[float] = [
+        event["at"] for event in events[rank] if event["what"] in ("step", "wrapped", "round", "loaded")
+    ]
     return max(min(struck), *own) if own else min(struck)
 
 
@@ -152,7 +154,7 @@ def _late_s(
     case: Case, timeout_s: float, rank: int, events: Sequence[Sequence[Event]], began: float, now: float
 ) -> float:
     """Seconds without progress, once they are more than a rank may take; else 0."""
-    since = obligation(rank, events, began)
+    since = obligation(rank, events)
     grace_s = GRACE_S * patience()
     if since is None:
         own = [event["at"] for event in events[rank]]
