@@ -48,6 +48,10 @@ class Campaign:
             verdict = self._resumed(case, folder)
         elif case.kind.scenario == "restart":
             verdict = self._restarted(case, folder)
+        elif case.kind.scenario == "second start":
+            run_world(self._server, case, folder, phase="first")
+            _forget_journals(folder)
+            verdict = judge(case, run_world(self._server, case, folder, phase="killed"))
         elif case.kind.scenario == "links":
             with links.changing(case, folder) as (place, meanwhile):
                 records = run_world(self._server, case, folder, meanwhile, place=place)
@@ -78,8 +82,7 @@ class Campaign:
     def _restarted(self, case: Case, folder: Path) -> Verdict:
         """Train until a kill, and once more from the begin with the files that the first start has left."""
         first = judge(case, run_world(self._server, case, folder, phase="killed"))
-        for path in folder.glob("rank-*.jsonl"):
-            path.unlink()
+        _forget_journals(folder)
         control = None if CONFIGURATIONS[case.configuration].lossy else self._trained_by_ddp(_without_fault(case))
         second = judge(case, run_world(self._server, case, folder, phase="restarted"), control)
         return first if not first.good else replace(second, stage=first.stage)
@@ -88,8 +91,7 @@ class Campaign:
         """Train as a whole, until a kill, and from there on; the ends must be equal bit by bit."""
         whole = run_world(self._server, case, folder / "whole", phase="whole")
         killed = run_world(self._server, case, folder / "killed", phase="killed")
-        for path in (folder / "killed").glob("rank-*.jsonl"):
-            path.unlink()
+        _forget_journals(folder / "killed")
         resumed = run_world(self._server, case, folder / "killed", phase="resumed")
         verdict = judge(case, killed)
         ends = [record.last("done") for record in (*whole, *resumed)]
@@ -124,6 +126,12 @@ class Campaign:
         with self._lock:
             self._number += 1
             return self._root / f"{self._number:05d}-{str(case).replace('/', '-')}"
+
+
+def _forget_journals(folder: Path) -> None:
+    """Before another start in the same folder."""
+    for path in folder.glob("rank-*.jsonl"):
+        path.unlink()
 
 
 def _beside_ddp(case: Case, verdict: Verdict, theirs: Sequence[RankRecord]) -> Verdict:

@@ -12,7 +12,7 @@ ENDINGS: tuple[Ending, ...] = get_args(Ending)
 WORLDS = (2, 2, 2, 3, 3, 4)  # as often as they are drawn
 HORIZON = 44  # steps: a whole search of the tuner with short trials, and the begin of the next one
 TAIL_STEPS = 6  # of training after the fault
-STAGES = ("settling", "profiling", "measuring", "planning", "trying", "confirming", "running")
+STAGES = ("settling", "profiling", "measuring", "planning", "trying", "running", "profiling-again")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ def draw(fault: Fault, chance: random.Random) -> Case:
     moment: int | str = chance.randrange(HORIZON)
     if fault.point == "any" and chance.random() < 0.5:
         moment = chance.choice(STAGES)
-    if fault.last_moment is not None:
+    if fault.stage:
+        moment = fault.stage
+    elif fault.last_moment is not None:
         moment = chance.randrange(fault.last_moment + 1)
     return Case(
         fault.name, chance.choice(configurations), ranks, chance.randrange(ranks), moment, chance.choice(ENDINGS)

@@ -1,7 +1,7 @@
 """The faults, as data: what happens, where in a step, and what stock DDP says about it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 TIMEOUT_S = 3.0  # of the process groups of every case, on an idle machine
@@ -9,7 +9,16 @@ TIMEOUT_S = 3.0  # of the process groups of every case, on an idle machine
 Point = Literal["setup", "data", "forward", "loss", "backward", "update", "after", "any", ""]
 Control = Literal["", "no fault", "same fault"]
 Scenario = Literal[
-    "train", "resume", "restart", "loop", "hostile plan", "hostile state", "hostile cache", "saving", "links"
+    "train",
+    "resume",
+    "restart",
+    "second start",
+    "loop",
+    "hostile plan",
+    "hostile state",
+    "hostile cache",
+    "saving",
+    "links",
 ]
 
 JOIN = ("join",)
@@ -41,6 +50,7 @@ class Fault:
     only, never   configurations in which it happens, or does not
     silent        the victim does not come back: it is no survivor, whatever happens
     last_moment   the latest step for it; None for any
+    stage         the stage of the tuner for it, if it is meant for one
     """
 
     name: str
@@ -56,6 +66,7 @@ class Fault:
     silent: bool = False
     scenario: Scenario = "train"
     last_moment: int | None = None
+    stage: str = ""
 
     def suits(self, configuration: str) -> bool:
         """Whether the fault is meant for this configuration."""
@@ -72,6 +83,10 @@ POINTS: tuple[Point, ...] = ("data", "forward", "loss", "backward", "update")
 
 def _faults() -> list[Fault]:
     found = [Fault(f"kill-{at}", "killed", "kill", at, silent=True) for at in (*POINTS, "any")]
+    for action in ("kill", "stop"):
+        row = "stopped for good" if action == "stop" else "killed"
+        cached = Fault(f"{action}-cached", row, action, "any", silent=True, scenario="second start", stage="checking")
+        found.append(replace(cached, only=CACHED))
     found += [Fault(f"stop-{at}", "stopped for good", "stop", at, silent=True) for at in ("backward", "any")]
     for at in ("forward", "any"):
         found += [

@@ -72,7 +72,7 @@ class Injector:
         """Strike in the midst of a stage that this rank reaches."""
         assert self.training is not None
         while self._armed:
-            if self.training.stage().startswith(stage):
+            if self.training.stage().startswith(stage.replace("-", " ")):
                 time.sleep(random.Random(str(self.case)).random() * ANYWHERE_S / 2)
                 self.strike()
             time.sleep(POLL_S)

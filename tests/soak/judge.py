@@ -101,6 +101,8 @@ def _stage(records: Sequence[RankRecord]) -> str:
     stage = str(struck[0]["stage"])
     if stage.startswith("No plan"):
         return "no tuning"
+    if stage.startswith("profiling again"):
+        return "profiling again"
     return re.split(r"[:,.]", stage)[0].split()[0] if stage else "under DDP"
 
 

@@ -182,7 +182,7 @@ def resume(rank: Rank) -> None:
 
 
 def restart(rank: Rank) -> None:
-    """Train until the victim is killed, or start anew from what the first start has left in the plan cache."""
+    """Train: with the fault in the phase "killed", without it in the start before or after, which shares the cache."""
     if rank.order.phase != "killed":
         rank.disarm()
     train(rank)
@@ -259,6 +259,7 @@ SCENARIOS: Mapping[str, Callable[[Rank], None]] = {
     "links": train,
     "resume": resume,
     "restart": restart,
+    "second start": restart,
     "loop": loop,
     "hostile plan": hostile_plan,
     "hostile state": hostile_state,
