@@ -41,11 +41,11 @@ import torch
 import torch.distributed as dist
 from benchmarks.search_cost_training import (
     PAUSE,
-    SETTLED,
     TELL_EVERY_S,
     Training,
     Wrap,
     from_rank_0,
+    is_settled,
     layers,
     say,
     searched,
@@ -270,7 +270,7 @@ def taking_turns(workload: Workload, options: argparse.Namespace, choices: "Choi
                 if training is ours:
                     plans.append(ours.parallel.plan)
         stage = first_line(ours.parallel)
-        kept = ours.parallel.plan if stage.startswith(SETTLED) else kept
+        kept = ours.parallel.plan if is_settled(stage) else kept
         if perf_counter() - told > TELL_EVERY_S:
             told = perf_counter()
             so_far = f"{ours.total_s / ddp.total_s:.3f} of DDP's time, {len(choices.seen)} choices"
@@ -280,7 +280,7 @@ def taking_turns(workload: Workload, options: argparse.Namespace, choices: "Choi
     row = {
         "ratio": ours.total_s / ddp.total_s,
         "error": standard_error(ours.seconds, ddp.seconds, options.turn),
-        "searches": len(choices.seen) + (not stage.startswith(SETTLED)),
+        "searches": len(choices.seen) + (not is_settled(stage)),
         "beside": sum(plan != kept for plan in plans),
         "ended": stage,
         "choices": list(choices.seen),
@@ -317,7 +317,7 @@ class Choices(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage().removeprefix("anabranch: ")
-        if text.startswith(SETTLED):
+        if is_settled(text):
             self.seen.append(text)
 
 

@@ -17,12 +17,18 @@ import anabranch as ab
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
 
-SETTLED = ("running", "no longer planning", "stopped planning", "No plan")  # stages in which nothing is searched
+SETTLED = ("running", "no longer planning", "not planning", "stopped planning", "No plan")
+WARMING_UP = "while training warms up"  # the choice is still to come
 ASK_EVERY = 10  # steps after which rank 0 says whether to go on
 TELL_EVERY_S = 10.0
 PAUSE = 5  # a step so many times longer than the median is a pause
 
 Wrap = Callable[[nn.Module], nn.Module]
+
+
+def is_settled(stage: str) -> bool:
+    """Whether a choice was made, and nothing is searched in this stage."""
+    return stage.startswith(SETTLED) and WARMING_UP not in stage
 
 
 def layers(width: int, batch: int, device: torch.device) -> Workload:
@@ -96,7 +102,7 @@ class Training:
             if perf_counter() - told > TELL_EVERY_S:
                 told = perf_counter()
                 say(f"{self.name}: step {len(self.seconds)} of {count}, {told - self.begun:.0f} s, {self.stage}")
-            enough = until_chosen and self.stage.startswith(SETTLED)
+            enough = until_chosen and is_settled(self.stage)
             if from_rank_0(enough or perf_counter() - self.begun > limit_s, self.device):
                 break
         dist.barrier()
@@ -159,7 +165,7 @@ def searched(training: Training, ddp_s: float) -> Search:
     """What rank 0 saw of a training's search; ``ddp_s`` is a step of DDP."""
     seen, seconds = training.stages.seen, training.seconds
     assert len(seen) >= len(seconds), f"{training.name}: metrics of {len(seen)} of {len(seconds)} steps"
-    settled = [stage.startswith(SETTLED) for stage, _ in seen]
+    settled = [is_settled(stage) for stage, _ in seen]
     chosen = True in settled
     steps = settled.index(True) if chosen else len(seconds)
     plans = [plan for _, plan in seen]

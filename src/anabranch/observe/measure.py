@@ -74,6 +74,7 @@ def measure(
     budget_s = stopwatch.as_rank_0(budget_s)
     world_size = dist.get_world_size(lanes[0])
     sizes = message_sizes(largest_nbytes, growth=2 if budget_s >= SHORT_BUDGET_S else 4)
+    _warm_up(collectives, lanes, device)
     share_s = budget_s / (len(collectives) * len(sizes) + 2 * (len(lanes) > 1))
     curves = {
         name: [
@@ -223,6 +224,16 @@ def measurement_facts(
             stacklevel=3,
         )
     return facts
+
+
+def _warm_up(collectives: Mapping[str, Collective], lanes: Sequence[Group], device: torch.device) -> None:
+    """Send a small message of each kind, and one on each lane: connections are made and kernels built at first use."""
+    divisor = dist.get_world_size(lanes[0])
+    buffer = torch.ones(SMALLEST_NBYTES, dtype=torch.float32, device=device)
+    for collective in collectives.values():
+        drive(collective(buffer, lanes[0], divisor))
+    for lane in lanes:
+        drive(dense(buffer, lane, divisor))
 
 
 def _point(
