@@ -69,6 +69,20 @@ def test_close_and_wrap_again() -> None:
         assert "closed" in answer["explained"]
 
 
+def descriptors_kept(rank: int) -> int:
+    """How many descriptors a closed model holds that is still referenced."""
+    dist.barrier()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    model = planned()
+    model.close()
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir())) - before
+
+
+def test_a_closed_model_holds_no_connections() -> None:
+    assert on_ranks(descriptors_kept, 2) == [0, 0]
+
+
 def closed_on_the_way(rank: int) -> int:
     """close() in every stage, with messages on their way; what was wrapped trains on alone."""
     closed = 0

@@ -83,7 +83,11 @@ class HostLane:
         self._queue.put(None)
         if self._thread is not threading.current_thread():  # it is, if this thread ran the garbage collector
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        ended = not self._thread.is_alive()
+        if ended:  # a closed model that is still referenced must not hold the group's connections
+            self._kept_works.clear()
+            del self.group
+        return ended
 
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
