@@ -104,11 +104,11 @@ class DataParallel(Tuned, ExtensibleDDP):
             self._alone = not self.device_ids  # with device_ids DDP's forward must move the inputs
         if not self._no_plan_reason:
             # Arguments of DDP that are numbers; groups and devices are in the key of a cached plan by other lines.
-            settings += [
-                f"DDP {name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)
-            ]
+            # They need not be the same on all ranks (output_device), so they are not among the agreed settings.
+            of_ddp = [f"DDP {name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)]
             agree_later = None if given["init_sync"] else agree
-            self._plan_buckets(tuning, policy, self._make_collectives(compress), settings, agree_later)
+            key = [*settings, *of_ddp]
+            self._plan_buckets(tuning, policy, self._make_collectives(compress), key, agree_later)
         elif alone:
             self._collectives = self._make_collectives(compress)
             replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)
