@@ -6,10 +6,14 @@ VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 BIN := $(VENV)/bin
 JOBS ?= auto
+SECONDS ?= 1500
+SEED ?= 1
+FAULTS ?= 1000
+CASE ?=
 READY := $(VENV)/.ready-$(subst =,,$(TORCH))
 CLUSTER := ring:ranks=16,alpha=30us,rate=10gbit
 
-.PHONY: demo test quick torch-suite static check format docs clean
+.PHONY: demo test quick torch-suite soak static check format docs clean
 
 demo: $(READY)
 	mkdir -p demo
@@ -34,7 +38,7 @@ quick: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup --quick --durations 10 --durations-min 3
 
 torch-suite: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m torch_suite
+	ANABRANCH_CACHE=off PYTHONPATH=tests $(BIN)/python -m torch_suite
 
 static: $(READY)
 	$(BIN)/ruff format --check
@@ -55,6 +59,10 @@ $(READY): pyproject.toml constraints.txt Makefile
 	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	rm -f $(VENV)/.ready-*
 	touch $(READY)
+
+# A seeded campaign of faults, with a report in benchmarks/; or one case again: make soak CASE=kill-any/oktopk/3/1/12/close
+soak: $(READY)
+	PYTHONPATH=src:tests $(BIN)/python -m soak $(if $(CASE),--case $(CASE),--seconds $(SECONDS) --seed $(SEED) --faults $(FAULTS) --report benchmarks)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -143,7 +143,8 @@ class Run:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         if not self._timed:
             return ab.DataParallel(model, profile_steps=0, gradient_as_bucket_view=True)
-        return ab.DataParallel(model, compress=contestant.options(contestant.warmup), gradient_as_bucket_view=True)
+        compress = contestant.options(contestant.warmup)  # no cache: the cost of the search is part of the time
+        return ab.DataParallel(model, compress=compress, cache=False, gradient_as_bucket_view=True)
 
     def _step(self, step: int) -> None:
         contestant, task = self.contestant, self.task

@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 # Before torch is imported. The tensors of tests are small: a second thread only makes the first one wait for it.
 os.environ["OMP_NUM_THREADS"] = "1"
+# For tests and the ranks and programs that they start: no test may read or write the user's plans.
+os.environ["ANABRANCH_CACHE"] = "off"
 
 TESTS = Path(__file__).parent
 

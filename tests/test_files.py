@@ -168,6 +168,17 @@ def test_no_file_takes_the_place_of_a_device_or_pipe(force: bool, tmp_path: Path
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_names_as_long_as_the_file_system_allows(force: bool, tmp_path: Path) -> None:
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX")
+    for name in ("x" * 250, "x" * longest, "é" * (longest // 2)):
+        save(TRACE, tmp_path / name, force)
+        assert load(tmp_path / name) == TRACE
+    with pytest.raises(FileError, match="File name too long"):
+        save(TRACE, tmp_path / ("x" * (longest + 1)), force)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 @pytest.mark.parametrize("step", ["fsync", "replace", "link"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_failing_write_leaves_the_old_file(

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "activations": {*NOUNS, "observe"},
     "ddp": {*NOUNS, "comm", "observe"},
     "lean": {*NOUNS, "comm", "observe", "activations"},
-    "tuning": {*NOUNS, "files", "planners", "sim", "comm", "observe"},
+    "tuning": {*NOUNS, "version", "files", "planners", "sim", "comm", "observe"},  # cached plans note the version
     "parallel": LIBRARY,  # the composition roots
     "lean_parallel": LIBRARY,
     "integrations": LIBRARY,
@@ -82,7 +82,7 @@ TORCH_AT_MODULE_LEVEL = {
     "reproduce.oktopk_counts",
 }
 TORCH_NEVER = {*NOUNS, "network_presets", "profiler_trace", "files", "sim", "planners", "scaling", "report", "lab"}
-TORCH_FREE_MODULES = {*NAMES_OF_KINDS}  # of folders that import torch
+TORCH_FREE_MODULES = {*NAMES_OF_KINDS, "tuning.plan_cache"}  # of folders that import torch
 
 
 def module_of(path: Path) -> str:

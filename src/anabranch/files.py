@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -54,28 +54,50 @@ def load_bundled_trace(name: str) -> Trace:
 
 def loads(text: bytes, where: str) -> Noun:
     """The noun in a JSON text; ``where`` names its origin in errors."""
-    document = parse_json(text, where)
+    return noun_of(parse_json(text, where), where)
+
+
+def noun_of(document: Any, where: str) -> Noun:
+    """The noun in a parsed JSON document; ``where`` names its origin in errors."""
+    kind, content = opened(document, where, KINDS)
+    noun: Noun = validated(KINDS[kind], content, where)
+    return noun
+
+
+def opened(document: Any, where: str, formats: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """The format and the other fields of a document; FileError unless it has one of these formats and our version."""
     if not isinstance(document, dict):
-        raise _refused(where, f"holds a {type(document).__name__}, expected a JSON object with 'format' and 'version'")
-    kind = document.pop("format", None)
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise _refused(where, f"'format' is {brief(kind)}, expected one of {', '.join(KINDS)}")
-    version = document.pop("version", None)
+        raise refused(where, f"holds a {type(document).__name__}, expected a JSON object with 'format' and 'version'")
+    content = dict(document)
+    kind = content.pop("format", None)
+    if not isinstance(kind, str) or kind not in formats:
+        expected = ("one of " if len(formats) > 1 else "") + ", ".join(formats)
+        raise refused(where, f"'format' is {brief(kind)}, expected {expected}")
+    version = content.pop("version", None)
     if type(version) is not int or version != VERSION:
-        raise _refused(
+        raise refused(
             where, f"'version' is {brief(version)}, this program reads version {VERSION}; upgrade or re-create it"
         )
-    return _validate(KINDS[kind], document, where)
+    return kind, content
 
 
 def dumps(noun: Noun) -> str:
     """The file content of a noun: fields in the order of their declaration, floats that read back the same."""
+    return json_text(document_of(noun))
+
+
+def document_of(noun: Noun) -> dict[str, Any]:
+    """A noun as the JSON document of its file."""
     kind = next((name for name, cls in KINDS.items() if isinstance(noun, cls)), None)
     if kind is None:
         raise ValueError(
             f"cannot save a {type(noun).__name__}: expected a {', '.join(c.__name__ for c in KINDS.values())}"
         )
-    document = {"format": kind, "version": VERSION, **_plain(noun)}
+    return {"format": kind, "version": VERSION, **_plain(noun)}
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """A JSON document as the text of a file."""
     return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -84,7 +106,7 @@ def save(noun: Noun, path: str | os.PathLike[str], force: bool = False) -> None:
     try:
         content = dumps(noun).encode()
     except UnicodeEncodeError as error:
-        raise _refused(str(path), f"a name or text cannot be written as UTF-8: {error}") from error
+        raise refused(str(path), f"a name or text cannot be written as UTF-8: {error}") from error
     write_bytes(content, path, force)
 
 
@@ -98,13 +120,12 @@ def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = Fals
     path = Path(path)
     if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 (these answer for any name)
         kind = "a folder" if os.path.isdir(path) else "a device or pipe, which a file would take the place of"  # noqa: PTH112
-        raise _refused(str(path), f"is {kind}; choose the name of a file")
+        raise refused(str(path), f"is {kind}; choose the name of a file")
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        # Its name is short whatever the file's is: a longer one than the file's could be more than the folder takes.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".anabranch-")
     except OSError as error:
-        raise _refused(
-            str(path), f"cannot write there ({error.strerror}); is the folder there and writable?"
-        ) from error
+        raise refused(str(path), f"cannot write there ({error.strerror}); is the folder there and writable?") from error
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -117,11 +138,11 @@ def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = Fals
         else:
             os.link(temporary, path)  # unlike rename, fails if the file is there
     except FileExistsError as error:
-        raise _refused(
+        raise refused(
             str(path), "is already there; choose another name, or overwrite it with --force (force=True)"
         ) from error
     except OSError as error:
-        raise _refused(str(path), f"cannot be written ({error.strerror})") from error
+        raise refused(str(path), f"cannot be written ({error.strerror})") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -132,9 +153,9 @@ def read_bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             text = file.read(MAX_NBYTES + 1)
     except (OSError, ValueError) as error:
-        raise _refused(str(path), f"cannot be read ({_why(error)})") from error
+        raise refused(str(path), f"cannot be read ({_why(error)})") from error
     if len(text) > MAX_NBYTES:
-        raise _refused(
+        raise refused(
             str(path), f"is larger than {MAX_NBYTES >> 20} MiB, which no file of ours is; is this the right file?"
         )
     return text
@@ -159,21 +180,21 @@ def parse_json(text: bytes, where: str, nan_as_none: bool = False) -> Any:
     try:
         return json.loads(text.decode("utf-8"), parse_constant=refuse, object_pairs_hook=once)
     except RecursionError as error:
-        raise _refused(where, "is nested too deeply to be one of our files") from error
+        raise refused(where, "is nested too deeply to be one of our files") from error
     except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
-        raise _refused(where, f"is not valid JSON: {error}") from error
+        raise refused(where, f"is not valid JSON: {error}") from error
 
 
-def _validate(cls: type[Noun], document: dict[str, Any], where: str) -> Noun:
+def validated(cls: type, document: dict[str, Any], where: str) -> Any:
+    """An instance of ``cls``, a frozen dataclass with ``STRICT`` checks, from the fields of a parsed JSON document."""
     from pydantic import ValidationError  # takes a tenth of a second, which most commands do not need
 
     try:
         # Once more through JSON, since only from there a list may become a tuple and nothing else may become anything.
-        noun: Noun = _adapter(cls).validate_json(json.dumps(document))  # type: ignore[arg-type]
-        return noun
+        return _adapter(cls).validate_json(json.dumps(document))
     except ValidationError as error:
         found = _of_one_branch(error.errors(include_url=False))
-        raise _refused(where, complaint(found, cls.__name__.lower())) from error
+        raise refused(where, complaint(found, cls.__name__.lower())) from error
 
 
 @cache
@@ -207,7 +228,7 @@ def _why(error: OSError | ValueError) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def _refused(where: str, why: str) -> FileError:
+def refused(where: str, why: str) -> FileError:
     """An error about the content of a file, on one line, whatever the file put into it."""
     return FileError(f"{_harmless(where, 200)}: {_harmless(why, 260)}")
 

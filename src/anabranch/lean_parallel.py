@@ -16,9 +16,10 @@ from torch._compile import _disable_dynamo
 
 from anabranch import planners
 from anabranch.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations
-from anabranch.comm.agree import check_same, from_rank_0
+from anabranch.comm.agree import all_or_none, check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
-from anabranch.comm.model import ignored_names
+from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
+from anabranch.comm.model import ignored_names, model_parts
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
@@ -61,8 +62,9 @@ class LeanDataParallel(Tuned, nn.Module):
         plan: Plan | str | os.PathLike[str] | None = None,
         network: Network | None = None,
         lanes: int | None = None,
-        profile_steps: int = 10,
+        profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
+        cache: str | os.PathLike[str] | bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
@@ -71,18 +73,19 @@ class LeanDataParallel(Tuned, nn.Module):
         super().__init__()
         _check_arguments(unnamed, others, compress, memory)
         check_policy(policy)
-        tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
-        group = process_group or dist.group.WORLD
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
+        group = process_group or default_group()
+        if reason := no_clone_reason(group):
+            raise ValueError(f"DataParallel with memory=Lean(...) cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
-        tuning.check_agreed(module, group, f"compress {compress}", f"{policy}", *memory.described(), of_ddp)
-        assert group is not None
-        tuning = tuning.with_plan_loaded(group)
+        settings = [f"compress {compress}", f"{policy}", *memory.described(), of_ddp]
+        tuning = tuning.agreed(model_parts(module), group, *settings, by_name=True)
         self.module = module
         self.memory = memory
         self.process_group = group
         self._broadcast_buffers = broadcast_buffers
         self._buffers_changed = False  # since the last broadcast
-        alone = dist.get_world_size(group) == 1
+        alone = group.size() == 1
         self.find_unused_parameters = find_unused_parameters or alone  # a single rank needs no message for it
         parameters = _trainable_parameters(module)
         with torch.no_grad():
@@ -94,8 +97,8 @@ class LeanDataParallel(Tuned, nn.Module):
         self._undo_activations = weakref.finalize(self, self._activations.undo)
         self._undo_activations.atexit = False  # the module is not used after the interpreter has ended
         try:
-            self._start_engine(tuning, policy, compress, parameters)
-            check_same("Lean's optimizer", self._layout.optimizers.described(), group)
+            self._start_engine(tuning, policy, compress, parameters, settings)
+            check_same("Lean's optimizer", self._layout.optimizers.described(), self._running_tuner().control)
         except BaseException:
             self.close()
             self._undo_activations()
@@ -107,6 +110,7 @@ class LeanDataParallel(Tuned, nn.Module):
         policy: TuningPolicy,
         compress: str | OkTopk | None,
         parameters: dict[str, nn.Parameter],
+        settings: list[str],
     ) -> None:
         owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
 
@@ -118,15 +122,21 @@ class LeanDataParallel(Tuned, nn.Module):
             own = owner()
             return own._layout.applied(names) if own is not None else ()
 
-        collectives = collectives_for(compress, parameters, self.process_group, averaging, applied)
+        frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
+        collectives = collectives_for(compress, parameters, self.process_group, averaging, applied, frozen)
         plan, find_unused = ddp_sized_plan(parameters), self.find_unused_parameters
 
-        def make_layout(control: dist.ProcessGroup) -> LeanLayout:  # noqa: ARG001 - Lean needs no small messages
-            self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, find_unused)
+        def control() -> dist.ProcessGroup:
+            own = owner()
+            assert own is not None  # a backward pass runs
+            return own._running_tuner().control
+
+        def make_layout() -> LeanLayout:
+            with all_or_none("making Lean's optimizer", self.process_group):
+                self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, control, find_unused)
             return self._layout
 
-        name = type(self.module).__name__
-        tuner = self._start_tuning(tuning, policy, collectives, parameters, make_layout, name)
+        tuner = self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings)
         tuner.runner.timer.observers += [_AveragingObserver(owner), self._layout]
 
     @property
@@ -171,7 +181,7 @@ class LeanDataParallel(Tuned, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; its gradients will be averaged, and its parameters updated, in backward."""
         will_average = torch.is_grad_enabled() and self._sync_enabled
-        self._before_forward(will_average)
+        self._before_forward(will_average, inputs, kwargs)
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self._after_forward(output, will_average)
@@ -211,7 +221,7 @@ class LeanDataParallel(Tuned, nn.Module):
         return (self._tuner.steps_done if self._tuner is not None else 0), self.skipped
 
     @_disable_dynamo
-    def _before_forward(self, will_average: bool) -> None:
+    def _before_forward(self, will_average: bool, *inputs: object) -> None:
         if self._no_plan_reason == COPIED and not torch.is_grad_enabled():
             return
         tuner = self._running_tuner()
@@ -219,6 +229,7 @@ class LeanDataParallel(Tuned, nn.Module):
             if not in_backward():
                 self._averaging_now = self._sync_enabled
                 self._follow_scale()  # all gradients that accumulate until the next step have one scale
+            self._note_input(*inputs)
             tuner.before_forward(averaged=self._sync_enabled)
         if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
             self._activations.choose(partial(_choice_of_rank_0, self.process_group))
@@ -256,7 +267,7 @@ class LeanDataParallel(Tuned, nn.Module):
         return self._tuner
 
     def _broadcast_from_rank_0(self, tensors: list[torch.Tensor]) -> None:
-        if tensors and dist.get_world_size(self.process_group) > 1:
+        if tensors and self.process_group.size() > 1:
             dist._broadcast_coalesced(self.process_group, tensors, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
 
     def close(self) -> None:
@@ -277,7 +288,16 @@ class LeanDataParallel(Tuned, nn.Module):
                 f"a DataParallel under Lean with Activations mode {mode!r} cannot be copied, since its module keeps "
                 "activations in host memory: copy the module before it is wrapped, and load this one's state_dict()"
             )
-        own = ("_tuner", "_collectives", "_layout", "_scaler", "_release", "_undo_activations", "process_group")
+        own = (
+            "_tuner",
+            "_cache",
+            "_collectives",
+            "_layout",
+            "_scaler",
+            "_release",
+            "_undo_activations",
+            "process_group",
+        )
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

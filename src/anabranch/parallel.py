@@ -1,8 +1,11 @@
 """DataParallel: a DistributedDataParallel that records, measures, plans, agrees, runs, explains and re-plans."""
 
+import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -13,6 +16,8 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.comm.collectives import Collectives
+from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
+from anabranch.comm.model import model_parts
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
 from anabranch.lean.options import Lean
@@ -24,6 +29,9 @@ from anabranch.sparse.options import OkTopk
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import CLOSED, Tuned
+from anabranch.tuning.tuner import Agree
+
+log = logging.getLogger("anabranch")
 
 # Options of DDP under which its reducer does not run ordinary buckets.
 UNPLANNABLE_OPTIONS = ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
@@ -32,16 +40,18 @@ UNPLANNABLE_OPTIONS = ("mixed_precision", "delay_all_reduce_named_params", "para
 class DataParallel(Tuned, ExtensibleDDP):
     """Drop-in for ``DistributedDataParallel``: takes all its arguments, and is one.
 
-    The first steps run DDP's own buckets and are recorded. Then the network is measured (a few seconds), rank 0 plans,
-    every rank builds the same buckets, and the plan is kept if live steps show, twice, that it is faster than DDP. If
-    not, DDP's own buckets stay. When the step time drifts by more than 10 %, all of this happens again.
+    The first steps run DDP's own buckets and are recorded. Then the network is measured (two seconds at most), rank 0
+    plans, every rank builds the same buckets, and the plan is kept if live steps, in turns, show that it is faster than
+    DDP. If not, DDP's own buckets stay. When the step time drifts, rank 0 searches again, within a budget.
 
     planner: a name from ``anabranch.planners`` or a function (trace, network) -> Plan.
     plan: run this plan, or the plan in this file, whatever its step time. network: use this instead of measuring.
     lanes: the maximum number of simultaneous messages; None tries two if the measurement predicts a gain.
     compress: "bf16" sends bfloat16 and adds in float32, OkTopk(...) sends the largest values and keeps the rest as
     residual for later steps; each is used only if it is faster.
-    profile_steps: steps per trial; 0 never plans. policy: when the tuner tries, keeps and drops a plan.
+    profile_steps: steps to record before planning; 0 never plans. policy: when plans are tried, kept and dropped.
+    cache: the folder in which choices are kept for the next start of the same training; None or True for
+    ``$ANABRANCH_CACHE`` or the user's cache folder, False for no cache. Rank 0's files count.
     memory: Lean(...) returns a ``LeanDataParallel`` instead, which is no DistributedDataParallel.
     """
 
@@ -63,51 +73,78 @@ class DataParallel(Tuned, ExtensibleDDP):
         network: Network | None = None,
         lanes: int | None = None,
         compress: str | OkTopk | None = None,
-        profile_steps: int = 10,
+        profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
+        cache: str | os.PathLike[str] | bool | None = None,
         memory: Lean | None = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
         **options: Any,
     ) -> None:
         check_compress(compress)
         check_policy(policy)
-        tuning = TuningOptions(planner, plan, network, lanes, profile_steps)
-        given = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options).arguments
-        mesh = given.get("device_mesh")
-        group = mesh.get_group(mesh_dim=0) if mesh is not None else given.get("process_group") or dist.group.WORLD
-        tuning.check_agreed(module, group, f"compress {compress}", f"{policy}")
-        assert group is not None
-        tuning = tuning.with_plan_loaded(group)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
+        bound = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        group = _group_of(given)
+        reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
+        needs_plan = tuning.plan is not None or isinstance(compress, OkTopk)
+        if group is not None and reason and needs_plan:
+            what = "a plan" if tuning.plan is not None else "compress=OkTopk(...)"
+            raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
+        settings = [f"compress {compress}", f"{policy}"]
+        agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
+        if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
+            tuning = agree(tuning)
         super().__init__(module, *args, **options)
-        self._no_plan_reason = self._find_no_plan_reason(given, tuning, isinstance(compress, OkTopk))
-        if dist.get_world_size(self.process_group) == 1 and not self.static_graph:  # its first step must synchronise
+        self._no_plan_reason = self._find_no_plan_reason(given, tuning, reason, isinstance(compress, OkTopk))
+        alone = self.process_group.size() == 1
+        runs_as_ddp = self.static_graph or _unplannable(given)  # the first step of a static graph must synchronise
+        if alone and not runs_as_ddp:
             self.require_backward_grad_sync = False  # as under no_sync()
             self._alone = not self.device_ids  # with device_ids DDP's forward must move the inputs
         if not self._no_plan_reason:
-            self._plan_buckets(tuning, policy, self._make_collectives(compress))
-        elif dist.get_world_size(self.process_group) == 1:
+            # Arguments of DDP that are numbers; groups and devices are in the key of a cached plan by other lines.
+            # They need not be the same on all ranks (output_device), so they are not among the agreed settings.
+            of_ddp = [f"DDP {name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)]
+            agree_later = None if given["init_sync"] else agree
+            key = [*settings, *of_ddp]
+            self._plan_buckets(tuning, policy, self._make_collectives(compress), key, agree_later)
+        elif alone:
             self._collectives = self._make_collectives(compress)
+            replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)
 
-    def _find_no_plan_reason(self, given: dict[str, Any], tuning: TuningOptions, compressed: bool) -> str:
+    def _find_no_plan_reason(
+        self, given: Mapping[str, Any], tuning: TuningOptions, no_clone_reason: str, compressed: bool
+    ) -> str:
         """Why there is nothing to plan here; empty if there is, or if a checkpoint may hold residuals to send."""
-        if dist.get_world_size(self.process_group) == 1:
+        if self.process_group.size() == 1:
             return "there is one rank, so nothing to send"
+        if reason := no_clone_reason or tuning.no_plan_reason:
+            return reason
         if tuning.profile_steps == 0 and tuning.plan is None and not compressed:
             return "profile_steps is 0"
         if self.device_type == "cuda" and "nccl" not in dist.get_backend_config(self.process_group):
             return "its gradients are on a GPU and its process group has no NCCL"
         if self._has_sparse_gradients:
             return "an embedding has sparse gradients, which DDP sends by themselves"
-        if used := [name for name in UNPLANNABLE_OPTIONS if given.get(name)]:
+        if used := _unplannable(given):
             return f"DDP's option {used[0]} changes how it communicates"
         return ""
 
-    def _plan_buckets(self, tuning: TuningOptions, policy: TuningPolicy, collectives: Collectives) -> None:
-        def make_layout(control: dist.ProcessGroup) -> DdpLayout:
-            self._layout = DdpLayout(self, collectives, control)
+    def _plan_buckets(
+        self,
+        tuning: TuningOptions,
+        policy: TuningPolicy,
+        collectives: Collectives,
+        settings: Sequence[str],
+        agree_later: Agree | None,
+    ) -> None:
+        def make_layout() -> DdpLayout:
+            self._layout = DdpLayout(self, collectives)
             return self._layout
 
-        name = type(self.module).__name__
-        self._start_tuning(tuning, policy, collectives, reduced_parameters(self), make_layout, name)
+        parameters = reduced_parameters(self)
+        self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later)
 
     def _make_collectives(self, compress: str | OkTopk | None) -> Collectives:
         if isinstance(compress, OkTopk) and self.find_unused_parameters and not self._no_plan_reason:
@@ -121,6 +158,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             reduced_parameters(self),
             self.process_group,
             lambda: (ddp := owner()) is not None and (ddp._alone or ddp.require_backward_grad_sync),
+            frozen={name: p for name, p in self.module.named_parameters() if not p.requires_grad},
         )
 
     def explain(self) -> str:
@@ -143,38 +181,47 @@ class DataParallel(Tuned, ExtensibleDDP):
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Run your own hook with DDP's own buckets: there will be no plan."""
-        if self._tuner is not None:
-            if self._tuner.runner.launcher is not None:
-                raise RuntimeError("DataParallel runs a plan already: register a comm hook before the first step")
-            self._release()
-            self._tuner = None
-            self._collectives = None
-            self._layout = None
-            self._no_plan_reason = f"the comm hook {getattr(hook, '__qualname__', hook)} was registered"
-        self.require_backward_grad_sync = True
-        self._alone = False
-        super().register_comm_hook(state, hook)
-
     # DDP's extension points.
 
     @_disable_dynamo
-    def _before_forward(self) -> None:
+    def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
         if self._no_plan_reason == CLOSED:
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         if self._tuner is not None and self._layout is not None:
             if torch.is_grad_enabled():
                 self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join:
+                self._note_input(inputs, kwargs)
                 self._tuner.before_forward(averaged=self.require_backward_grad_sync)
             self._layout.drain_buffers()  # after the step's first mark, so that this wait is measured
 
     @_disable_dynamo
     def _after_forward(self, output: Any) -> None:
         averaged = torch.is_grad_enabled() and self.require_backward_grad_sync and not self._inside_join
-        if self._tuner is not None and averaged:
+        if self._tuner is not None and self._layout is not None and averaged:
+            if not self._layout.expect_reduction() and (converted := self._layout.converted()):
+                log.warning("anabranch: %s", converted)
+                self._stop_planning(converted)
+                return
             self._tuner.after_forward(output)
+
+    def _before_comm_hook(self, name: str) -> None:
+        if self._tuner is not None and self._layout is not None:
+            self._layout.discard_buffers()  # DDP broadcasts them itself before the next forward
+            self._layout.use(None)
+            self._stop_planning(f"the comm hook {name} was registered")
+        if dist.get_world_size(self.process_group) == 1:
+            self.require_backward_grad_sync = True  # so that the hook runs
+        self._alone = False
+
+    def _stop_planning(self, reason: str) -> None:
+        """Be a DDP with the buckets in force from now on."""
+        self._release()
+        self._tuner = None
+        self._cache = None
+        self._collectives = None
+        self._layout = None
+        self._no_plan_reason = reason
 
     def _install_buffers(self) -> bool:
         return self._layout is not None and self._layout.install_buffers()
@@ -191,7 +238,7 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         attributes: dict[str, Any] = super().__getstate__()
-        for name in ("_tuner", "_release", "_collectives", "_layout", "_scaler"):
+        for name in ("_tuner", "_cache", "_release", "_collectives", "_layout", "_scaler"):
             attributes.pop(name, None)
         if self._tuner is not None:
             self._drop_comm_hooks(attributes)  # the plan's hook, which the copy does not have
@@ -203,3 +250,32 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = "it is a copy"
         self._alone = False  # the copy may be in a process group of several ranks
         self.require_backward_grad_sync = True
+
+
+def _unplannable(given: Mapping[str, Any]) -> list[str]:
+    return [name for name in UNPLANNABLE_OPTIONS if given.get(name) is not None]
+
+
+def _group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """The process group that DDP uses with these arguments; None if there is none, which is DDP's own error."""
+    mesh = arguments["device_mesh"]
+    group = mesh.get_group(mesh_dim=0) if mesh is not None else arguments["process_group"] or dist.group.WORLD
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _parts_of(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[[], dict[str, str]]:
+    """Returns the parts of the module that DDP synchronises with these arguments (``model_parts``)."""
+    sends_buffers = arguments["broadcast_buffers"] is not False or arguments.get("forward_sync_buffers") is not None
+    return partial(model_parts, module, frozen=arguments["init_sync"], buffers=sends_buffers)
+
+
+def _agreed(
+    parts: Callable[[], dict[str, str]],
+    group: dist.ProcessGroup | None,
+    further: Sequence[str],
+    by_name: bool,
+    options: TuningOptions,
+) -> TuningOptions:
+    """The options that all ranks agree on (``TuningOptions.agreed``)."""
+    assert group is not None  # otherwise DDP's constructor has raised its own error
+    return options.agreed(parts(), group, *further, by_name=by_name)

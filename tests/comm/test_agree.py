@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from anabranch import Bucket, DisagreementError, Network, Plan, TensorSpec, Trace
-from anabranch.comm.agree import agree_on, check_same, from_all_ranks, from_rank_0
+from anabranch.comm.agree import agree_on, all_or_none, check_same, from_all_ranks, from_rank_0
 from anabranch.comm.exchange import Group
 from ranks import on_ranks
 
@@ -117,3 +117,26 @@ def a_part_of_the_world(rank: int) -> Any:
 
 def test_ranks_are_counted_within_the_group() -> None:
     assert on_ranks(a_part_of_the_world, 3) == [None, *[["from 1", "rank 1", "rank 2"]] * 2]
+
+
+def one_fails(rank: int) -> list[str]:
+    """What ranks say where none fails, some do, and all do."""
+    said = []
+    for failing in ([], [1], [0, 2], [0, 1, 2]):
+        try:
+            with all_or_none("building", everyone()):
+                if rank in failing:
+                    raise ArithmeticError(f"no {rank}")
+            said.append("fine")
+        except (ArithmeticError, DisagreementError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_fails_on_one_rank_fails_on_all() -> None:
+    answers = on_ranks(one_fails, 3)
+    assert [answer[0] for answer in answers] == ["fine"] * 3
+    told = "building failed on ranks 1, and not here; rank 1: ArithmeticError('no 1')"
+    assert [answer[1] for answer in answers] == [told, "no 1", told]
+    assert [answer[2] for answer in answers][1].startswith("building failed on ranks 0, 2, and not here; rank 0")
+    assert [answer[3] for answer in answers] == ["no 0", "no 1", "no 2"]

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from anabranch.comm.dense import dense
-from anabranch.comm.lanes import HostLane, Lanes, Message, clone_group, timeout_of
+from anabranch.comm.groups import timeout_of
+from anabranch.comm.lanes import HostLane, Lanes, Message
 from anabranch.errors import CollectiveError
-from ranks import GROUP_TIMEOUT, on_ranks
+from ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -127,30 +128,6 @@ def test_a_stalled_rank_is_an_error_in_time() -> None:
     assert answer["left"] == []
 
 
-def copies(rank: int) -> dict[str, Any]:
-    made = clone_group(world(), "gloo", "a copy")
-    some = dist.new_group([0, 2], timeout=timedelta(seconds=9))
-    answer: dict[str, Any] = {"whole": dist.get_process_group_ranks(made), "timeout": timeout_of(made) == GROUP_TIMEOUT}
-    if rank != 1:
-        assert isinstance(some, dist.ProcessGroup)
-        part = clone_group(some, "gloo", "a copy of a part")
-        value = torch.ones(1)
-        dist.all_reduce(value, group=part)
-        answer |= {
-            "part": dist.get_process_group_ranks(part),
-            "sum": value.item(),
-            "nine": timeout_of(part) == timedelta(seconds=9),
-        }
-    return answer
-
-
-def test_copies_of_groups_have_their_ranks_and_deadline() -> None:
-    for rank, answer in enumerate(on_ranks(copies, 3)):
-        assert answer["whole"] == [0, 1, 2] and answer["timeout"]
-        if rank != 1:
-            assert answer["part"] == [0, 2] and answer["sum"] == 2 and answer["nine"]
-
-
 def memory(rank: int) -> bool:
     """While a lane waits for its next message, it does not keep the last one's tensor alive."""
     import weakref
@@ -171,6 +148,31 @@ def memory(rank: int) -> bool:
 
 def test_a_lane_releases_what_it_sent() -> None:
     assert on_ranks(memory, 2) == [True, True]
+
+
+def stuck(rank: int) -> float:
+    """Lanes whose messages do not end; the process that ends does not wait for each of them in turn."""
+    release = threading.Event()
+
+    def waits() -> Iterator[dist.Work]:
+        release.wait()
+        return
+        yield
+
+    made = Lanes(world(), CPU)
+    made.grow(4)
+    for number in range(4):
+        made[number].submit(Message(waits(), torch.ones(1), "a message that does not end"))
+    begun = time.monotonic()
+    made.close(timeout_s=1.0)
+    waited_s = time.monotonic() - begun
+    release.set()
+    return waited_s
+
+
+def test_lanes_that_do_not_end_are_given_up_together() -> None:
+    for waited_s in on_ranks(stuck, 2):
+        assert 1.0 <= waited_s < 3.0
 
 
 def test_closing_from_its_own_thread_does_not_wait_for_itself() -> None:

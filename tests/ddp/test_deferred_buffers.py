@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import DataParallel
-from anabranch.comm.lanes import Lanes, clone_group
+from anabranch.comm.groups import clone_group
+from anabranch.comm.lanes import Lanes
 from anabranch.ddp.deferred_buffers import DeferredBuffers
 from parallel.twins import WIDTH, batch, plain_train, ring, scatter
 from ranks import on_ranks

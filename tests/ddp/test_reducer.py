@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch import Bucket, Plan
 from anabranch.ddp.reducer import (
     BucketIndices,
+    Reduction,
     built_by_ddp,
     reduced_parameters,
     relayout,
@@ -231,3 +232,51 @@ def same_layout(rank: int) -> list[str]:
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_the_same_layout_gives_the_same_bits_on_more_ranks(world_size: int) -> None:
     assert on_ranks(same_layout, world_size) == [[]] * world_size
+
+
+class Single(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def seen_reductions(rank: int, mode: str) -> list[int]:
+    """How many reductions are seen in steps, in what is no step, and when the reducer is replaced."""
+    warnings.filterwarnings("ignore", "You passed find_unused_parameters=true")
+    build, options = MODES.get(mode, (Single, {}))
+    model = DistributedDataParallel(build(), **options)
+    ends: list[int] = []
+
+    def expect() -> Reduction:
+        return Reduction(model, lambda: ends.append(torch._C._current_graph_task_id()))
+
+    counts = []
+    for step in range(4):
+        output = model(batch(step))
+        reduction = expect()
+        output.sum().backward(retain_graph=True)
+        output.sum().backward()  # each rank's own
+        assert reduction.over
+        counts.append(len(ends))
+    output = model(batch(5))
+    reduction = expect()
+    with model.no_sync():
+        model(batch(5))
+    if "static" not in mode:
+        torch.autograd.grad(output.sum(), list(model.parameters()), retain_graph=True, allow_unused=True)
+    assert not reduction.over
+    output.sum().backward()
+    counts.append(len(ends))
+    assert all(task >= 0 for task in ends), "not inside backward"
+    dropped = expect()
+    del dropped
+    relayout(model, None, None)
+    return [*counts, len(ends)]
+
+
+@pytest.mark.parametrize("mode", ["plain", "unused", "static", "views", "odd", "one parameter"])
+def test_a_reduction_is_seen_once(mode: str) -> None:
+    assert on_ranks(seen_reductions, 2, mode) == [[1, 2, 3, 4, 5, 5]] * 2

@@ -48,6 +48,13 @@ def test_the_user_s_threads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 1, "abc")["OMP_NUM_THREADS"] == "3"
 
 
+def test_the_plan_cache_is_off_unless_the_user_gives_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANABRANCH_CACHE")
+    assert host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 1, "abc")["ANABRANCH_CACHE"] == "off"
+    monkeypatch.setenv("ANABRANCH_CACHE", "/plans")
+    assert host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 1, "abc")["ANABRANCH_CACHE"] == "/plans"
+
+
 def test_emulation_says_so() -> None:
     (host,) = local_hosts(1)
     found = host_environment(Cluster([1e9], alpha_s=1e-4), host, host, free_port(), "abc")

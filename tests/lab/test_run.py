@@ -67,6 +67,36 @@ esac"""
     assert "consequence" not in err
 
 
+SLOW_TO_END = """
+import os, sys, threading, time
+rank = os.environ["RANK"]
+if rank == "1":  # it fails when it has lost rank 2, and ends at once
+    while not os.path.exists("2.failed"):
+        time.sleep(0.02)
+    time.sleep(0.1)
+    raise ConnectionError("a consequence")
+if rank == "2":
+    seconds = float(sys.argv[1])
+    threading.Thread(target=lambda: (time.sleep(0.05), open("2.failed", "w"), time.sleep(seconds))).start()
+    raise ArithmeticError("the cause")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("seconds", [1.0, 60.0])
+def test_the_first_to_fail_is_quoted_although_another_ends_first(
+    seconds: float, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 raises, but a thread of it goes on; the lab may have to end it. Rank 0 was waiting for the others."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("anabranch.lab.supervisor.GRACE_S", 3.0 if seconds == 1.0 else 0.3)
+    assert run(Cluster([1e9] * 3, alpha_s=1e-5), [sys.executable, "-c", SLOW_TO_END, str(seconds)], 100.0) == 1
+    _, err = capfd.readouterr()
+    ending = "exit code 1" if seconds == 1.0 else "still running, so ended by the lab"
+    assert f"rank 2 failed first ({ending}); its last output:\n" in err
+    assert "rank 2 | ArithmeticError: the cause\n" in err and "a consequence" not in err
+
+
 @both
 def test_a_rank_killed_by_a_signal(
     cluster: Cluster, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

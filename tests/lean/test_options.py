@@ -14,6 +14,10 @@ import anabranch as ab
         ({"optimizer": 3}, "expected a function"),
         ({"optimizer": torch.optim.SGD, "residuals": "disk"}, "'in place' or 'host'"),
         ({"optimizer": torch.optim.SGD, "clip_norm": 0}, "more than 0"),
+        ({"optimizer": torch.optim.SGD, "clip_norm": float("nan")}, "more than 0"),
+        ({"optimizer": torch.optim.SGD, "clip_norm": "1"}, "more than 0"),
+        ({"optimizer": torch.optim.SGD, "clip_norm": True}, "more than 0"),
+        ({"optimizer": torch.optim.SGD, "clip_norm": torch.tensor(1.0)}, "more than 0"),
     ],
 )
 def test_bad_settings(arguments: dict[str, Any], says: str) -> None:

@@ -137,15 +137,15 @@ def no_sync_is_the_forwards(rank: int) -> list[int]:
             loss = lean(batch(0, rank), *BOTH).sum()
         with lean.no_sync() if inside_backward else nullcontext():
             loss.backward()
-        steps.append(lean.layout.progress())
+        steps.append(lean._tuner.steps_done)
     assert all(parameter.grad is None for parameter in model.parameters())
     averaged = lean(batch(1, rank), *BOTH).sum()
     with lean.no_sync():
         lean(batch(2, rank), *BOTH).sum().backward()
         added = lean(batch(3, rank), *BOTH).sum()
-    steps.append(lean.layout.progress())
+    steps.append(lean._tuner.steps_done)
     (averaged + added).backward()  # one of them is to be averaged, and so are all
-    steps.append(lean.layout.progress())
+    steps.append(lean._tuner.steps_done)
     assert all(parameter.grad is None for parameter in model.parameters())
     lean.close()
     return steps
@@ -236,7 +236,7 @@ def late(rank: int, case: str) -> str:
     with pytest.raises(RuntimeError) as caught:
         (loss if case == "again" else second).backward()
     lean(batch(2, rank), *BOTH).sum().backward()  # nothing was begun, so it goes on
-    assert lean.layout.progress() == 2
+    assert lean._tuner.steps_done == 2
     lean.close()
     return str(caught.value)
 

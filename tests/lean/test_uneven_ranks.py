@@ -106,3 +106,24 @@ def averaged(rank: int) -> float:
 
 def test_the_module_can_be_copied_at_any_time() -> None:
     assert all(difference > 0 for difference in on_ranks(averaged, 2))
+
+
+def dummy_loss(rank: int) -> list[object]:
+    """One rank's loss is made from parameters now and then, as for an empty batch; steps are counted all the same."""
+    lean = ab.DataParallel(made(), profile_steps=2, network=ab.Network.ring(2, 1e-5, 1e-9), memory=ab.Lean(sgd))
+    for step in range(40):
+        output = lean(batch(10 * step + rank))
+        if step % 3 == 1 and rank == 1:
+            torch.stack([p.sum() for p in lean.module.parameters()]).sum().mul(0.0).backward()
+        else:
+            output.square().mean().backward()
+    assert lean._tuner is not None
+    steps = lean._tuner.steps_done
+    weights = [float(p.detach().double().sum()) for p in lean.parameters()]
+    lean.close()
+    return [steps, weights]
+
+
+def test_a_loss_that_does_not_use_the_output() -> None:
+    one, other = on_ranks(dummy_loss, 2)
+    assert one == other and one[0] == 40

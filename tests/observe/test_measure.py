@@ -12,7 +12,7 @@ import torch.distributed as dist
 from anabranch import Network
 from anabranch.comm.dense import COLLECTIVES
 from anabranch.comm.exchange import Group
-from anabranch.comm.lanes import clone_group
+from anabranch.comm.groups import clone_group
 from anabranch.files import dumps
 from anabranch.network import ALL_GATHER, REDUCE_SCATTER
 from anabranch.observe import measure as module

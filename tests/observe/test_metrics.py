@@ -158,6 +158,40 @@ def test_a_model_that_is_dropped_closes_its_loggers() -> None:
     assert on_ranks(dropped, 2) == [[1, 1], [0, 0]]
 
 
+class ClosingLogger(KeepingLogger):
+    """One that ends the training, as a logger that has seen enough would."""
+
+    def __init__(self, model: DataParallel, last: int) -> None:
+        super().__init__()
+        self.model = model
+        self.last = last
+
+    def log(self, metrics: Metrics) -> None:
+        super().log(metrics)
+        if metrics.step == self.last:
+            self.model.close()
+
+
+def closed_by_a_logger(rank: int, last: int) -> dict[str, Any]:
+    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"])
+    before, behind, apart = KeepingLogger(), KeepingLogger(), KeepingLogger()
+    model.log_to(before, ClosingLogger(model, last), behind, every_rank=True)
+    model.log_to(apart, every_rank=True)
+    optimizer = sgd(model)
+    for step in range(last):
+        plain_train(model, optimizer, step)
+    with pytest.raises(RuntimeError, match="closed: wrap the module again"):
+        plain_train(model, optimizer, last)
+    loggers = (before, behind, apart)
+    return {"logged": [len(one.logged) for one in loggers], "closed": [one.closed for one in loggers]}
+
+
+@pytest.mark.parametrize("last", [1, 4, 9])
+def test_a_logger_may_close_the_model(last: int) -> None:
+    for answer in on_ranks(closed_by_a_logger, 2, last):
+        assert answer == {"logged": [last, last - 1, last - 1], "closed": [1, 1, 1]}
+
+
 def alone(rank: int) -> int:
     """One rank has nothing to show, and that is no error."""
     kept = KeepingLogger()

@@ -1,10 +1,12 @@
 """The step timer: its marks, its observers, and the tensors that it finds in outputs."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer, tensors_in
@@ -62,17 +64,66 @@ def test_a_forward_that_is_not_averaged_is_no_step() -> None:
     assert watcher.events == ["forward False", "gradient False"] and timer.last_steps(1) == []
 
 
-def test_a_backward_without_progress_is_no_step() -> None:
-    reduced: list[int] = [0]
-    ended: list[int] = []
-    timer, model = StepTimer(HostClock(), lambda: ended.append(1), lambda: reduced[0]), TwoHeads()
-    with timer.attached(model):
-        one, _ = model(torch.ones(1, 2))
-        torch.autograd.grad(one.sum(), list(model.left.parameters()), retain_graph=True)
-        assert not ended, "autograd.grad() reaches no reducer"
-        reduced[0] += 1
-        one.sum().backward()
-    assert len(ended) == len(timer.last_steps(9)) == 1
+class Owned(nn.Module):
+    """A module whose gradients have an owner, as in DDP: it says when they are averaged."""
+
+    def __init__(self, ended: list[StepMarks]) -> None:
+        super().__init__()
+        self.timer = StepTimer(HostClock(), lambda: ended.extend(self.timer.last_steps(1)))
+        self.heads = TwoHeads()
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.timer.forward_begins()
+        output: list[torch.Tensor] = self.heads(x)
+        self.timer.forward_ended(output)
+        return output
+
+    def average_after(self, parameter: torch.Tensor) -> Any:
+        """Queue the owner's callback when this gradient arrives."""
+        queue = Variable._execution_engine.queue_callback
+        return parameter.register_post_accumulate_grad_hook(lambda _: queue(self.timer.gradients_averaged))
+
+
+def test_a_step_ends_when_its_owner_says_so_and_not_with_any_backward() -> None:
+    ended: list[StepMarks] = []
+    model = Owned(ended)
+    model.average_after(model.heads.left.weight)
+    one, other = model(torch.ones(1, 2))
+    torch.autograd.grad(one.sum(), list(model.heads.left.parameters()), retain_graph=True)
+    other.sum().backward()
+    assert not ended, "the gradients of the other head are missing"
+    one.sum().backward()
+    assert len(ended) == 1
+    marks = [ended[0].forward, ended[0].backward, ended[0].computed, ended[0].averaged]
+    assert None not in marks and marks == sorted(marks, key=lambda mark: float(str(mark)))
+
+
+def test_a_loss_that_uses_no_output_ends_a_step_with_all_marks() -> None:
+    ended: list[StepMarks] = []
+    model = Owned(ended)
+    model.average_after(model.heads.left.weight)
+    model(torch.ones(1, 2))
+    torch.stack([p.sum() for p in model.heads.parameters()]).sum().backward()
+    assert len(ended) == 1
+    assert ended[0].backward == ended[0].computed is not None
+    assert ended[0].averaged is not None
+
+
+def test_a_backward_that_failed_is_not_waited_for() -> None:
+    ended: list[StepMarks] = []
+    model = Owned(ended)
+    model.average_after(model.heads.left.weight)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    _, other = model(torch.ones(1, 2))
+    handle = model.heads.right.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        other.sum().backward()
+    handle.remove()
+    model.heads.left.weight.sum().backward()
+    assert len(ended) == 1
 
 
 def test_marks_are_in_order_and_gradients_are_marked_only_while_that_is_wanted() -> None:

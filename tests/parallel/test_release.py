@@ -1,16 +1,26 @@
 """Release: close(), garbage collection and the end of the program leave no thread, group or hook behind."""
 
+import atexit
 import copy
 import gc
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
+from parallel.given_gradients import fresh, one_step, two_buckets
 from parallel.twins import (
     SCENARIOS,
     batch,
@@ -22,7 +32,7 @@ from parallel.twins import (
     scattered,
     sgd,
 )
-from ranks import on_ranks
+from ranks import on_ranks, patience
 
 
 def threads() -> list[str]:
@@ -59,6 +69,20 @@ def test_close_and_wrap_again() -> None:
         assert "closed" in answer["explained"]
 
 
+def descriptors_kept(rank: int) -> int:
+    """How many descriptors a closed model holds that is still referenced."""
+    dist.barrier()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    model = planned()
+    model.close()
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir())) - before
+
+
+def test_a_closed_model_holds_no_connections() -> None:
+    assert on_ranks(descriptors_kept, 2) == [0, 0]
+
+
 def closed_on_the_way(rank: int) -> int:
     """close() in every stage, with messages on their way; what was wrapped trains on alone."""
     closed = 0
@@ -93,6 +117,26 @@ def test_a_dropped_model_releases_its_threads() -> None:
     assert on_ranks(dropped, 2) == [[True, []], [True, []]]
 
 
+def closed_memory(rank: int) -> list[list[str]]:
+    """What close() frees of Ok-Topk's memory while the wrapper is still there; and what it does not."""
+    model, parallel = fresh(two_buckets(0.1), momentum=0.9)
+    for step in range(3):
+        one_step(model, parallel, step, rank)
+    exchanges: Any = parallel._collectives._memory  # type: ignore[union-attr]
+    memory = {f"residual of {state.names}": state.residual for state in exchanges._state.buckets()}
+    memory |= {f"velocity of {names}": flat for names, (_, flat) in exchanges._momentum._flat.items()}
+    memory |= {f"zeros of {number}": comm._zeros for number, comm in enumerate(exchanges._comms.values())}
+    storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in memory.items()}
+    del memory, exchanges
+    parallel.close()
+    return [list(storages), [name for name, storage in storages.items() if not storage.expired()]]
+
+
+def test_close_frees_residuals_while_the_wrapper_is_there() -> None:
+    for there, left in on_ranks(closed_memory, 2):
+        assert len(there) == 3 and left == []
+
+
 def not_closed(rank: int) -> bool:
     """The program ends with a plan in force and without close(); on_ranks sees whether it hangs or aborts."""
     global forgotten
@@ -118,3 +162,77 @@ def groups_destroyed_first(rank: int, folder: str) -> list[str]:
 
 def test_close_after_the_process_group_is_gone(tmp_path: Any) -> None:
     assert on_ranks(groups_destroyed_first, 2, str(tmp_path)) == [[], []]
+
+
+def forked_child(rank: int) -> list[int | None]:
+    """A child that drops the model, as a DataLoader's worker may, and one that runs what programs run at their end."""
+    model = planned()
+    optimizer = sgd(model)
+    codes = []
+    for ending in (model.close, atexit._run_exitfuncs):
+        codes.append(_exit_code_of_child(ending))
+        plain_train(model, optimizer, 0)
+    model.close()
+    return codes
+
+
+def _exit_code_of_child(ending: Callable[[], object]) -> int | None:
+    child = os.fork()
+    if child == 0:
+        try:
+            ending()
+            gc.collect()
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 20 * patience()
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def test_a_forked_child_ends_and_its_parent_goes_on() -> None:
+    assert on_ranks(forked_child, 2) == [[0, 0], [0, 0]]
+
+
+PROGRAM = """
+import os, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from parallel.twins import batch, mlp, planned
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+deadline = timedelta(seconds=300)
+dist.init_process_group("gloo", init_method=f"file://{folder}/start", rank=rank, world_size=2, timeout=deadline)
+model = planned()
+if rank == 0:
+    child = os.fork()
+    if child == 0:
+        sys.exit()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    threading.Thread(target=lambda: model(batch(0)).sum().backward(), daemon=True).start()
+    time.sleep(0.5)
+    open(f"{folder}/ends", "w").close()
+else:
+    time.sleep(300)
+"""
+
+
+def test_a_program_ends_while_a_thread_waits_for_another_rank(tmp_path: Path) -> None:
+    """Not at the group's deadline; before, a forked child of this program ends, too."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), str(tmp_path)], env=environment)
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[0].wait(60 * patience()) == 0
+        assert (tmp_path / "ends").exists()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

@@ -69,6 +69,31 @@ def test_what_was_loaded_is_sent_although_no_plan_runs(accumulate: bool) -> None
     assert "running DDP's own buckets: profile_steps is 0" in answers[0]["explained"]
 
 
+def frozen_when_loaded(rank: int, states: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """A parameter is frozen after wrapping, and its residual is loaded: it is sent when it is trained again."""
+    model, parallel = fresh()
+    model.first.requires_grad_(False)
+    parallel.load_comm_state_dict(*states)
+    parallel(*gradients(6, 0)).backward()
+    kept = parallel.comm_state_dict()["residuals"]["first"]
+    assert not model.first.requires_grad and model.first.grad is None
+    model.first.requires_grad_(True)
+    model.zero_grad()
+    parallel(*gradients(7, 0)).backward()
+    assert model.first.grad is not None
+    answer = [kept.view(ROWS, COLUMNS), model.first.grad.clone(), residuals_of(parallel)[0]]
+    parallel.close()
+    return answer
+
+
+def test_the_residual_of_a_frozen_parameter_is_sent_when_it_is_trained_again() -> None:
+    states = on_ranks(state_after_six_steps, 2)
+    kept, applied, left = on_ranks(frozen_when_loaded, 1, states)[0]
+    waited = sum(state["residuals"]["first"] for state in states).view(ROWS, COLUMNS)
+    assert torch.equal(kept, waited) and not left.any()
+    torch.testing.assert_close(applied, waited + gradients(7, 0)[0])
+
+
 def left_through_nan(rank: int) -> dict[str, Any]:
     """Rank 1 meets a NaN in the very step in which the sparse plan has left."""
     model, parallel = fresh(two_buckets(0.1))
@@ -95,6 +120,35 @@ def left_through_nan(rank: int) -> dict[str, Any]:
 def test_what_a_plan_leaves_behind_goes_with_the_next_finite_step() -> None:
     for answers in on_ranks(left_through_nan, 2):
         assert answers == {"poisons": 1, "before": True, "left": True}
+
+
+def huge_then_normal(rank: int) -> dict[str, Any]:
+    """Gradients of 3e38, more than can be sent at once: on rank 0, then on rank 1; skipped where not finite."""
+    model, parallel = fresh(two_buckets(0.1))
+    applied, skipped = torch.zeros(2, ROWS, COLUMNS), 0
+    for step in range(8):
+        one, other = gradients(step, rank)
+        if step == 2 + rank:
+            one.fill_(3e38)
+        model.zero_grad()
+        parallel(one, other).backward()
+        assert model.first.grad is not None and model.second.grad is not None
+        both = torch.stack([model.first.grad, model.second.grad])
+        if torch.isfinite(both).all():
+            applied += both
+        else:
+            skipped += 1
+    answer = {"applied": applied, "skipped": skipped, "residuals": residuals_of(parallel)}
+    parallel.close()
+    return answer
+
+
+def test_finite_gradients_without_a_finite_sum_cost_their_steps_and_no_others() -> None:
+    answers = on_ranks(huge_then_normal, 2)
+    assert [one["skipped"] for one in answers] == [2, 2]
+    accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
+    expected = computed(2, 0, 2) + computed(2, 4, 8)
+    torch.testing.assert_close(accounted, expected, rtol=1e-4, atol=1e-4)
 
 
 def fewer_sparse(rank: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.sparse.naming import LADDER, kind_of
-from anabranch.tuning import tuner
+from anabranch.tuning.live_trials import LiveTrials
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
 from parallel.twins import SCENARIOS
 from ranks import on_ranks
@@ -102,9 +102,9 @@ def test_tuning_loses_no_gradient(density: float | str, end: str) -> None:
 
 
 def lost_when_confirmed(rank: int) -> dict[str, Any]:
-    """The sparse plan wins its trial and loses the second one, in which it is the last to run."""
-    verdicts = iter([1, 0])
-    tuner.Tuner._fastest_index = lambda self, trials: next(verdicts)  # type: ignore[method-assign]
+    """The sparse plan is not decided about in its first pair of blocks and loses in the second."""
+    verdicts = iter(["undecided", "not faster"])
+    LiveTrials._verdict = lambda self, found: next(verdicts, "not faster")  # type: ignore[method-assign]
     return tuned_run(rank, 0.05, "goes back")
 
 
@@ -112,7 +112,7 @@ def test_a_plan_that_loses_at_last_leaves_no_residual() -> None:
     answers = on_ranks(lost_when_confirmed, 2, timeout_s=100.0)
     computed = sum(one["computed"].double() for one in answers)
     torch.testing.assert_close(2 * answers[0]["applied"].double(), computed, rtol=1e-4, atol=1e-4)
-    assert "was not clearly faster when tried again" in answers[0]["explained"]
+    assert "no plan was clearly faster" in answers[0]["explained"]
 
 
 def wrong_settings(rank: int) -> str:

@@ -1,17 +1,19 @@
 """Where there is nothing to plan, a DataParallel is a DDP and says why."""
 
 import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
-from parallel.twins import WIDTH, Feature, Model, Outcome, batch, bits, mlp, plain_train, run, twins
+from parallel.twins import WIDTH, Feature, Model, Outcome, batch, bits, different, mlp, plain_train, run, twins
 from ranks import on_ranks
 
 
@@ -118,6 +120,65 @@ def own_hook(rank: int, after: int) -> list[str]:
     alive = [thread.name for thread in threading.enumerate() if "anabranch" in thread.name]
     ours.close()
     return [*apart, *alive] or [ours.explain()]
+
+
+Registered = Callable[[Model], None]
+COMM_HOOKS: Mapping[str, Registered] = {
+    "a function": lambda model: model.register_comm_hook(dist.group.WORLD, allreduce_hook),
+    "fp16": lambda model: model.register_comm_hook(dist.group.WORLD, fp16_compress_hook),
+    "built in": lambda model: model._register_builtin_comm_hook(
+        torch._C._distributed_c10d.BuiltinCommHookType.ALLREDUCE
+    ),
+    "PowerSGD": lambda model: model.register_comm_hook(PowerSGDState(dist.group.WORLD, 1, 2), powerSGD_hook),
+}
+
+
+def late_hook(rank: int, name: str, options: dict[str, Any], scenario: str) -> dict[str, Any]:
+    """A comm hook of the user's, registered while a plan runs."""
+    theirs, ours = twins(Feature(normed, options=options), scenario)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, ours)]
+    apart: list[str] = []
+    step = 0
+    while step < 60 and (ours.plan is None or "running" not in ours.explain().splitlines()[0]):
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            plain_train(model, optimizer, step)
+        step += 1
+    assert ours.plan is not None
+    said = []
+    for model in (theirs, ours):
+        COMM_HOOKS[name](model)
+        try:
+            COMM_HOOKS[name](model)
+        except RuntimeError as error:
+            said.append(str(error))
+    for further in range(step, step + 6):
+        for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+            plain_train(model, optimizer, further)
+        apart += different(theirs, ours, 0.0)
+    alive = [thread.name for thread in threading.enumerate() if "anabranch" in thread.name]
+    return {"apart": apart[:3], "alive": alive, "twice": len(set(said)), "explained": ours.explain()}
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(mlp(2), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "scenario"),
+    [
+        ("a function", {}, "keeps the plan"),
+        ("a function", {"static_graph": True}, "keeps the plan"),
+        ("a function", {"find_unused_parameters": True}, "is given the plan"),
+        ("fp16", {"gradient_as_bucket_view": True}, "is given the plan"),
+        ("built in", {}, "is given the plan"),
+        ("PowerSGD", {}, "keeps the plan"),
+    ],
+)
+def test_a_comm_hook_that_is_registered_while_a_plan_runs(name: str, options: dict[str, Any], scenario: str) -> None:
+    for answer in on_ranks(late_hook, 2, name, options, scenario):
+        assert answer["apart"] == [] and answer["alive"] == []
+        assert answer["twice"] == 1, "a second hook is refused with torch's own words"
+        assert "hook" in answer["explained"] and "was registered" in answer["explained"]
 
 
 def hook_says(rank: int) -> str:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.bench.virtual import VirtualWorld
+from anabranch.comm.dense import SUMMABLE_BELOW
 from sparse.worlds import EXCHANGES, OK_TOPK, WHOLE, Gradients, check_step, check_steps, gradients, states, step
 
 ALL = sorted(EXCHANGES)
@@ -142,6 +143,33 @@ def test_what_is_not_finite_reaches_all_and_leaves_no_trace(name: str, bad: floa
     for number in range(2, 5):
         check_step(EXCHANGES[name], gradients(3, 600, number), held, world, 0.02)
         assert held[0].step == number + 1
+
+
+@pytest.mark.parametrize("name", OK_TOPK)
+def test_gradients_too_large_to_be_summed_do_not_stay_in_residuals(name: str) -> None:
+    """More huge values than can be sent, first on one rank, then on another: each alone is finite, and no sum is."""
+    held, world = states(2, 200), VirtualWorld(2)
+    check_step(EXCHANGES[name], gradients(2, 200, 0), held, world, 0.05)
+    before = [state.residual.clone() for state in held]
+    for rank in (0, 1, 0):
+        made = gradients(2, 200, 1)
+        made[rank][:100] = 3e38
+        step(EXCHANGES[name], made, held, world, 0.05)
+        assert all(bool(gradient.isnan().all()) for gradient in made), "every rank learns that nothing was applied"
+        assert all(torch.equal(state.residual, old) for state, old in zip(held, before, strict=True))
+    for number in range(2, 6):
+        check_step(EXCHANGES[name], gradients(2, 200, number), held, world, 0.05)
+
+
+@pytest.mark.parametrize("name", OK_TOPK)
+def test_gradients_just_below_the_limit_are_sent(name: str) -> None:
+    def huge(number: int) -> Gradients:
+        made = gradients(4, 200, number)
+        for gradient in made:
+            gradient[:100] = 0.9 * SUMMABLE_BELOW
+        return made
+
+    check_steps(EXCHANGES[name], 4, 200, 0.05, 6, huge)
 
 
 @pytest.mark.parametrize("name", ["exact", "fixed"])

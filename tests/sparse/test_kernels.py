@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from anabranch.comm.communicator import ZeroBuffer
+from anabranch.comm.dense import SUMMABLE_BELOW
 from anabranch.sparse import select, thresholds
 from anabranch.sparse.encoding import frame_messages, unframe_messages
 from anabranch.sparse.sizes import Sizes, encoding_for
 from anabranch.sparse.state import BucketState
 from sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
 from sparse.worlds import gradients
+
+SUMMABLE_BITS = sys.modules["anabranch.sparse.kernels.message"].SUMMABLE_BELOW  # imported where triton is installed
 
 
 @pytest.fixture(autouse=True)
@@ -106,9 +109,13 @@ def test_offer_beyond_the_capacity_counts_all_and_stores_some() -> None:
         assert pairs_of(mine) < pairs_of(theirs)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_the_limit_of_gradients_is_that_of_the_torch_operations() -> None:
+    assert struct.pack("<i", SUMMABLE_BITS.value) == struct.pack("<f", SUMMABLE_BELOW)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), -SUMMABLE_BELOW])
 @pytest.mark.parametrize("threshold", [1.0, float("inf"), float("nan")])
-def test_offer_marks_every_message_if_anything_is_not_finite(bad: float, threshold: float) -> None:
+def test_offer_marks_every_message_if_anything_cannot_be_sent(bad: float, threshold: float) -> None:
     gradient = torch.zeros(1500, device=DEVICE)
     gradient[1300] = bad
     sizes = Sizes(1, 2, encoding_for("fp32", 1500), False)

@@ -50,14 +50,15 @@ def test_none_changes_nothing() -> None:
     assert momentum.state_dict() == {}
 
 
+@pytest.mark.parametrize("bad", [float("nan"), 3e38])
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_what_is_not_finite_leaves_no_trace(wire: Any) -> None:
+def test_what_cannot_be_sent_leaves_no_trace(wire: Any, bad: float) -> None:
     world, held = VirtualWorld(2), states(2, NUMEL)
     momenta = [Momentum(SHARE, wire == "bf16") for _ in range(2)]
     for step in range(3):
         made = gradients(2, NUMEL, step)
         if step == 1:
-            made[1][7] = float("nan")
+            made[1][7] = bad
         world.run([
             momentum.wrap(exchange(g, state, comm, 2.0, 0.05, OkTopk(warmup_steps=0, wire=wire)), g, state)
             for momentum, g, state, comm in zip(momenta, made, held, world.comms, strict=True)

@@ -1,8 +1,10 @@
 """Options of Ok-Topk."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 
 from anabranch.sparse.options import OkTopk
 
@@ -28,6 +30,14 @@ def test_bad_options_are_refused() -> None:
             OkTopk(**wrong)
     with pytest.raises(ValueError, match="capacity_factor"):
         OkTopk(capacity_factor=0.5)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(OkTopk)])
+def test_values_of_another_kind_are_refused_by_name(name: str) -> None:
+    kinds: list[Any] = ["x", float("nan"), float("inf"), -float("inf"), -1, [], {}, 5j, b"1", torch.tensor(0.5)]
+    for odd in kinds if name in ("deterministic", "exact") else [*kinds, True]:
+        with pytest.raises(ValueError, match=f"OkTopk {name} is "):
+            OkTopk(**{name: odd})
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])

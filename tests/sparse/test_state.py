@@ -190,6 +190,10 @@ def test_bad_states_are_refused() -> None:
         SparseState(0, 2).load_state_dict({**saved, "version": 9})
     with pytest.raises(ValueError, match="worlds of"):
         SparseState(0, 2).load_state_dict(saved, {**saved, "world_size": 3})
+    with pytest.raises(ValueError, match=r"ranks \[0, 0\]: give that of each rank once"):
+        SparseState(0, 2).load_state_dict(saved, saved)
+    with pytest.raises(ValueError, match=r"different checkpoints: .* rank 1's says no more buckets"):
+        SparseState(0, 1).load_state_dict(saved, {**saved, "rank": 1, "buckets": []})
     with pytest.raises(ValueError, match="distinct"):
         filled().bucket(["a", "a"], [5, 5])
     with pytest.raises(ValueError, match="elements"):

@@ -93,7 +93,7 @@ def test_full_messages_lose_nothing(precision: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter, at inf − inf
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
 def test_a_poisoned_step_changes_no_residual(bad: float) -> None:
     world, held = next(worlds(2, 1100))
     way = with_kernels(OkTopk(wire="bf16"))

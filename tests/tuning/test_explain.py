@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import anabranch as ab
 from anabranch.tuning.explain import Findings, explanation
-from anabranch.tuning.trial import Trial
+from anabranch.tuning.trial import StepTimes, Trial
 
 TENSORS = (ab.TensorSpec("bias", 1000, 4, 0.1), ab.TensorSpec("weight", 1_000_000, 4, 0.2))
 TRACE = ab.Trace(TENSORS, 0.1)
@@ -47,7 +47,7 @@ def test_the_reason_for_exposed_time_is_the_slower_of_wire_and_backward() -> Non
 def test_a_given_network_without_a_cost_for_a_given_plan_leaves_the_prediction_out() -> None:
     given = ab.Plan((ab.Bucket(("bias", "weight"), collective="bf16"),))
     step = ab.Timeline((ab.Span("compute", "backward", 0.0, 0.2),))
-    trial = Trial("the plan it was given", given, (0.3,), 0.1, (step,))
+    trial = Trial("the plan it was given", given, (StepTimes(0.3, 0.1, 0.2),), (step,))
     text = explanation(replace(NOTHING, trace=TRACE, network=NETWORK, trials=[trial], plan=given))
     (line,) = [line for line in text.splitlines() if line.startswith(" the plan it was given")]
     assert line.split()[-7:] == ["-", "300.00", "ms", "-", "100.00", "ms", "1.00×"]

@@ -27,10 +27,11 @@ def test_every_constant_is_explained() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"drift_check_steps": 0}, "drift_check_steps is 0: expected a number of steps, at least 1"),
-        ({"detailed_steps": 2.5}, "detailed_steps is 2.5"),
+        ({"drift_check_steps": 0}, "drift_check_steps is 0: expected a whole number, at least 1"),
+        ({"trial_steps": 2.5}, "trial_steps is 2.5"),
         ({"min_gain": float("nan")}, "min_gain is nan: expected a share"),
         ({"max_drift": "10 %"}, "max_drift is '10 %'"),
+        ({"confidence": -1.0}, "confidence is -1.0: expected a number from 0 on"),
     ],
 )
 def test_a_policy_that_could_not_run_is_refused(wrong: dict[str, Any], says: str) -> None:

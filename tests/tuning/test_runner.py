@@ -1,5 +1,7 @@
 """The plan runner: plans take effect between steps only, never on a changed model, and states load before steps."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,8 +34,8 @@ class FakeLayout:
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
-    def progress(self) -> object:
-        return object()
+    def report_averaged(self, callback: Callable[[], None]) -> None:
+        self.calls.append("report_averaged")
 
     def may_change(self, averaged: bool) -> bool:
         return averaged
@@ -59,7 +61,7 @@ class Rig:
         self.memory = FakeMemory()
         collectives = Collectives(EighthsExchanges(), DenseExchanges(), memory=self.memory)
         self.layout = FakeLayout(collectives, default_plan)
-        self.runner = PlanRunner(self.layout, dist.group.WORLD, dist.group.WORLD, collectives, lambda: None)
+        self.runner = PlanRunner(self.layout, dist.group.WORLD, collectives, lambda: None)
 
     def calls(self) -> list[str]:
         """The calls since the last time."""
@@ -153,6 +155,8 @@ def states(rank: int) -> str:
     if rank == 1:
         other.runner.load("only here")
     with pytest.raises(DisagreementError) as caught:
+        other.runner.check_loaded()
+    with pytest.raises(DisagreementError):  # a program that goes on does not get past it
         other.runner.check_loaded()
     other.runner.close()
     return str(caught.value)

@@ -4,7 +4,6 @@ import re
 import warnings
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from anabranch.ddp.reducer import reduced_parameters
 from ddp.inspection import layout_in_force
 from parallel.twins import (
     SCENARIOS,
-    WIDTH,
     Feature,
     dtypes_of,
     mlp,
@@ -235,41 +233,6 @@ def test_frozen_before_there_is_a_plan() -> None:
     assert all(
         "no longer planning: parameters were frozen, unfrozen or replaced" in stages for stages in on_ranks(frozen, 2)
     )
-
-
-class Opaque:
-    """An output that hides its tensor."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-
-class Hiding(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return Opaque(super().forward(x))
-
-
-def opaque(rank: int, folder: str | None) -> str:
-    """An output whose tensors DDP cannot find, either: it trains, and nothing is planned, in a trace window or not."""
-    model = DataParallel(
-        Hiding(), planner=scattered, network=ring(), profile_steps=2, policy=SCENARIOS["keeps the plan"]
-    )
-    if folder is not None:
-        model.trace_steps(1, 6, f"{folder}/steps.json")
-    for step in range(12):
-        model.zero_grad()
-        model(torch.ones(2, WIDTH) * step).value.sum().backward()
-    assert model.plan is None
-    return stage_of(model)
-
-
-@pytest.mark.parametrize("window", [False, True])
-def test_an_output_without_visible_tensors(window: bool, tmp_path: Path) -> None:
-    for stage in on_ranks(opaque, 2, str(tmp_path) if window else None):
-        assert stage.startswith("anabranch: not planning: no tensor with a gradient was found in the model's output")
 
 
 def held_at_once(rank: int) -> list[object]:

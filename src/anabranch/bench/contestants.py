@@ -26,7 +26,7 @@ from anabranch.tuning.policy import DEFAULT_POLICY
 MIB = 1 << 20
 ALL_REDUCE = "one all-reduce"
 POWER_SGD_START = 2  # the first step in which torch allows it to compress
-SETTLE_STEPS = DEFAULT_POLICY.settle_steps
+SETTLE_STEPS = DEFAULT_POLICY.warmup_steps
 PLAN_WARMUP_STEPS = 2 * SETTLE_STEPS + 1  # a given plan is used after SETTLE_STEPS, and needs as many to settle
 NO_MERGING_MIB, ONE_BUCKET_MIB = 1e-6, 1e6  # bucket sizes for DDP
 # The same for all contestants: it saves a copy, and users who want speed set it.

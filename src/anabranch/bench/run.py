@@ -49,7 +49,7 @@ class Settings:
     iters: int = 10
     batches: int = 10
     warmup: int = 3
-    profile_steps: int = 10
+    profile_steps: int = 6
     sizes_mib: Sequence[float] = (1, 5, 10, 50, 100)
     lanes: Sequence[int] = (2, 4)
     compress: Sequence[str] = ()
@@ -101,7 +101,8 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
 def _tuned(workload: Workload, settings: Settings, name: str, compress: str | OkTopk | None, say: Say) -> TunedModel:
     """A DataParallel on a model of its own, run until it has chosen a layout."""
     model, step = workload.build()
-    parallel = DataParallel(model, compress=compress, profile_steps=settings.profile_steps, **DDP_OPTIONS)
+    # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.
+    parallel = DataParallel(model, compress=compress, profile_steps=settings.profile_steps, cache=False, **DDP_OPTIONS)
     progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
     for _ in range(MAX_TUNING_STEPS):
         step(parallel)

@@ -71,7 +71,7 @@ def bench(
     num_warmup_batches: WarmupOption = 3,
     num_batches_per_iter: BatchesOption = 10,
     num_iters: ItersOption = 10,
-    profile_steps: ProfileOption = 10,
+    profile_steps: ProfileOption = 6,
     bucket_sizes: SizesOption = "1,5,10,50,100",
     lanes: LanesOption = "2,4",
     compress: CompressOption = None,

@@ -8,6 +8,7 @@ import typer
 from typer.main import get_command
 
 from anabranch.cli.bench import bench
+from anabranch.cli.cache import cache
 from anabranch.cli.compare import compare
 from anabranch.cli.demo import demo
 from anabranch.cli.import_trace import import_trace
@@ -51,6 +52,7 @@ for verb in (
     bench,
     memory,
     report,
+    cache,
     demo,
 ):
     app.command()(verb)

@@ -95,7 +95,8 @@ def _measured(
     import torch.distributed as dist
 
     from anabranch.comm.dense import COLLECTIVES
-    from anabranch.comm.lanes import RELEASE_GRACE_S, clone_group
+    from anabranch.comm.groups import clone_group
+    from anabranch.comm.lanes import RELEASE_GRACE_S
     from anabranch.observe.measure import SHARDED, unsupported
     from anabranch.observe.measure import measure as measured
 

@@ -3,7 +3,8 @@
 Messages are tensors of bytes, never pickles. All functions are collective. Every wait ends at the group's own timeout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from typing import TypeVar
@@ -11,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.exchange import Group
+from anabranch.comm.exchange import Group, issued
 from anabranch.errors import DisagreementError
 from anabranch.files import dumps, loads
 from anabranch.network import Network
@@ -38,6 +39,21 @@ def from_rank_0(payload: bytes | None, group: Group) -> bytes:
     data = _tensor(content, int(size.item()), device)
     dist.broadcast(data, group_src=0, group=group)
     return _bytes(data)
+
+
+def number_of_rank_0(number: int, group: Group) -> Callable[[], int]:
+    """Start to send rank 0's number, from 0 to 255; the returned function waits for it. Collective.
+
+    Called some steps later, it does not wait: where ranks share few cores, every wait for another rank costs time.
+    """
+    sent = torch.tensor([number], dtype=torch.uint8, device=wire_device(group))
+    work = issued(dist.broadcast(sent, group_src=0, group=group, async_op=True))
+
+    def received() -> int:
+        work.wait()
+        return int(sent.item())
+
+    return received
 
 
 def from_all_ranks(payload: bytes, group: Group) -> list[bytes]:
@@ -73,13 +89,16 @@ def latest_over_ranks(trace: Trace, group: Group) -> Trace:
     return replace(trace, tensors=tuple(tensors), forward_s=forward_s)
 
 
+def same_on_all_ranks(lines: Sequence[str], group: Group) -> bool:
+    """Whether all ranks pass the same lines; all ranks get the same answer."""
+    return len(set(from_all_ranks(sha256("\n".join(lines).encode()).digest(), group))) == 1
+
+
 def check_same(what: str, lines: Sequence[str], group: Group) -> None:
     """Raise DisagreementError on every rank unless all ranks pass the same lines; it names the first difference."""
-    text = "\n".join(lines).encode()
-    digests = from_all_ranks(sha256(text).digest(), group)
-    if len(set(digests)) == 1:
+    if same_on_all_ranks(lines, group):
         return
-    versions = [part.decode().split("\n") for part in from_all_ranks(text, group)]
+    versions = [part.decode().split("\n") for part in from_all_ranks("\n".join(lines).encode(), group)]
     others = [rank for rank, version in enumerate(versions) if version != versions[0]]
     first, other = versions[0], versions[others[0]]
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
@@ -87,6 +106,26 @@ def check_same(what: str, lines: Sequence[str], group: Group) -> None:
         f"{what} is not the same on all ranks: rank 0 has {_line(first, at)}, rank {others[0]} has {_line(other, at)}; "
         f"ranks {_ranks(others)} differ from rank 0. Build it the same way on every rank"
     )
+
+
+@contextmanager
+def all_or_none(what: str, group: Group) -> Iterator[None]:
+    """A context that fails on every rank if it fails on one: there with its own error, elsewhere DisagreementError.
+
+    Ranks tell each other at its end, so what is inside must not communicate. No rank waits for one that has failed.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    words = [part.decode() for part in from_all_ranks(b"" if error is None else repr(error).encode(), group)]
+    if error is not None:
+        raise error
+    if failed := [rank for rank, word in enumerate(words) if word]:
+        raise DisagreementError(
+            f"{what} failed on ranks {_ranks(failed)}, and not here; rank {failed[0]}: {words[failed[0]]}"
+        )
 
 
 def agree_on(kind: type[AnyNoun], noun: AnyNoun | None, group: Group) -> AnyNoun:

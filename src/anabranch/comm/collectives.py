@@ -1,6 +1,6 @@
 """Collectives: all exchanges that the buckets of one model can name, and the state they keep between steps."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +28,17 @@ class ResidualState(Protocol):
     residual: torch.Tensor
     accumulates_in_place: bool
 
+    @property
+    def held(self) -> Mapping[str, torch.Tensor]:
+        """The residuals of frozen parameters, by name. They are not in ``residual``, since nobody could apply them."""
+        ...
+
     def pieces(self) -> Mapping[str, torch.Tensor]:
         """The residual of each parameter; views."""
+        ...
+
+    def hold(self, names: Collection[str]) -> None:
+        """Hold the residuals of these parameters, and put those of all others back."""
         ...
 
     def record_norms(self, gradient: torch.Tensor) -> None:
@@ -83,7 +92,7 @@ class ExchangeMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Remove hooks."""
+        """Remove hooks and free all memory, also if there are still references to this object."""
         ...
 
 
@@ -162,7 +171,7 @@ class Collectives:
             self._memory.rescale(scale)
 
     def close(self) -> None:
-        """Remove hooks."""
+        """Remove hooks and free what was kept between steps, also if there are still references to this object."""
         if self._memory is not None:
             self._memory.close()
 

@@ -38,6 +38,10 @@ def bf16(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
     buffer.copy_(rounded[: buffer.numel()])
 
 
+# An element of this magnitude, in a gradient that joins a residual, counts as not finite. Two ranks' residuals of 3e38
+# have no finite sum: they could never be sent, and all later steps would be skipped.
+SUMMABLE_BELOW = torch.finfo(torch.float32).max / (1 << 20)
+
 COLLECTIVES: Mapping[str, Collective] = {"dense": dense, "bf16": bf16}
 COMPRESSED = tuple(kind for kind in COLLECTIVES if kind != "dense")
 
@@ -79,9 +83,17 @@ class DenseExchanges:
 def all_finite(*tensors: torch.Tensor, below: float = inf) -> torch.Tensor:
     """Whether every element of all tensors has a magnitude under ``below`` (so it is finite): a bool on their device.
 
-    Takes two kernels per tensor and no copy: the largest magnitude, which is NaN if an element is, is compared.
+    Takes few kernels per tensor and no copy: the largest magnitude, which is NaN if an element is, is compared.
     """
-    flags = [torch.linalg.vector_norm(tensor, inf) < below for tensor in tensors if tensor.numel()]
+    flags = [_largest_magnitude(tensor) < below for tensor in tensors if tensor.numel()]
     if not flags:  # an empty tensor has no largest element
         return torch.ones((), dtype=torch.bool, device=tensors[0].device if tensors else None)
     return flags[0] if len(flags) == 1 else torch.stack(flags).all()
+
+
+def _largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex() or tensor.is_cuda:
+        norm: torch.Tensor = torch.linalg.vector_norm(tensor, inf)
+        return norm
+    low, high = torch.aminmax(tensor)  # on a CPU 20 times as fast as the norm
+    return torch.maximum(-low, high)

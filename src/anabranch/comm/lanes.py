@@ -9,7 +9,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any, NamedTuple, Protocol
@@ -19,12 +18,15 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from anabranch.comm.exchange import Group, Steps
+from anabranch.comm.groups import clone_group, destroy_clone, keep_groups, timeout_of
 from anabranch.errors import CollectiveError, UpdateError
 from anabranch.plan import MAX_LANES
 
 MAX_KEPT_WORKS = 64
 # Time for Gloo's threads to release the last tensors: a thread that does so while the interpreter ends aborts it.
 RELEASE_GRACE_S = 0.05
+# Time for lanes to end their last message. A program that ends in the middle of a step waits as long.
+CLOSE_S = 3.0
 
 
 class Message(NamedTuple):
@@ -81,7 +83,11 @@ class HostLane:
         self._queue.put(None)
         if self._thread is not threading.current_thread():  # it is, if this thread ran the garbage collector
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        ended = not self._thread.is_alive()
+        if ended:  # a closed model that is still referenced must not hold the group's connections
+            self._kept_works.clear()
+            del self.group
+        return ended
 
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -151,7 +157,7 @@ class StreamLane:
 
 
 class Lanes:
-    """The lanes of one model, created when they are first needed.
+    """The lanes of one model and its control group, created when they are first needed; the user's group is cloned.
 
     A host lane issues from its own thread, at no fixed point of the program, so it needs a group of its own: on the
     user's group, a loss that the program all-reduces after backward could be paired with a bucket. A stream lane issues
@@ -165,6 +171,8 @@ class Lanes:
         self._device = device
         self._single_cta = single_cta
         self._own_groups: list[Group] = []
+        self._control: Group | None = None
+        self._closed = False
         self._lanes: list[Lane] = []
         self._failures: list[CollectiveError] = []  # empty on NCCL, where torch's own watchdog reports failures
 
@@ -173,6 +181,16 @@ class Lanes:
 
     def __getitem__(self, index: int) -> Lane:
         return self._lanes[index]
+
+    @property
+    def control(self) -> Group:
+        """A group of the same ranks for small messages in host memory. The first use is collective."""
+        if self._closed:
+            raise RuntimeError("the lanes of this DataParallel were closed: wrap the module again")
+        if self._control is None:
+            self._control = clone_group(self._group, "gloo", "anabranch control")
+            self._own_groups.append(self._control)
+        return self._control
 
     @property
     def groups(self) -> Sequence[Group]:
@@ -205,23 +223,28 @@ class Lanes:
             else:
                 self._lanes.append(HostLane(self._new_group(number), f"anabranch-lane-{number}", self._failures))
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """End the threads and destroy the groups that were created here."""
-        ended = [lane.close(timeout_s) for lane in self._lanes]
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """End the threads, all within this time, and destroy the groups that were created here."""
+        self._closed = True
+        deadline_s = monotonic() + timeout_s
+        ended = [lane.close(max(0.0, deadline_s - monotonic())) for lane in self._lanes]
         sleep(RELEASE_GRACE_S)
         groups = self._own_groups
+        # Drop the references to groups now: their threads cannot end once the interpreter is shutting down.
         self._own_groups = []
+        self._control = None
         self._lanes = []
+        # A group whose collective has not ended would block until its timeout, now or when the interpreter ends.
+        if not all(ended):
+            keep_groups(groups)
+            return
         for group in groups:
-            # Destroying a group whose collective has not ended would block; the end of the process releases it.
-            if all(ended) and dist.is_initialized():
-                with suppress(ValueError, AssertionError):  # destroyed already, with the default group
-                    dist.destroy_process_group(group)
+            destroy_clone(group)
 
     def _new_group(self, number: int) -> Group:
-        backend = dist.get_backend(self._group)
-        single_cta = self._single_cta and self._device.type == "cuda"
-        options = _single_cta_options(timeout_of(self._group)) if single_cta else None
+        on_gpu = self._device.type == "cuda"
+        backend = dist.get_backend(self._group) if on_gpu else "gloo"
+        options = _single_cta_options(timeout_of(self._group)) if on_gpu and self._single_cta else None
         group = clone_group(self._group, backend, f"anabranch lane {number}", options)
         self._own_groups.append(group)
         return group
@@ -234,29 +257,3 @@ def _single_cta_options(timeout: timedelta | None) -> Any:
     if timeout is not None:
         options._timeout = timeout  # torch warns if it differs from the group's
     return options
-
-
-def clone_group(group: Group, backend: str, description: str, options: Any = None) -> Group:
-    """A new group of the same ranks with the same timeout. Collective among them."""
-    has_all_ranks = dist.get_world_size(group) == dist.get_world_size()
-    clone = dist.new_group(
-        None if has_all_ranks else dist.get_process_group_ranks(group),
-        timeout=timeout_of(group),
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=not has_all_ranks,
-        group_desc=description,
-    )
-    if not isinstance(clone, dist.ProcessGroup):
-        raise RuntimeError(f"rank {dist.get_rank()} is not in the process group that is to be cloned for {description}")
-    return clone
-
-
-def timeout_of(group: Group) -> timedelta | None:
-    """The timeout of a group's collectives; None if its backend does not say."""
-    for kind in ("cpu", "cuda"):
-        with suppress(RuntimeError, AttributeError):
-            timeout = group._get_backend(torch.device(kind)).options._timeout
-            if isinstance(timeout, timedelta):
-                return timeout
-    return None

@@ -48,6 +48,10 @@ class BucketLauncher:
         steps = self._exchange.steps(bucket, buffer, lane.group, divisor)
         return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), on_side_stream))
 
+    def close(self) -> None:
+        """Drop the lanes, whose last works hold memory; nothing can be launched any more."""
+        self._routes = []
+
     def _route(self, index: int, bucket: Bucket) -> tuple[Bucket, Lane, str, bool]:
         """What does not change between steps: the bucket, its lane, its name in errors, whether on a side stream."""
         label = (

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 def ignored_names(module: nn.Module) -> Collection[str]:
@@ -11,12 +12,18 @@ def ignored_names(module: nn.Module) -> Collection[str]:
     return names
 
 
-def model_lines(module: nn.Module) -> list[str]:
-    """A line per synchronised parameter and buffer; ranks with equal lines can train together."""
+def model_parts(module: nn.Module, frozen: bool = True, buffers: bool = True) -> dict[str, str]:
+    """A description of each synchronised parameter and buffer, by name; ranks with equal parts can train together.
+
+    ``frozen`` and ``buffers``: whether parameters without a gradient, and buffers, are synchronised, too.
+    """
     parameters = {
-        n: f"{n} {tuple(p.shape)} {p.dtype} grad={p.requires_grad} strides {p.stride()}"
-        for n, p in module.named_parameters()
+        name: "uninitialized"  # DDP refuses it
+        if is_lazy(p)
+        else f"{tuple(p.shape)} {p.dtype} grad={p.requires_grad} strides {p.stride()}"
+        for name, p in module.named_parameters()
+        if frozen or p.requires_grad
     }
-    buffers = {n: f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()}
+    states = {name: f"buffer {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()} if buffers else {}
     ignored = ignored_names(module)
-    return [line for name, line in (parameters | buffers).items() if name not in ignored]
+    return {name: part for name, part in (parameters | states).items() if name not in ignored}

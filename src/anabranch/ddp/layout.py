@@ -1,12 +1,15 @@
 """The bucket layout of a live DDP: a plan's buckets or DDP's own; also sends the model's buffers."""
 
+import logging
 import weakref
+from collections.abc import Callable
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import get_gradient_edge
 
 from anabranch.comm.collectives import Collectives
-from anabranch.comm.exchange import Group
 from anabranch.comm.lanes import Lane
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.ddp.deferred_buffers import DeferredBuffers
@@ -14,28 +17,35 @@ from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import (
     BucketIndices,
     ExtensibleDDP,
+    Hook,
+    Reduction,
     built_by_ddp,
-    gradients_seen,
     reduced_parameters,
     relayout,
 )
 
+log = logging.getLogger("anabranch")
+
 
 class DdpLayout:
-    """The bucket layout of one DDP, which owns this object; ``tuning.runner.Layout`` is the contract.
-
-    ``control`` is a group of the same ranks that can send host memory.
-    """
+    """The bucket layout of one DDP, which owns this object; ``tuning.runner.Layout`` is the contract."""
 
     default_label = "DDP's own buckets"
     default_plan = None  # DDP's own buckets are built by DDP
 
-    def __init__(self, ddp: ExtensibleDDP, exchange: Collectives, control: Group) -> None:
+    def __init__(self, ddp: ExtensibleDDP, exchange: Collectives) -> None:
         self.exchange = exchange
         self._ddp_ref = weakref.ref(ddp)  # weak, so that a model that is not used any more is freed
-        self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), control)
+        self._buffers: DeferredBuffers | None = None  # once there is a plan
         self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
-        self._planned = False
+        self._planned_buckets: BucketIndices | None = None
+        self._hooked = {p: get_gradient_edge(p).node for p in reduced_parameters(ddp).values()}
+        # Watched for conversions, which are for all together: the largest of those that have a memory format.
+        self._watched = max(self._hooked, key=lambda p: (p.dim() > 3, p.numel()))
+        self._strides = self._watched.stride()
+        self._hook: Hook | None = None
+        self._reduction: Reduction | None = None
+        self._on_averaged: Callable[[], None] | None = None
 
     @property
     def _ddp(self) -> ExtensibleDDP:
@@ -45,54 +55,107 @@ class DdpLayout:
         return ddp
 
     def trained(self) -> dict[str, nn.Parameter]:
-        return reduced_parameters(self._ddp)
+        return {name: p for name, p in reduced_parameters(self._ddp).items() if not self._is_converted(p)}
 
-    def progress(self) -> object:
-        ddp = self._ddp_ref()
-        return None if ddp is None else gradients_seen(ddp)
+    def _is_converted(self, parameter: nn.Parameter) -> bool:
+        """Whether autograd has given it a new node, without DDP's hook, as it does for another dtype or device."""
+        if not parameter.requires_grad or parameter not in self._hooked:
+            return False
+        return get_gradient_edge(parameter).node is not self._hooked[parameter]
+
+    def report_averaged(self, callback: Callable[[], None]) -> None:
+        self._on_averaged = callback
 
     def may_change(self, averaged: bool) -> bool:
         # With static_graph a new reducer would average after its first backward even under no_sync().
         return averaged or not self._ddp.static_graph
 
     def before_forward(self) -> None:
-        """DDP itself checks that the last backward has finished."""
+        """Build the buckets anew if the memory format has changed: DDP mixes up elements of gradients then.
+
+        DDP itself checks that the last backward has finished.
+        """
+        if self._watched.stride() != self._strides and not self.converted():
+            log.warning("anabranch: the memory format was changed after the model was wrapped: buckets are built anew")
+            self._build(self._planned_buckets if self._hook is not None else built_by_ddp(self._ddp), self._hook)
 
     def before_change(self) -> None:
         """No-op: DDP's reducer has no work in progress between steps."""
 
     def use(self, launcher: BucketLauncher | None) -> None:
         if launcher is None:
-            if self._planned:
-                relayout(self._ddp, self._own_buckets, None)
-            self._planned = False
+            if self._hook is not None:
+                self._build(self._own_buckets, None)
             return
-        if not self._planned:
+        if self._hook is None:
             self._own_buckets = self._own_buckets or built_by_ddp(self._ddp)
-        names = list(self.trained())
-        relayout(self._ddp, launcher.plan.indices(names), PlanHook(launcher, self._send_buffers).run)
-        self._planned = True
+        if self._buffers is None:
+            self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), launcher.lanes.control)
+        self._planned_buckets = launcher.plan.indices(list(self.trained()))
+        self._build(self._planned_buckets, PlanHook(launcher, self._send_buffers).run)
+
+    def _build(self, buckets: BucketIndices | None, hook: Hook | None) -> None:
+        self._reduction = None  # the reducer that held it is replaced
+        relayout(self._ddp, buckets, hook)
+        self._hook = hook
+        self._strides = self._watched.stride()
 
     def close(self) -> None:
-        self._buffers.close()
+        self._reduction = None
+        if self._buffers is not None:
+            self._buffers.close()
+
+    # Called by DataParallel.
+
+    @_disable_dynamo
+    def expect_reduction(self) -> bool:
+        """Report the reduction that this forward has prepared; False if an earlier forward's has not ended."""
+        if self._reduction is not None and not self._reduction.over:
+            return False
+        self._reduction = Reduction(self._ddp, self._reduced)
+        return True
+
+    def converted(self) -> str:
+        """Says which parameter was converted since the model was wrapped, if all were: DDP does not average them then.
+
+        If only some were, DDP's own error follows: their gradients are missing.
+        """
+        if not self._is_converted(self._watched):
+            return ""
+        for name, p in reduced_parameters(self._ddp).items():
+            if self._is_converted(p):
+                return (
+                    f"{name} was converted, to {p.dtype} on {p.device}, after the model was wrapped, and DDP does not "
+                    "average gradients of what was converted: convert a model before wrapping it, or close() this "
+                    "DataParallel and wrap the module again"
+                )
+        return ""
 
     # Called by DataParallel where DDP would broadcast buffers.
 
     @_disable_dynamo
     def drain_buffers(self) -> None:
         """Wait for the broadcast of buffers, so that the next messages cannot be mixed up with it."""
-        self._buffers.drain()
+        if self._buffers is not None:
+            self._buffers.drain()
 
     @_disable_dynamo
     def discard_buffers(self) -> None:
         """Drop received buffers, because a buffer hook or join() broadcasts them this time."""
-        self._buffers.discard()
+        if self._buffers is not None:
+            self._buffers.discard()
 
     @_disable_dynamo
     def install_buffers(self) -> bool:
         """Copy rank 0's buffers to this model; False if DDP must broadcast them instead."""
-        return self._buffers.install()
+        return self._buffers is not None and self._buffers.install()
+
+    def _reduced(self) -> None:
+        ddp = self._ddp_ref()
+        in_backward = torch._C._current_graph_task_id() >= 0  # a reducer that is freed drops its reduction, too
+        if in_backward and ddp is not None and not ddp._inside_join and self._on_averaged is not None:
+            self._on_averaged()
 
     def _send_buffers(self, lane: Lane) -> None:
-        if self._ddp._sends_deferred_buffers():
+        if self._buffers is not None and self._ddp._sends_deferred_buffers():
             self._buffers.send(lane)

@@ -5,8 +5,10 @@ that one rebuild builds a layout of our choice, so that it is in force from the 
 gradients. Tested against every supported torch version; a test checks that no other file uses such a name.
 """
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 dist: Any = torch.distributed  # its private names are in no type stub
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
+PATCH_LOCK = Lock()
 BucketIndices = list[list[int]]  # buckets of indices into the reducer's parameters, in launch order
 
 
@@ -26,9 +29,10 @@ class ExtensibleDDP(DistributedDataParallel):
     """A DistributedDataParallel whose extension points have names of our own, for a subclass to override."""
 
     _joining = False
+    _logged_before: Mapping[str, Any] | None = None  # the logging data of the reducer that this one has replaced
 
-    def _before_forward(self) -> None:
-        """Called before each forward, before DDP prepares for it."""
+    def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
+        """Called with the inputs of each forward, before DDP prepares for it."""
 
     def _after_forward(self, output: Any) -> None:
         """Called with the output of each forward, after DDP has prepared for its backward."""
@@ -39,6 +43,9 @@ class ExtensibleDDP(DistributedDataParallel):
 
     def _discard_buffers(self) -> None:
         """Called instead of ``_install_buffers`` where a buffer hook or join() broadcasts buffers."""
+
+    def _before_comm_hook(self, name: str) -> None:
+        """Called before a comm hook of the user's is registered."""
 
     def _use_divisor(self, divisor: Callable[[], int] | None) -> bool:  # noqa: ARG002
         """Called under join(): ``divisor`` returns the divisor of averages; None means the world size.
@@ -70,7 +77,7 @@ class ExtensibleDDP(DistributedDataParallel):
 
     @_disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._before_forward()
+        self._before_forward(*inputs, **kwargs)
         return super()._pre_forward(*inputs, **kwargs)
 
     @_disable_dynamo(recursive=False)
@@ -78,6 +85,24 @@ class ExtensibleDDP(DistributedDataParallel):
         output = super()._post_forward(output)
         self._after_forward(output)
         return output
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """As DDP's method, at any time between steps; from then on there is no plan."""
+        self._check_comm_hook(hook)
+        self._before_comm_hook(getattr(hook, "__qualname__", repr(hook)))
+        super().register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._before_comm_hook(str(comm_hook_type))
+        super()._register_builtin_comm_hook(comm_hook_type)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """As DDP's method; a new reducer has no times before its second step, and counts iterations from 0."""
+        now: dict[str, Any] = super()._get_ddp_logging_data()
+        if self._logged_before is None:
+            return now
+        iterations = int(self._logged_before.get("iteration", 0)) + int(now.get("iteration", 0))
+        return {**self._logged_before, **now, "iteration": iterations}
 
     def _sync_buffers(self) -> None:
         if self._join_config.enable or hasattr(self, "buffer_hook"):
@@ -126,6 +151,7 @@ def relayout(ddp: Any, layout: BucketIndices | None, hook: Hook | None) -> None:
     ddp._check_reducer_finalized()  # raises DDP's own error if a backward did not finish
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._logged_before = {k: value for k, value in ddp._get_ddp_logging_data().items() if k != "comm_hook"}
     ddp._remove_autograd_hooks()
     ddp.reducer = None  # frees the old buckets before the new ones are allocated
     ddp.logger = None
@@ -151,9 +177,28 @@ def unwrap(ddp: Any) -> None:
     ddp._remove_autograd_hooks()
 
 
-def gradients_seen(ddp: Any) -> list[int]:
-    """For each gradient a number that changes whenever the reducer sees that gradient; the unit has no meaning."""
-    return list(ddp.reducer.get_backward_stats())
+class Reduction:
+    """The next reduction of a DDP's reducer; ``on_end`` is called in backward, when it has averaged all gradients.
+
+    The reducer holds a future until then and drops it, and with it a token whose end calls us. So each reduction is
+    seen once, wherever its gradients come from. ``on_end`` is called under the reducer's lock: it must not use it.
+    """
+
+    def __init__(self, ddp: Any, on_end: Callable[[], None]) -> None:
+        token = _Token()
+        held: torch.futures.Future[Any] = torch.futures.Future()
+        held.set_result(token)
+        self._token = weakref.ref(token, lambda _: on_end())  # no call if this object is dropped before
+        ddp.reducer._install_post_backward_futures([held])
+
+    @property
+    def over(self) -> bool:
+        """Whether the reducer has ended it."""
+        return self._token() is None
+
+
+class _Token:
+    __slots__ = ("__weakref__",)
 
 
 def built_by_ddp(ddp: DistributedDataParallel) -> BucketIndices | None:
@@ -162,19 +207,30 @@ def built_by_ddp(ddp: DistributedDataParallel) -> BucketIndices | None:
     ``relayout`` with these buckets leaves nothing to rebuild; with None, DDP would rebuild, and so communicate, in the
     next forward.
     """
-    rebuilt = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    rebuilt = DistributedDataParallel._get_ddp_logging_data(ddp).get("rebuilt_per_bucket_param_indices")
     return [[int(index) for index in bucket.split()] for bucket in rebuilt.split(",")] if rebuilt else None
 
 
 @contextmanager
 def _initial_layout(layout: BucketIndices) -> Iterator[None]:
-    """Within this context DDP's helper builds this layout; it reverses the list that the patched function returns."""
-    real = dist._compute_bucket_assignment_by_size
-    dist._compute_bucket_assignment_by_size = lambda *_, **__: (layout[::-1], [0] * len(layout))
-    try:
-        yield
-    finally:
-        dist._compute_bucket_assignment_by_size = real
+    """Within this context DDP's helper builds this layout; it reverses the list that the patched function returns.
+
+    Models of other threads may be wrapped or change their layout in the meantime: the patch is for this thread only.
+    """
+    patching_thread = get_ident()
+    with PATCH_LOCK:
+        real = dist._compute_bucket_assignment_by_size
+
+        def patched(*args: Any, **options: Any) -> Any:
+            if get_ident() != patching_thread:
+                return real(*args, **options)
+            return layout[::-1], [0] * len(layout)
+
+        dist._compute_bucket_assignment_by_size = patched
+        try:
+            yield
+        finally:
+            dist._compute_bucket_assignment_by_size = real
 
 
 def _use_up_rebuild(ddp: Any, layout: BucketIndices) -> None:

@@ -75,11 +75,16 @@ class CommState(Stateful):
             )
         ranks = 1 + max(saved)
         same = ranks == dist.get_world_size(self._model.process_group)
-        wanted = [dist.get_rank(self._model.process_group)] if same else sorted(saved)
+        wanted = [dist.get_rank(self._model.process_group)] if same else list(range(ranks))
+        if missing := [rank for rank in wanted if rank not in saved]:
+            raise ValueError(
+                f"the checkpoint at {here} has no entry {self._name}/rank{missing[0]}/…: expected one of every rank "
+                f"from 0 to {ranks - 1}; load a checkpoint that all ranks have saved"
+            )
         return {
             f"{self._name}/rank{rank}/{key}": torch.empty(entry.size, dtype=entry.properties.dtype)
             for rank in wanted
-            for key, entry in saved.get(rank, {}).items()
+            for key, entry in saved[rank].items()
         }
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -88,7 +93,13 @@ class CommState(Stateful):
         for key, value in state_dict.items():
             if (parts := self._parts(key)) is not None:
                 ranks.setdefault(parts[0], {})[parts[1]] = value
-        self._model.load_comm_state_dict(*(unpacked(ranks[rank]) for rank in sorted(ranks)))
+        if not ranks:
+            raise ValueError(
+                f"CommState was given no entry {self._name}/rank…, but {sorted(state_dict)[:4]}: expected what its "
+                f"state_dict() names; give the name= that the checkpoint was saved with"
+            )
+        states = [unpacked(ranks[rank], f"{self._name}/rank{rank}") for rank in sorted(ranks)]
+        self._model.load_comm_state_dict(*states)
 
     def _entries(self, metadata: Metadata) -> dict[int, dict[str, TensorStorageMetadata]]:
         """The entries by rank, then by key."""
@@ -113,12 +124,39 @@ def packed(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{kind}/{name}", piece
 
 
-def unpacked(entries: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The ``comm_state_dict()`` that ``packed`` was given."""
-    numbers: dict[str, Any] = json.loads(entries["numbers"].cpu().numpy().tobytes())
+def unpacked(entries: Mapping[str, torch.Tensor], where: str = "") -> dict[str, Any]:
+    """The ``comm_state_dict()`` that ``packed`` was given; ``where`` names its origin in errors."""
+    if "numbers" not in entries:
+        raise _refused(f"{where}/numbers", "missing", "one, written by CommState")
+    numbers = _numbers(entries["numbers"], f"{where}/numbers")
     found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in TENSORS}
     for key, value in entries.items():
         kind, _, name = key.partition("/")
-        if name:
-            found[kind][name] = value
+        if key == "numbers":
+            continue
+        if kind not in TENSORS or not name or not isinstance(value, torch.Tensor):
+            raise _refused(f"{where}/{key}", type(value).__name__, f"tensors under {' and '.join(TENSORS)} only")
+        if not numbers:
+            raise _refused(f"{where}/{key}", "there", "nothing beside numbers that are empty")
+        found[kind][name] = value
     return {**numbers, **found} if numbers else {}
+
+
+def _numbers(content: Any, where: str) -> dict[str, Any]:
+    """The dictionary in the entry of numbers and strings."""
+    if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8 or content.dim() != 1:
+        shown = f"{content.dtype} {list(content.shape)}" if isinstance(content, torch.Tensor) else repr(content)[:80]
+        raise _refused(where, shown, "a flat tensor of bytes")
+    try:
+        numbers = json.loads(content.cpu().numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise _refused(where, f"not JSON ({str(error)[:80]})", "a JSON object") from error
+    if not isinstance(numbers, dict) or not numbers.keys().isdisjoint(TENSORS):
+        raise _refused(where, repr(numbers)[:80], f"a JSON object without {' and '.join(TENSORS)}")
+    return numbers
+
+
+def _refused(entry: str, found: str, expected: str) -> ValueError:
+    return ValueError(
+        f"the entry {entry} of the checkpoint is {found}: expected {expected}; load a checkpoint that CommState saved"
+    )

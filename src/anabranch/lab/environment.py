@@ -13,6 +13,7 @@ LAB = "ANABRANCH_LAB"
 LAB_ID = "ANABRANCH_LAB_ID"
 LAB_BACKEND = "ANABRANCH_LAB_BACKEND"
 LAB_BIT_S = "ANABRANCH_LAB_BIT_S"
+CACHE = "ANABRANCH_CACHE"
 
 
 def host_environment(cluster: Cluster, host: Host, master: Host, master_port: int, lab_id: str) -> dict[str, str]:
@@ -33,6 +34,9 @@ def host_environment(cluster: Cluster, host: Host, master: Host, master_port: in
         "NCCL_IB_DISABLE": "1",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Experiments in a lab begin anew each time, and a plan for its links is of no use outside. Whoever wants to try
+        # the plan cache in a lab sets the variable; a cached plan's key has the lab's hosts and links in it.
+        CACHE: os.environ.get(CACHE, "off"),
         LAB: str(cluster),
         LAB_BACKEND: cluster.backend,
         LAB_BIT_S: f"{min((rate for rate in cluster.rates_bit_s if rate is not None), default=0.0):.0f}",

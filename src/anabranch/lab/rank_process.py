@@ -24,7 +24,7 @@ class RankProcess:
 
     ``output`` is the file that holds what it prints; None if it prints where the lab's own process prints.
     ``runs_torchrun`` says that it is torchrun with several ranks, ``ended_by_lab`` that it was still running when the
-    lab stopped waiting.
+    lab stopped waiting. ``ended_at_s`` is when it ended by itself, in seconds since the epoch.
     """
 
     name: str
@@ -32,6 +32,7 @@ class RankProcess:
     output: IO[bytes] | None
     runs_torchrun: bool = False
     ended_by_lab: bool = False
+    ended_at_s: float | None = None
 
     @property
     def exit_code(self) -> int | None:
@@ -46,6 +47,20 @@ class RankProcess:
             return "still running, so ended by the lab"
         code = self.process.returncode
         return f"killed by {_signal_name(-code)}" if code is not None and code < 0 else f"exit code {code}"
+
+    @property
+    def failed_at_s(self) -> float | None:
+        """When it failed, in seconds since the epoch; None if it has not.
+
+        A program fails when it prints the traceback that is the end of its output. Threads and groups may keep it for
+        many seconds after that, while other ranks, which lost their connection to it, end at once. Without such a
+        traceback it fails when it ends with another exit code than 0.
+        """
+        if self.exit_code == 0:
+            return None
+        if self.output is not None and _ends_in_traceback(self.last_lines()):
+            return os.fstat(self.output.fileno()).st_mtime
+        return self.ended_at_s
 
     def send_signal(self, number: int) -> None:
         """Send a signal to its process group, as a terminal would; nothing happens if it has ended."""
@@ -90,6 +105,13 @@ def start_process(
             start_new_session=True,
         )
     return RankProcess(name, process, output)
+
+
+def _ends_in_traceback(lines: Sequence[str]) -> bool:
+    """Whether the last lines are a traceback of Python: its frames are indented, and the error follows them."""
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    frames = [line for line in lines[starts[-1] + 1 :] if line.startswith("  ")] if starts else []
+    return bool(frames) and not lines[-1].startswith("  ")
 
 
 def _signal_name(number: int) -> str:

@@ -68,12 +68,12 @@ class Outcome:
         if self.stopped_by is not None:
             return 128 + self.stopped_by
         if self.first_failure is not None:
-            return self.first_failure.exit_code or 1
+            return 1 if self.first_failure.ended_by_lab else self.first_failure.exit_code or 1
         return TIMED_OUT if self.timed_out else 0
 
 
 class Supervisor:
-    """Waits for several processes at once, and knows which of them failed first."""
+    """Waits for several processes at once, and finds out which of them failed first."""
 
     def __init__(self, signals: SignalReceiver) -> None:
         self.processes: list[RankProcess] = []
@@ -108,7 +108,14 @@ class Supervisor:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         for process in self.processes:
             process.ended_by_lab = process.exit_code is None
+        if outcome.first_failure is not None:
+            outcome.first_failure = self._first_to_fail()
         return outcome
+
+    def _first_to_fail(self) -> RankProcess:
+        """The process that failed before all others; it need not be the first that ended."""
+        failed = [(at_s, process) for process in self.processes if (at_s := process.failed_at_s) is not None]
+        return min(failed, key=lambda each: each[0])[1]
 
     def close(self) -> None:
         """Stop watching the processes, whether they run or not."""
@@ -122,6 +129,7 @@ class Supervisor:
         self._selector.unregister(key.fd)
         os.close(key.fd)
         process.process.wait()
+        process.ended_at_s = time.time()
         if process.exit_code != 0 and outcome.first_failure is None and outcome.stopped_by is None:
             outcome.first_failure = process
 

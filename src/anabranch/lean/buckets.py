@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.comm.collectives import ResidualState
-from anabranch.comm.dense import all_finite
+from anabranch.comm.dense import SUMMABLE_BELOW, all_finite
 from anabranch.comm.exchange import BucketExchange, Group, Steps, issued, record_stream
 from anabranch.comm.flat import shaped
 from anabranch.lean.optimizers import BucketOptimizer
@@ -16,9 +16,6 @@ from anabranch.lean.residuals import ResidualStore
 from anabranch.lean.update import BucketUpdater
 from anabranch.plan import Bucket
 
-# Gradients above the largest finite number over this margin are left out. In a residual they would stay for ever, since
-# every sum over ranks that contains them overflows.
-OVERFLOW_MARGIN = 1 << 20
 CHUNK_NUMEL = 4 << 20  # elements added to a residual at a time; a temporary tensor of this size is needed
 
 
@@ -31,7 +28,8 @@ class LiveBucket:
                      gradients stay in ``parameter.grad`` until the bucket is complete
     finite_flags     for each gradient added so far whether it was finite on this rank; others were left out
     arrived          names of the parameters whose gradients have arrived
-    expected         number of gradients that may arrive: parameters that were frozen after wrapping have none
+    frozen           names of the parameters that were frozen after wrapping
+    expected         number of gradients that may arrive: frozen parameters have none
     missing          names of the parameters that got no gradient on this rank
     """
 
@@ -43,6 +41,7 @@ class LiveBucket:
     residual_views: Mapping[str, torch.Tensor] | None = None
     finite_flags: list[torch.Tensor] = field(default_factory=list)
     arrived: set[str] = field(default_factory=set)
+    frozen: set[str] = field(default_factory=set)
     expected: int = 0
     missing: Sequence[str] = ()
 
@@ -68,7 +67,9 @@ class LiveBucket:
 
     def begin_backward(self) -> None:
         """Expect a gradient for every parameter that is not frozen now."""
-        self.expected = sum(parameter.requires_grad for parameter in self.parameters)
+        named = zip(self.planned.names, self.parameters, strict=True)
+        self.frozen = {name for name, parameter in named if not parameter.requires_grad}
+        self.expected = len(self.parameters) - len(self.frozen)
 
     def find_missing(self) -> None:
         """Set ``missing`` to the parameters without a gradient; frozen ones need none. Called at launch."""
@@ -76,16 +77,17 @@ class LiveBucket:
         self.missing = [n for n, p in named if n not in self.arrived and p.grad is None and p.requires_grad]
 
     def add_to_residual(self, name: str, parameter: nn.Parameter) -> None:
-        """Add the parameter's gradient to the residual and free it; a gradient that is not finite is left out.
+        """Add the parameter's gradient to the residual and free it; one that is not below SUMMABLE_BELOW is left out.
 
-        The gradient is never written to: it may be a view of a tensor that autograd still needs.
+        The gradient is never written to: it may be a view of a tensor that autograd still needs. A frozen parameter
+        keeps a gradient that it got before, under no_sync().
         """
-        if self.state is None or self.residual_views is None or parameter.grad is None:
+        if self.state is None or self.residual_views is None or parameter.grad is None or name in self.frozen:
             return
         gradient = torch.atleast_1d(parameter.grad.detach())
         parameter.grad = None
         residual = torch.atleast_1d(shaped(self.residual_views[name], parameter))
-        finite = all_finite(gradient, below=torch.finfo(gradient.dtype).max / OVERFLOW_MARGIN)
+        finite = all_finite(gradient, below=SUMMABLE_BELOW)
         self.finite_flags.append(finite)
         self.state.record_norms(gradient)
         rows = max(1, CHUNK_NUMEL * len(gradient) // max(1, gradient.numel()))
@@ -102,9 +104,10 @@ class LiveBucket:
         return torch.stack(flags).all() if flags else None
 
     def flatten_into(self, slot: torch.Tensor) -> None:
-        """Move all gradients to a slot, one after another; zeros where a gradient is missing."""
-        for parameter, piece in zip(self.parameters, slot.split([p.numel() for p in self.parameters]), strict=True):
-            if parameter.grad is None:
+        """Move all gradients to a slot, one after another; zeros for missing gradients and frozen parameters."""
+        pieces = slot.split([parameter.numel() for parameter in self.parameters])
+        for name, parameter, piece in zip(self.planned.names, self.parameters, pieces, strict=True):
+            if parameter.grad is None or name in self.frozen:
                 piece.zero_()
             else:
                 shaped(piece, parameter).copy_(parameter.grad)
@@ -114,6 +117,7 @@ class LiveBucket:
 class UpdatingExchange:
     """An exchange followed by the update of the bucket's parameters.
 
+    residuals     where residuals are stored between exchanges
     find_unused   after each exchange ranks tell each other which parameters they have used
     buckets       the buckets of the plan in force, by the names of their parameters; the engine sets them
     """
@@ -123,7 +127,7 @@ class UpdatingExchange:
     ) -> None:
         self._exchange = exchange
         self._updates = updates
-        self._residuals = residuals
+        self.residuals = residuals
         self._find_unused = find_unused
         self.buckets: Mapping[tuple[str, ...], LiveBucket] = {}
 
@@ -159,7 +163,7 @@ class UpdatingExchange:
             record_stream(finite)
             buffer[0] = torch.where(finite, 0.0, float("inf"))
         yield from exchange
-        self._residuals.store(state)
+        self.residuals.store(state)
 
 
 def _then_max_reduce(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:

@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.lean.buckets import LiveBucket, UpdatingExchange
+from anabranch.lean.frozen import FrozenAgreement
 from anabranch.lean.optimizers import BucketOptimizers
 from anabranch.lean.residuals import ResidualStore
 from anabranch.lean.slots import SlotRing
@@ -33,8 +34,10 @@ class Engine:
     launcher      starts the exchange of a bucket on its lane
     exchange      the exchange that the launcher runs; the engine sets its buckets
     averaging     whether this backward pass is averaged; under no_sync() gradients stay in ``parameter.grad``
+    frozen        compares between ranks which parameters are frozen
     find_unused   a gradient that is missing on this rank counts as zeros, and a parameter without a gradient on any
                   rank is not updated; if False, a missing gradient is an error
+    on_averaged   called inside backward when all buckets of a step are averaged
 
     ``averaged_backward_running``: a backward pass that will be averaged has begun.
     """
@@ -49,7 +52,9 @@ class Engine:
         updates: BucketUpdater,
         residuals: ResidualStore,
         averaging: Callable[[], bool],
+        frozen: FrozenAgreement,
         find_unused: bool = False,
+        on_averaged: Callable[[], None] | None = None,
     ) -> None:
         self.steps_done = 0
         self.averaged_backward_running = False
@@ -58,7 +63,9 @@ class Engine:
         self._updates = updates
         self._residuals = residuals
         self._averaging = averaging
+        self._frozen = frozen
         self._find_unused = find_unused
+        self._on_averaged = on_averaged
         optimizers.forget_buckets()
         self._buckets = [
             LiveBucket(bucket, own, optimizers.for_bucket(own), collectives.on_side_stream(bucket.collective))
@@ -72,16 +79,22 @@ class Engine:
         self._any_gradient_arrived = False  # in this backward pass
         # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.
         self._averaged_forward_ended = False
-        self._handles: list[Any] = [
-            parameters[name].register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, name))
-            for bucket in self._buckets
-            for name in bucket.planned.names
-        ]
+        self._handles: list[Any] = []
+        try:
+            for bucket in self._buckets:
+                for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
+                    hook = partial(self._on_gradient, bucket, name)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks and free all memory. Call it once, since the engine is unusable afterwards."""
         while self._handles:
             self._handles.pop().remove()
+        # An output that the user keeps refers to the engine.
+        del self._buckets, self._slots, self._residuals, self._launcher, self._collectives
 
     def before_forward(self) -> None:
         """Raise if the last backward pass did not finish: other ranks may be at another bucket."""
@@ -147,13 +160,19 @@ class Engine:
         self._any_gradient_arrived = True
         if not self.averaged_backward_running:
             Variable._execution_engine.queue_callback(self._finish)
+        self._frozen.begin()
         for bucket in self._buckets:
             bucket.begin_backward()
             bucket.state = self._collectives.residual_state(bucket.planned)
             bucket.residual_views = None if bucket.state is None else self._residuals.resident(bucket.state)
+            if bucket.state is not None and bucket.state.held.keys() != bucket.frozen:
+                self._residuals.synchronize()
+                bucket.state.hold(bucket.frozen)
 
     def _launch(self) -> None:
         """Launch the next bucket on its lane."""
+        if self._launched == 0:
+            self._frozen.check()
         bucket = self._buckets[self._launched]
         bucket.find_missing()
         if bucket.missing and not self._find_unused:
@@ -195,3 +214,5 @@ class Engine:
         self._any_gradient_arrived = False
         self._averaged_forward_ended = False
         self.steps_done += 1
+        if self._on_averaged is not None:
+            self._on_averaged()

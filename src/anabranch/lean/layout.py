@@ -5,10 +5,12 @@ from collections.abc import Callable, Collection
 from torch import nn
 
 from anabranch.comm.collectives import Collectives
+from anabranch.comm.exchange import Group
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.comm.model import ignored_names
 from anabranch.lean.buckets import UpdatingExchange
 from anabranch.lean.engine import Engine
+from anabranch.lean.frozen import FrozenAgreement
 from anabranch.lean.optimizers import BucketOptimizers
 from anabranch.lean.options import Lean
 from anabranch.lean.residuals import DeviceResiduals, HostResiduals, ResidualStore
@@ -21,6 +23,7 @@ class LeanLayout(StepObserver):
     """The bucket layout of one model under Lean; ``tuning.runner.Layout`` is the contract.
 
     averaging     whether this backward pass is averaged
+    control       returns the group for small messages in host memory
     find_unused   as in ``Engine``
     """
 
@@ -33,6 +36,7 @@ class LeanLayout(StepObserver):
         collectives: Collectives,
         default_plan: Plan,
         averaging: Callable[[], bool],
+        control: Callable[[], Group],
         find_unused: bool,
     ) -> None:
         self.default_plan = default_plan
@@ -45,17 +49,18 @@ class LeanLayout(StepObserver):
         self.exchange = UpdatingExchange(collectives, self.updates, self.residuals, find_unused)
         self._collectives = collectives
         self._averaging = averaging
+        self._frozen = FrozenAgreement(self._parameters, control)
         self._find_unused = find_unused
         self._memory_formats = {name: _memory_format(parameter) for name, parameter in self._parameters.items()}
         self._fingerprint = ModuleFingerprint(module)
         self._engine: Engine | None = None
-        self._steps_of_old_engines = 0
+        self._on_averaged: Callable[[], None] | None = None
 
     def trained(self) -> dict[str, nn.Parameter]:
         return trained_parameters(self._module)
 
-    def progress(self) -> int:
-        return self._steps_of_old_engines + (self._engine.steps_done if self._engine is not None else 0)
+    def report_averaged(self, callback: Callable[[], None]) -> None:
+        self._on_averaged = callback
 
     def may_change(self, averaged: bool) -> bool:  # noqa: ARG002 - an engine can start before any forward
         return True
@@ -72,19 +77,24 @@ class LeanLayout(StepObserver):
 
     def use(self, launcher: BucketLauncher | None) -> None:
         if self._engine is not None:
-            self._steps_of_old_engines += self._engine.steps_done
             self._engine.close()
         self.updates.forget_buckets()
         self._engine = None  # frees the old slots before the new ones are allocated
         assert launcher is not None  # there is a default plan
         self._engine = Engine(
             launcher, self.exchange, self._collectives, self._parameters, self.optimizers, self.updates,
-            self.residuals, self._averaging, self._find_unused,
+            self.residuals, self._averaging, self._frozen, self._find_unused, self._on_averaged,
         )  # fmt: skip
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
+        self._engine = None
+        self._frozen.close()
+        self.updates.forget_buckets()
+        self.optimizers.forget_buckets()
+        self.exchange.buckets = {}
+        self.residuals = self.exchange.residuals = DeviceResiduals()  # frees the slots of residuals in host memory
 
     def on_forward_end(self, averaged: bool) -> Callable[[], None] | None:
         return self._engine.on_forward_end() if averaged and self._engine is not None else None

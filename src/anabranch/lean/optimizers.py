@@ -111,7 +111,7 @@ class BucketOptimizer:
     def step(
         self, average: torch.Tensor, found_inf: torch.Tensor | None = None, used: Sequence[bool] | None = None
     ) -> None:
-        """Step once with ``average``, the bucket's average gradient; afterwards no parameter has a gradient.
+        """Step once with ``average``, the bucket's average gradient; afterwards no parameter has a gradient of it.
 
         ``found_inf`` (a float on the device, if ``takes_found_inf``): where it is not 0, nothing changes. ``used``:
         parameters for which it is False are left alone, as without a gradient.
@@ -124,6 +124,10 @@ class BucketOptimizer:
         for group, index in self._groups:
             settings = self._user_optimizer.param_groups[index]
             group.update((name, value) for name, value in settings.items() if name != "params")
+        # Of frozen parameters, from no_sync() before they were frozen.
+        kept = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
         pieces = zip(self._parameters, average.split(self._numels), used or self._all_used, strict=True)
         for parameter, piece, is_used in pieces:
             if is_used and parameter.requires_grad:  # a frozen parameter must neither decay nor follow its momentum
@@ -131,6 +135,8 @@ class BucketOptimizer:
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
+        for parameter, gradient in kept:
+            parameter.grad = gradient
         for group, index in self._groups:
             _check_settings(self._optimizer, group, self._user_optimizer.param_groups[index])
         if not self._state_checked:

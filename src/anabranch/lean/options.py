@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -45,7 +46,9 @@ class Lean:
             raise ValueError(f"Lean residuals is {self.residuals!r}: expected 'in place' or 'host'")
         if not isinstance(self.activations, Activations):
             raise ValueError(f"Lean activations is {self.activations!r}: expected Activations(mode=...)")
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        clip_norm = self.clip_norm
+        is_number = isinstance(clip_norm, Real) and not isinstance(clip_norm, bool)
+        if clip_norm is not None and not (is_number and clip_norm > 0):
             raise ValueError(f"Lean clip_norm is {self.clip_norm!r}: expected more than 0, or None")
 
     def described(self) -> list[str]:

@@ -1,9 +1,10 @@
-"""The environment variable that describes the network of this process."""
+"""The environment variables that describe the network of this process."""
 
 import os
 from collections.abc import Mapping
 
 NETWORK_NOTE = "ANABRANCH_NETWORK_NOTE"
+LAB = "ANABRANCH_LAB"
 
 
 def network_note(variables: Mapping[str, str] = os.environ) -> str | None:
@@ -13,3 +14,8 @@ def network_note(variables: Mapping[str, str] = os.environ) -> str | None:
     the process then contains the sentence, so that an emulated network is not taken for a real one.
     """
     return variables.get(NETWORK_NOTE) or None
+
+
+def lab_note(variables: Mapping[str, str] = os.environ) -> str | None:
+    """The hosts and links of the lab that runs this process, as ``anabranch lab`` describes them; None outside it."""
+    return variables.get(LAB) or None

@@ -26,10 +26,15 @@ from anabranch.observe.environment import network_note
 SMALLEST_NBYTES = 1 << 10
 LARGEST_NBYTES = 64 << 20
 BUDGET_S = 4.0
-REPEATS = (5, 40)  # fewest, most
+SHORT_BUDGET_S = 4.0  # below this, every second size is measured
+REPEATS = (3, 40)  # fewest, most
 JUST_DENSE: Mapping[str, Collective] = {"dense": dense}
 POOR_SPREAD = 0.5  # an interquartile range of half the median: a plan made from it is a guess
 FLOAT_NBYTES = 4
+
+
+class NoisyNetworkWarning(UserWarning):
+    """The measured costs vary too much to plan with."""
 
 
 def all_gather(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001 (nothing is averaged)
@@ -58,16 +63,18 @@ def measure(
     """The network among the ranks of ``lanes`` (process groups of the same ranks; the first is the main one).
 
     ``collectives`` are those to time, by the names that plans give them; "dense" must be among them, and those of
-    ``SHARDED`` may be. Takes about ``budget_s`` seconds, or as long as five messages of each size need. Collective:
-    every rank must call it with the same arguments at the same point.
+    ``SHARDED`` may be. Takes about ``budget_s`` seconds by rank 0's argument, or as long as a few messages of each size
+    need. Collective: every rank must call it with the same other arguments at the same point.
     """
     if largest_nbytes < 2 * SMALLEST_NBYTES:
         largest_nbytes = 2 * SMALLEST_NBYTES
     if not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s}: expected more than zero seconds")
     stopwatch = Stopwatch(lanes[0], clock_for(device))
+    budget_s = stopwatch.as_rank_0(budget_s)
     world_size = dist.get_world_size(lanes[0])
-    sizes = message_sizes(largest_nbytes)
+    sizes = message_sizes(largest_nbytes, growth=2 if budget_s >= SHORT_BUDGET_S else 4)
+    _warm_up(collectives, lanes, device)
     share_s = budget_s / (len(collectives) * len(sizes) + 2 * (len(lanes) > 1))
     curves = {
         name: [
@@ -118,11 +125,17 @@ class Stopwatch:
         self._clock = clock
 
     def repeat(self, action: Callable[[], None], budget_s: float) -> list[float]:
-        """Seconds of each repetition on this rank, after two that are not counted (connections, caches)."""
-        action()
-        once_s = max(self._times(action, 1)[0], 1e-7)
+        """Seconds of each repetition on this rank, after a first one that does not count (connections, caches).
+
+        If that one alone takes longer than ``budget_s``, it counts: first-time costs are a small part of it. One more
+        follows, unless it took longer than twice the budget.
+        """
+        first_s = max(self._times(action, 1)[0], 1e-7)
+        affordable = self.as_rank_0(budget_s / first_s)
+        if affordable < 1:
+            return [first_s, *self._times(action, int(affordable > 1 / 2))]
         fewest, most = REPEATS
-        return self._times(action, int(min(max(self.as_rank_0(budget_s / once_s), fewest), most)))
+        return self._times(action, int(min(max(affordable, fewest), most)))
 
     def as_rank_0(self, number: float) -> float:
         """Rank 0's number: what ranks do together must not depend on what each has measured."""
@@ -140,14 +153,14 @@ class Stopwatch:
         return [self._clock.elapsed_s(start, end) for start, end in marks]
 
 
-def message_sizes(largest_nbytes: int) -> list[int]:
-    """Sizes to measure: powers of two, closer where the curve bends, and the largest itself."""
+def message_sizes(largest_nbytes: int, growth: int = 2) -> list[int]:
+    """Sizes to measure: each ``growth`` times the last, closer where the curve bends, and the largest itself."""
     sizes = []
     nbytes = SMALLEST_NBYTES
     largest_nbytes = largest_nbytes // FLOAT_NBYTES * FLOAT_NBYTES
     while nbytes < largest_nbytes:
         sizes.append(nbytes)
-        nbytes *= 2 if nbytes < 4 << 20 else 4
+        nbytes *= growth if nbytes < 4 << 20 else 4
     return [*sizes, largest_nbytes]
 
 
@@ -207,9 +220,20 @@ def measurement_facts(
             f"the network's costs vary by {relative:.0%} between repetitions, as they do where ranks share few cores: "
             "plans made from them are uncertain; measure on a quieter machine, or for longer (anabranch measure "
             "--budget-s 60)",
+            NoisyNetworkWarning,
             stacklevel=3,
         )
     return facts
+
+
+def _warm_up(collectives: Mapping[str, Collective], lanes: Sequence[Group], device: torch.device) -> None:
+    """Send a small message of each kind, and one on each lane: connections are made and kernels built at first use."""
+    divisor = dist.get_world_size(lanes[0])
+    buffer = torch.ones(SMALLEST_NBYTES, dtype=torch.float32, device=device)
+    for collective in collectives.values():
+        drive(collective(buffer, lanes[0], divisor))
+    for lane in lanes:
+        drive(dense(buffer, lane, divisor))
 
 
 def _point(

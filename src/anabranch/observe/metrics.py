@@ -133,10 +133,12 @@ class MetricsFeed(StepObserver):
         while self._pending and self._settled(self._pending[0].marks):
             metrics = self._metrics(self._pending.popleft())
             for logger in list(self._loggers):
+                if not self._loggers:  # the one before has closed the model
+                    break
                 try:
                     logger.log(metrics)
                 except Exception as error:
-                    self._loggers.remove(logger)
+                    self._loggers = [other for other in self._loggers if other is not logger]
                     words = "anabranch: %s failed at step %d and gets no more metrics: %s: %s"
                     log.error(words, type(logger).__name__, metrics.step, type(error).__name__, error)
 

@@ -38,8 +38,8 @@ def record(
     inputs: list[str] = []  # shape and dtype of the first input tensor, which show the batch size
 
     def note_input(_module: nn.Module, args: object, kwargs: object) -> None:
-        if not inputs and (tensors := tensors_in([args, kwargs])):
-            inputs.append(f"{'x'.join(map(str, tensors[0].shape))} {str(tensors[0].dtype).removeprefix('torch.')}")
+        if not inputs and (described := described_input([args, kwargs])):
+            inputs.append(described)
 
     handle = model.register_forward_pre_hook(note_input, with_kwargs=True)
     try:
@@ -49,6 +49,12 @@ def record(
     finally:
         handle.remove()
     return recorder.trace({**({"input": inputs[0]} if inputs else {}), **(meta or {})})
+
+
+def described_input(inputs: object) -> str | None:
+    """Shape and dtype of the first tensor among these inputs, such as "32x128 int64"; None if there is none."""
+    tensors = tensors_in(inputs)
+    return f"{'x'.join(map(str, tensors[0].shape))} {str(tensors[0].dtype).removeprefix('torch.')}" if tensors else None
 
 
 class Recorder(StepObserver):

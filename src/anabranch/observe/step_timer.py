@@ -4,6 +4,7 @@ A model has one timer, its tuner's. While activations are profiled it has a seco
 without a tuner.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -54,28 +55,22 @@ class StepObserver:
 class StepTimer:
     """Marks each averaged step. When its gradients are averaged, calls the observers and then ``after_step``.
 
-    Every rank calls them at the same point of its step, so they may communicate. A hook on the output fires when
-    backward begins. Callbacks queued in the autograd engine run when it ends: first the timer's, then DDP's own, which
-    waits for communication, then a second one of the timer. A backward pass that does not change ``progress()`` is not
-    a step: autograd.grad() does not reach the reducer, and of several forwards with one backward only one counts. Ranks
-    may differ in both.
+    The owner of the gradients calls ``gradients_averaged`` once per step, in backward; the step ends with that pass.
+    This happens equally often on every rank, so observers may communicate. Hooks on the output only take times: a
+    rank's loss may use other outputs than another's, or none. A module that is ``attached`` has no such owner: there
+    each backward pass through its output ends a step.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        after_step: Callable[[], None] | None = None,
-        progress: Callable[[], object] | None = None,
-        keep: int = 64,
-    ) -> None:
+    def __init__(self, clock: Clock, after_step: Callable[[], None] | None = None, keep: int = 64) -> None:
         self.clock = clock
         self.observers: list[StepObserver] = []
         self._after_step = after_step
-        self._progress = progress
-        self._progress_before = None if progress is None else progress()
+        self._attached = False
         self._current: StepMarks | None = None  # between a forward and the end of its backward
         self._last: StepMarks | None = None  # of the last forward: gradients may come in several backward passes
-        self.output_is_opaque = False  # no tensor with a gradient was found in the last output
+        self._averaged = False  # gradients were averaged in the backward pass that is running
+        # Weak: a backward pass that fails drops its callbacks, and must not be waited for.
+        self._pass_end: weakref.ref[_PassEnd] | None = None
         self._steps: deque[StepMarks] = deque(maxlen=keep)
         self._bucket_timings = 0  # how many contexts of bucket_timing() are open
 
@@ -88,8 +83,6 @@ class StepTimer:
     def forward_ended(self, output: object, averaged: bool = True) -> None:
         """Call this with the output of a forward that will be differentiated."""
         step = self._current if averaged else None
-        if step is not None and self._progress is not None:
-            self._progress_before = self._progress()
         callbacks = [callback for observer in self.observers if (callback := observer.on_forward_end(averaged))]
 
         def on_gradient(gradient: torch.Tensor) -> None:  # noqa: ARG001
@@ -102,9 +95,14 @@ class StepTimer:
         if step is not None or callbacks:
             for tensor in tensors:
                 tensor.register_hook(on_gradient)
-        self.output_is_opaque = not tensors
         if step is not None and not tensors:
             step.backward = self.clock.mark()  # the output hides its tensors: this is the best estimate
+
+    def gradients_averaged(self) -> None:
+        """Call this in backward when the gradients of a step are averaged: the step ends with that backward pass."""
+        self._averaged = True
+        if self._running_pass() is None:  # the loss uses no output that has a hook
+            self._queue_end(self._last or StepMarks(self.clock.mark()))
 
     @contextmanager
     def attached(self, module: nn.Module) -> Iterator[None]:
@@ -119,9 +117,11 @@ class StepTimer:
                 self.forward_ended(output)
 
         handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        self._attached = True
         try:
             yield
         finally:
+            self._attached = False
             for handle in handles:
                 handle.remove()
 
@@ -163,7 +163,8 @@ class StepTimer:
         self._steps.clear()
 
     def close(self) -> None:
-        """Close the observers: there will be no more steps."""
+        """Close the observers: there will be no more steps. An observer may call it while a step ends."""
+        self._after_step = None
         observers = self.observers
         self.observers = []
         for observer in observers:
@@ -172,41 +173,69 @@ class StepTimer:
     # Called by autograd.
 
     def _backward_begins(self, step: StepMarks) -> None:
-        if step.backward is None:
+        running = self._running_pass()
+        if step.averaged is None and (running is None or running.graph_task != torch._C._current_graph_task_id()):
             step.backward = self.clock.mark()
-            Variable._execution_engine.queue_callback(lambda: self._backward_ended(step))
+            self._queue_end(step)
 
     def _gradient_marker(self, name: str) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:  # noqa: ARG001
             step = self._last
             if step is None or name in step.ready:
                 return
-            # No hook on an opaque output has queued this callback. Under a tuner such steps are not counted at all: its
-            # schedule would advance only while gradients are timed.
-            if self.output_is_opaque and self._progress is None and not step.ready:
-                Variable._execution_engine.queue_callback(lambda: self._backward_ended(step))
-            step.ready[name] = self.clock.mark()
+            if self._attached and self._running_pass() is None:  # the output hides its tensors
+                self._queue_end(step)
+            mark = step.ready[name] = self.clock.mark()
+            if step.backward is None:
+                step.backward = mark
 
         return ready
 
-    def _backward_ended(self, step: StepMarks) -> None:
-        step.computed = self.clock.mark()
-        Variable._execution_engine.queue_callback(lambda: self._gradients_averaged(step))
+    def _running_pass(self) -> "_PassEnd | None":
+        return self._pass_end() if self._pass_end is not None else None
 
-    def _gradients_averaged(self, step: StepMarks) -> None:
-        progress = self._progress() if self._progress is not None else object()
-        if progress == self._progress_before:
-            step.backward = None
-            return
-        self._progress_before = progress
+    def _queue_end(self, step: StepMarks) -> None:
+        end = _PassEnd(self, step)
+        self._pass_end = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)
+
+    def _pass_ended(self, step: StepMarks) -> None:
+        self._pass_end = None
+        if not (self._averaged or self._attached):
+            return  # autograd.grad(), or other parts of the loss will follow
+        self._averaged = False
         step.averaged = self.clock.mark()
+        if step.backward is None:
+            step.backward = step.computed
         self._steps.append(step)
         if self._current is step:
             self._current = None
         for observer in list(self.observers):  # before after_step() may change the plan
-            observer.on_step_end(step)
+            if observer in self.observers:  # it may have been closed by another
+                observer.on_step_end(step)
         if self._after_step is not None:
             self._after_step()
+
+
+class _PassEnd:
+    """Called at the end of a backward pass, and again after DDP's own callback, which waits for communication."""
+
+    __slots__ = ("__weakref__", "_computed", "_step", "_timer", "graph_task")
+
+    def __init__(self, timer: StepTimer, step: StepMarks) -> None:
+        self.graph_task = torch._C._current_graph_task_id()
+        self._timer = timer
+        self._step = step
+        self._computed = False
+
+    def __call__(self) -> None:
+        if self._computed:
+            self._timer._pass_ended(self._step)
+            return
+        self._computed = True
+        if self._step.averaged is None:
+            self._step.computed = self._timer.clock.mark()
+        Variable._execution_engine.queue_callback(self)
 
 
 def tensors_in(output: object) -> list[torch.Tensor]:

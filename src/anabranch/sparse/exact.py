@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.comm.communicator import Communicator
+from anabranch.comm.dense import SUMMABLE_BELOW, all_finite
 from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import regions, select
 from anabranch.sparse.encoding import decode, encode, message_head, round_values
@@ -94,7 +95,7 @@ def exact_exchange(
 def accumulate(
     gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``select.accumulate``; returns the positions of what passes the threshold, and True if not all is finite.
+    """As ``select.accumulate``; returns the positions of what passes the threshold, and True if the step is poisoned.
 
     Works a chunk at a time, so that a CPU reads and writes each element once, in its cache, without large temporaries.
     """
@@ -103,13 +104,10 @@ def accumulate(
     for start in range(0, len(gradient), CHUNK_NUMEL):
         new, old = gradient[start : start + CHUNK_NUMEL], residual[start : start + CHUNK_NUMEL]
         total = old + new
+        poison |= ~all_finite(new, below=SUMMABLE_BELOW)
         new.copy_(old)
         old.copy_(total)
-        # An inf or NaN makes the sum inf or NaN. So does an overflow of finite values: hence the second look below.
-        poison |= ~torch.isfinite(total.sum())
         found.append((total.abs_() >= least).nonzero().flatten().add_(start))
-    if bool(poison):
-        poison = ~torch.isfinite(residual).all()
     return torch.cat(found), poison
 
 

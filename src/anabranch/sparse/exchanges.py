@@ -5,6 +5,7 @@ A bucket that names "oktopk:0.01" travels at a density of 1 %. Densities are few
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.residual_flush import Applied, ResidualFlush
 from anabranch.sparse.residual_monitor import residual_grows
+from anabranch.sparse.saved_state import check_saved
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState, SparseState
+
+NO_PARAMETERS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class OkTopkExchanges:
@@ -30,7 +34,8 @@ class OkTopkExchanges:
 
     ``parameters`` are those of the model that are averaged, by name. Vectors (biases, norms) always travel dense: they
     are few, and delay hurts them most. So do gradients that are not float32, since residuals are.
-    ``averaged`` and ``applied`` as in ``ResidualFlush``.
+    ``averaged`` and ``applied`` as in ``ResidualFlush``. ``frozen``: the model's other parameters by name; a checkpoint
+    may hold their residuals, which are kept.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class OkTopkExchanges:
         group: Group,
         averaged: Callable[[], bool],
         applied: Applied | None = None,
+        frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
     ) -> None:
         fixed = [] if options.density == "auto" else [float(options.density)]
         self.kinds = tuple(kind_of(density) for density in fixed or LADDER)
@@ -47,6 +53,7 @@ class OkTopkExchanges:
         self.warmup_steps = options.warmup_steps
         self._options = options
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._known_numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
         self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # of parameters, by bucket
         self._device = next(iter(parameters.values())).device
         self._world_size = dist.get_world_size(group)
@@ -156,10 +163,16 @@ class OkTopkExchanges:
         return {**self._state.state_dict(), "velocities": velocities, "orders": orders}
 
     def load_state_dict(self, *states: Any) -> None:
-        for state in states:
-            if state and "orders" in state:
-                self._check_orders(state["orders"])
-        self._state.load_state_dict(*states)
+        """Load checked states. One that is refused changes nothing here; other ranks learn of it in the first step."""
+        try:
+            for state in states:
+                if state:
+                    check_saved(state, self._known_numels)
+                    self._check_orders(state.get("orders", {}))
+            self._state.load_state_dict(*states)
+        except ValueError as error:
+            self._state.loaded = [f"a state that was refused: {error}"]
+            raise
         self._momentum.load_state_dict(*(state.get("velocities", {}) for state in self._state.loaded_states))
         self._residual_flush.set_sparse_names(self._residual_flush.sparse_names)
 
@@ -187,6 +200,10 @@ class OkTopkExchanges:
 
     def close(self) -> None:
         self._residual_flush.close()
+        self._state.clear()
+        self._momentum.clear()
+        self._exchanged = []
+        self._comms = {}
 
     def _comm(self, group: Group) -> GroupCommunicator:
         if group not in self._comms:
@@ -206,9 +223,10 @@ def collectives_for(
     group: Group,
     averaged: Callable[[], bool],
     applied: Applied | None = None,
+    frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
 ) -> Collectives:
     """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``OkTopkExchanges``."""
     if isinstance(compress, OkTopk):
-        oktopk = OkTopkExchanges(compress, parameters, group, averaged, applied)
+        oktopk = OkTopkExchanges(compress, parameters, group, averaged, applied, frozen)
         return Collectives(oktopk, DenseExchanges(), memory=oktopk)
     return Collectives(DenseExchanges(() if compress is None else (compress,)))

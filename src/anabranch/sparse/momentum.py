@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from anabranch.comm.dense import SUMMABLE_BELOW
 from anabranch.comm.exchange import Steps
 from anabranch.sparse.state import BucketState
 
@@ -29,7 +30,7 @@ class Momentum:
         self._pieces: dict[str, torch.Tensor] = {}  # of former buckets, or from a checkpoint
 
     def wrap(self, exchange: Steps, gradient: torch.Tensor, state: BucketState) -> Steps:
-        """The exchange of velocities in place of gradients. Gradients that are not finite leave no trace in them."""
+        """The exchange of velocities in place of gradients. Gradients that cannot be sent leave no trace in them."""
         if self._decay == 0.0:
             yield from exchange
             return
@@ -40,7 +41,7 @@ class Momentum:
         sent = state.residual == 0
         if self._rounds:
             sent |= gradient != 0  # where any rank's value was sent; and everywhere, where gradients are NaN
-        velocity.masked_fill_(sent, 0.0).nan_to_num_(0.0, 0.0, 0.0)
+        velocity.masked_fill_(sent | ~(velocity.abs() < SUMMABLE_BELOW), 0.0)
 
     def rescale(self, ratio: float) -> None:
         """From now on gradients are ``ratio`` times as large: scale all velocities to match."""
@@ -54,10 +55,14 @@ class Momentum:
             found.update(zip(state.names, flat.split(list(state.numels)), strict=True))
         return found
 
-    def load_state_dict(self, *states: Mapping[str, torch.Tensor]) -> None:
-        """Load this rank's velocities, or the sum of those of several old ranks."""
+    def clear(self) -> None:
+        """Drop all velocities."""
         self._flat = {}
         self._pieces = {}
+
+    def load_state_dict(self, *states: Mapping[str, torch.Tensor]) -> None:
+        """Load this rank's velocities, or the sum of those of several old ranks."""
+        self.clear()
         for state in states:
             for name, piece in state.items():
                 own = piece.detach().float().flatten()

@@ -1,9 +1,13 @@
 """Options of Ok-Topk: how gradients are sparsified."""
 
 from dataclasses import dataclass
+from math import isfinite
+from numbers import Real
 from typing import Literal
 
 from anabranch.sparse.sizes import Precision
+
+MAX_CAPACITY_FACTOR = 1e6
 
 
 @dataclass(frozen=True)
@@ -11,8 +15,8 @@ class OkTopk:
     """How gradients are sparsified.
 
     density             share of a bucket's elements to send per step; "auto": the highest the backward pass hides
-    warmup_steps        first steps that are sent dense, because early gradients change too fast to be delayed. A plan
-                        that the user gives runs from the first step on
+    warmup_steps        first steps in which all values are sent, as bf16 where that is faster, because early gradients
+                        change too fast to be delayed. A plan that the user gives runs from the first step on
     start_density       density right after warm-up, from which it falls geometrically over ``decay_steps``
     momentum            of each rank's own gradients, before they are sent, such as 0.9: then give the optimizer none
     threshold_period    steps between exact thresholds in an exact exchange; in between they are sampled
@@ -44,14 +48,20 @@ class OkTopk:
             ):
                 raise ValueError(f"OkTopk {name} is {value!r}: expected a share of the elements in (0, 1], or {free!r}")
         for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("threshold_period", 1), ("region_period", 1)):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+            if type(getattr(self, name)) is not int or getattr(self, name) < least:
                 raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected a whole number from {least} on")
         if self.wire not in ("fp32", "bf16"):
             raise ValueError(f"OkTopk wire is {self.wire!r}: expected 'fp32' or 'bf16'")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"OkTopk momentum is {self.momentum}: expected a number from 0 to below 1")
-        if not self.capacity_factor >= 1:
-            raise ValueError(f"OkTopk capacity_factor is {self.capacity_factor}: expected at least 1")
+        if not _is_real(self.momentum) or not 0 <= self.momentum < 1:
+            raise ValueError(f"OkTopk momentum is {self.momentum!r}: expected a number from 0 to below 1")
+        if not _is_real(self.capacity_factor) or not 1 <= self.capacity_factor <= MAX_CAPACITY_FACTOR:
+            most = MAX_CAPACITY_FACTOR
+            raise ValueError(
+                f"OkTopk capacity_factor is {self.capacity_factor!r}: expected a number from 1 to {most:g}"
+            )
+        for name in ("deterministic", "exact"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected True or False")
 
     def density_at(self, step: int, density: float) -> float:
         """The density of sparse step ``step``, counted after warm-up: falls from ``start_density`` to ``density``."""
@@ -59,3 +69,7 @@ class OkTopk:
             return density
         progress = min(1.0, step / self.decay_steps)
         return float(self.start_density ** (1 - progress) * density**progress)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)

@@ -49,7 +49,11 @@ class ResidualFlush:
         self.close()
         for name in self._state.unbucketed:
             if name in self._parameters and name not in names:
-                self._handles.append(self._parameters[name].register_hook(partial(self._add, name)))
+                parameter = self._parameters[name]
+                trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # else torch refuses a hook; a frozen parameter may be trained later
+                self._handles.append(parameter.register_hook(partial(self._add, name)))
+                parameter.requires_grad_(trained)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from anabranch.comm.dense import SUMMABLE_BELOW, all_finite
 from anabranch.sparse import regions
 from anabranch.sparse.encoding import round_values
 from anabranch.sparse.sizes import FP32, Encoding
@@ -30,7 +31,7 @@ class Offer(NamedTuple):
 
     packed   pairs int32 [P, capacity, 2]
     counts   int32 [P]: how many values of each region passed
-    poison   bool: some accumulated value was not finite
+    poison   bool: the gradient was not finite, or too large to be added to a residual
     """
 
     packed: torch.Tensor
@@ -87,11 +88,16 @@ def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def accumulate(gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """residual ← residual + gradient, gradient ← the old residual; True (a bool on the device) if not all is finite."""
+    """residual ← residual + gradient, gradient ← the old residual; True (a bool on the device) if the step is poisoned.
+
+    It is, if an element of the gradient is not below ``SUMMABLE_BELOW``. So residuals stay so small that their sum over
+    the ranks is finite.
+    """
     total = residual + gradient
+    poison = ~all_finite(gradient, below=SUMMABLE_BELOW)
     gradient.copy_(residual)
     residual.copy_(total)
-    return ~torch.isfinite(total).all()
+    return poison
 
 
 def undo(gradient: torch.Tensor, residual: torch.Tensor) -> None:

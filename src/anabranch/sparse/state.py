@@ -8,15 +8,15 @@ balances its own.
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
 
 from anabranch.sparse import regions
 from anabranch.sparse.residual_monitor import SAMPLE_PERIOD, ResidualMonitor
+from anabranch.sparse.saved_state import VERSION
 
-VERSION = 1
 log = logging.getLogger("anabranch")
 
 
@@ -30,6 +30,7 @@ class BucketState:
     step                   sparse steps so far
     fresh                  regions were never balanced; the same on every rank
     residual_monitor       norms of the residual over time, where they are recorded
+    held                   residuals of frozen parameters by name; they are 0 in ``residual``
     accumulates_in_place   gradients are added to the residual as they come. The gradient's memory is then zeros, and an
                            owner may add its sums there.
 
@@ -46,6 +47,7 @@ class BucketState:
     fresh: bool = True
     residual_monitor: ResidualMonitor | None = None
     accumulates_in_place: bool = False
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
     local_threshold: torch.Tensor = field(init=False)
     global_threshold: torch.Tensor = field(init=False)
     offered: torch.Tensor = field(init=False)
@@ -69,6 +71,15 @@ class BucketState:
     def pieces(self) -> dict[str, torch.Tensor]:
         """The residual of each parameter, as views."""
         return dict(zip(self.names, self.residual.split(list(self.numels)), strict=True))
+
+    def hold(self, names: Collection[str]) -> None:
+        """Hold the residuals of these parameters, and put those of all others back; between two exchanges."""
+        for name, piece in self.pieces().items():
+            if name in names and name not in self.held:
+                self.held[name] = piece.clone()
+                piece.zero_()
+            elif name not in names and name in self.held:
+                piece.add_(self.held.pop(name))
 
     def record_norms(self, gradient: torch.Tensor) -> None:
         """Record the norms of the residual and of this step's gradient, whole or part by part, if a sample is due."""
@@ -152,7 +163,8 @@ class SparseState:
         if self.scale is not None and self.scale != scale:
             for state in self._buckets.values():
                 state.residual.mul_(scale / self.scale)
-            for piece in (*self.unbucketed.values(), *self.flushing.values()):
+            held = [piece for state in self._buckets.values() for piece in state.held.values()]
+            for piece in (*held, *self.unbucketed.values(), *self.flushing.values()):
                 piece.mul_(scale / self.scale)
         self.scale = scale
 
@@ -167,10 +179,18 @@ class SparseState:
             found.update(state.pieces())
         return found
 
+    def clear(self) -> None:
+        """Drop all residuals and buckets."""
+        self._buckets = {}
+        self._settings = {}
+        self.flushing = {}
+        self.unbucketed = {}
+        self.loaded_states = []
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name, numbers and strings. Can be read without pickle."""
         residuals = {name: piece.detach().clone() for name, piece in self.residuals().items()}
-        for name, piece in self.flushing.items():
+        for name, piece in (*self.flushing.items(), *(item for s in self._buckets.values() for item in s.held.items())):
             residuals[name] = residuals[name] + piece.to(residuals[name].device) if name in residuals else piece.clone()
         return {
             "version": VERSION,
@@ -190,34 +210,27 @@ class SparseState:
         residuals over the ranks is conserved, up to float32 rounding where residuals are added.
         """
         states = tuple(state for state in states if state)  # a run without any state saved {}
-        self.loaded = ["nothing"]
-        self.loaded_states = []
         if not states:
+            self.loaded = ["nothing"]
+            self.loaded_states = []
             return
-        try:
-            mine, same = self._own(states)
-        except ValueError as error:
-            self.loaded = [f"a state that was refused: {error}"]
-            raise
+        mine, same = self._own(states)
         self.loaded = common_lines(states[0])
+        self.clear()
         self.loaded_states = mine
-        self._buckets = {}
-        self._settings = {}
-        self.flushing = {}
-        self.unbucketed.clear()
         for state in mine:
             for name, piece in state["residuals"].items():
                 own = piece.detach().to(torch.float32).flatten()  # stays on its own device until its bucket is used
                 before = self.unbucketed.get(name)
                 self.unbucketed[name] = own.clone() if before is None else before + own.to(before.device)
-        self._step = int(states[0]["step"])
+        self._step = states[0]["step"]
         self.scale = states[0].get("scale")
         if same:
             self._settings = {tuple(settings["names"]): settings for settings in mine[0]["buckets"]}
         elif self.rank == 0:
             log.warning(
                 "anabranch: residuals of %d ranks were loaded on %d: their sum is conserved, regions are new",
-                int(states[0]["world_size"]),
+                states[0]["world_size"],
                 self.world_size,
             )
 
@@ -229,12 +242,15 @@ class SparseState:
                     f"the sparse state has version {state.get('version')}, and this anabranch reads version {VERSION}: "
                     "load it with the anabranch that wrote it"
                 )
-        old = {int(state["rank"]): state for state in states}
-        sizes = sorted({int(state["world_size"]) for state in states})
+        old = {state["rank"]: state for state in states}
+        sizes = sorted({state["world_size"] for state in states})
         if len(sizes) != 1:
             raise ValueError(f"the sparse states given come from worlds of {sizes} ranks: give those of one run")
+        if len(old) < len(states):
+            ranks = sorted(state["rank"] for state in states)
+            raise ValueError(f"the sparse states given are of ranks {ranks}: give that of each rank once")
         for state in states[1:]:
-            for first, other in zip(common_lines(states[0]), common_lines(state), strict=False):
+            for first, other in zip_longest(common_lines(states[0]), common_lines(state), fillvalue="no more buckets"):
                 if first != other:
                     raise ValueError(
                         f"the sparse states given are from different checkpoints: rank {states[0]['rank']}'s says "
@@ -252,6 +268,7 @@ class SparseState:
         """Remove the buckets that hold any of these parameters; their residuals become unbucketed."""
         for key in [key for key in self._buckets if not set(names).isdisjoint(key)]:
             state = self._buckets.pop(key)
+            state.hold(())
             self._step = max(self._step, state.step)
             self.unbucketed.update((name, piece.clone()) for name, piece in state.pieces().items())
 
@@ -269,7 +286,7 @@ class SparseState:
         if (settings := self._settings.pop(names, None)) is not None:
             state.threshold_bias.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
-            state.step = int(settings["step"])
+            state.step = settings["step"]
             state.fresh = False
         return state
 

@@ -1,1 +1,1 @@
-"""Tuning of a live model: profile, measure, plan, try, choose, watch for drift, and explain."""
+"""Tuning of a live model: profile, measure, plan, try, choose, keep, watch for drift, and explain."""

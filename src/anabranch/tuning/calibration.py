@@ -40,8 +40,7 @@ def calibrate(network: Network, trace: Trace, trial: Trial, control: Group) -> N
     if plan is None:
         return network
     if plan.lanes > 1:
-        ended_s = median(step.finish_s for step in trial.detailed)
-        return agree_on(Network, with_calibrated_contention(network, trace, plan, ended_s), control)
+        return agree_on(Network, with_calibrated_contention(network, trace, plan, trial.finish_s), control)
     took_s = bucket_seconds(trial.detailed)
     not_timed = [-math.inf] * len(plan)
     seconds = torch.tensor(took_s if len(took_s) == len(plan) else not_timed, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from anabranch import planners
 from anabranch.comm.dense import COLLECTIVES
+from anabranch.errors import NetworkError
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.planners.sparse import densest, sparse
@@ -59,6 +60,14 @@ def lower_bound_step_s(trace: Trace, network: Network) -> float:
 def unmerged_s(trace: Trace, network: Network) -> float:
     """Predicted time with every gradient in a message of its own."""
     return predicted_s(trace, planners.per_tensor(trace, network), network)
+
+
+def prediction_s(trace: Trace, plan: Plan | None, network: Network) -> float | None:
+    """As ``predicted_s``; None if the network has no cost for a kind that a user's plan names."""
+    try:
+        return predicted_s(trace, plan, network)
+    except NetworkError:
+        return None
 
 
 def predicted_s(trace: Trace, plan: Plan | None, network: Network) -> float:

@@ -1,17 +1,19 @@
 """The text of ``explain()``: what a DataParallel does and why, with predictions next to measurements."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-from anabranch.errors import NetworkError
 from anabranch.network import Network
+from anabranch.observe.measure import POOR_SPREAD
 from anabranch.plan import Plan
 from anabranch.trace import Trace
-from anabranch.tuning.candidates import lower_bound_step_s, predicted_s, unmerged_s
+from anabranch.tuning.candidates import lower_bound_step_s, prediction_s, unmerged_s
+from anabranch.tuning.comparison import step_noise
 from anabranch.tuning.trial import Trial
 
 MIB = 1 << 20
+TEXT_COLUMNS = (0, 1, 9)  # of the table of trials
+MUCH_NOISE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class Findings:
     plan            the plan of the next step; None for DDP's own buckets
     network_note    a sentence that says that the network is emulated; None if it is not
     exchange_lines  lines about the state of exchanges, such as residuals
+    cost            what searching has cost; empty before the first trial
     """
 
     stage: str
@@ -32,6 +35,7 @@ class Findings:
     plan: Plan | None
     network_note: str | None
     exchange_lines: Sequence[str]
+    cost: str = ""
 
 
 def explanation(found: Findings) -> str:
@@ -54,6 +58,9 @@ def explanation(found: Findings) -> str:
         )
         if notes := [str(note) for name, note in network.meta.items() if name.startswith("refined")]:
             lines.append(f"Corrected by live steps: {'; '.join(notes)}.")
+        spread = network.meta.get("median_relative_spread")
+        if isinstance(spread, float) and spread > POOR_SPREAD:
+            lines.append(f"Its costs varied by {spread:.0%} while they were measured, so predictions are uncertain.")
         if trace is not None:
             lines.append(_exposed_bound(trace, network))
     elif found.network_note:
@@ -86,29 +93,35 @@ def _lanes(network: Network) -> str:
 
 
 def _trials(found: Findings) -> list[str]:
-    default = found.trials[0]
-    table = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up")]
+    first = found.trials[0]
+    table = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up", "result")]
     for trial in found.trials:
         predicted, error = "-", "-"
         if found.network is not None and found.trace is not None:
-            with suppress(NetworkError):  # a given plan may name a kind that the given network has no cost for
-                seconds = predicted_s(found.trace, trial.plan, found.network)
+            seconds = prediction_s(found.trace, trial.plan, found.network)
+            if seconds is not None:
                 predicted, error = f"{seconds * 1e3:.2f} ms", f"{seconds / trial.step_s - 1:+.0%}"
         shape = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
         table.append((
             "*" if trial is found.kept else "", trial.label, *shape, predicted, f"{trial.step_s * 1e3:.2f} ms", error,
-            f"{trial.exposed_s * 1e3:.2f} ms", f"{default.step_s / trial.step_s:.2f}×",
+            f"{trial.exposed_s * 1e3:.2f} ms", f"{first.step_s / trial.step_s:.2f}×", trial.result,
         ))  # fmt: skip
     if found.network is not None and found.trace is not None:
         apart_s = unmerged_s(found.trace, found.network)
-        table.append(("", "no merging", str(len(found.trace)), "1", f"{apart_s * 1e3:.2f} ms", "-", "-", "-", "-"))
+        table.append(("", "no merging", str(len(found.trace)), "1", f"{apart_s * 1e3:.2f} ms", "-", "-", "-", "-", ""))
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = []
     for row in table:
-        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append(" ".join(cells).rstrip())
+        justified = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        for column in TEXT_COLUMNS:
+            justified[column] = row[column].ljust(widths[column])
+        lines.append(" ".join(justified).rstrip())
     star = "* in force. " if found.kept in found.trials else ""
-    return [*lines, f"{star}From the start of forward to averaged gradients; medians on rank 0."]
+    lines.append(f"{star}From the start of forward to averaged gradients; medians on rank 0.")
+    noise = step_noise([trial.steps_s for trial in found.trials])
+    if noise > MUCH_NOISE:
+        lines.append(f"Steps of the same layout differ by about {noise:.0%}, so small gains cannot be seen.")
+    return [*lines, found.cost] if found.cost else lines
 
 
 def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[str]:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.comm.agree import agree_on, check_same, from_rank_0
+from anabranch.comm.agree import agree_on, check_same, from_rank_0, same_on_all_ranks
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
-from anabranch.comm.model import model_lines
 from anabranch.errors import FileError, NetworkError, PlanError
 from anabranch.files import load
 from anabranch.network import Network
@@ -23,7 +22,10 @@ Planner = Callable[[Trace, Network], Plan]
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """The arguments of DataParallel that are not DDP's; ``kinds`` and ``dense_names`` are those of ``Collectives``."""
+    """The arguments of DataParallel that are not DDP's; ``kinds`` and ``dense_names`` are those of ``Collectives``.
+
+    ``no_plan_reason``: what ranks found when they compared their models, if they cannot plan together.
+    """
 
     planner: str | Planner
     plan: Plan | str | os.PathLike[str] | None
@@ -32,6 +34,8 @@ class TuningOptions:
     profile_steps: int
     kinds: tuple[str, ...] = ()
     dense_names: frozenset[str] = frozenset()
+    cache: str | os.PathLike[str] | bool | None = None
+    no_plan_reason: str = ""
 
     def __post_init__(self) -> None:
         if self.plan is not None and not isinstance(self.plan, Plan | str | os.PathLike):
@@ -50,6 +54,20 @@ class TuningOptions:
             raise ValueError(f"lanes is {self.lanes}: expected 1 to {MAX_LANES}, or None to choose")
         if not isinstance(self.profile_steps, int) or self.profile_steps < 0:
             raise ValueError(f"profile_steps is {self.profile_steps}: expected 0 or more")
+        if not isinstance(self.cache, str | os.PathLike | bool | None) or self.cache == "":
+            raise ValueError(
+                f"cache is {self.cache!r}: expected a folder, None or True for the user's own, or False for no cache"
+            )
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether ranks ask rank 0 for a cached plan; rank 0's folder and environment may still turn the cache off.
+
+        A planner that is a function has no cache: a file cannot tell whether the function has changed.
+        """
+        return (
+            self.cache is not False and isinstance(self.planner, str) and self.plan is None and self.profile_steps > 0
+        )
 
     def described(self) -> list[str]:
         """The options as lines that must be the same on all ranks."""
@@ -61,14 +79,26 @@ class TuningOptions:
             f"network {self.network and (self.network.world_size, sorted(self.network.curves))}",
             f"lanes {self.lanes}",
             f"profile_steps {self.profile_steps}",
+            f"cache {'off' if self.cache is False else 'on'}",  # rank 0's folder counts, so others may differ
         ]
 
-    def check_agreed(self, module: nn.Module, group: Group | None, *further: str) -> None:
-        """Raise DisagreementError on all ranks if models, options or ``further`` lines differ between ranks."""
-        if group is None:
-            raise RuntimeError("no process group: call torch.distributed.init_process_group() before DataParallel")
-        check_same("the model", model_lines(module), group)
+    def agreed(self, parts: Mapping[str, str], group: Group, *further: str, by_name: bool) -> "TuningOptions":
+        """These options, with the plan that rank 0 reads if ``plan`` is a path. Collective.
+
+        Raises DisagreementError on all ranks if models (``parts``), options or ``further`` lines differ between ranks.
+        DDP pairs parameters by position, and plans pair them by name: without ``by_name``, ranks whose parameters
+        differ in their names alone can train, but not plan.
+        """
+        lines = [f"{name} {part}" for name, part in parts.items()]
+        if not same_on_all_ranks(list(parts.values()), group):
+            check_same("the model", lines, group)
         check_same("the settings of DataParallel", [*self.described(), *further], group)
+        reason = ""
+        if not same_on_all_ranks(lines, group):
+            if by_name:  # which the settings decide, so it is the same on all ranks
+                check_same("the model", lines, group)
+            reason = "parameters have other names on other ranks, and a plan names them"
+        return replace(self.with_plan_loaded(group), no_plan_reason=reason)
 
     def with_plan_loaded(self, group: Group) -> "TuningOptions":
         """These options with the plan that rank 0 reads, if ``plan`` is a path. Collective.
@@ -99,6 +129,10 @@ class TuningOptions:
         if self.network is not None:
             for kind in self.kinds:
                 self.network.curve(kind)  # raises if it has no cost for it
+        self.check_plan_fits(parameters, collectives)
+
+    def check_plan_fits(self, parameters: Mapping[str, nn.Parameter], collectives: Collectives) -> None:
+        """Raise PlanError if a plan was given that does not fit these parameters."""
         if isinstance(self.plan, Plan):
             self.plan.indices(list(parameters))
             for bucket in self.plan.buckets:

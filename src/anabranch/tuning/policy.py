@@ -5,36 +5,60 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TuningPolicy:
-    """When a tuner tries, keeps and drops a plan. The defaults suit training; tests pass others.
+    """When a tuner tries, keeps and drops a plan, and what that may cost. The defaults suit training.
 
-    settle_steps         steps to wait after a change of layout: DDP rebuilds in the second, and caches warm up
-    detailed_steps       steps of each trial, at its end, in which every bucket is timed
-    min_gain             share of the step time by which a plan must beat DDP to be kept: less is noise
-    lanes_min_gain       least predicted gain, as a share of the step time, for which a second lane is tried
+    warmup_steps         steps of training before anything is timed: DDP rebuilds in the second, and caches warm up
+    settle_steps         steps that do not count after a change of buckets
+    trial_steps          steps of one block: a plan and the layout in force run in turns, a block each
+    max_pairs            pairs of blocks after which a plan that is not clearly faster is given up
+    min_gain             share of the step time by which a plan must beat the layout in force: less is not worth it
+    min_predicted_gain   predicted gain below which nothing is measured or tried
+    lanes_min_gain       the same for a second lane
+    obvious_gain         gain that one pair of blocks shows well enough, if every step of the plan was faster
+    confidence           standard errors by which a gain must differ from zero, and a drift from noise
+    first_search_steps   what the first search may cost, in steps of training; at least 0.3 s
+    search_share         what all searching may cost beyond that, as a share of training so far
     drift_check_steps    steps between two checks of rank 0 whether to plan again
-    max_drift            share by which the step time may change before rank 0 plans again
+    max_drift            share by which the step time may change, beyond its noise, before rank 0 plans again
     late_gradients       warn if the first gradient is ready later than this share of backward: nothing can overlap then
     """
 
-    settle_steps: int = 3
-    detailed_steps: int = 3
+    warmup_steps: int = 3
+    settle_steps: int = 1
+    trial_steps: int = 3
+    max_pairs: int = 5
     min_gain: float = 0.01
+    min_predicted_gain: float = 0.02
     lanes_min_gain: float = 0.02
+    obvious_gain: float = 0.25
+    confidence: float = 3.0
+    first_search_steps: int = 30
+    search_share: float = 0.01
     drift_check_steps: int = 20
     max_drift: float = 0.10
     late_gradients: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("settle_steps", "detailed_steps", "drift_check_steps"):
+        for name in COUNTS:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"TuningPolicy {name} is {value!r}: expected a number of steps, at least 1")
-        for name in ("min_gain", "lanes_min_gain", "max_drift", "late_gradients"):
+                raise ValueError(f"TuningPolicy {name} is {value!r}: expected a whole number, at least 1")
+        for name in SHARES:
             value = getattr(self, name)
             if not isinstance(value, int | float) or value != value:
                 raise ValueError(f"TuningPolicy {name} is {value!r}: expected a share, such as 0.01 for 1 %")
+        if not isinstance(self.confidence, int | float) or not self.confidence >= 0:
+            raise ValueError(
+                f"TuningPolicy confidence is {self.confidence!r}: expected a number from 0 on, such as 3.0"
+            )
 
 
+COUNTS = (
+    "warmup_steps", "settle_steps", "trial_steps", "max_pairs", "first_search_steps", "drift_check_steps",
+)  # fmt: skip
+SHARES = (
+    "min_gain", "min_predicted_gain", "lanes_min_gain", "obvious_gain", "search_share", "max_drift", "late_gradients",
+)  # fmt: skip
 DEFAULT_POLICY = TuningPolicy()
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.agree import check_same
+from anabranch.comm.agree import all_or_none, check_same
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import BucketExchange, Group
 from anabranch.comm.lanes import Lanes
@@ -38,8 +38,8 @@ class Layout(Protocol):
         """The parameters whose gradients are averaged now, by name."""
         ...
 
-    def progress(self) -> object:
-        """A value that changes with every averaged backward pass and with nothing else."""
+    def report_averaged(self, callback: Callable[[], None]) -> None:
+        """Call this from now on whenever all gradients of a step are averaged, inside backward, on every rank."""
         ...
 
     def may_change(self, averaged: bool) -> bool:
@@ -70,7 +70,6 @@ class PlanRunner:
     """One model whose buckets can be changed between steps; owns its lanes and its step timer.
 
     group        sends gradients
-    control      a group of the same ranks for small messages in host memory
     after_step   called when the gradients of a step are averaged
 
     ``stale``: a plan could not be used, because the model trains other parameters than when it was wrapped.
@@ -80,7 +79,6 @@ class PlanRunner:
         self,
         layout: Layout,
         group: Group,
-        control: Group,
         collectives: Collectives,
         after_step: Callable[[], None],
     ) -> None:
@@ -89,17 +87,22 @@ class PlanRunner:
         self.device = next(iter(self.parameters.values())).device
         single_cta = any(collectives.on_side_stream(kind) for kind in collectives.kinds)  # they send little data
         self.lanes = Lanes(group, self.device, single_cta)
-        self.timer = StepTimer(clock_for(self.device), after_step, layout.progress)
+        self.timer = StepTimer(clock_for(self.device), after_step)
+        layout.report_averaged(self.timer.gradients_averaged)
         self.stale = False
         self.launcher: BucketLauncher | None = None
         self._collectives = collectives
-        self._control = control
         self._checked = False  # whether ranks have compared what they loaded
         self._in_force: Plan | None = None
         self._requested: tuple[Plan | None] | None = None  # the plan that the next forward changes to, if any
         if layout.default_plan is not None:
-            self.lanes.grow(1)
-            self._change_layout(None)
+            try:
+                self.lanes.grow(1)
+                with all_or_none(f"building {layout.default_label}", group):
+                    self._change_layout(None)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def plan(self) -> Plan | None:
@@ -110,6 +113,11 @@ class PlanRunner:
     def plan_in_force(self) -> Plan | None:
         """The plan of the last step; None for the layout's own buckets."""
         return self._in_force
+
+    @property
+    def changes_next(self) -> bool:
+        """Whether the next forward changes the layout."""
+        return self._requested is not None
 
     def use_plan(self, plan: Plan | None) -> None:
         """Change to this plan at the next forward; None means the layout's own buckets. Collective."""
@@ -149,14 +157,14 @@ class PlanRunner:
 
     @_disable_dynamo
     def check_loaded(self) -> None:
-        """Raise DisagreementError on all ranks if they loaded different checkpoints; only the first call checks.
+        """Raise DisagreementError on all ranks if they loaded different checkpoints; once they agree, do nothing.
 
         It is called before the first planned bucket, because ranks at different steps would send different messages.
         """
         if not self._checked:
-            self._checked = True
             what = "the checkpoint given to load_comm_state_dict(), on every rank or on none,"
-            check_same(what, self._collectives.loaded(), self._control)
+            check_same(what, self._collectives.loaded(), self.lanes.control)
+            self._checked = True
 
     def trains_the_same(self) -> bool:
         """Whether the model trains the same parameters as when it was wrapped; if not, buckets must not change."""
@@ -167,9 +175,10 @@ class PlanRunner:
         """End threads, destroy the groups created here, and remove hooks."""
         self.layout.close()
         self._collectives.close()
+        if self.launcher is not None:  # DDP's reducer has it until the wrapper is dropped
+            self.launcher.close()
         self.timer.clock.close()
         self.lanes.close()
-        del self._control
 
     def _change_layout(self, plan: Plan | None) -> None:
         self.timer.forget_steps()

@@ -1,8 +1,9 @@
 """Trial: the measured steps of one layout on the live model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
+from typing import NamedTuple
 
 from anabranch.observe.clock import Clock
 from anabranch.observe.measured_timeline import timeline_of
@@ -11,33 +12,61 @@ from anabranch.plan import Plan
 from anabranch.timeline import Timeline
 
 
+class StepTimes(NamedTuple):
+    """One step: the whole, from the start of forward to averaged gradients, and two of its parts.
+
+    exposed_s   from the end of computing to averaged gradients
+    finish_s    from the start of backward to averaged gradients
+    """
+
+    whole_s: float
+    exposed_s: float
+    finish_s: float
+
+    @classmethod
+    def of(cls, step: StepMarks, clock: Clock) -> "StepTimes":
+        """From the marks of a step, which must be settled."""
+        return cls(
+            clock.elapsed_s(step.forward, step.averaged),
+            max(0.0, clock.elapsed_s(step.computed, step.averaged)),
+            clock.elapsed_s(step.backward, step.averaged),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Step times of one layout, and some steps in detail; ``plan`` is None under DDP's own buckets.
+    """Steps of one layout; ``plan`` is None under the layout's own buckets.
 
-    steps_s     from the start of forward to averaged gradients, one per step
-    exposed_s   median time from the end of computing to averaged gradients
-    detailed    timelines of the last steps, from the fastest to the slowest
+    detailed   timelines of those steps whose buckets were timed
+    result     how it compared with the layout that was in force, in words; empty if it was not compared
     """
 
     label: str
     plan: Plan | None
-    steps_s: tuple[float, ...]
-    exposed_s: float
-    detailed: tuple[Timeline, ...]
+    steps: tuple[StepTimes, ...]
+    detailed: tuple[Timeline, ...] = ()
+    result: str = ""
 
     @classmethod
-    def of(
-        cls, label: str, plan: Plan | None, steps: Sequence[StepMarks], clock: Clock, detailed_steps: int
-    ) -> "Trial":
-        """From the marks of some steps, which must be settled; buckets were timed in the last ``detailed_steps``."""
-        seconds = [clock.elapsed_s(step.forward, step.averaged) for step in steps]
-        fastest_first = sorted(range(len(steps))[-detailed_steps:], key=seconds.__getitem__)
-        detailed = tuple(timeline_of(steps[index], plan, clock) for index in fastest_first)
+    def of(cls, label: str, plan: Plan | None, steps: Sequence[StepMarks], clock: Clock) -> "Trial":
+        """From the marks of some steps, which must be settled.
+
+        Without a plan no bucket is timed, and every step is detailed: its exposed time is all that is known.
+        """
+        timed = [step for step in steps if plan is None or step.buckets]
+        detailed = tuple(timeline_of(step, plan, clock) for step in timed)
         for step in steps:
             step.buckets.clear()  # marks hold works, and works keep their tensors alive
-        exposed_s = median(max(0.0, clock.elapsed_s(step.computed, step.averaged)) for step in steps)
-        return cls(label, plan, tuple(seconds), exposed_s, detailed)
+        return cls(label, plan, tuple(StepTimes.of(step, clock) for step in steps), detailed)
+
+    def with_more(self, more: "Trial") -> "Trial":
+        """This trial with further steps of the same layout."""
+        return replace(self, steps=self.steps + more.steps, detailed=self.detailed + more.detailed)
+
+    @property
+    def steps_s(self) -> tuple[float, ...]:
+        """Seconds of each step."""
+        return tuple(step.whole_s for step in self.steps)
 
     @property
     def step_s(self) -> float:
@@ -45,10 +74,28 @@ class Trial:
         return median(self.steps_s)
 
     @property
-    def timeline(self) -> Timeline:
-        """The detailed step that is closest to the median step and its exposed time."""
+    def spread_s(self) -> float:
+        """Interquartile range of the steps."""
+        if len(self.steps) < 2:
+            return 0.0
+        low, _, high = quantiles(self.steps_s, n=4, method="inclusive")
+        return high - low
+
+    @property
+    def exposed_s(self) -> float:
+        """Median exposed time."""
+        return median(step.exposed_s for step in self.steps)
+
+    @property
+    def finish_s(self) -> float:
+        """Median time from the start of backward to averaged gradients."""
+        return median(step.finish_s for step in self.steps)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The detailed step that is closest to the median step and its exposed time; None if no step is detailed."""
 
         def distance(step: Timeline) -> float:
             return abs(step.iteration_s - self.step_s) + abs(step.exposed_s - self.exposed_s)
 
-        return min(self.detailed, key=distance)
+        return min(self.detailed, key=distance, default=None)

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.comm.collectives import Collectives, Scaler
-from anabranch.comm.exchange import Group
-from anabranch.comm.lanes import clone_group
+from anabranch.comm.groups import keep_all_groups
+from anabranch.files import brief
 from anabranch.network import Network
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
@@ -23,7 +23,8 @@ from anabranch.tuning.explain import explanation
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout
-from anabranch.tuning.tuner import Tuner
+from anabranch.tuning.training_cache import TrainingCache
+from anabranch.tuning.tuner import Agree, Tuner
 
 log = logging.getLogger("anabranch")
 
@@ -37,6 +38,7 @@ class Tuned:
     _no_plan_reason = ""  # why there is nothing to plan
     _collectives: Collectives | None = None  # also with one rank, which may continue from a checkpoint of several
     _scaler: Scaler | None = None
+    _cache: TrainingCache | None = None  # None if it is off, or there is nothing to plan
     process_group: dist.ProcessGroup
     _release: "weakref.finalize[..., Any]"
 
@@ -46,24 +48,24 @@ class Tuned:
         policy: TuningPolicy,
         collectives: Collectives,
         parameters: Mapping[str, nn.Parameter],
-        make_layout: Callable[[Group], Layout],
-        model_name: str,
+        make_layout: Callable[[], Layout],
+        module: nn.Module,
+        settings: Sequence[str],
+        agree_later: Agree | None = None,
     ) -> Tuner:
-        """Start a tuner, which chooses the plans of a layout from now on. Every rank calls it at the same point.
+        """Start a tuner, which chooses the plans of a layout from now on.
 
-        ``make_layout`` gets a group of the same ranks for small messages in host memory.
+        ``settings`` are the lines of a cached plan's key that are not in ``options``; ``agree_later`` is the tuner's.
         """
         self._collectives = collectives
         options = replace(options, kinds=collectives.kinds, dense_names=collectives.dense_names)
-        options.check_fits(parameters, dist.get_world_size(self.process_group), collectives)
-        control = clone_group(self.process_group, "gloo", "anabranch control")
-        try:
-            layout = make_layout(control)
-            self._tuner = Tuner(layout, self.process_group, control, collectives, options, policy, model_name)
-        except BaseException:
-            dist.destroy_process_group(control)
-            raise
-        self._release = weakref.finalize(self, self._tuner.close)
+        group = self.process_group
+        options.check_fits(parameters, group.size(), collectives)
+        if options.uses_cache:
+            self._cache = TrainingCache(options, settings, module, parameters, collectives, group)
+        name, layout = type(module).__name__, make_layout()
+        self._tuner = Tuner(layout, group, collectives, options, policy, name, self._cache, agree_later)
+        self._release = weakref.finalize(self, _release, self._tuner, os.getpid())
         return self._tuner
 
     @property
@@ -110,7 +112,7 @@ class Tuned:
         tuner = self._tuner_to_observe("log_to()")
         if tuner is None or not loggers:
             return
-        rank, ranks = dist.get_rank(tuner.control), dist.get_world_size(tuner.control)
+        rank, ranks = self.process_group.rank(), self.process_group.size()
         if every_rank or rank == 0:
             timer = tuner.runner.timer
             traffic, parameters = tuner.collectives.traffic, tuner.runner.parameters
@@ -157,9 +159,14 @@ class Tuned:
         ``load_comm_state_dict(*states)``. Ranks compare what they loaded in the first step, which raises
         DisagreementError on all of them if one has loaded another checkpoint, or none.
         """
+        for state in states:
+            if not isinstance(state, Mapping):
+                raise ValueError(
+                    f"load_comm_state_dict() was given {brief(state)}: expected a dict of comm_state_dict()"
+                )
         if self._tuner is not None:
             self._tuner.runner.load(*states)
-            self._tuner.steps_done = max((int(state.get("steps_trained", 0)) for state in states), default=0)
+            self._tuner.steps_done = max((state.get("steps_trained", 0) for state in states), default=0)
         elif self._collectives is not None:
             self._collectives.load_state_dict(*states)
         elif any(state.get("residuals") for state in states):
@@ -180,18 +187,35 @@ class Tuned:
             self._collectives.rescale(float(self._scaler.get_scale()))
 
     def replan(self) -> None:
-        """Profile, measure and plan again. Rank 0's call counts; it takes effect at the next drift check (20 steps)."""
+        """Profile, measure and plan again. Rank 0's call counts; it takes effect within two drift checks (40 steps)."""
         if self._tuner is not None:
             self._tuner.replan_requested = True
 
     def hold(self) -> None:
-        """Keep the last choice and never plan again, even if the step time drifts. Call it on every rank."""
+        """Keep the best layout seen so far and never plan again, even if the step time drifts.
+
+        Rank 0's call counts; it takes effect at its next decision: within a few steps of a search, else within 40.
+        """
         if self._tuner is not None:
             self._tuner.hold()
+
+    def _note_input(self, *inputs: object) -> None:
+        """Call this with the inputs of each differentiated forward."""
+        if self._cache is not None:
+            self._cache.note_input(*inputs)
 
     def _mark_closed(self) -> None:
         if self._collectives is not None:
             self._collectives.close()
         self._tuner = None
+        self._cache = None
         self._collectives = None
         self._no_plan_reason = CLOSED
+
+
+def _release(tuner: Tuner, home_pid: int) -> None:
+    """Close a tuner that was made in the process ``home_pid``. A forked child has none of the threads to end."""
+    if os.getpid() == home_pid:
+        tuner.close()
+    else:
+        keep_all_groups()

@@ -1,4 +1,4 @@
-"""The tuner: profiles under DDP's own buckets, measures, plans, tries, keeps the fastest, and watches for drift.
+"""The tuner: profiles, measures, plans, tries, keeps the fastest layout, and watches for drift, within a budget.
 
 Every rank follows the same schedule, counted in averaged backward passes, which happen equally often on each rank.
 The tuner lets ranks communicate only at the end of such a backward: in a forward, other ranks may not take part (once,
@@ -7,84 +7,100 @@ depends on a measurement is decided by rank 0 and sent to the others before any 
 """
 
 import logging
+import math
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from time import perf_counter
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.agree import agree_on, from_rank_0, latest_over_ranks, true_on_all_ranks
+from anabranch.comm.agree import agree_on, from_rank_0, latest_over_ranks, number_of_rank_0, true_on_all_ranks
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.network import Network
 from anabranch.observe.environment import network_note
-from anabranch.observe.measure import LARGEST_NBYTES, measure
+from anabranch.observe.measure import NoisyNetworkWarning
 from anabranch.observe.recorder import Recorder
 from anabranch.observe.step_context import StepContext
 from anabranch.plan import Plan
 from anabranch.trace import Trace
 from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
-from anabranch.tuning.calibration import calibrate
-from anabranch.tuning.candidates import candidates, predicted_s
+from anabranch.tuning.budget import SearchBudget
+from anabranch.tuning.candidates import candidates, prediction_s
+from anabranch.tuning.comparison import drift
 from anabranch.tuning.explain import Findings
+from anabranch.tuning.live_network import LiveNetwork
+from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout, PlanRunner
+from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.trial import Trial
 
 log = logging.getLogger("anabranch")
 
 SETTLING = "settling"
-OPAQUE = (
-    "not planning: no tensor with a gradient was found in the model's output, so steps cannot be seen; return tensors, "
-    "or tuples, lists, dicts or dataclasses of them"
-)
 GIVEN = "the plan it was given"
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
+WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still waits for its warm-up: it delays nothing
+USUAL_WINDOWS, RECENT_WINDOWS = 5, 2  # a drift is a difference between the first checks and the last ones
+HELD = "hold"
+NOT_FASTER = "no plan was clearly faster"
 
-Schedule = Generator[None, None, None]  # one yield per averaged step
-TrialSchedule = Generator[None, None, Trial]
+Agree = Callable[[TuningOptions], TuningOptions]
 
 
 class Tuner:
     """Tunes one DataParallel, which calls ``before_forward`` and ``after_forward``.
 
     group        sends gradients
-    control      a group of the same ranks for small messages in host memory, used by nothing else
     model_name   is written into traces
+    cache        where earlier trainings have kept their choices; None for no cache
+    agree_later  compares models and options between ranks, at the end of the first step; None: they have been compared
     """
+
+    _noise_was_logged: ClassVar[bool] = False  # once per process is enough
 
     def __init__(
         self,
         layout: Layout,
         group: Group,
-        control: Group,
         collectives: Collectives,
         options: TuningOptions,
         policy: TuningPolicy,
         model_name: str,
+        cache: TrainingCache | None = None,
+        agree_later: Agree | None = None,
     ) -> None:
-        self.control = control
         self.collectives = collectives
-        self.runner = PlanRunner(layout, group, control, collectives, self._step_ended)
+        self.runner = PlanRunner(layout, group, collectives, self._step_ended)
         self.trace: Trace | None = None
-        self.network: Network | None = None
-        self.trials: list[Trial] = []
-        self.kept: Trial | None = None
+        self.trials: list[Trial] = []  # of the last search; the first is the layout that was in force when it began
+        self.kept: Trial | None = None  # the result of the last search
         self.failure = ""  # why planning failed, if it did
         self.stage = SETTLING
         self.replan_requested = False
+        self.hold_requested = False
         self.steps_done = 0
         self._options = options
         self._policy = policy
         self._model_name = model_name
+        self._cache = cache
+        self._agree_later = agree_later
         self._timer = self.runner.timer
-        self._patience = 1  # number of the first drift check that may start planning again
-        self._prediction: tuple[Trace, Plan | None, Network, float | None] | None = None  # the last one, and its inputs
+        self._budget = SearchBudget(policy)
+        self._live_network = LiveNetwork(self.runner, collectives, options.network)
+        self._live = LiveTrials(self.runner, policy, self._budget, self._as_rank_0, lambda: self.hold_requested)
+        self._best: Trial | None = None  # the layout in force while others are tried
+        self._default_step_s: float | None = None  # the last measured step of the layout's own buckets
+        self._patience = 1  # number of the first drift check that may start another search
+        self._search_cost_s = 0.0  # of the last search
+        self._first_step_at_s: float | None = None
         try:
             self._schedule = self._tuning()
             next(self._schedule, None)
@@ -97,44 +113,53 @@ class Tuner:
     @_disable_dynamo
     def before_forward(self, averaged: bool) -> None:
         """Call this before a forward that will be differentiated; ``averaged``: its gradients will be averaged."""
+        began_s = perf_counter()
+        changes = self.runner.changes_next
+        if self._first_step_at_s is None:
+            self._first_step_at_s = began_s
         self.runner.before_forward(averaged)
+        if changes:
+            self._budget.charge(perf_counter() - began_s)
 
     @_disable_dynamo
     def after_forward(self, output: object, averaged: bool = True) -> None:
         """Call this with the output of such a forward."""
         self._timer.forward_ended(output, averaged)
-        if self.stage in (SETTLING, OPAQUE):
-            self.stage = OPAQUE if self._timer.output_is_opaque else SETTLING
 
     def hold(self) -> None:
-        """Never plan again: keep the last choice, or the layout's own buckets if there was no choice yet."""
-        self._schedule.close()
-        given = self._options.plan if isinstance(self._options.plan, Plan) else None
-        label, plan = self._default_label if given is None else GIVEN, given
-        if self.kept is not None:
-            label, plan = self.kept.label, self.kept.plan
-        self.stage = f"running {label}, held"
-        self.runner.use_plan(plan)
+        """Keep the best layout seen so far and never plan again, from rank 0's next decision on; only its call counts.
+
+        The call itself does not communicate and changes nothing, so ranks that do not call it go on with the others.
+        """
+        self.hold_requested = True
 
     def close(self) -> None:
         """Release hooks, threads and groups."""
-        self._schedule.close()
+        with suppress(ValueError):  # another thread is in a step, when the program ends without waiting for it
+            self._schedule.close()
         self._timer.close()
         self.runner.close()
-        if dist.is_initialized():
-            with suppress(ValueError, AssertionError):  # destroyed already, with the default group
-                dist.destroy_process_group(self.control)
-        # Drop the last reference to the group now: its threads cannot end once the interpreter is shutting down.
-        del self.control
 
     # Read by observers and explain().
+
+    @property
+    def network(self) -> Network | None:
+        """The network as measured or given; None before it is known."""
+        return self._live_network.network
+
+    @property
+    def control(self) -> Group:
+        """A group of the same ranks for small messages in host memory, used by nothing else."""
+        return self.runner.lanes.control
 
     def current_step(self) -> StepContext:
         """The step that is running, or that ends now."""
         plan = self.runner.plan_in_force
         tried = self.kept if self.kept is not None and plan is not None and self.kept.plan == plan else None
-        communication_s = tried.timeline.communication_s if tried is not None else None
-        return StepContext(self.steps_done + 1, plan, self.stage, self._predicted_s(plan), communication_s)
+        timeline = tried.timeline if tried is not None else None
+        predicted_s = self._live_network.predicted_s(self.trace, plan)
+        communication_s = timeline.communication_s if timeline is not None else None
+        return StepContext(self.steps_done + 1, plan, self.stage, predicted_s, communication_s)
 
     def findings(self) -> Findings:
         """The results so far."""
@@ -148,22 +173,13 @@ class Tuner:
             plan=self.runner.plan,
             network_note=network_note() if on_cpu else None,  # only Gloo is emulated
             exchange_lines=self.collectives.summary(),
+            cost=self._budget.summary() if self.trials else "",
         )
 
-    def _predicted_s(self, plan: Plan | None) -> float | None:
-        """The simulator's prediction for this layout, computed once per layout."""
-        if self.trace is None or self.network is None:
-            return None
-        known = self._prediction
-        if known is not None and known[0] is self.trace and known[1] is plan and known[2] is self.network:
-            return known[3]
-        try:
-            seconds: float | None = predicted_s(self.trace, plan, self.network)
-        except Exception as error:  # a user's plan may name a kind for which the network has no cost
-            log.info("anabranch: no prediction for the layout in force: %s", error)
-            seconds = None
-        self._prediction = (self.trace, plan, self.network, seconds)
-        return seconds
+    @property
+    def _trace(self) -> Trace:
+        assert self.trace is not None  # once a step has been profiled
+        return self.trace
 
     @property
     def _default_label(self) -> str:
@@ -171,6 +187,7 @@ class Tuner:
 
     @_disable_dynamo
     def _step_ended(self) -> None:
+        began_s = perf_counter()
         self.steps_done += 1
         self.runner.check_loaded()
         self.collectives.on_step_end()
@@ -184,71 +201,214 @@ class Tuner:
         except Exception as error:
             self.stage = f"stopped planning: {type(error).__name__}: {error}"
             raise
+        self._log(caught)
+        ended_s = perf_counter()
+        self._budget.charge(ended_s - began_s)
+        self._budget.trained_s = ended_s - (self._first_step_at_s or began_s)
+
+    def _log(self, caught: list[warnings.WarningMessage]) -> None:
+        """Log these warnings on rank 0; that the network is noisy is said once per process, and in explain()."""
         for warning in caught if dist.get_rank(self.control) == 0 else []:
-            log.warning("anabranch: %s", warning.message)
+            noise = issubclass(warning.category, NoisyNetworkWarning)
+            if not (noise and Tuner._noise_was_logged):
+                log.warning("anabranch: %s", warning.message)
+            Tuner._noise_was_logged |= noise
+
+    # Decisions of rank 0.
+
+    def _as_rank_0(self, number: int) -> int:
+        """Rank 0's number, from 0 to 255, on every rank. Collective."""
+        return number_of_rank_0(number, self.control)()
+
+    def _goes_on(self, gain: float = math.inf) -> bool:
+        """Whether the search goes on, given the gain to expect: rank 0 finds it large enough, and was not told to hold.
+
+        Where the budget is used up, only an obvious gain is: its trial pays for itself at once.
+        """
+        policy = self._policy
+        least = policy.min_predicted_gain if self._budget.left_s > 0 else policy.obvious_gain
+        return bool(self._as_rank_0(gain > least and not self.hold_requested))
 
     # The schedule of tuning.
 
-    def _tuning(self) -> Schedule:
+    def _tuning(self) -> Schedule[None]:
+        if self._agree_later is not None:
+            yield
+            self._options = self._agree_later(self._options)
+            self._agree_later = None
+            self._options.check_plan_fits(self.runner.parameters, self.collectives)
+        if self._options.no_plan_reason:
+            self.stage = f"not planning: {self._options.no_plan_reason}"
+            return
         if self._options.plan is not None:
             yield from self._run_given_plan()
+            return
         if self._options.profile_steps == 0:
             self.stage = f"running {self._default_label}: profile_steps is 0"
             return
-        yield from self._steps(self._policy.settle_steps)
-        while self.runner.trains_the_same():
-            self.stage = "profiling"
-            self.failure = ""
-            yield from self._profile(self._default_label, None)
-            if self.failure:
-                break
-            self.stage = "dense while training warms up"
-            yield from self._steps(self.collectives.warmup_steps - self.steps_done)
-            self._measure()
-            # First on one lane, which shows the cost of messages; then on several, which shows their contention; then
-            # once more with both known.
-            yield from self._try_candidates(replace(self._options, lanes=1))
-            self._calibrate(several_lanes=False)
-            yield from self._try_candidates(self._options)
-            if self._calibrate(several_lanes=True):
-                yield from self._try_candidates(self._options)
-            before = self.kept.plan if self.kept is not None else None
-            chosen = yield from self._choose()
-            # If planning again changed nothing (batches of varying size, for example), plan less and less often.
-            self._patience = 1 if chosen.plan != before else 2 * self._patience
-            yield from self._until_drift()
-            yield from self._change_to(None)
+        yield  # the first input shows the batch size, which is a part of the cache's key
+        if not (yield from self._run_cached_choice()):
+            yield from steps(self._policy.warmup_steps - 1)
+            yield from self._first_search()
+        while self.kept is not None and self.runner.trains_the_same():
+            why = yield from self._until_drift()
+            if not why:
+                self.stage = f"running {self.kept.label}, held"
+                return
+            yield from self._search_again(self.kept, why)
         self.stage = f"no longer planning: {self.failure or FROZEN}"
 
-    def _run_given_plan(self) -> Schedule:
+    def _run_given_plan(self) -> Schedule[None]:
         """Run the user's plan, whatever its step time."""
         assert isinstance(self._options.plan, Plan)  # with_plan_loaded() has replaced a path
         plan = agree_on(Plan, self._options.plan, self.control)
-        if self._options.network is not None:
-            self.network = agree_on(Network, self._options.network, self.control)
-        self.stage = "running the plan it was given"
-        yield from self._change_to(plan)
-        if self._options.profile_steps:
-            yield from self._profile(GIVEN, plan)
-            self.kept = self.trials[0]
-        while True:
-            yield
-
-    def _steps(self, count: int) -> Schedule:
-        yield from [None] * count
-
-    def _change_to(self, plan: Plan | None) -> Schedule:
-        """Change to another layout from the next step on, and wait until it has settled."""
+        self._live_network.agree_on_given()
+        self.stage = f"running {GIVEN}"
         self.runner.use_plan(plan)
-        yield from self._steps(self._policy.settle_steps)
+        yield from steps(self._policy.warmup_steps)
+        if self._options.profile_steps:
+            self.kept = yield from self._profiled(GIVEN, plan)
+        while not self.hold_requested:
+            yield
+        self.stage = f"running {GIVEN}, held"
 
-    def _profile(self, label: str, plan: Plan | None) -> Schedule:
+    def _run_cached_choice(self) -> Schedule[bool]:
+        """Run what an earlier training chose, and time some steps of it; whether they took as long as then."""
+        cached = self._cache.read(self.control, self.runner.lanes.max_lanes) if self._cache is not None else None
+        if cached is None:
+            return False
+        self.trace, self._default_step_s = cached.trace, cached.default_step_s
+        self._live_network.network = cached.network
+        label, origin = cached.label, f", as cached on {cached.date}"
+        self.stage = f"checking {label}{origin}"
+        if not self._may_run(cached.plan):
+            yield from steps(self._policy.warmup_steps - 1)
+            self._best = yield from self._live.timed(self._default_label, None)
+            self.trials = [self._best]
+            yield from self._search_warm_up()
+        self.runner.use_plan(cached.plan)
+        yield from steps(self._policy.warmup_steps)
+        self._best = yield from self._live.timed(label, cached.plan, self._options.profile_steps)
+        self._budget.step_s = cached.default_step_s
+        usual = (cached.step_s - cached.spread_s / 2, cached.step_s, cached.step_s + cached.spread_s / 2)
+        moved = drift([usual], [self._best.steps_s], self._policy)
+        if self._as_rank_0(moved is None):
+            self.trials = [self._best]
+            self._conclude("it was fastest", origin)
+            return True
+        was_s, is_s = cached.step_s, self._best.step_s
+        log.info("anabranch: %s%s: %.2f ms a step, not %.2f: searching", label, origin, is_s * 1e3, was_s * 1e3)
+        yield from self._live.change_to(None)
+        return False
+
+    def _may_run(self, plan: Plan | None) -> bool:
+        """Whether a plan may run now: exchanges with residuals wait until training has warmed up."""
+        if plan is None or self.steps_done >= self.collectives.warmup_steps:
+            return True
+        return all(bucket.collective not in self._options.kinds for bucket in plan.buckets)
+
+    def _first_search(self) -> Schedule[None]:
+        self.stage = "profiling"
+        self._best = yield from self._profiled(self._default_label, None)
+        if self.failure:
+            return
+        why_not = self._why_not_search(self._best)
+        if not why_not:
+            self._measure()
+            yield from self._search_warm_up()
+            yield from self._search(self._options)
+        self._conclude(why_not or NOT_FASTER)
+        self._search_cost_s = self._budget.spent_s
+
+    def _why_not_search(self, running: Trial) -> str:
+        """Why a search is not worth while; empty if it is."""
+        if self.failure:
+            return self.failure
+        # No plan can gain more than the time that the layout's own buckets leave exposed.
+        share = running.exposed_s / running.step_s if running.plan is None else math.inf
+        return "" if self._goes_on(share) else f"only {share:.1%} of a step waits for communication"
+
+    def _search_warm_up(self) -> Schedule[None]:
+        """While an exchange with residuals must wait, search among those without, so that these steps are fast, too."""
+        assert self.network is not None and self._best is not None
+        if self.steps_done >= self.collectives.warmup_steps:
+            return
+        kinds = (WARM_UP_KIND,) if WARM_UP_KIND in self.network.curves else ()
+        yield from self._search(replace(self._options, kinds=kinds))
+        self.stage = f"running {self._best.label} while training warms up"
+        yield from steps(self.collectives.warmup_steps - self.steps_done)
+
+    def _search_again(self, kept: Trial, why: str) -> Schedule[None]:
+        """Profile in the layout in force, and try what the new trace calls for."""
+        spent_s = self._budget.spent_s
+        self.stage = f"profiling again: {why}"
+        self.failure = ""
+        self._best = yield from self._profiled(kept.label, kept.plan)
+        why_not = self._why_not_search(self._best)
+        if not why_not:
+            for renew in (partial(self._calibrate, several_lanes=False), self._measure):
+                if self._as_rank_0(self._live_network.outdated(self._trace, self._best, self._policy.max_drift)):
+                    renew()
+            if self._best.plan is not None:
+                yield from self._try(self._default_label, None)
+            yield from self._search(self._options)
+        self._conclude(why_not or NOT_FASTER)
+        # Patience grows with every search: on a noisy machine the next drift is most likely noise, too.
+        self._patience *= 2
+        self._search_cost_s = self._budget.spent_s - spent_s
+
+    def _search(self, options: TuningOptions) -> Schedule[None]:
+        """Try candidates on one lane, which shows the cost of messages; then on several, which shows their contention;
+        then once more with both known."""
+        yield from self._try_candidates(replace(options, lanes=1))
+        self._calibrate(several_lanes=False)
+        yield from self._try_candidates(options)
+        if self._calibrate(several_lanes=True):
+            yield from self._try_candidates(options)
+
+    def _try_candidates(self, options: TuningOptions) -> Schedule[None]:
+        """Try the candidates that have not been tried and are predicted to gain, the most promising first."""
+        if self.failure or not self._goes_on():
+            return
+        self.stage = "planning"
+        for label, plan in (yield from self._plan(options)):
+            yield from self._try(label, plan)
+
+    def _try(self, label: str, plan: Plan | None) -> Schedule[None]:
+        """Compare a layout with the best so far, unless it was tried already or no gain is predicted."""
+        assert self._best is not None
+        if any(trial.plan == plan for trial in self.trials) or not self._goes_on(self._expected_gain(plan)):
+            return
+        self.stage = f"trying {label}"
+        before = self._best
+        best, tried, faster = yield from self._live.challenge(before, label, plan)
+        self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), tried]
+        self._best = tried if faster else best
+
+    def _expected_gain(self, plan: Plan | None) -> float:
+        """The share of the step time that this layout is predicted to save, compared with the best so far."""
+        assert self.network is not None and self._best is not None
+        predicted_s = prediction_s(self._trace, plan, self.network)
+        best_s = prediction_s(self._trace, self._best.plan, self.network)
+        if predicted_s is None or best_s is None:
+            return math.inf
+        if plan is None:  # never slower than DDP: its own buckets are tried even where they are predicted to be close
+            return self._policy.max_drift + 1 - predicted_s / best_s
+        # Messages in live steps cost more than measured ones until a trial has shown by how much.
+        reference_s = (
+            best_s if any(name.startswith("refined") for name in self.network.meta) else max(best_s, self._best.step_s)
+        )
+        return 1 - predicted_s / reference_s
+
+    def _profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """Record the trace under the layout in force; its step time is the one that plans must beat."""
         with Recorder(self._timer, self.runner.parameters) as recorder:
-            self.trials = [(yield from self._try(label, plan))]
+            trial = yield from self._live.timed(label, plan, self._options.profile_steps)
+        self.trials = [trial]
+        self._budget.step_s = self._budget.step_s or trial.step_s
         if not true_on_all_ranks(recorder.steps > 0, self.control):
             self.failure = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
-            return
+            return trial
         trace = recorder.trace({"model": self._model_name})
         self.trace = agree_on(Trace, latest_over_ranks(trace, self.control), self.control)
         if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
@@ -257,44 +417,27 @@ class Tuner:
                 "nothing of their communication can be hidden",
                 stacklevel=2,
             )
-
-    def _try(self, label: str, plan: Plan | None) -> TrialSchedule:
-        """Time some steps of the layout in force, the last of them bucket by bucket."""
-        count, detailed = self._options.profile_steps, self._policy.detailed_steps
-        yield from self._steps(max(0, count - detailed))
-        with self._timer.bucket_timing():
-            yield from self._steps(min(count, detailed))
-        self._timer.clock.settle()
-        return Trial.of(label, plan, self._timer.last_steps(count), self._timer.clock, detailed)
+        return trial
 
     def _measure(self) -> None:
-        """Measure the network and how much lanes slow each other, unless the user gave a network."""
-        assert self.trace is not None
-        lanes = self.runner.lanes
-        lanes.grow(min(self._options.lanes or 2, lanes.max_lanes))
-        if self._options.network is not None:
-            self.network = agree_on(Network, self._options.network, self.control)
+        """Measure the network, unless the user gave one."""
+        if self._live_network.agree_on_given():
             return
         self.stage = "measuring the network"
-        kinds = {kind: self.collectives.probe(kind) for kind in ("dense", *self._options.kinds)}
-        largest = min(max(self.trace.nbytes, 1 << 16), LARGEST_NBYTES)
-        self.network = measure(lanes.groups, self.runner.device, largest, collectives=kinds)
+        kinds = ["dense", *self._options.kinds]
+        if self.collectives.warmup_steps > self.steps_done and self._can_send(WARM_UP_KIND):
+            kinds.append(WARM_UP_KIND)
+        lanes = min(self._options.lanes or 2, self.runner.lanes.max_lanes)
+        self._live_network.measure(self._trace.nbytes, kinds, lanes, self._budget.left_s)
 
-    def _try_candidates(self, options: TuningOptions) -> Schedule:
-        """Try every candidate that has not been tried yet."""
-        if self.failure:
-            return
-        self.stage = "planning"
-        for label, plan in (yield from self._plan(options)):
-            if all(trial.plan != plan for trial in self.trials):
-                self.stage = f"trying {label}"
-                yield from self._change_to(plan)
-                self.trials.append((yield from self._try(label, plan)))
+    def _can_send(self, kind: str) -> bool:
+        dtypes = {parameter.dtype for parameter in self.runner.parameters.values()}
+        return all(self.collectives.supports(kind, dtype) for dtype in dtypes)
 
-    def _plan(self, options: TuningOptions) -> Generator[None, None, Candidates]:
+    def _plan(self, options: TuningOptions) -> Schedule[Candidates]:
         """Have rank 0 plan while training continues; returns its candidates, on every rank."""
-        assert self.trace is not None and self.network is not None
-        make = partial(candidates, options, self.trace, self.network, self._policy)
+        assert self.network is not None
+        make = partial(candidates, options, self._trace, self.network, self._policy)
         planner = BackgroundPlanner(make, self.control)
         yield
         while not planner.done():
@@ -305,57 +448,57 @@ class Tuner:
         return [(label, plan) for label, plan in found if plan.lanes <= self.runner.lanes.max_lanes]
 
     def _calibrate(self, several_lanes: bool) -> bool:
-        """Calibrate a measured network (not a given one) by trials on one lane or on several; whether it changed."""
-        assert self.trace is not None and self.network is not None
-        before = self.network
-        if self._options.network is None:
-            for trial in self.trials:
-                if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes:
-                    self.network = calibrate(self.network, self.trace, trial, self.control)
-        return self.network != before
+        return self._live_network.calibrate(self._trace, self.trials, several_lanes)
 
-    def _choose(self) -> TrialSchedule:
-        """Keep the layout's own buckets unless a plan beats them twice: in the first trials, and in second trials."""
-        best = self.trials[self._fastest_index(self.trials)]
-        reason = f"planning failed ({self.failure})" if self.failure else "no plan was clearly faster"
-        if best.plan is not None:
-            self.stage = f"confirming {best.label}"
-            yield from self._change_to(None)
-            default = yield from self._try(self._default_label, None)
-            yield from self._change_to(best.plan)
-            again = yield from self._try(best.label, best.plan)
-            # Show the trials that decide: the second trials of these two.
-            self.trials = [default, *(again if trial is best else trial for trial in self.trials[1:])]
-            best = again if self._fastest_index([default, again]) == 1 else default
-            reason = f"{again.label} was not clearly faster when tried again"
-        self.runner.use_plan(best.plan)
+    def _conclude(self, reason: str, origin: str = "") -> None:
+        """Keep the best layout, which is in force; also for the next start of this training, if this one found it."""
+        best = self._best
+        assert best is not None
         self.kept = best
-        self.stage = f"running {self._default_label}: {reason}" if best.plan is None else f"running {best.label}"
+        own = [trial.step_s for trial in self.trials if trial.plan is None]
+        self._default_step_s = own[0] if own else self._default_step_s
+        if self._cache is not None and not origin and not self.failure and self._default_step_s is not None:
+            self._cache.write(best.label, best.plan, best.steps_s, self._default_step_s, self.network, self.trace)
+        self._live_network.note_error(self.trace, best)
+        reason = f"planning failed ({self.failure})" if self.failure else reason
+        self.failure = ""
+        what = f"{self._default_label}: {reason}" if best.plan is None else best.label
+        self.stage = f"running {what}{origin}"
         if dist.get_rank(self.control) == 0:
             tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in self.trials)
-            log.info("anabranch: %s (%s)", self.stage, tried)
-        return best
+            log.info("anabranch: %s (%s). %s", self.stage, tried, self._budget.summary())
 
-    def _fastest_index(self, trials: list[Trial]) -> int:
-        """Rank 0's decision: 0, the first trial, unless the best of the others beats it by the minimum gain."""
-        first, *others = trials
-        best = min(others or trials, key=lambda trial: trial.step_s)
-        beaten = best.step_s < first.step_s * (1 - self._policy.min_gain)
-        return from_rank_0(bytes([trials.index(best) if beaten else 0]), self.control)[0]
+    def _until_drift(self) -> Schedule[str]:
+        """Wait until rank 0 calls for another search, and return why; an empty text if it was told to hold.
 
-    def _until_drift(self) -> Schedule:
-        """Return when rank 0 finds that the step time has drifted, or ``replan()`` was called there."""
-        policy, clock = self._policy, self._timer.clock
-        yield from self._steps(policy.settle_steps)
-        usual_s, checks = 0.0, 0
+        What rank 0 finds in one check is sent until the next one, so that nobody waits for it.
+        """
+        windows: list[tuple[float, ...]] = []
+        checks, why, found = 0, "", None
         while True:
-            yield from self._steps(policy.drift_check_steps)
-            checks += 1
-            marks = [s for s in self._timer.last_steps(policy.drift_check_steps) if clock.settled(s.averaged)]
-            seconds = [clock.elapsed_s(step.forward, step.averaged) for step in marks]
-            now_s = median(seconds) if seconds else usual_s
-            usual_s = usual_s or now_s
-            drifted = checks >= self._patience and abs(now_s - usual_s) > policy.max_drift * usual_s
-            if from_rank_0(bytes([drifted or self.replan_requested]), self.control)[0]:
+            yield from steps(self._policy.drift_check_steps)
+            if found is not None and found():
                 self.replan_requested = False
-                return
+                why = from_rank_0(why.encode(), self.control).decode()
+                return "" if why == HELD else why
+            checks += 1
+            windows.append(self._last_steps_s(self._policy.drift_check_steps))
+            del windows[USUAL_WINDOWS:-RECENT_WINDOWS]
+            why = self._why_search(windows[:-RECENT_WINDOWS], windows[-RECENT_WINDOWS:], checks)
+            found = number_of_rank_0(bool(why), self.control)
+
+    def _why_search(self, usual: list[tuple[float, ...]], recent: list[tuple[float, ...]], checks: int) -> str:
+        if self.hold_requested:
+            return HELD
+        if self.replan_requested:
+            return "replan() was called"
+        moved = drift(usual, recent, self._policy)
+        if moved is None or checks < self._patience or self._budget.left_s < self._search_cost_s:
+            return ""
+        before_s, now_s = moved
+        return f"steps take {now_s * 1e3:.1f} ms instead of {before_s * 1e3:.1f} ms"
+
+    def _last_steps_s(self, count: int) -> tuple[float, ...]:
+        clock = self._timer.clock
+        marks = [step for step in self._timer.last_steps(count) if clock.settled(step.averaged)]
+        return tuple(clock.elapsed_s(step.forward, step.averaged) for step in marks)

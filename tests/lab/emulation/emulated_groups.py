@@ -5,7 +5,7 @@ import os
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from anabranch.comm.lanes import clone_group
+from anabranch.comm.groups import timeout_of
 from anabranch.lab.emulation import EmulatedNetwork
 from anabranch.lab.emulation.install import install
 from anabranch.lab.emulation.settings import NETWORK_VARIABLE, NOTE_VARIABLE
@@ -27,4 +27,6 @@ def emulated(network: EmulatedNetwork, name: str = "emulated") -> Group:
         os.environ[NOTE_VARIABLE] = network.note
         install(distributed_c10d, network)
     assert os.environ[NETWORK_VARIABLE] == str(network)
-    return clone_group(real(), "gloo", name)
+    group = dist.new_group(timeout=timeout_of(real()), group_desc=name)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

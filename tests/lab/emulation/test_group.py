@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from anabranch.comm.lanes import timeout_of
+from anabranch.comm.groups import timeout_of
 from anabranch.lab.emulation import EmulatedNetwork
 from lab.emulation.emulated_groups import Group, emulated, real
 from ranks import GROUP_TIMEOUT, on_ranks

@@ -182,6 +182,7 @@ class EmulatedGroup(ProcessGroup):
     """
 
     nic: ClassVar[Nic]
+    is_cloned_by_torch = True  # every group that torch makes here is emulated
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         # With a store, which torch's type stubs ask for, its C++ would not see what is overridden here.

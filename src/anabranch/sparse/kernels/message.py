@@ -5,6 +5,7 @@ import triton.language as tl
 
 MAGNITUDE = tl.constexpr(2**31 - 1)  # all bits but the sign
 INFINITE = tl.constexpr(0x7F800000)  # magnitudes from here on are not finite
+SUMMABLE_BELOW = tl.constexpr(0x757FFFFF)  # the bits of comm.dense.SUMMABLE_BELOW
 SIGN = tl.constexpr(-(2**31))
 SIZES = [
     "numel",

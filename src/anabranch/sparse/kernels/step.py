@@ -8,6 +8,7 @@ from anabranch.sparse.kernels.message import (
     MAGNITUDE,
     SIGN,
     SIZES,
+    SUMMABLE_BELOW,
     least_count,
     load_pairs,
     reserve_slots,
@@ -53,8 +54,8 @@ def offer(
     start = tl.program_id(0).to(tl.int64) * block
     gradient += start
     residual += start
-    # zeros never pass, and values that are not finite always do
-    least = tl.minimum(tl.maximum(tl.load(threshold).to(tl.int32, bitcast=True), 1), INFINITE)
+    # Zeros never pass. What poisons the step always does: half of SUMMABLE_BELOW, since a residual may reduce it.
+    least = tl.minimum(tl.maximum(tl.load(threshold).to(tl.int32, bitcast=True), 1), SUMMABLE_BELOW - (1 << 23))
     words = passing(gradient, residual, least, numel - start, block)
     row = tl.arange(0, rows)
     ends = tl.load(boundaries + 1 + row, mask=row < ranks, other=numel)
@@ -73,15 +74,15 @@ def offer(
         for _ in range(tl.max(counts)):
             there = word != 0
             at = group + bit_count((word & -word) - 1)
-            total = tl.load(residual + at, mask=there, other=0.0) + tl.load(gradient + at, mask=there, other=0.0)
-            bits = total.to(tl.int32, bitcast=True)
-            worst = tl.maximum(worst, bits & MAGNITUDE)
+            new = tl.load(gradient + at, mask=there, other=0.0)
+            worst = tl.maximum(worst, new.to(tl.int32, bitcast=True) & MAGNITUDE)
+            bits = (tl.load(residual + at, mask=there, other=0.0) + new).to(tl.int32, bitcast=True)
             value = bits if first == 0 else round_bits(bits)
             stored = there & (slot < capacity)
             store_pairs(pairs, message, slot, value, at - begin.to(tl.int32), stored, capacity, first, last)
             slot += 1
             word = word & (word - 1)
-    if tl.max(worst) >= INFINITE:
+    if tl.max(worst) >= SUMMABLE_BELOW:
         tl.atomic_or(heads + row.to(tl.int64) * row_words, tl.full([rows], SIGN, tl.int32), mask=row < ranks)
 
 

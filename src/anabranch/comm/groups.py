@@ -1,0 +1,102 @@
+"""Process groups of our own: clones of the user's group, in whose creation only its own ranks take part.
+
+torch's ``new_group`` names a group by how many groups this process has made so far, so that all ranks of the world must
+make all groups in one order. A clone is made over the store of the group itself, under a name that its rank 0 has
+chosen. Torch does not count it either: the names of groups that the program makes later stay what they would be.
+"""
+
+import ctypes
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from anabranch.comm.agree import from_rank_0
+from anabranch.comm.exchange import Group
+
+USE_A_TORCH_GROUP = "Give it a process group of torch's own, from init_process_group or new_group, with Gloo or NCCL"
+
+c10d: Any = distributed_c10d  # its private names are in no type stub
+
+
+def clone_group(group: Group, backend: str, description: str, options: Any = None) -> Group:
+    """A new group of the same ranks with the same timeout. Collective among them, and among no others.
+
+    An NCCL group of all ranks is cloned by ``new_group``, which can split its communicator; one of some ranks is not
+    cloned at all (``Lanes.max_lanes``).
+    """
+    if backend != "gloo":
+        clone = dist.new_group(timeout=timeout_of(group), backend=backend, pg_options=options, group_desc=description)
+        assert isinstance(clone, dist.ProcessGroup)  # every rank of the world is a member
+        return clone
+    name = f"anabranch/{from_rank_0(uuid4().bytes, group).hex()}"
+    # A connection of its own: a thread that waits for a key would keep the others of this process from setting theirs.
+    store = c10d._get_process_group_store(group).clone()
+    ranks = dist.get_process_group_ranks(group)
+    made: Group
+    made, _ = c10d._new_process_group_helper(
+        group.size(),
+        group.rank(),
+        ranks,
+        dist.Backend(backend),
+        store,
+        name,
+        timeout=timeout_of(group) or c10d.default_pg_timeout,
+        group_desc=description,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    del c10d._world.pg_names[made]
+    return made
+
+
+def no_clone_reason(group: Group) -> str:
+    """Why this group cannot be cloned, as the end of a sentence; empty if it can.
+
+    A Python class (torchft) may do more than send, such as replacing ranks that died, which a clone would not do.
+    """
+    if type(group) is not dist.ProcessGroup and not getattr(group, "is_cloned_by_torch", False):
+        return f"its process group is a {type(group).__name__}, a Python class, and more groups like it cannot be made"
+    if group not in c10d._world.pg_map:
+        return "its process group is not known to torch.distributed, so that more groups like it cannot be made"
+    backend = dist.get_backend_config(group)
+    return "" if "gloo" in backend or "nccl" in backend else f"its process group has neither Gloo nor NCCL ({backend})"
+
+
+def default_group() -> Group:
+    """The group of all ranks; raises torch's own error if there is none."""
+    group: Group = c10d._get_default_group()
+    return group
+
+
+def destroy_clone(clone: Group) -> None:
+    """Destroy a group made by ``clone_group``; not collective. Nothing is left to do once the default group is gone."""
+    if dist.is_initialized() and clone in c10d._world.pg_map:
+        c10d._world.pg_names[clone] = clone.group_name
+        dist.destroy_process_group(clone)
+
+
+def keep_groups(groups: Iterable[Group]) -> None:
+    """Never free these groups: torch would wait for their threads, which may be in a collective that cannot end."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def keep_all_groups() -> None:
+    """Never free any group of this process, which is a forked child: it has none of the threads of its groups."""
+    keep_groups(c10d._world.pg_map)
+
+
+def timeout_of(group: Group) -> timedelta | None:
+    """The timeout of a group's collectives; None if its backend does not say."""
+    for kind in ("cpu", "cuda"):
+        with suppress(RuntimeError, AttributeError):
+            backend: Any = group._get_backend(torch.device(kind))
+            timeout = getattr(backend, "wrapped_pg", backend).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
+    return None

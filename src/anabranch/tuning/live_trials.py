@@ -1,0 +1,114 @@
+"""Trials on the live model: a plan and the layout in force run in turns, a block of steps each.
+
+Every rank runs the same schedule; rank 0 decides from its own times, and tells the others.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from statistics import median
+from typing import TypeVar
+
+from anabranch.plan import Plan
+from anabranch.tuning.budget import SearchBudget
+from anabranch.tuning.comparison import Comparison, compare
+from anabranch.tuning.policy import TuningPolicy
+from anabranch.tuning.runner import PlanRunner
+from anabranch.tuning.trial import StepTimes, Trial
+
+T = TypeVar("T")
+Schedule = Generator[None, None, T]  # one yield per averaged step
+
+VERDICTS = ("not faster", "faster", "undecided")  # what rank 0 sends
+
+
+class LiveTrials:
+    """Runs blocks of steps, and compares two layouts.
+
+    decide        a decision of rank 0, as a small number, on every rank; collective
+    in_a_hurry    whether no comparison shall go on that the steps so far can end
+    """
+
+    def __init__(
+        self,
+        runner: PlanRunner,
+        policy: TuningPolicy,
+        budget: SearchBudget,
+        decide: Callable[[int], int],
+        in_a_hurry: Callable[[], bool],
+    ) -> None:
+        self._runner = runner
+        self._timer = runner.timer
+        self._policy = policy
+        self._budget = budget
+        self._decide = decide
+        self._in_a_hurry = in_a_hurry
+
+    def change_to(self, plan: Plan | None) -> Schedule[None]:
+        """Change to another layout from the next step on, and wait until it has settled."""
+        self._runner.use_plan(plan)
+        yield from steps(self._policy.settle_steps)
+
+    def timed(self, label: str, plan: Plan | None, count: int | None = None) -> Schedule[Trial]:
+        """Time some steps of the layout in force, the buckets of the last one, too."""
+        count = self._policy.trial_steps if count is None else count
+        yield from steps(count - 1)
+        with self._timer.bucket_timing():
+            yield
+        self._timer.clock.settle()
+        return Trial.of(label, plan, self._timer.last_steps(count), self._timer.clock)
+
+    def challenge(self, best: Trial, label: str, plan: Plan | None) -> Schedule[tuple[Trial, Trial, bool]]:
+        """Compare a plan with the layout in force, ``best``; the faster one is in force afterwards.
+
+        Returns both trials, with all their steps, and whether the plan was faster.
+        """
+        theirs = yield from self.timed(best.label, best.plan)
+        ours = yield from self._after_change(label, plan, theirs)
+        best, tried = best.with_more(theirs), ours
+        pairs = [(theirs.steps_s, ours.steps_s)]
+        challenger_runs = True
+        while (found := self._compared(pairs))[0] == "undecided":
+            # The layout that runs goes on, then the other one: A B B A A B … has the fewest changes.
+            if challenger_runs:
+                ours = yield from self.timed(label, plan)
+                theirs = yield from self._after_change(best.label, best.plan, theirs)
+            else:
+                theirs = yield from self.timed(best.label, best.plan)
+                ours = yield from self._after_change(label, plan, theirs)
+            challenger_runs = not challenger_runs
+            best, tried = best.with_more(theirs), tried.with_more(ours)
+            pairs.append((theirs.steps_s, ours.steps_s))
+        verdict, result = found
+        faster = verdict == "faster"
+        if faster != challenger_runs:
+            yield from self.change_to(plan if faster else best.plan)
+        return best, replace(tried, result=result), faster
+
+    def _after_change(self, label: str, plan: Plan | None, reference: Trial) -> Schedule[Trial]:
+        """Change to a layout and time it; what it took longer than the layout in force is charged to the budget."""
+        yield from self.change_to(plan)
+        trial = yield from self.timed(label, plan)
+        since_change = self._timer.last_steps(len(trial.steps) + self._policy.settle_steps)
+        whole_s = [StepTimes.of(step, self._timer.clock).whole_s for step in since_change]
+        self._budget.charge(sum(whole_s) - len(whole_s) * reference.step_s)
+        return trial
+
+    def _compared(self, pairs: list[tuple[tuple[float, ...], tuple[float, ...]]]) -> tuple[str, str]:
+        """Rank 0's verdict after these pairs, and the result in words."""
+        found = compare(pairs, self._policy)
+        verdict = VERDICTS[self._decide(VERDICTS.index(self._verdict(found)))]
+        steps_run = sum(len(ours) for _, ours in pairs)
+        ratio = median(s for theirs, _ in pairs for s in theirs) / median(s for _, ours in pairs for s in ours)
+        if verdict == "faster":
+            return verdict, f"{ratio:.2f}× as fast"
+        return verdict, f"{'slower' if found.gain < 0 else 'not clearly faster'}, given up after {steps_run} steps"
+
+    def _verdict(self, found: Comparison) -> str:
+        if found.verdict == "undecided" and (self._budget.left_s <= 0 or self._in_a_hurry()):
+            return "faster" if found.gain > self._policy.min_gain else "not faster"
+        return found.verdict
+
+
+def steps(count: int) -> Schedule[None]:
+    """Wait for so many steps."""
+    yield from [None] * count

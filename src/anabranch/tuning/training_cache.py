@@ -1,0 +1,195 @@
+"""The plan cache of one training: its key, and rank 0's cached choice on every rank."""
+
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from itertools import groupby
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anabranch.comm.agree import from_all_ranks, from_rank_0, true_on_all_ranks
+from anabranch.comm.collectives import Collectives
+from anabranch.comm.exchange import Group
+from anabranch.comm.model import model_parts
+from anabranch.errors import PlanError
+from anabranch.files import dumps
+from anabranch.network import Network
+from anabranch.observe.environment import lab_note, network_note
+from anabranch.observe.recorder import described_input
+from anabranch.plan import Plan
+from anabranch.trace import Trace
+from anabranch.tuning.options import TuningOptions
+from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, PlanCache, log, plan_cache
+from anabranch.version import __version__
+
+Check = Callable[[CachedChoice], None]
+
+
+class TrainingCache:
+    """Reads and writes the choice of one training. Rank 0's files count: other ranks open none.
+
+    settings     lines with the settings that are not in ``options``
+    parameters   those whose gradients are averaged, by name
+    group        sends gradients; no reference to it is kept
+    """
+
+    def __init__(
+        self,
+        options: TuningOptions,
+        settings: Sequence[str],
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        collectives: Collectives,
+        group: Group,
+    ) -> None:
+        self._files = plan_cache(options.cache) if dist.get_rank(group) == 0 else None
+        self._options = options
+        self._settings = settings
+        self._module_name = type(module).__name__
+        self._model_lines = [f"{name} {part}" for name, part in model_parts(module).items()]
+        self._parameters = parameters
+        self._collectives = collectives
+        self._ranks = dist.get_world_size(group)
+        self._backend = dist.get_backend(group)
+        self._input: str | None = None
+        self._input_noted = False
+        self._key: CacheKey | None = None
+
+    def note_input(self, *inputs: object) -> None:
+        """Call this with the inputs of each differentiated forward: the first ones show the batch size."""
+        if not self._input_noted:
+            self._input_noted = True
+            self._input = described_input(inputs)
+
+    def read(self, control: Group, max_lanes: int) -> CachedChoice | None:
+        """Rank 0's cached choice, on every rank, or None on all of them. Collective on ``control``, after a forward.
+
+        A choice that needs more than ``max_lanes`` lanes, or does not fit the parameters, is ignored.
+        """
+        device = next(iter(self._parameters.values())).device
+        hardware = hardware_lines(device, control)
+        self._key = CacheKey(
+            self._module_name,
+            (
+                *key_lines(self._options, self._input, self._ranks, self._backend),
+                *hardware,
+                *self._settings,
+                *self._model_lines,
+            ),
+            tuple(version_lines(device)),
+        )
+        return agree_on_cached(self._files, self._key, lambda choice: self._check(choice, max_lanes), control)
+
+    def write(
+        self,
+        label: str,
+        plan: Plan | None,
+        steps_s: Sequence[float],
+        default_step_s: float,
+        network: Network | None,
+        trace: Trace | None,
+    ) -> None:
+        """Have rank 0 keep this choice with its measured steps; other ranks do nothing. Not collective, never raises.
+
+        ``default_step_s`` is the median step under the layout's own buckets. Call ``read`` before, since it completes
+        the key. A choice without a measured network is not kept: it was made without a search, and is soon made again.
+        """
+        if self._files is None or self._key is None or network is None or trace is None:
+            return
+        try:
+            low_s, step_s, high_s = (float(value) for value in np.percentile(steps_s, [25, 50, 75]))
+            choice = CachedChoice(
+                label=label,
+                step_s=step_s,
+                spread_s=high_s - low_s,
+                default_step_s=default_step_s,
+                date=datetime.now(UTC).date().isoformat(),
+                plan=plan,
+                network=network,
+                trace=trace,
+            )
+        except (ValueError, IndexError) as error:  # on rank 0 alone, so it must not stop this rank
+            log.warning("anabranch: the plan cache cannot keep %s: %s", label, error)
+            return
+        self._files.write(self._key, choice)
+
+    def _check(self, choice: CachedChoice, max_lanes: int) -> None:
+        """Raise unless this training can run the choice."""
+        options = replace(self._options, plan=choice.plan, network=choice.network)
+        options.check_fits(self._parameters, self._ranks, self._collectives)
+        sizes = {tensor.name: tensor.numel for tensor in choice.trace.tensors}
+        if sizes != {name: parameter.numel() for name, parameter in self._parameters.items()}:
+            raise PlanError("its trace has other gradients than this model trains")
+        if choice.plan is not None and choice.plan.lanes > max_lanes:
+            raise PlanError(f"its plan needs {choice.plan.lanes} lanes: expected at most {max_lanes}")
+
+
+def agree_on_cached(files: PlanCache | None, key: CacheKey, check: Check, control: Group) -> CachedChoice | None:
+    """The choice that rank 0 reads for ``key``, on every rank, or None on all of them. Collective.
+
+    ``files`` and ``key`` of other ranks are ignored. ``check`` raises if a choice does not fit; every rank calls it.
+    """
+    rank = dist.get_rank(control)
+    choice = files.read(key, check) if rank == 0 and files is not None else None
+    text = from_rank_0(Entry(key, choice).text() if choice is not None else None, control)
+    if not text:
+        return None
+    if rank != 0:
+        try:
+            choice = Entry.of(text, "the cached plan of rank 0").choice
+            check(choice)
+        except Exception as error:  # this rank must still take part in the answer
+            log.warning("anabranch: the plan cache ignores the cached plan of rank 0, on rank %d: %s", rank, error)
+            choice = None
+    return choice if true_on_all_ranks(choice is not None, control) else None
+
+
+def key_lines(options: TuningOptions, first_input: str | None, ranks: int, backend: str) -> list[str]:
+    """The lines of a key that come from the options, the batch, the process group and the lab."""
+    network = options.network
+    return [
+        f"input {first_input}",
+        f"ranks {ranks}",
+        f"backend {backend}",
+        f"emulated network {network_note()}",
+        f"lab {lab_note()}",
+        f"planner {options.planner}",
+        f"lanes {options.lanes}",
+        f"kinds {', '.join(options.kinds)}",
+        f"network {'measured' if network is None else sha256(dumps(network).encode()).hexdigest()}",
+    ]
+
+
+def hardware_lines(device: torch.device, control: Group) -> list[str]:
+    """Which rank is on which host, by number, and the devices of all ranks. Collective.
+
+    Names of hosts are not in it, so that a training finds its plan again on other hosts of the same kind.
+    """
+    if device.type == "cuda":
+        own_device = torch.cuda.get_device_name(device)
+    else:
+        own_device = f"CPU {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    own = f"{socket.gethostname()}\n{own_device}".encode(errors="replace")
+    hosts, devices = zip(*(text.decode().split("\n", 1) for text in from_all_ranks(own, control)), strict=True)
+    number = {host: index for index, host in enumerate(dict.fromkeys(hosts))}
+    return [f"hosts {_runs([str(number[host]) for host in hosts])}", f"devices {_runs(devices)}"]
+
+
+def version_lines(device: torch.device) -> list[str]:
+    """The versions of the programs whose change can make another plan the fastest."""
+    lines = [f"anabranch {__version__}", f"torch {torch.__version__}"]
+    if device.type == "cuda":
+        lines += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
+    return lines
+
+
+def _runs(words: Sequence[str]) -> str:
+    """Equal neighbours counted: "4 × a, 2 × b"."""
+    return ", ".join(f"{len(list(same))} × {word}" for word, same in groupby(words))

@@ -1,0 +1,196 @@
+"""Random models, DDP arguments and ways to train: each case is drawn from a seed, and trained under either wrapper."""
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch import DataParallel
+from parallel.twins import SCENARIOS, WIDTH, Model, batch, close, dtypes_of, ring, scatter, scattered, state
+
+STEPS = 16
+TRAINED = ("linear", "tied", "norm", "conv", "embedding", "sparse", "double", "bfloat16", "scale")
+PARTS = (*TRAINED, "frozen", "unused", "sometimes")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, the arguments of DDP, how it is trained, and how DataParallel tunes it."""
+
+    parts: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+    delayed: bool  # the last part's gradients are delayed until the first's are ready
+    no_sync: tuple[int, ...]  # passes of a step that accumulate, by step in turn
+    zeros_kept: bool
+    loss: str
+    scenario: str
+
+    @property
+    def text(self) -> str:
+        """For messages."""
+        return f"{asdict(self)}"
+
+
+def drawn(seed: int) -> Case:
+    """The case of this seed."""
+    chance = random.Random(seed)
+    parts = ["linear", *chance.choices(PARTS, weights=[3, *[1] * (len(PARTS) - 1)], k=chance.randint(1, 5)), "linear"]
+    options: dict[str, Any] = {
+        "find_unused_parameters": chance.random() < 0.4,
+        "static_graph": chance.random() < 0.2,
+        "gradient_as_bucket_view": chance.random() < 0.3,
+        "bucket_cap_mb": chance.choice([None, 1e-4, 3e-4, 25]),
+        "init_sync": chance.random() < 0.8,
+        "broadcast_buffers": chance.choice([None, True, False]),
+    }
+    uneven = options["find_unused_parameters"] and not options["static_graph"]
+    if not uneven:  # DDP itself would wait for ever
+        parts = [part if part != "sometimes" else "linear" for part in parts]
+    no_sync = chance.choices([0, 0, 1, 2], k=chance.randint(1, 3))
+    if options["static_graph"]:
+        no_sync[0] = 0  # DDP's own first step fails otherwise, with an internal assertion
+    delayed = chance.random() < 0.15
+    if delayed:
+        no_sync = [0]  # a delayed all-reduce and the next pass would write to one buffer
+    return Case(
+        tuple(parts),
+        tuple((name, value) for name, value in options.items() if chance.random() < 0.8 or value is True),
+        delayed=delayed,
+        no_sync=tuple(no_sync),
+        zeros_kept=chance.random() < 0.3,
+        loss=chance.choice(["mean", "mean", "two forwards", "parameters", "grad first"]),
+        scenario=chance.choice(["plans again and again", "is given the plan", "goes back"]),
+    )
+
+
+class Mixture(nn.Module):
+    """Parts in a row."""
+
+    def __init__(self, parts: tuple[str, ...]) -> None:
+        super().__init__()
+        self.kinds = parts
+        self.parts = nn.ModuleList(self._part(kind) for kind in parts)
+        for kind, part in zip(parts, self.parts, strict=True):
+            if kind == "tied":
+                part.weight = self.parts[0].weight
+
+    def _part(self, kind: str) -> nn.Module:
+        dtype = {"double": torch.float64, "bfloat16": torch.bfloat16}.get(kind, torch.float32)
+        if kind == "norm":
+            return nn.BatchNorm1d(WIDTH)
+        if kind == "conv":
+            return nn.Conv1d(1, 1, 3, padding=1)
+        if kind in ("embedding", "sparse"):
+            return nn.Embedding(9, WIDTH, sparse=kind == "sparse")
+        if kind == "scale":
+            return nn.ParameterList([torch.ones(WIDTH)])
+        return nn.Linear(WIDTH, WIDTH, dtype=dtype).requires_grad_(kind != "frozen")
+
+    def forward(self, x: torch.Tensor, sometimes: bool) -> torch.Tensor:
+        for kind, part in zip(self.kinds, self.parts, strict=True):
+            if kind == "unused" or (kind == "sometimes" and not sometimes):
+                continue
+            if kind in ("embedding", "sparse"):
+                x = x + part(x.detach().abs().mul(3).long().clamp(max=8)).mean(1)
+            elif kind == "scale":
+                x = x * part[0]  # type: ignore[index]
+            elif kind == "conv":
+                x = part(x[:, None])[:, 0]
+            else:
+                dtype = next(part.parameters()).dtype
+                x = part(x.to(dtype)).float()
+            x = x.tanh()
+        return x
+
+
+def train(model: Model, case: Case) -> None:
+    """Some steps of plain SGD, which takes sparse gradients, too."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=not case.zeros_kept)
+        passes = case.no_sync[step % len(case.no_sync)]
+        for number in range(passes + 1):
+            with model.no_sync() if number < passes else nullcontext():
+                loss_of(model, case, 10 * step + number).backward()
+        dist.barrier()  # nobody waits for delayed all-reduces; a barrier waits for all that was begun
+        optimizer.step()
+
+
+def loss_of(model: Model, case: Case, step: int) -> torch.Tensor:
+    """One rank's loss may differ from the others'."""
+    x, sometimes = batch(step), (step + dist.get_rank()) % 2 == 0
+    static = dict(case.options).get("static_graph", False)  # a graph that is always the same, by its contract
+    odd_one = step % 3 == 1 and dist.get_rank() == 0 and not static
+    loss: torch.Tensor = model(x, sometimes).square().mean()
+    if case.loss == "two forwards" and odd_one and "norm" not in case.parts:
+        loss = loss + model(batch(step + 5), sometimes).mean()
+    if case.loss == "grad first" and odd_one and not case.delayed:  # which hangs on the first part's gradient
+        torch.autograd.grad(loss, model.module.parts[0].weight, retain_graph=True)
+    if case.loss == "parameters" and odd_one and not {"unused", "sometimes", "sparse"} & {*case.parts}:
+        loss = torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum() * 0.0
+    return loss
+
+
+def outcome(case: Case, seed: int, wrap: Callable[[nn.Module, dict[str, Any]], Model]) -> dict[str, Any]:
+    """The error's type, if there was one, and the state after training."""
+    torch.manual_seed(seed)
+    module = Mixture(case.parts)
+    options = dict(case.options)
+    if case.delayed:
+        named = [(name, p) for name, p in module.named_parameters() if name.startswith(f"parts.{len(case.parts) - 1}.")]
+        hooked = module.parts[0].weight  # its gradient comes later
+        options |= {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": hooked}
+    model = None
+    error = ""
+    try:
+        model = wrap(module, options)
+        train(model, case)
+    except Exception as caught:
+        error = f"{type(caught).__name__} {caught}"
+    found = {} if model is None else {name: tensor.clone() for name, tensor in state(model).items()}
+    if isinstance(model, DataParallel):
+        model.close()
+    dist.barrier()
+    return {"error": error, "state": found}
+
+
+def compared(seed: int) -> tuple[list[str], bool]:
+    """What differs in the case of this seed between DDP and DataParallel, and whether DDP failed.
+
+    After a failure there may be all-reduces that nobody waits for: the next case needs fresh processes.
+    """
+    case = drawn(seed)
+
+    def ours(module: nn.Module, options: dict[str, Any]) -> Model:
+        plan = None
+        if case.scenario == "is given the plan" and not case.delayed and "sparse" not in case.parts:
+            plan = scatter(dtypes_of(module))
+        return DataParallel(
+            module,
+            planner=scattered,
+            network=ring(),
+            profile_steps=1,
+            policy=SCENARIOS[case.scenario],
+            plan=plan,
+            **options,
+        )
+
+    theirs = outcome(case, seed, lambda module, options: DistributedDataParallel(module, **options))
+    found = outcome(case, seed, ours)
+    apart = []
+    if theirs["error"].split(" ")[0] != found["error"].split(" ")[0]:
+        apart.append(f"error {found['error']!r}, not {theirs['error']!r}")
+    elif theirs["error"]:
+        pass  # weights depend on whether all-reduces have ended that nobody waited for
+    elif theirs["state"].keys() != found["state"].keys():
+        apart.append(f"{sorted(theirs['state'].keys() ^ found['state'].keys())} in one only")
+    else:
+        tensors = theirs["state"].items()
+        apart += [f"{name} differs" for name, tensor in tensors if not close(tensor, found["state"][name], 0.0)]
+    return [f"seed {seed}: {what}; {case.text}" for what in apart[:2]], bool(theirs["error"])

@@ -1,0 +1,94 @@
+"""The judge itself: what is planted must be found, in the same way as a campaign would find it."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from soak.campaign import Campaign
+from soak.case import Case
+from soak.faults import PLANTED
+from soak.judge import GOOD, Verdict, close, judge
+from soak.world import RankRecord, Server
+
+VICTIM = 1
+MOMENT = 3
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verdict]]:
+    """The verdicts of all planted faults; most of the time is spent waiting for those that hang."""
+    cases = {name: Case(name, "no-tuning", 2, VICTIM, MOMENT, "close") for name in [*PLANTED, "explain-alone"]}
+    with Server() as server, ThreadPoolExecutor(len(cases)) as pool:
+        campaign = Campaign(server, tmp_path_factory.mktemp("planted"))
+        yield dict(zip(cases, pool.map(campaign.run, cases.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", list(PLANTED))
+def test_what_is_planted_is_found(verdicts: dict[str, Verdict], name: str) -> None:
+    verdict = verdicts[name]
+    assert verdict.outcome == PLANTED[name].row and verdict.why and not verdict.good, verdict
+
+
+def test_where_nothing_is_planted_nothing_is_found(verdicts: dict[str, Verdict]) -> None:
+    assert verdicts["explain-alone"].outcome == "trained on", verdicts["explain-alone"]
+
+
+def test_a_stalled_rank_is_named_with_its_last_word(verdicts: dict[str, Verdict]) -> None:
+    assert f"rank {VICTIM} has not ended" in verdicts["planted-hang"].why and "'fault'" in verdicts["planted-hang"].why
+
+
+# ------------------------------------------------------------------------------------------ from written-down events
+
+KILLED = Case("kill-forward", "default", 3, VICTIM, MOMENT, "raise")
+
+
+def survivor(*digests: str, error: str = "CollectiveError", done: bool = False) -> RankRecord:
+    """A rank that made steps with these digests, and then raised an error or trained to the end."""
+    events = [{"what": "step", "at": float(i), "step": i, "digest": digest} for i, digest in enumerate(digests)]
+    last = {"what": "done", "digest": digests[-1], "weights": [1.0]} if done else {"what": "error", "trace": "x.py:1"}
+    return RankRecord([*events, {**last, "at": 9.0, "kind": error, "words": "bucket 3 did not get through"}], 1)
+
+
+VICTIMS = RankRecord([{"what": "fault", "at": 2.5, "step": 3, "stage": "trying optimal."}], -9)
+
+
+def test_a_clear_error_on_all_survivors() -> None:
+    verdict = judge(KILLED, [survivor("a", "b"), VICTIMS, survivor("a", "b")])
+    assert (verdict.outcome, verdict.stage) == ("clear error", "trying")
+
+
+def test_one_survivor_that_says_nothing_is_found() -> None:
+    mute = RankRecord([{"what": "step", "at": 1.0, "step": 0, "digest": "a"}], 1, stderr="Traceback …\nbye")
+    verdict = judge(KILLED, [survivor("a"), VICTIMS, mute])
+    assert verdict.outcome == "unnamed traceback" and "rank 2 ended with 1 and said nothing: bye" in verdict.why
+
+
+@pytest.mark.parametrize(("found", "outcome"), [(["a", "c", "c"], "silent divergence"), (["a", "c"], "clear error")])
+def test_weights_that_differ_are_silent_only_if_training_went_on(found: list[str], outcome: str) -> None:
+    others = survivor(*["a", "b", "b"][: len(found)])
+    verdict = judge(KILLED, [others, VICTIMS, survivor(*found)])
+    assert verdict.outcome == outcome
+
+
+def test_a_bare_error_has_no_name() -> None:
+    verdict = judge(KILLED, [survivor("a"), VICTIMS, survivor("a", error="KeyError")])
+    assert verdict.outcome == "unnamed traceback" and "rank 2 raised KeyError" in verdict.why
+
+
+def test_a_victim_that_was_to_vanish_is_no_crash_and_a_survivor_is() -> None:
+    records = [survivor("a"), VICTIMS, RankRecord(survivor("a").events, -6, stderr="terminate called")]
+    assert judge(KILLED, [*records[:2], survivor("a")]).outcome in GOOD
+    assert judge(KILLED, records).why == "rank 2 was ended by signal 6: terminate called"
+
+
+def test_weights_are_equal_up_to_rounding_and_nan_equals_nan() -> None:
+    assert close([1.0, float("nan")], [1.0001, float("nan")])
+    assert not close([1.0], [1.01]) and not close([1.0], [1.0, 2.0]) and not close([float("nan")], [1.0])
+
+
+def test_a_case_is_its_text() -> None:
+    assert Case.parse(str(KILLED)) == KILLED
+    assert Case.parse("kill-any/oktopk/2/0/measuring/exit").moment == "measuring"
+    with pytest.raises(ValueError, match="fault is 'kil'"):
+        Case.parse("kil/oktopk/2/0/3/exit")

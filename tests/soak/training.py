@@ -1,0 +1,182 @@
+"""Training: one rank's model, optimizer and steps, with the points at which a fault may strike."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import anabranch as ab
+from parallel.models import Branches
+from parallel.twins import SCENARIOS, WIDTH, bits, dtypes_of, mlp, scatter, scattered
+from soak.configurations import Configuration
+
+At = Callable[[str, int], object]  # (point, step): strikes if the fault is due
+BRANCHES = ((0, 1), (1, 2), (0, 2, 3), (3,))
+POLICY = SCENARIOS["plans again and again"]
+
+
+def nothing(module: nn.Module) -> None:
+    """Leave the module as it was built."""
+
+
+class Training:
+    """One rank's training under DataParallel, or, as control, under stock DDP."""
+
+    def __init__(
+        self, configuration: Configuration, at: At, control: bool, change: Callable[[nn.Module], None] = nothing
+    ) -> None:
+        self.configuration = configuration
+        self.control = control
+        self.step = 0
+        self.skips_nonfinite = False
+        self.skips_backward = False
+        self.out_of_inputs = False
+        self._at = at
+        self.module = build(configuration)
+        change(self.module)
+        middle = [part for part in self.module.modules() if isinstance(part, nn.Linear)][1]
+        # Lean's engine holds the module until the wrapper is freed, so its hooks must not hold the wrapper.
+        inside = weakref.WeakMethod(self._inside)
+        middle.register_forward_hook(lambda *given: own(*given) if (own := inside()) is not None else None)
+        self.model = self._wrap()
+        lean = configuration.lean is not None and not control
+        self.optimizer = self.model.optimizer if lean else self._optimizer(self.module.parameters())
+
+    def _wrap(self) -> Any:
+        own = self.configuration
+        if self.control:
+            return DistributedDataParallel(self.module, **own.ddp)
+        memory = ab.Lean(_lean_optimizer(weakref.ref(self)), **own.lean) if own.lean is not None else None
+        return ab.DataParallel(self.module, **own.ddp, **arguments(own, self.module), memory=memory)
+
+    def _optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.configuration.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, lr=0.01)
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.5)
+
+    def _inside(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.strike("forward")
+        output.register_hook(self._backward)
+
+    def _backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        factor = self.strike("backward")
+        return gradient * factor if isinstance(factor, float) else None
+
+    def strike(self, point: str) -> object:
+        """Let the fault happen if it is due at this point of this step; what its action returned."""
+        return self._at(point, self.step)
+
+    def stage(self) -> str:
+        """The first line of explain(); of stock DDP, nothing."""
+        return str(self.model.explain()).splitlines()[0].removeprefix("anabranch: ") if not self.control else ""
+
+    def inputs(self) -> tuple[Any, ...]:
+        """This rank's inputs of the step."""
+        generator = torch.Generator().manual_seed(1000 * self.step + dist.get_rank())
+        rows = torch.randn(self.configuration.rows, WIDTH, generator=generator)
+        return (rows, BRANCHES[self.step % len(BRANCHES)]) if self.configuration.style == "branches" else (rows,)
+
+    def steps(self, first: int, count: int) -> Iterator[int]:
+        """Train from step ``first`` on, ``count`` steps in all; yields the number of each step that was made."""
+        with self.model.join() if self.configuration.style == "join" else nullcontext():
+            for self.step in range(first, first + count):
+                self.strike("data")
+                if self.out_of_inputs:
+                    return
+                self._one_step()
+                self.strike("after")
+                yield self.step
+
+    def _one_step(self) -> None:
+        self.optimizer.zero_grad()
+        if self.configuration.style == "accumulate":
+            with self.model.no_sync():
+                self._pass()
+        self._pass()
+        if self.configuration.lean is None or self.control:
+            self.strike("update")
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if not self.skips_nonfinite or all(bool(g.isfinite().all()) for g in gradients):
+            self.optimizer.step()
+
+    def _pass(self) -> None:
+        loss = self.model(*self.inputs()).square().mean()
+        self.strike("loss")
+        if self.skips_backward:
+            self.skips_backward = False
+        else:
+            loss.backward()
+
+    def weights(self) -> list[float]:
+        """All parameters, one after the other."""
+        return [value for p in self.module.parameters() for value in p.detach().double().flatten().tolist()]
+
+    def digest(self) -> str:
+        """A hash of all parameters, bit by bit."""
+        return sha256(b"".join(bits(parameter) for parameter in self.module.parameters())).hexdigest()[:16]
+
+
+def _lean_optimizer(training: "weakref.ref[Training]") -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """What Lean makes its optimizers with. Lean holds it, so it must not hold the model: nothing would be freed."""
+
+    def strike(*_: object) -> None:
+        if (own := training()) is not None:
+            own.strike("update")
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        own = training()
+        assert own is not None
+        optimizer = own._optimizer(parameters)
+        optimizer.register_step_pre_hook(strike)
+        return optimizer
+
+    return make
+
+
+def build(configuration: Configuration) -> nn.Module:
+    """The model, with its initial weights."""
+    torch.manual_seed(configuration.seed)
+    if configuration.build == "branches":
+        return Branches()
+    if configuration.build == "normed":
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), mlp(1))
+    return mlp(4)
+
+
+def arguments(configuration: Configuration, module: nn.Module) -> dict[str, Any]:
+    """The arguments of DataParallel: short trials, whose plans are kept, and dropped again, whatever was measured."""
+    found: dict[str, Any] = {"profile_steps": 2, "policy": POLICY, **configuration.ours}
+    if found.get("planner") == "scattered":
+        found["planner"] = scattered
+    if configuration.given_plan:
+        found["plan"] = given_plan(configuration, module)
+    if not configuration.measured:
+        found["network"] = network(found.get("compress"))
+    return found
+
+
+def network(compress: object) -> ab.Network:
+    """A network of these ranks, so that nothing is measured; with the costs of the compression's collective."""
+    curves = {"dense": [(1024, 1e-4, 1e-6), (1 << 20, 1e-2, 1e-4)]}
+    if isinstance(compress, ab.OkTopk):
+        curves[f"oktopk:{compress.density:g}"] = [(1024, 5e-5, 1e-6), (1 << 20, 5e-3, 1e-4)]
+    if compress == "bf16":
+        curves["bf16"] = curves["dense"]
+    return ab.Network.measured(dist.get_world_size(), curves)
+
+
+def given_plan(configuration: Configuration, module: nn.Module) -> ab.Plan:
+    """A plan that no planner would make, sent by the configuration's compression."""
+    compress = configuration.ours.get("compress")
+    kind = f"oktopk:{compress.density:g}" if isinstance(compress, ab.OkTopk) else compress or "dense"
+    plan = scatter(dtypes_of(module))
+    return ab.Plan(tuple(replace(bucket, collective=str(kind)) for bucket in plan.buckets))

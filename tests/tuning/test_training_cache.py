@@ -1,0 +1,308 @@
+"""The plan cache of a live training: each ingredient changes its key, and rank 0's files count on every rank."""
+
+import logging
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import anabranch as ab
+from anabranch.comm.collectives import Collectives
+from anabranch.comm.dense import DenseExchanges
+from anabranch.lab import environment as lab_environment
+from anabranch.observe import environment
+from anabranch.tuning.options import TuningOptions
+from anabranch.tuning.plan_cache import CachedChoice, CacheKey, PlanCache
+from anabranch.tuning.training_cache import TrainingCache, agree_on_cached, hardware_lines, key_lines, version_lines
+from parallel.twins import batch, mlp
+from ranks import on_ranks
+
+CPU = torch.device("cpu")
+OPTIONS = TuningOptions("optimal", None, None, None, 5)
+
+
+def choice_for(model: nn.Module, ranks: int, lanes: int = 1, **changes: Any) -> CachedChoice:
+    """A choice that fits the model: all gradients in one bucket."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    tensors = tuple(ab.TensorSpec(name, numel, 4, 0.1, "float32") for name, numel in sizes.items())
+    evidence: dict[str, Any] = {"step_s": 0.1, "spread_s": 0.01, "default_step_s": 0.2, "date": "2026-11-16"}
+    nouns: dict[str, Any] = {
+        "plan": ab.Plan((ab.Bucket(tuple(sizes), lanes - 1),)),
+        "network": ab.Network.ring(ranks, 1e-5, 1e-9),
+        "trace": ab.Trace(tensors, 0.1),
+    }
+    return CachedChoice(**{"label": "one bucket", **evidence, **nouns, **changes})
+
+
+def cache_of(
+    model: nn.Module, folder: str, options: TuningOptions = OPTIONS, settings: tuple[str, ...] = ("compress None",)
+) -> TrainingCache:
+    assert dist.group.WORLD is not None
+    collectives = Collectives(DenseExchanges())
+    parameters = dict(model.named_parameters())
+    return TrainingCache(replace(options, cache=folder), settings, model, parameters, collectives, dist.group.WORLD)
+
+
+def keep(cache: TrainingCache, choice: CachedChoice) -> None:
+    cache.write(choice.label, choice.plan, [choice.step_s] * 3, choice.default_step_s, choice.network, choice.trace)
+
+
+class Lines(logging.Handler):
+    """What the library's logger says on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        logging.getLogger("anabranch").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+# ------------------------------------------------------------------------------------------------------- the key
+
+
+def keys(rank: int, folder: str) -> list[str]:
+    """The names of the files of trainings that differ in one thing each."""
+    assert dist.group.WORLD is not None
+    network = ab.Network.ring(1, 1e-5, 1e-9)
+    frozen, halved = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
+    frozen.bias.requires_grad_(False)
+
+    class Linear(nn.Linear):
+        pass
+
+    renamed = Linear(2, 2)
+    type(renamed).__name__ = "Renamed"
+    cases: list[tuple[nn.Module, TuningOptions, tuple[str, ...], tuple[int, ...]]] = [
+        (nn.Linear(2, 2), OPTIONS, ("compress None",), (8, 2)),
+        (nn.Linear(2, 2), OPTIONS, ("compress None",), (16, 2)),
+        (nn.Linear(2, 2), OPTIONS, ("compress bf16",), (8, 2)),
+        (nn.Linear(2, 2), replace(OPTIONS, planner="asc"), ("compress None",), (8, 2)),
+        (nn.Linear(2, 2), replace(OPTIONS, lanes=1), ("compress None",), (8, 2)),
+        (nn.Linear(2, 2), replace(OPTIONS, kinds=("bf16",)), ("compress None",), (8, 2)),
+        (nn.Linear(2, 2), replace(OPTIONS, network=network), ("compress None",), (8, 2)),
+        (nn.Linear(2, 2), replace(OPTIONS, network=replace(network, meta={"x": 1})), ("compress None",), (8, 2)),
+        (nn.Linear(2, 2, bias=False), OPTIONS, ("compress None",), (8, 2)),
+        (nn.Linear(2, 3), OPTIONS, ("compress None",), (8, 2)),
+        (frozen, OPTIONS, ("compress None",), (8, 2)),
+        (halved, OPTIONS, ("compress None",), (8, 2)),
+        (renamed, OPTIONS, ("compress None",), (8, 2)),
+    ]
+    for number, (model, options, settings, shape) in enumerate(cases):
+        cache = cache_of(model, f"{folder}/{number}", options, settings)
+        cache.note_input((torch.zeros(shape),), {})
+        cache.note_input((torch.zeros(9, 9),), {})  # only the first counts
+        assert cache.read(dist.group.WORLD, 64) is None
+        keep(cache, choice_for(nn.Linear(2, 2), 1))
+    again = cache_of(nn.Linear(2, 2), f"{folder}/again")
+    again.note_input({"x": [torch.zeros(8, 2)]})
+    again.read(dist.group.WORLD, 64)
+    keep(again, choice_for(nn.Linear(2, 2), 1))
+    names = [path.name for number in range(len(cases)) for path in Path(folder, str(number)).iterdir()]
+    assert [path.name for path in Path(folder, "again").iterdir()] == names[:1], "the same training, the same file"
+    return names
+
+
+def test_each_ingredient_changes_the_key(tmp_path: Path) -> None:
+    (names,) = on_ranks(keys, 1, str(tmp_path))
+    assert len(set(names)) == len(names) == 13
+
+
+def test_lines_of_the_process_group_the_batch_and_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [key_lines(OPTIONS, "8x2 float32", 2, "gloo")]
+    found.append(key_lines(OPTIONS, None, 2, "gloo"))
+    found.append(key_lines(OPTIONS, "8x2 float32", 4, "gloo"))
+    found.append(key_lines(OPTIONS, "8x2 float32", 2, "nccl"))
+    for variable in (environment.NETWORK_NOTE, environment.LAB):
+        monkeypatch.setenv(variable, "2 hosts, 1 Gbit/s links")
+        found.append(key_lines(OPTIONS, "8x2 float32", 2, "gloo"))
+    assert len({tuple(lines) for lines in found}) == len(found)
+
+
+def test_the_lab_sets_the_variable_that_the_key_reads() -> None:
+    assert environment.LAB == lab_environment.LAB
+
+
+def hardware(rank: int, hosts: list[str], devices: list[int]) -> list[str]:
+    assert dist.group.WORLD is not None
+    socket.gethostname = lambda: hosts[rank]
+    os.cpu_count = lambda: devices[rank]
+    return hardware_lines(CPU, dist.group.WORLD)
+
+
+def test_hosts_have_numbers_and_no_names() -> None:
+    here, *_ = on_ranks(hardware, 3, ["a", "a", "b"], [8, 8, 4])
+    elsewhere, *_ = on_ranks(hardware, 3, ["x", "x", "y"], [8, 8, 4])
+    assert here == elsewhere
+    assert here[0] == "hosts 2 × 0, 1 × 1" and here[1].startswith("devices 2 × CPU ") and ", 1 × CPU " in here[1]
+    apart, *_ = on_ranks(hardware, 3, ["a", "b", "a"], [8, 8, 4])
+    assert apart != here
+    other_cores, *_ = on_ranks(hardware, 3, ["a", "a", "b"], [8, 8, 8])
+    assert other_cores != here
+
+
+def test_versions_are_those_of_the_programs() -> None:
+    assert version_lines(CPU) == [f"anabranch {ab.__version__}", f"torch {torch.__version__}"]
+
+
+# ------------------------------------------------------------------------------------------------------ agreement
+
+
+def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
+    """What this rank gets, and says; the file of its folder, if it has one, is written for ``case``."""
+    assert dist.group.WORLD is not None
+    lines, model = Lines(), mlp()
+    cache = cache_of(model, folders[rank])
+    cache.note_input(batch(0, rows=4 + rank))  # other batches on other ranks
+    assert cache.read(dist.group.WORLD, 64) is None
+    choice = choice_for(model, 2, label=f"of rank {rank}")
+    if case == "other ranks":
+        choice = choice_for(model, 4)
+    elif case == "other gradients":
+        choice = choice_for(mlp(2), 2)
+    elif case == "other sizes":
+        tensors = [replace(tensor, numel=1) for tensor in choice.trace.tensors]
+        choice = replace(choice, trace=replace(choice.trace, tensors=tuple(tensors)))
+    elif case == "unknown kind":
+        assert choice.plan is not None
+        choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="gossip"),)))
+    elif case == "many lanes":
+        choice = choice_for(model, 2, lanes=3)
+    elif case == "no plan":
+        choice = replace(choice, plan=None)
+    keep(cache, choice)
+    if rank == 1 and folders[1] != folders[0]:  # a rank's own file, as another run on its host would have left it
+        Path(folders[1]).mkdir(exist_ok=True)
+        for path in Path(folders[0]).glob("*.json"):
+            Path(folders[1], path.name).write_bytes(path.read_bytes().replace(b"of rank 0", b"of rank 1"))
+    dist.barrier()
+    found = cache.read(dist.group.WORLD, 2)
+    assert found is None or found == replace(choice, label=found.label, spread_s=0.0, date=found.date)
+    return [None if found is None else found.label, lines.found]
+
+
+@pytest.mark.parametrize("case", ["fits", "no plan"])
+def test_rank_0s_file_counts_where_folders_differ(case: str, tmp_path: Path) -> None:
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert on_ranks(agreed, 2, folders, case) == [["of rank 0", []]] * 2
+
+
+def test_a_folder_that_only_another_rank_has_counts_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    first, second = on_ranks(agreed, 2, [str(tmp_path / "file"), str(tmp_path)], "fits")
+    (line,) = first[1]
+    assert first[0] is None and "the plan cache cannot keep" in line and second == [None, []]
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("other ranks", "the network was measured among 4 ranks and these are 2"),
+        ("other gradients", "the plan leaves out"),
+        ("other sizes", "its trace has other gradients than this model trains"),
+        ("unknown kind", "by 'gossip': expected one of"),
+        ("many lanes", "its plan needs 3 lanes: expected at most 2"),
+    ],
+)
+def test_a_choice_that_does_not_fit_is_ignored_on_all_ranks(case: str, says: str, tmp_path: Path) -> None:
+    first, second = on_ranks(agreed, 2, [str(tmp_path)] * 2, case)
+    (line,) = first[1]
+    assert first[0] is None and says in line and str(tmp_path) in line and second == [None, []]
+
+
+def evidence(rank: int, folder: str) -> list[Any]:
+    """What is kept of five steps; and that nothing that was measured can raise on rank 0 alone."""
+    assert dist.group.WORLD is not None
+    lines, model = Lines(), mlp()
+    cache, choice = cache_of(model, folder), choice_for(model, 1)
+    cache.write("too early", choice.plan, [1.0], 2.0, choice.network, choice.trace)
+    assert cache.read(dist.group.WORLD, 2) is None
+    for steps_s, default_step_s in (([], 1.0), ([0.0], 1.0), ([float("nan")], 1.0), ([1.0], 0.0), ([1.0], -1.0)):
+        cache.write("nothing", choice.plan, steps_s, default_step_s, choice.network, choice.trace)
+    cache.write("other gradients", choice_for(mlp(2), 1).plan, [1.0], 1.0, choice.network, choice.trace)
+    assert len(lines.found) == 6 and cache.read(dist.group.WORLD, 2) is None
+    cache.write("kept", choice.plan, [3.0, 1.0, 2.0, 5.0, 4.0], 6.0, choice.network, choice.trace)
+    found = cache.read(dist.group.WORLD, 2)
+    assert found is not None and found.trace == choice.trace
+    return [found.label, found.step_s, found.spread_s, found.gain]
+
+
+def test_the_evidence_is_the_median_step_and_its_spread(tmp_path: Path) -> None:
+    assert on_ranks(evidence, 1, str(tmp_path)) == [["kept", 3.0, 2.0, 2.0]]
+
+
+def refused_by_one(rank: int, folder: str) -> list[Any]:
+    assert dist.group.WORLD is not None
+    lines, key = Lines(), CacheKey("Net", (), ())
+    if rank == 0:
+        PlanCache(folder).write(key, choice_for(mlp(), 2))
+
+    def check(choice: CachedChoice) -> None:
+        if rank == 1:
+            raise ab.PlanError("not on this rank")
+
+    found = agree_on_cached(PlanCache(folder), key, check, dist.group.WORLD)
+    return [found is None, lines.found]
+
+
+def test_what_one_rank_cannot_run_no_rank_runs(tmp_path: Path) -> None:
+    first, second = on_ranks(refused_by_one, 2, str(tmp_path))
+    assert first == [True, []]
+    assert second[0] and "on rank 1: not on this rank" in second[1][0] and len(second[1]) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- wrappers
+
+
+def wrapped(rank: int, kind: str) -> bool:
+    """Whether a wrapper has a cache, before and after it was closed."""
+    options: dict[str, dict[str, Any]] = {
+        "dense": {},
+        "lean": {"memory": ab.Lean(lambda parameters: torch.optim.SGD(parameters, lr=0.1))},
+        "off": {"cache": False},
+        "function": {"planner": ab.planners.single},
+        "given": {"plan": choice_for(mlp(), 2).plan},
+        "never": {"profile_steps": 0},
+    }
+    model = ab.DataParallel(mlp(), **options[kind])
+    cache = model._cache
+    if cache is not None:
+        model(batch(0)).square().mean().backward()
+        assert cache._input == "4x6 float32"
+    model.close()
+    assert model._cache is None
+    return cache is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_cache"),
+    [("dense", True), ("lean", True), ("off", False), ("function", False), ("given", False), ("never", False)],
+)
+def test_who_has_a_cache(kind: str, has_cache: bool) -> None:
+    assert on_ranks(wrapped, 2, kind) == [has_cache] * 2
+
+
+def mixed(rank: int) -> str:
+    try:
+        ab.DataParallel(mlp(), cache=rank == 0)
+    except ab.DisagreementError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_on_and_off_must_agree() -> None:
+    for message in on_ranks(mixed, 2):
+        assert "rank 0 has 'cache on'" in message and "rank 1 has 'cache off'" in message
+
+
+@pytest.mark.parametrize("cache", [1, "", b"x", 0.5, []])
+def test_a_wrong_cache_argument_is_refused(cache: Any) -> None:
+    with pytest.raises(ValueError, match=r"cache is .+: expected a folder"):
+        replace(OPTIONS, cache=cache)
