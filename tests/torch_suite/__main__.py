@@ -59,6 +59,11 @@ def judge(results: Mapping[str, Results], excused: Mapping[str, str], complete: 
         print(f"left out: {name}: {reason}")
     for name in sorted(results.keys() & excused.keys() - failed):
         print(f"no exception any more, take it out of {EXCEPTIONS.name}: {name}")
+    for name in sorted(results.keys() - failed):
+        if modes := [
+            mode for mode, result in results[name].items() if (result.outcome, result.attempts) == (PASSED, 2)
+        ]:
+            print(f"passes at the second attempt: {name}, under {' and '.join(modes)}")
     unknown = sorted(excused.keys() - results.keys()) if complete else []
     for name in unknown:
         print(f"named in {EXCEPTIONS.name}, but there is no such test: {name}")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ MODES = (STOCK, DEFAULT, EAGER)
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 # Torch's own deadline of one test, and ours, behind it, for a test whose processes do not end. Both on an idle machine.
-TORCH_DEADLINE_S = 90
-DEADLINE_S = 100.0
+TORCH_DEADLINE_S = 150
+DEADLINE_S = 160.0
 # Most of it is read by torch's test modules as they are imported, in the process that all tests are forked from.
 ENVIRONMENT = {
     "ANABRANCH_CACHE": "off",  # no test starts with the plan of another
@@ -42,6 +42,7 @@ class Result:
     outcome: str
     message: str
     duration_s: float
+    attempts: int = 1
 
 
 Results = Mapping[str, Result]  # by mode
@@ -80,6 +81,8 @@ def _run_modes(name: str, logs: Path, done: Callable[[str, Results], None]) -> t
     results: dict[str, Result] = {}
     for mode in MODES if of_torch(name) else MODES[1:]:  # our own compare with stock DDP themselves
         results[mode] = run_one(name, mode, logs)
+        if results[mode].outcome == FAILED:  # torch's RPC hangs at times as it shuts down on a busy machine
+            results[mode] = replace(run_one(name, mode, logs), attempts=2)
         if mode == STOCK and results[mode].outcome != PASSED:
             break
     done(name, results)
