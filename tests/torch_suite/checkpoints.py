@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ def behaviours() -> Iterator[tuple[str, Observe]]:
     for reentrant, views, static in product((False, True), repeat=3):
         kind = "reentrant" if reentrant else "non_reentrant"
         end = f"{kind}{'_views' if views else ''}{'_static' if static else ''}"
-        options = {"gradient_as_bucket_view": views, "static_graph": static}
+        options: dict[str, Any] = {"gradient_as_bucket_view": views, "static_graph": static}
         for uses, count in ((1, "once"), (2, "twice")):
             for shared in (False, True):
 

@@ -1,11 +1,13 @@
 """Behaviours with comm hooks: the built-in ones, hooks of Python, and hooks that DDP must refuse."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
 from parallel.models import Branches
@@ -14,20 +16,23 @@ from parallel.twins import WIDTH, Feature, Model, mlp, plain_train, sgd
 from torch_suite.observed import Observe, Wrap, attempt, trained, training
 
 
-def halved(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def halved(state: object, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """An average that is computed in the callback of a future."""
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0] / (2 * dist.get_world_size()))
+    averaged: torch.futures.Future[torch.Tensor] = future.then(
+        lambda done: done.value()[0] / (2 * dist.get_world_size())
+    )
+    return averaged
 
 
-def constant(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def constant(state: object, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Nothing is sent."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(torch.full_like(bucket.buffer(), 0.25))
     return future
 
 
-def no_future(state: object, bucket: dist.GradBucket) -> Any:
+def no_future(state: object, bucket: c10d.GradBucket) -> Any:
     return 1
 
 
@@ -35,7 +40,7 @@ def wrong_bucket(state: object, bucket: int) -> torch.futures.Future[torch.Tenso
     raise AssertionError("never run")
 
 
-def wrong_return(state: object, bucket: dist.GradBucket) -> torch.Tensor:
+def wrong_return(state: object, bucket: c10d.GradBucket) -> torch.Tensor:
     raise AssertionError("never run")
 
 
@@ -56,6 +61,11 @@ def look_up(model: Model, optimizer: torch.optim.Optimizer, step: int) -> object
 def with_hook(hook: Any, state: object = None) -> Callable[[Model], object]:
     """Registers a hook."""
     return lambda model: model.register_comm_hook(state, hook)
+
+
+def with_builtin(kind: Any, model: Model) -> None:
+    """Registers a hook of torch's C++."""
+    model._register_builtin_comm_hook(kind)
 
 
 HOOKS: dict[str, Any] = {
@@ -90,7 +100,7 @@ def after_steps(wrap: Wrap) -> list[Any]:
     optimizer = sgd(model)
     seen: list[Any] = [plain_train(model, optimizer, step) for step in range(6)]
     seen.append(attempt(lambda: model.register_comm_hook(None, default_hooks.allreduce_hook)))
-    return seen + [attempt(lambda step=step: plain_train(model, optimizer, step)) for step in range(6, 12)]
+    return seen + [attempt(partial(plain_train, model, optimizer, step)) for step in range(6, 12)]
 
 
 def behaviours() -> Iterator[tuple[str, Observe]]:
@@ -104,10 +114,10 @@ def behaviours() -> Iterator[tuple[str, Observe]]:
         yield f"hook_{name}_no_sync", training(mlp, accumulate, hook)
         yield f"hook_{name}_unused", training(Branches, branches, hook, find_unused_parameters=True)
         yield f"hook_{name}_small_buckets", training(mlp, prepare=hook, bucket_cap_mb=0.0001)
-    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+    for kind in (c10d.BuiltinCommHookType.ALLREDUCE, c10d.BuiltinCommHookType.FP16_COMPRESS):
         yield (
             f"hook_builtin_{kind.name.lower()}",
-            training(mlp, prepare=lambda model, kind=kind: model._register_builtin_comm_hook(kind)),
+            training(mlp, prepare=partial(with_builtin, kind)),
         )
     yield "hook_sparse", training(sparse_embedding, look_up, with_hook(default_hooks.allreduce_hook))
     yield "hook_twice", twice

@@ -71,14 +71,14 @@ def pretend() -> None:
     for name in ("current_stream", "set_stream"):
         setattr(torch.accelerator, name, Stream)
     torch.accelerator.current_device_index = lambda: 0
-    common_distributed.TEST_CUDA = True
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign, assignment]
+    vars(common_distributed)["TEST_CUDA"] = True
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
     moved = torch.nn.Module.to
     torch.nn.Module.to = lambda self, *args, **kwargs: moved(  # type: ignore[method-assign]
         self, *map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()}
     )
     _leave_out_devices()
-    OnCpu().__enter__()
+    OnCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 def _leave_out_devices() -> None:
@@ -90,4 +90,4 @@ def _leave_out_devices() -> None:
     ) -> None:
         construct(self, module, None, None, *args, **options)
 
-    DistributedDataParallel.__init__ = construct_on_cpu
+    DistributedDataParallel.__init__ = construct_on_cpu  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.models import Branches
-from parallel.twins import WIDTH, batch, mlp, plain_train, sgd
+from parallel.twins import WIDTH, Model, batch, mlp, plain_train, sgd
 from torch_suite.observed import Observe, Wrap, attempt
 
 
 def construction(build: Any, **options: Any) -> Observe:
     """Whether the wrapper can be made at all."""
     return lambda wrap: [attempt(lambda: wrap(build(), **options) and None)]
+
+
+def backward(model: Model, *inputs: Any) -> None:
+    """One pass."""
+    model(*inputs).sum().backward()
 
 
 def no_group(wrap: Wrap) -> list[Any]:
@@ -32,7 +38,7 @@ def unused_parameters(wrap: Wrap) -> list[Any]:
     model = wrap(Branches())
     seen: list[Any] = []
     for step in range(3):
-        seen.append(attempt(lambda step=step: model(batch(step), (0,)).sum().backward()))
+        seen.append(attempt(partial(backward, model, batch(step), (0,))))
     return seen
 
 
@@ -56,7 +62,7 @@ def static_graph_late(wrap: Wrap) -> list[Any]:
 def logging_rate(wrap: Wrap) -> list[Any]:
     """The sample rate of DDP's logging must be at least one."""
     model = wrap(mlp())
-    return [attempt(lambda rate=rate: model._set_ddp_runtime_logging_sample_rate(rate)) for rate in (1, 0)]
+    return [attempt(partial(model._set_ddp_runtime_logging_sample_rate, rate)) for rate in (1, 0)]
 
 
 def pickled_with_group(wrap: Wrap) -> list[Any]:
@@ -75,7 +81,7 @@ def replaced_parameter(wrap: Wrap) -> list[Any]:
     """A parameter that is replaced after wrapping is not averaged."""
     model = wrap(mlp())
     model.module[0].bias = nn.Parameter(torch.zeros(WIDTH))
-    return [attempt(lambda step=step: model(batch(step)).sum().backward()) for step in range(3)]
+    return [attempt(partial(backward, model, batch(step))) for step in range(3)]
 
 
 def unknown_argument(wrap: Wrap) -> list[Any]:
@@ -108,7 +114,10 @@ def behaviours() -> Iterator[tuple[str, Observe]]:
     yield "wrong_two_device_ids", construction(mlp, device_ids=[0, 1])
     yield "wrong_argument", unknown_argument
     yield "wrong_bucket_cap", construction(mlp, bucket_cap_mb="large")
-    yield "wrong_delay_without_hook", construction(mlp, delay_all_reduce_named_params=[("0.weight", mlp()[0].weight)])
+    yield (
+        "wrong_delay_without_hook",
+        construction(mlp, delay_all_reduce_named_params=[("a", nn.Parameter())]),
+    )
     yield "wrong_group", construction(mlp, process_group=3)
     yield "wrong_mesh_and_group", mesh_and_group
     yield "wrong_no_group", no_group

@@ -4,10 +4,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C import _distributed_c10d as c10d
+
+Work: Any = vars(dist)["_Work"]  # torch declares the types of its C++ classes otherwise than they are
+ProcessGroup: Any = dist.ProcessGroup
 
 
-class Done(dist._Work):
+class Done(Work):  # type: ignore[misc]
     """Work of a Python class that is done when it is made."""
 
     def __init__(self, result: Any) -> None:
@@ -26,10 +29,10 @@ def done_future(result: Any) -> Any:
     """Work of torch's own class around a future that is done."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
-    return _create_work_from_future(future)
+    return c10d._create_work_from_future(future)  # type: ignore[attr-defined]
 
 
-class PythonGroup(dist.ProcessGroup):
+class PythonGroup(ProcessGroup):  # type: ignore[misc]
     """Collectives by ``inner``, or nothing at all on one rank; ``work`` makes what a collective returns."""
 
     def __init__(self, inner: dist.ProcessGroup | None, work: Any) -> None:

@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Convolutions(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(nn.Unflatten(1, (WIDTH, 1, 1)), nn.Conv2d(WIDTH, 8, 1), nn.Conv2d(8, 4, 1))
-        self.to(memory_format=torch.channels_last)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 class Recurrent(nn.Module):
@@ -48,7 +49,8 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x[:, None, :].expand(-1, 3, -1), torch.tensor([3, 2, 2, 1]), True)
-        return self.lstm(packed)[0].data
+        values: torch.Tensor = self.lstm(packed)[0].data
+        return values
 
 
 class Normalised(nn.Sequential):
@@ -250,7 +252,8 @@ def ignored_parameters(wrap: Wrap) -> list[Any]:
 def buffers_of_their_own(wrap: Wrap) -> list[Any]:
     """Buffers that differ by rank and stay so."""
     module = Normalised()
-    module[1].running_mean += dist.get_rank()
+    for buffer in module.buffers():
+        buffer += dist.get_rank()
     return trained(wrap, Feature(lambda: module, options={"broadcast_buffers": False}))
 
 
@@ -282,6 +285,11 @@ def changed(change: Callable[[Model], object]) -> Observe:
     return training(Convolutions, step_of(lambda out: out.float()), prepare=change)
 
 
+def to_contiguous(model: Model) -> None:
+    """Another memory format."""
+    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+
+
 def hooked(wrap: Wrap) -> list[Any]:
     """Hooks of users, on the wrapper and on parameters."""
     model = wrap(mlp())
@@ -297,12 +305,12 @@ def hooked(wrap: Wrap) -> list[Any]:
 def behaviours() -> Iterator[tuple[str, Observe]]:
     """All of them by name."""
     for name, (form, loss_of) in OUTPUTS.items():
-        yield f"output_{name}", training(lambda form=form: WithOutput(form), step_of(loss_of))
-        yield f"output_{name}_static", training(lambda form=form: WithOutput(form), step_of(loss_of), static_graph=True)
+        yield f"output_{name}", training(partial(WithOutput, form), step_of(loss_of))
+        yield f"output_{name}_static", training(partial(WithOutput, form), step_of(loss_of), static_graph=True)
     for views in (False, True):
         end = "_views" if views else ""
-        options = {"gradient_as_bucket_view": views}
-        unused = {"find_unused_parameters": True, **options}
+        options: dict[str, Any] = {"gradient_as_bucket_view": views}
+        unused: dict[str, Any] = {"find_unused_parameters": True, **options}
         yield f"sparse_embedding{end}", training(sparse_embedding, look_up, **options)
         yield f"complex{end}", training(Complex, **options)
         yield f"channels_last{end}", training(Convolutions, **options)
@@ -319,13 +327,11 @@ def behaviours() -> Iterator[tuple[str, Observe]]:
     yield "buckets_by_list", training(mlp, bucket_cap_mb_list=[0.0001, 0.001])
     yield "skip_unused", training(mlp, skip_all_reduce_unused_params=True, find_unused_parameters=True)
     yield "module_made_double", changed(lambda model: model.double())
-    yield "module_made_contiguous", changed(lambda model: model.to(memory_format=torch.contiguous_format))
+    yield "module_made_contiguous", changed(to_contiguous)
     for throw in (False, True):
-        for unused in (False, True):
-            yield (
-                f"join{'_unused' if unused else ''}{'_throw' if throw else ''}",
-                lambda wrap, unused=unused, throw=throw: joined(wrap, unused, throw),
-            )
+        for some in (False, True):
+            name = f"join{'_unused' if some else ''}{'_throw' if throw else ''}"
+            yield name, partial(joined, unused=some, throw=throw)
     for function in (saved_and_loaded, pickled, deep_copied, logged, two_models, wrapped_inside, sharded_optimizer):
         yield function.__name__, function
     for function in (ignored_parameters, buffers_of_their_own, not_synchronised, one_rank_only, in_groups):
