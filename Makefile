@@ -13,7 +13,7 @@ CASE ?=
 READY := $(VENV)/.ready-$(subst =,,$(TORCH))
 CLUSTER := ring:ranks=16,alpha=30us,rate=10gbit
 
-.PHONY: demo test quick static check format soak docs clean
+.PHONY: demo test quick torch-suite soak static check format docs clean
 
 demo: $(READY)
 	mkdir -p demo
@@ -36,6 +36,9 @@ test: $(READY)
 
 quick: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup --quick --durations 10 --durations-min 3
+
+torch-suite: $(READY)
+	ANABRANCH_CACHE=off PYTHONPATH=tests $(BIN)/python -m torch_suite
 
 static: $(READY)
 	$(BIN)/ruff format --check

@@ -92,7 +92,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             what = "a plan" if tuning.plan is not None else "compress=OkTopk(...)"
             raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         settings = [f"compress {compress}", f"{policy}"]
-        agree = partial(_agreed, _parts_of(module, given), group, settings, needs_plan)
+        agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
         if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
             tuning = agree(tuning)
         super().__init__(module, *args, **options)
@@ -104,11 +104,11 @@ class DataParallel(Tuned, ExtensibleDDP):
             self._alone = not self.device_ids  # with device_ids DDP's forward must move the inputs
         if not self._no_plan_reason:
             # Arguments of DDP that are numbers; groups and devices are in the key of a cached plan by other lines.
-            settings += [
-                f"DDP {name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)
-            ]
+            # They need not be the same on all ranks (output_device), so they are not among the agreed settings.
+            of_ddp = [f"DDP {name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)]
             agree_later = None if given["init_sync"] else agree
-            self._plan_buckets(tuning, policy, self._make_collectives(compress), settings, agree_later)
+            key = [*settings, *of_ddp]
+            self._plan_buckets(tuning, policy, self._make_collectives(compress), key, agree_later)
         elif alone:
             self._collectives = self._make_collectives(compress)
             replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)
@@ -210,7 +210,8 @@ class DataParallel(Tuned, ExtensibleDDP):
             self._layout.discard_buffers()  # DDP broadcasts them itself before the next forward
             self._layout.use(None)
             self._stop_planning(f"the comm hook {name} was registered")
-        self.require_backward_grad_sync = True
+        if dist.get_world_size(self.process_group) == 1:
+            self.require_backward_grad_sync = True  # so that the hook runs
         self._alone = False
 
     def _stop_planning(self, reason: str) -> None:

@@ -29,11 +29,11 @@ class Sums(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in (*NAMES, "third"):
-            setattr(self, name, nn.Parameter(torch.zeros(ROWS, COLUMNS)))
+        self.first, self.second, self.third = (nn.Parameter(torch.zeros(ROWS, COLUMNS)) for _ in range(3))
 
     def forward(self, gradients: torch.Tensor) -> torch.Tensor:
-        return sum((getattr(self, name) * gradients[i]).sum() for i, name in enumerate((*NAMES, "third")))  # type: ignore[return-value]
+        weights = (self.first, self.second, self.third)
+        return torch.stack([(w * g).sum() for w, g in zip(weights, gradients, strict=True)]).sum()
 
 
 def drawn(step: int, rank: int) -> torch.Tensor:

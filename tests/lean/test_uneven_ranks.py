@@ -117,6 +117,7 @@ def dummy_loss(rank: int) -> list[object]:
             torch.stack([p.sum() for p in lean.module.parameters()]).sum().mul(0.0).backward()
         else:
             output.square().mean().backward()
+    assert lean._tuner is not None
     steps = lean._tuner.steps_done
     weights = [float(p.detach().double().sum()) for p in lean.parameters()]
     lean.close()

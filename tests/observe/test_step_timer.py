@@ -78,7 +78,7 @@ class Owned(nn.Module):
         self.timer.forward_ended(output)
         return output
 
-    def average_after(self, parameter: nn.Parameter) -> Any:
+    def average_after(self, parameter: torch.Tensor) -> Any:
         """Queue the owner's callback when this gradient arrives."""
         queue = Variable._execution_engine.queue_callback
         return parameter.register_post_accumulate_grad_hook(lambda _: queue(self.timer.gradients_averaged))

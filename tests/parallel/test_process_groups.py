@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel, Lean, Network, OkTopk
@@ -105,14 +106,12 @@ def test_overlapping_groups_at_once(planned: bool) -> None:
 def some_ranks_only(rank: int) -> dict[str, Any]:
     """Ranks 0 and 1 search for a plan; ranks 2 and 3 never wrap anything. Then ranks 1 and 2 make one more group."""
     own = members([0, 1] if rank < 2 else [2, 3])
-    answer: dict[str, Any] = {}
     if rank < 2:
         pair = Twins(ddp={"process_group": own}, **searching())
         pair.decide()
-        answer = pair.close()
     if rank in (1, 2):
         dist.barrier(group=members([1, 2]))
-    return answer
+    return pair.close() if rank < 2 else {}
 
 
 def test_ranks_that_take_no_part_are_not_waited_for() -> None:
@@ -122,10 +121,10 @@ def test_ranks_that_take_no_part_are_not_waited_for() -> None:
 
 def join_over_tcp(rank: int) -> None:
     """The same ranks, with the store that most programs use: its connection serves one thread at a time."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = torch.tensor([store.port if store is not None else 0])
     dist.broadcast(port, 0)
-    store = store or dist.TCPStore("127.0.0.1", int(port), is_master=False)
+    store = store or TCPStore("127.0.0.1", int(port), is_master=False)
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=GROUP_TIMEOUT)
@@ -179,17 +178,17 @@ class PythonGroup(dist.ProcessGroup):
     """A group in Python, as torchft has them: torch.distributed does not know it, and a real group sends."""
 
     def __init__(self, real: dist.ProcessGroup, python_works: bool) -> None:
-        super().__init__(real.rank(), real.size())  # type: ignore[call-arg, arg-type]
+        super().__init__(real.rank(), real.size())  # type: ignore[call-arg]
         self._real: Any = real
         self._python_works = python_works
 
     def _work(self, work: dist.Work, tensors: object) -> dist.Work:
         return PythonWork(work, tensors) if self._python_works else work
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         return self._work(self._real.allreduce(tensors, opts), tensors)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         return self._work(self._real.broadcast(tensors, opts), tensors)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -291,7 +290,8 @@ class WithState(nn.Module):
         self.register_buffer("state", torch.zeros(size))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layers(inputs)
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs
 
 
 def own_buffers(rank: int) -> dict[str, Any]:
@@ -321,7 +321,8 @@ class Named(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         (layers,) = self.children()
-        return layers(inputs)
+        outputs: torch.Tensor = layers(inputs)
+        return outputs
 
 
 @pytest.mark.parametrize("init_sync", [True, False])

@@ -126,7 +126,9 @@ Registered = Callable[[Model], None]
 COMM_HOOKS: Mapping[str, Registered] = {
     "a function": lambda model: model.register_comm_hook(dist.group.WORLD, allreduce_hook),
     "fp16": lambda model: model.register_comm_hook(dist.group.WORLD, fp16_compress_hook),
-    "built in": lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    "built in": lambda model: model._register_builtin_comm_hook(
+        torch._C._distributed_c10d.BuiltinCommHookType.ALLREDUCE
+    ),
     "PowerSGD": lambda model: model.register_comm_hook(PowerSGDState(dist.group.WORLD, 1, 2), powerSGD_hook),
 }
 

@@ -38,7 +38,8 @@ def clone_group(group: Group, backend: str, description: str, options: Any = Non
     # A connection of its own: a thread that waits for a key would keep the others of this process from setting theirs.
     store = c10d._get_process_group_store(group).clone()
     ranks = dist.get_process_group_ranks(group)
-    clone, _ = c10d._new_process_group_helper(
+    made: Group
+    made, _ = c10d._new_process_group_helper(
         group.size(),
         group.rank(),
         ranks,
@@ -48,9 +49,9 @@ def clone_group(group: Group, backend: str, description: str, options: Any = Non
         timeout=timeout_of(group) or c10d.default_pg_timeout,
         group_desc=description,
     )
-    c10d._world.pg_group_ranks[clone] = {rank: index for index, rank in enumerate(ranks)}
-    del c10d._world.pg_names[clone]
-    return clone
+    c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    del c10d._world.pg_names[made]
+    return made
 
 
 def no_clone_reason(group: Group) -> str:

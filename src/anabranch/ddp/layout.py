@@ -40,7 +40,7 @@ class DdpLayout:
         self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
         self._planned_buckets: BucketIndices | None = None
         self._hooked = {p: get_gradient_edge(p).node for p in reduced_parameters(ddp).values()}
-        # Watched for another memory format: the largest of those that have one, since all are converted together.
+        # Watched for conversions, which are for all together: the largest of those that have a memory format.
         self._watched = max(self._hooked, key=lambda p: (p.dim() > 3, p.numel()))
         self._strides = self._watched.stride()
         self._hook: Hook | None = None
@@ -59,8 +59,9 @@ class DdpLayout:
 
     def _is_converted(self, parameter: nn.Parameter) -> bool:
         """Whether autograd has given it a new node, without DDP's hook, as it does for another dtype or device."""
-        node = get_gradient_edge(parameter).node
-        return self._hooked.get(parameter, node) is not node
+        if not parameter.requires_grad or parameter not in self._hooked:
+            return False
+        return get_gradient_edge(parameter).node is not self._hooked[parameter]
 
     def report_averaged(self, callback: Callable[[], None]) -> None:
         self._on_averaged = callback
@@ -115,7 +116,12 @@ class DdpLayout:
         return True
 
     def converted(self) -> str:
-        """Says which parameter was converted since the model was wrapped, if any was: DDP does not average it then."""
+        """Says which parameter was converted since the model was wrapped, if all were: DDP does not average them then.
+
+        If only some were, DDP's own error follows: their gradients are missing.
+        """
+        if not self._is_converted(self._watched):
+            return ""
         for name, p in reduced_parameters(self._ddp).items():
             if self._is_converted(p):
                 return (

@@ -50,6 +50,10 @@ class FrozenAgreement:
         if largest != -smallest:
             self._raise_disagreement()
 
+    def close(self) -> None:
+        """Drop the last message, before its group is destroyed."""
+        self._work = None
+
     def _raise_disagreement(self) -> None:
         own = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
         frozen = [part.decode().split("\n") for part in from_all_ranks("\n".join(own).encode(), self._control())]

@@ -90,6 +90,7 @@ class LeanLayout(StepObserver):
         if self._engine is not None:
             self._engine.close()
         self._engine = None
+        self._frozen.close()
         self.updates.forget_buckets()
         self.optimizers.forget_buckets()
         self.exchange.buckets = {}

@@ -37,7 +37,7 @@ def check_saved(state: Mapping[str, Any], numels: Mapping[str, int]) -> None:
     _check_fields("", state, FIELDS, LATER_FIELDS)
     world_size = _whole("world_size", state["world_size"], 1)
     _whole("rank", state["rank"], 0, world_size - 1)
-    step = _whole("step", state["step"], 0)
+    _whole("step", state["step"], 0)
     _whole("steps_trained", state.get("steps_trained", 0), 0)
     if (scale := state.get("scale")) is not None and not (_is_number(scale) and scale > 0):
         raise refused("scale", scale, "a finite number above 0, or None")
@@ -48,7 +48,7 @@ def check_saved(state: Mapping[str, Any], numels: Mapping[str, int]) -> None:
         _numel("orders", name, numels)
         if not isinstance(strides, list | tuple) or not all(type(stride) is int and stride >= 0 for stride in strides):
             raise refused(f"orders[{brief(name)}]", strides, "a list of whole numbers")
-    _check_buckets(state["buckets"], numels, world_size, step)
+    _check_buckets(state["buckets"], numels, world_size)
 
 
 def refused(field: str, found: object, expected: str, remedy: str = REMEDY) -> ValueError:
@@ -68,7 +68,7 @@ def _check_fields(where: str, found: Mapping[Any, Any], needed: tuple[str, ...],
             raise refused(f"{where}{brief(name)}", found[name], f"no such field, but {', '.join((*needed, *others))}")
 
 
-def _check_buckets(buckets: Any, numels: Mapping[str, int], world_size: int, last_step: int) -> None:
+def _check_buckets(buckets: Any, numels: Mapping[str, int], world_size: int) -> None:
     if not isinstance(buckets, list | tuple):
         raise refused("buckets", buckets, "a list")
     seen: set[str] = set()
@@ -85,7 +85,7 @@ def _check_buckets(buckets: Any, numels: Mapping[str, int], world_size: int, las
         _check_boundaries(f"{where}.boundaries", bucket["boundaries"], numel, world_size)
         if not (_is_number(bucket["tilt"]) and abs(bucket["tilt"]) <= MAX_TILT):
             raise refused(f"{where}.tilt", bucket["tilt"], f"a number from {-MAX_TILT:g} to {MAX_TILT:g}")
-        _whole(f"{where}.step", bucket["step"], 0, last_step)
+        _whole(f"{where}.step", bucket["step"], 0)
 
 
 def _check_boundaries(field: str, found: Any, numel: int, world_size: int) -> None:

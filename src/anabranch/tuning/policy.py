@@ -28,7 +28,7 @@ class TuningPolicy:
     trial_steps: int = 3
     max_pairs: int = 5
     min_gain: float = 0.01
-    min_predicted_gain: float = 0.01
+    min_predicted_gain: float = 0.02
     lanes_min_gain: float = 0.02
     obvious_gain: float = 0.25
     confidence: float = 3.0
