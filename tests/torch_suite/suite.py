@@ -49,7 +49,7 @@ Results = Mapping[str, Result]  # by mode
 def prepare() -> None:
     """Before anything else in this process: every test is forked from a server that has imported torch's tests."""
     os.environ.update(ENVIRONMENT)
-    CONTEXT.set_forkserver_preload(["torch_suite.one_test"])
+    CONTEXT.set_forkserver_preload(["torch_suite.run_case"])
 
 
 def names() -> list[str]:
@@ -114,9 +114,9 @@ def run_one(name: str, mode: str, logs: Path) -> Result:
 
 
 def _run(name: str, mode: str, log: str, writer: Any) -> None:
-    from torch_suite import one_test
+    from torch_suite import run_case
 
-    one_test.run(name, mode, log, writer)
+    run_case.run(name, mode, log, writer)
 
 
 def kinds(results: Mapping[str, Results]) -> Iterator[tuple[str, str]]:
