@@ -26,7 +26,7 @@ from anabranch.observe.environment import network_note
 SMALLEST_NBYTES = 1 << 10
 LARGEST_NBYTES = 64 << 20
 BUDGET_S = 4.0
-SHORT_BUDGET_S = 4.0  # below this, every second size is measured
+SHORT_BUDGET_S = 2.5  # up to this, every second size is measured
 REPEATS = (3, 40)  # fewest, most
 JUST_DENSE: Mapping[str, Collective] = {"dense": dense}
 POOR_SPREAD = 0.5  # an interquartile range of half the median: a plan made from it is a guess
