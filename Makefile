@@ -38,7 +38,7 @@ quick: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup --quick --durations 10 --durations-min 3
 
 torch-suite: $(READY)
-	ANABRANCH_CACHE=off PYTHONPATH=tests $(BIN)/python -m torch_suite
+	PYTHONPATH=tests $(BIN)/python -m torch_suite
 
 static: $(READY)
 	$(BIN)/ruff format --check

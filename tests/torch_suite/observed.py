@@ -8,7 +8,7 @@ from torch import nn
 
 from parallel.twins import Feature, Model, close, plain_train, sgd, state
 
-STEPS = 9  # enough for an eager DataParallel to run its plan
+STEPS = 12  # enough for an eager DataParallel to try its plan and to keep it
 
 Wrap = Callable[..., Model]
 Observe = Callable[[Wrap], list[Any]]  # a behaviour: what a rank sees under this wrapper

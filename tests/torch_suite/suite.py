@@ -20,8 +20,9 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 # Torch's own deadline of one test, and ours, behind it, for a test whose processes do not end. Both on an idle machine.
 TORCH_DEADLINE_S = 90
 DEADLINE_S = 100.0
-# Read by torch's test modules as they are imported, in the process that all tests are forked from.
+# Most of it is read by torch's test modules as they are imported, in the process that all tests are forked from.
 ENVIRONMENT = {
+    "ANABRANCH_CACHE": "off",  # no test starts with the plan of another
     "BACKEND": "gloo",
     "WORLD_SIZE": "2",
     "OMP_NUM_THREADS": "1",
