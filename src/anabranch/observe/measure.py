@@ -63,8 +63,8 @@ def measure(
     """The network among the ranks of ``lanes`` (process groups of the same ranks; the first is the main one).
 
     ``collectives`` are those to time, by the names that plans give them; "dense" must be among them, and those of
-    ``SHARDED`` may be. Each size is ``growth`` times the last. Takes about ``budget_s`` seconds by rank 0's argument, or
-    as long as a few messages of each size need. Collective: every rank must call it with the same other arguments at
+    ``SHARDED`` may be. Each size is ``growth`` times the last. Takes about ``budget_s`` seconds, by rank 0's argument,
+    or as long as a few messages of each size need. Collective: every rank must call it with the same other arguments at
     the same point.
     """
     if largest_nbytes < 2 * SMALLEST_NBYTES:
