@@ -89,12 +89,12 @@ def test_the_readme_is_short_and_has_no_walls_of_text() -> None:
 
 def test_extras_and_make_targets_that_are_named_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         named = {name for group in re.findall(r"\.\[([\w,]+)\]", text) for name in group.split(",")}
         assert named <= set(extras), page.name
-        assert set(re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)) <= targets, page.name
+        assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= targets, page.name
 
 
 # Links.

@@ -14,7 +14,7 @@ from anabranch.comm.dense import DenseExchanges
 from anabranch.comm.lanes import Lane, Lanes
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.ddp.hook import PlanHook
-from anabranch.ddp.reducer import reduced_parameters, relayout
+from anabranch.ddp.reducer import Reduction, reduced_parameters, relayout
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepTimer
 from parallel.twins import WIDTH, batch, bits
@@ -62,6 +62,7 @@ class Rig:
             output = model(batch(step))
             if model is self.models[1]:
                 self.timer.forward_ended(output)
+                self.reduction = Reduction(model, self.timer.gradients_averaged)
             output.square().mean().backward()
         theirs, ours = (dict(model.module.named_parameters()) for model in self.models)
         return {name: [p.grad, ours[name].grad] for name, p in theirs.items() if p.grad is not None}

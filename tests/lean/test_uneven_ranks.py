@@ -110,7 +110,7 @@ def test_the_module_can_be_copied_at_any_time() -> None:
 
 def dummy_loss(rank: int) -> list[object]:
     """One rank's loss is made from parameters now and then, as for an empty batch; steps are counted all the same."""
-    lean = ab.DataParallel(made(), profile_steps=2, network=ab.Network.ring(2, 1e-5, 1e-9), memory=ab.Lean(sgd))
+    lean: Any = ab.DataParallel(made(), profile_steps=2, network=ab.Network.ring(2, 1e-5, 1e-9), memory=ab.Lean(sgd))
     for step in range(40):
         output = lean(batch(10 * step + rank))
         if step % 3 == 1 and rank == 1:

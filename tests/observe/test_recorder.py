@@ -244,6 +244,8 @@ def test_nothing_to_record() -> None:
 def test_a_recorder_counts_the_steps_of_its_owner() -> None:
     model = Chain()
     timer = StepTimer(HostClock())
+    first = next(model.parameters())  # its gradient comes among the last
+    first.register_post_accumulate_grad_hook(lambda _: timer.gradients_averaged())
     with Recorder(timer, dict(model.named_parameters())) as recorder:
         for _ in range(3):
             timer.forward_begins()

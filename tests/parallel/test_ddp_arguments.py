@@ -152,8 +152,8 @@ def split(rank: int, form: str) -> list[list[int]]:
 
         torch.manual_seed(7)
         module: Any = Net()
-        inner: Any = torch.compile(module, backend=backend) if form == "inside" else module
-        model: Any = wrap(inner, bucket_cap_mb=1)
+        inside: Any = torch.compile(module, backend=backend) if form == "inside" else module
+        model: Any = wrap(inside, bucket_cap_mb=1)
         model = torch.compile(model, backend=backend) if form == "outside" else model
         for step in range(3):
             model(batch(step)).square().mean().backward()

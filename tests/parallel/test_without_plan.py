@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -126,9 +127,7 @@ Registered = Callable[[Model], None]
 COMM_HOOKS: Mapping[str, Registered] = {
     "a function": lambda model: model.register_comm_hook(dist.group.WORLD, allreduce_hook),
     "fp16": lambda model: model.register_comm_hook(dist.group.WORLD, fp16_compress_hook),
-    "built in": lambda model: model._register_builtin_comm_hook(
-        torch._C._distributed_c10d.BuiltinCommHookType.ALLREDUCE
-    ),
+    "built in": lambda model: model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE),
     "PowerSGD": lambda model: model.register_comm_hook(PowerSGDState(dist.group.WORLD, 1, 2), powerSGD_hook),
 }
 

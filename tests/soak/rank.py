@@ -30,7 +30,7 @@ from soak.mismatches import MODULES, SETTINGS
 from soak.training import Training, nothing
 
 CHECKPOINT_STEPS = 4
-LOOPS = 6
+LOOPS, LOOP_STEPS = 6, 100
 GARBAGE_ROUNDS = 3  # objects of C++ let go of others only when they are freed themselves
 
 
@@ -208,7 +208,8 @@ def loop(rank: Rank) -> None:
     chance = random.Random(str(rank.case))
     for number in range(LOOPS):
         training = rank.wrap(CONFIGURATIONS[rank.case.configuration])
-        rank.train(training, 0, chance.randrange(1, 2 + int(rank.case.moment)))
+        # Every round has steps of its own: its sums may be in another order than those of the round before.
+        rank.train(training, number * LOOP_STEPS, chance.randrange(1, 2 + int(rank.case.moment)))
         if chance.random() < 0.7 and not rank.order.control:
             training.model.close()
         rank.training = rank.injector.training = None

@@ -35,7 +35,7 @@ class FakeLayout:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def report_averaged(self, callback: Callable[[], None]) -> None:
-        self.calls.append("report_averaged")
+        self.on_averaged = callback
 
     def may_change(self, averaged: bool) -> bool:
         return averaged

@@ -26,7 +26,6 @@ from anabranch.observe.environment import network_note
 SMALLEST_NBYTES = 1 << 10
 LARGEST_NBYTES = 64 << 20
 BUDGET_S = 4.0
-SHORT_BUDGET_S = 4.0  # below this, every second size is measured
 REPEATS = (3, 40)  # fewest, most
 JUST_DENSE: Mapping[str, Collective] = {"dense": dense}
 POOR_SPREAD = 0.5  # an interquartile range of half the median: a plan made from it is a guess
@@ -59,12 +58,14 @@ def measure(
     largest_nbytes: int = LARGEST_NBYTES,
     budget_s: float = BUDGET_S,
     collectives: Mapping[str, Collective] = JUST_DENSE,
+    growth: int = 2,
 ) -> Network:
     """The network among the ranks of ``lanes`` (process groups of the same ranks; the first is the main one).
 
     ``collectives`` are those to time, by the names that plans give them; "dense" must be among them, and those of
-    ``SHARDED`` may be. Takes about ``budget_s`` seconds by rank 0's argument, or as long as a few messages of each size
-    need. Collective: every rank must call it with the same other arguments at the same point.
+    ``SHARDED`` may be. Each size is ``growth`` times the last. Takes about ``budget_s`` seconds, by rank 0's argument,
+    or as long as a few messages of each size need. Collective: every rank must call it with the same other arguments at
+    the same point.
     """
     if largest_nbytes < 2 * SMALLEST_NBYTES:
         largest_nbytes = 2 * SMALLEST_NBYTES
@@ -73,7 +74,7 @@ def measure(
     stopwatch = Stopwatch(lanes[0], clock_for(device))
     budget_s = stopwatch.as_rank_0(budget_s)
     world_size = dist.get_world_size(lanes[0])
-    sizes = message_sizes(largest_nbytes, growth=2 if budget_s >= SHORT_BUDGET_S else 4)
+    sizes = message_sizes(largest_nbytes, growth)
     _warm_up(collectives, lanes, device)
     share_s = budget_s / (len(collectives) * len(sizes) + 2 * (len(lanes) > 1))
     curves = {
@@ -229,7 +230,7 @@ def measurement_facts(
 def _warm_up(collectives: Mapping[str, Collective], lanes: Sequence[Group], device: torch.device) -> None:
     """Send a small message of each kind, and one on each lane: connections are made and kernels built at first use."""
     divisor = dist.get_world_size(lanes[0])
-    buffer = torch.ones(SMALLEST_NBYTES, dtype=torch.float32, device=device)
+    buffer = torch.ones(SMALLEST_NBYTES * divisor, dtype=torch.float32, device=device)
     for collective in collectives.values():
         drive(collective(buffer, lanes[0], divisor))
     for lane in lanes:

@@ -63,7 +63,13 @@ def unmerged_s(trace: Trace, network: Network) -> float:
 
 
 def prediction_s(trace: Trace, plan: Plan | None, network: Network) -> float | None:
-    """As ``predicted_s``; None if the network has no cost for a kind that a user's plan names."""
+    """As ``predicted_s``; None if the network has no cost for a kind, or the trace no gradient, that a plan names.
+
+    The trace has no gradient of a parameter that was frozen before it was recorded, under a plan that was given.
+    """
+    names = {tensor.name for tensor in trace.tensors}
+    if plan is not None and any(name not in names for bucket in plan.buckets for name in bucket.names):
+        return None
     try:
         return predicted_s(trace, plan, network)
     except NetworkError:

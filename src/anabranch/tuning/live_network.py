@@ -44,7 +44,8 @@ class LiveNetwork:
         largest = min(max(nbytes, SMALLEST_LARGEST_NBYTES), LARGEST_NBYTES)
         shortest_s, longest_s = MEASUREMENT_S
         budget_s = min(longest_s, max(shortest_s, allowed_s / 3))
-        self.network = measure(self._runner.lanes.groups, self._runner.device, largest, budget_s, collectives)
+        groups, device = self._runner.lanes.groups, self._runner.device
+        self.network = measure(groups, device, largest, budget_s, collectives, growth=4)
 
     def calibrate(self, trace: Trace, trials: Sequence[Trial], several_lanes: bool) -> bool:
         """Calibrate a measured network by trials on one lane or on several; whether it changed. Collective."""

@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 from anabranch.comm.agree import agree_on, from_rank_0, latest_over_ranks, number_of_rank_0, true_on_all_ranks
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
+from anabranch.errors import CollectiveError
 from anabranch.network import Network
 from anabranch.observe.environment import network_note
 from anabranch.observe.measure import NoisyNetworkWarning
@@ -187,7 +188,7 @@ class Tuner:
 
     @_disable_dynamo
     def _step_ended(self) -> None:
-        began_s = perf_counter()
+        began_s, stage = perf_counter(), self.stage
         self.steps_done += 1
         self.runner.check_loaded()
         self.collectives.on_step_end()
@@ -200,6 +201,11 @@ class Tuner:
                 next(self._schedule, None)
         except Exception as error:
             self.stage = f"stopped planning: {type(error).__name__}: {error}"
+            if type(error) is RuntimeError:  # of Gloo, which does not say whose message it was
+                raise CollectiveError(
+                    f"ranks could not agree on a plan ({stage}): {error}. Another rank has died, stalled or left this "
+                    "step: look for the first error among all ranks"
+                ) from error
             raise
         self._log(caught)
         ended_s = perf_counter()
@@ -250,11 +256,13 @@ class Tuner:
         if not (yield from self._run_cached_choice()):
             yield from steps(self._policy.warmup_steps - 1)
             yield from self._first_search()
-        while self.kept is not None and self.runner.trains_the_same():
+        while self.kept is not None:
             why = yield from self._until_drift()
             if not why:
                 self.stage = f"running {self.kept.label}, held"
                 return
+            if not true_on_all_ranks(self.runner.trains_the_same(), self.control):
+                break
             yield from self._search_again(self.kept, why)
         self.stage = f"no longer planning: {self.failure or FROZEN}"
 
@@ -263,7 +271,7 @@ class Tuner:
         assert isinstance(self._options.plan, Plan)  # with_plan_loaded() has replaced a path
         plan = agree_on(Plan, self._options.plan, self.control)
         self._live_network.agree_on_given()
-        self.stage = f"running {GIVEN}"
+        self.stage = "running the plan it was given"
         self.runner.use_plan(plan)
         yield from steps(self._policy.warmup_steps)
         if self._options.profile_steps:
