@@ -34,6 +34,7 @@ from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
 from anabranch.tuning.budget import SearchBudget
 from anabranch.tuning.candidates import candidates, prediction_s
 from anabranch.tuning.comparison import drift
+from anabranch.tuning.drift_watch import DriftWatch
 from anabranch.tuning.explain import Findings
 from anabranch.tuning.live_network import LiveNetwork
 from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
@@ -49,7 +50,6 @@ SETTLING = "settling"
 GIVEN = "the plan it was given"
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still waits for its warm-up: it delays nothing
-USUAL_WINDOWS, RECENT_WINDOWS = 5, 2  # a drift is a difference between the first checks and the last ones
 HELD = "hold"
 NOT_FASTER = "no plan was clearly faster"
 
@@ -481,32 +481,22 @@ class Tuner:
 
         What rank 0 finds in one check is sent until the next one, so that nobody waits for it.
         """
-        windows: list[tuple[float, ...]] = []
-        checks, why, found = 0, "", None
+        watch = DriftWatch(self._timer, self._policy)
+        why, found = "", None
         while True:
             yield from steps(self._policy.drift_check_steps)
             if found is not None and found():
                 self.replan_requested = False
                 why = from_rank_0(why.encode(), self.control).decode()
                 return "" if why == HELD else why
-            checks += 1
-            windows.append(self._last_steps_s(self._policy.drift_check_steps))
-            del windows[USUAL_WINDOWS:-RECENT_WINDOWS]
-            why = self._why_search(windows[:-RECENT_WINDOWS], windows[-RECENT_WINDOWS:], checks)
+            moved = watch.look()
+            affordable = watch.windows_seen >= self._patience and self._budget.left_s >= self._search_cost_s
+            why = self._why_search(moved if affordable else None)
             found = number_of_rank_0(bool(why), self.control)
 
-    def _why_search(self, usual: list[tuple[float, ...]], recent: list[tuple[float, ...]], checks: int) -> str:
+    def _why_search(self, moved: tuple[float, float] | None) -> str:
         if self.hold_requested:
             return HELD
         if self.replan_requested:
             return "replan() was called"
-        moved = drift(usual, recent, self._policy)
-        if moved is None or checks < self._patience or self._budget.left_s < self._search_cost_s:
-            return ""
-        before_s, now_s = moved
-        return f"steps take {now_s * 1e3:.1f} ms instead of {before_s * 1e3:.1f} ms"
-
-    def _last_steps_s(self, count: int) -> tuple[float, ...]:
-        clock = self._timer.clock
-        marks = [step for step in self._timer.last_steps(count) if clock.settled(step.averaged)]
-        return tuple(clock.elapsed_s(step.forward, step.averaged) for step in marks)
+        return f"steps take {moved[1] * 1e3:.1f} ms instead of {moved[0] * 1e3:.1f} ms" if moved is not None else ""
