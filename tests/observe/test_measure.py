@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,20 +175,11 @@ def test_the_budget_bounds_the_repetitions_alike_on_every_rank() -> None:
     assert on_ranks(repetitions, 2) == [[1, 2, fewest, 12, most]] * 2
 
 
-def warned(rank: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        noisy = [(1024, 1.0, 0.9), (2048, 2.0, 1.5)]
-        module.measurement_facts(groups(1)[0], CPU, noisy, 1.0)
-        steady = [(1024, 1.0, 0.1), (2048, 2.0, 0.1)]
-        module.measurement_facts(groups(1)[0], CPU, steady, 1.0)
-    return [str(warning.message) for warning in caught]
-
-
-def test_a_poor_measurement_is_warned_of_once_by_rank_0() -> None:
-    first, second = on_ranks(warned, 2)
-    assert len(first) == 1 and "vary by 8" in first[0] and "--budget-s" in first[0]
-    assert second == []
+def test_a_poor_measurement_is_told() -> None:
+    quiet = Network.linear(2, 1e-3, 1e-9)
+    noisy, steady = (replace(quiet, meta={"median_relative_spread": spread}) for spread in (0.8, 0.1))
+    assert "vary by 80%" in module.noise_note(noisy) and "--budget-s" in module.noise_note(noisy)
+    assert module.noise_note(steady) == module.noise_note(quiet) == ""
 
 
 class Told:

@@ -1,7 +1,6 @@
 """anabranch measure: the network among the ranks that torchrun has started."""
 
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from time import sleep
@@ -74,21 +73,18 @@ def measure(
     leader = os.environ["RANK"] == "0"
     if leader:
         check_free([output], force)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        kinds = ["dense", *(kind for kind in collective or [] if kind != "dense")]
-        network, notes = _measured(backend, lanes, round(largest_mb * MIB), budget_s, kinds)
+    kinds = ["dense", *(kind for kind in collective or [] if kind != "dense")]
+    network, notes = _measured(backend, lanes, round(largest_mb * MIB), budget_s, kinds)
     if not leader:
         return
     save(network, output, force)
-    notes += [str(warning.message) for warning in caught if warning.category is UserWarning]
     _print(network, output, notes, as_json)
 
 
 def _measured(
     backend: str | None, lanes: int, largest_nbytes: int, budget_s: float, kinds: Sequence[str]
 ) -> tuple[Network, list[str]]:
-    """The network among all ranks, and notes on collectives that the backend cannot do.
+    """The network among all ranks, and notes on collectives that the backend cannot do and on noise.
 
     The process groups exist for as long as this takes.
     """
@@ -97,7 +93,7 @@ def _measured(
     from anabranch.comm.dense import COLLECTIVES
     from anabranch.comm.groups import clone_group
     from anabranch.comm.lanes import RELEASE_GRACE_S
-    from anabranch.observe.measure import SHARDED, unsupported
+    from anabranch.observe.measure import SHARDED, noise_note, unsupported
     from anabranch.observe.measure import measure as measured
 
     if unknown := [kind for kind in kinds if kind not in COLLECTIVES]:
@@ -112,7 +108,8 @@ def _measured(
         timed = {**{kind: COLLECTIVES[kind] for kind in kinds}, **sharded}
         network = measured([everyone, *more], device, largest_nbytes, budget_s, timed)
         name = dist.get_backend(everyone)
-        return network, [f"{kind} was not measured: {name} cannot do it here ({why})" for kind, why in missing.items()]
+        notes = [f"{kind} was not measured: {name} cannot do it here ({why})" for kind, why in missing.items()]
+        return network, [note for note in (*notes, noise_note(network)) if note]
     finally:
         dist.destroy_process_group()
         sleep(RELEASE_GRACE_S)

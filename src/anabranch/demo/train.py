@@ -6,7 +6,6 @@ that their steps can be compared. Rank 0 shows progress on stderr and writes the
 
 import json
 import sys
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from time import perf_counter
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.demo.text import CharTransformer, StandardLibrary
 from anabranch.files import dumps, save
 from anabranch.observe.loggers import JsonLines
+from anabranch.observe.measure import noise_note
 from anabranch.parallel import DataParallel
 
 TRIAL_STEPS = 6  # a short training has no time for longer trials
@@ -30,19 +30,17 @@ ROUNDS, ROUND_STEPS = 20, 2  # side by side, in turn: what slows the machine for
 def main(output: str, steps: int) -> None:
     """Train twice; rank 0 writes both runs to ``output`` as JSON, and the model's trace, network and plan beside it."""
     dist.init_process_group("gloo")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ddp = _Training(DistributedDataParallel(_model()))
-        # No cache: the demo shows the search, and what it finds on this machine today.
-        ours = _Training(model := DataParallel(_model(), profile_steps=TRIAL_STEPS, cache=False))
-        model.log_to(JsonLines(Path(output).with_name("run.jsonl")))
-        for title, training in (("DistributedDataParallel", ddp), ("DataParallel", ours)):
-            for _ in _progress(steps, title):
-                training.step()
-        model.hold()  # no new plan during the comparison
-        for turn in _progress(ROUNDS, "both, in turn"):
-            for training in (ddp, ours) if turn % 2 else (ours, ddp):
-                training.rounds_s.append(sum(training.step() for _ in range(ROUND_STEPS)) / ROUND_STEPS)
+    ddp = _Training(DistributedDataParallel(_model()))
+    # No cache: the demo shows the search, and what it finds on this machine today.
+    ours = _Training(model := DataParallel(_model(), profile_steps=TRIAL_STEPS, cache=False))
+    model.log_to(JsonLines(Path(output).with_name("run.jsonl")))
+    for title, training in (("DistributedDataParallel", ddp), ("DataParallel", ours)):
+        for _ in _progress(steps, title):
+            training.step()
+    model.hold()  # no new plan during the comparison
+    for turn in _progress(ROUNDS, "both, in turn"):
+        for training in (ddp, ours) if turn % 2 else (ours, ddp):
+            training.rounds_s.append(sum(training.step() for _ in range(ROUND_STEPS)) / ROUND_STEPS)
     if dist.get_rank() == 0:
         result = {
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -50,7 +48,7 @@ def main(output: str, steps: int) -> None:
             "anabranch": {"losses": ours.losses, "rounds_s": ours.rounds_s},
             "plan": json.loads(dumps(model.plan)) if model.plan is not None else None,
             "explanation": model.explain(),
-            "notes": [str(warning.message) for warning in caught if warning.category is UserWarning],
+            "notes": [note for note in [noise_note(model.network) if model.network is not None else ""] if note],
         }
         known = {"trace": model.trace, "network": model.network, "plan": model.plan, "timeline": model.timeline}
         for name, noun in known.items():

@@ -5,7 +5,6 @@ so that the whole stays within a budget. Every rank returns the network that ran
 """
 
 import platform
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -30,10 +29,6 @@ REPEATS = (3, 40)  # fewest, most
 JUST_DENSE: Mapping[str, Collective] = {"dense": dense}
 POOR_SPREAD = 0.5  # an interquartile range of half the median: a plan made from it is a guess
 FLOAT_NBYTES = 4
-
-
-class NoisyNetworkWarning(UserWarning):
-    """The measured costs vary too much to plan with."""
 
 
 def all_gather(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001 (nothing is averaged)
@@ -203,7 +198,7 @@ def contention_nbytes(points: Sequence[tuple[int, float, float]]) -> int:
 def measurement_facts(
     group: Group, device: torch.device, points: Sequence[tuple[int, float, float]], budget_s: float
 ) -> Mapping[str, Scalar]:
-    """The meta of a measured network; rank 0 warns where its costs vary too much to plan with."""
+    """The meta of a measured network."""
     facts: dict[str, Scalar] = {
         "source": "measured",
         "date": datetime.now(UTC).date().isoformat(),
@@ -216,15 +211,19 @@ def measurement_facts(
         facts["emulated"] = note
     relative = float(np.median([spread / seconds for _, seconds, spread in points if seconds]))
     facts["median_relative_spread"] = relative
-    if relative > POOR_SPREAD and dist.get_rank(group) == 0:
-        warnings.warn(
-            f"the network's costs vary by {relative:.0%} between repetitions, as they do where ranks share few cores: "
-            "plans made from them are uncertain; measure on a quieter machine, or for longer (anabranch measure "
-            "--budget-s 60)",
-            NoisyNetworkWarning,
-            stacklevel=3,
-        )
     return facts
+
+
+def noise_note(network: Network) -> str:
+    """A sentence if the costs of a measured network vary too much to plan with; else empty."""
+    spread = network.meta.get("median_relative_spread")
+    if not isinstance(spread, float) or spread <= POOR_SPREAD:
+        return ""
+    return (
+        f"the network's costs vary by {spread:.0%} between repetitions, as they do where ranks share few cores: "
+        "plans made from them are uncertain; measure on a quieter machine, or for longer (anabranch measure "
+        "--budget-s 60)"
+    )
 
 
 def _warm_up(collectives: Mapping[str, Collective], lanes: Sequence[Group], device: torch.device) -> None:

@@ -48,7 +48,23 @@ def record(
                 step()
     finally:
         handle.remove()
-    return recorder.trace({**({"input": inputs[0]} if inputs else {}), **(meta or {})})
+    trace = recorder.trace({**({"input": inputs[0]} if inputs else {}), **(meta or {})})
+    if note := order_note(trace):
+        warnings.warn(note, stacklevel=2)
+    return trace
+
+
+def order_note(trace: Trace) -> str:
+    """A sentence if gradients came in another order from step to step; else empty."""
+    name = trace.meta.get("order_changed_at")
+    return (
+        ""
+        if name is None
+        else (
+            f"gradients became ready in another order from step to step, first at {name}: "
+            "a plan made from this trace may wait for gradients that come late"
+        )
+    )
 
 
 def described_input(inputs: object) -> str | None:
@@ -143,11 +159,6 @@ class Recorder(StepObserver):
             if order != first:
                 name = next((a for a, b in zip(first, order, strict=False) if a != b), (first + order)[-1])
                 facts["order_changed_at"] = name
-                warnings.warn(
-                    f"gradients became ready in another order from step to step, first at {name}: "
-                    "a plan made from this trace may wait for gradients that come late",
-                    stacklevel=3,
-                )
                 break
         if unused := [name for name in self._parameters if any(name not in step.ready for step in steps)]:
             facts["without_gradient"] = f"{unused[0]}" + (f" and {len(unused) - 1} more" if len(unused) > 1 else "")

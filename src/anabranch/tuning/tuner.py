@@ -8,7 +8,6 @@ depends on a measurement is decided by rank 0 and sent to the others before any 
 
 import logging
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -25,8 +24,8 @@ from anabranch.comm.exchange import Group
 from anabranch.errors import CollectiveError
 from anabranch.network import Network
 from anabranch.observe.environment import network_note
-from anabranch.observe.measure import NoisyNetworkWarning
-from anabranch.observe.recorder import Recorder
+from anabranch.observe.measure import noise_note
+from anabranch.observe.recorder import Recorder, order_note
 from anabranch.observe.step_context import StepContext
 from anabranch.plan import Plan
 from anabranch.trace import Trace
@@ -196,9 +195,7 @@ class Tuner:
             self._schedule.close()
             self.stage = f"no longer planning: {FROZEN}"
         try:
-            with warnings.catch_warnings(record=True) as caught:  # under -W error a warning would stop one rank only
-                warnings.simplefilter("always")
-                next(self._schedule, None)
+            next(self._schedule, None)
         except Exception as error:
             self.stage = f"stopped planning: {type(error).__name__}: {error}"
             if type(error) is RuntimeError:  # of Gloo, which does not say whose message it was
@@ -207,18 +204,14 @@ class Tuner:
                     "step: look for the first error among all ranks"
                 ) from error
             raise
-        self._log(caught)
         ended_s = perf_counter()
         self._budget.charge(ended_s - began_s)
         self._budget.trained_s = ended_s - (self._first_step_at_s or began_s)
 
-    def _log(self, caught: list[warnings.WarningMessage]) -> None:
-        """Log these warnings on rank 0; that the network is noisy is said once per process, and in explain()."""
-        for warning in caught if dist.get_rank(self.control) == 0 else []:
-            noise = issubclass(warning.category, NoisyNetworkWarning)
-            if not (noise and Tuner._noise_was_logged):
-                log.warning("anabranch: %s", warning.message)
-            Tuner._noise_was_logged |= noise
+    def _warn(self, text: str) -> None:
+        """Log a warning on rank 0; not by ``warnings``, which under -W error would stop this rank alone."""
+        if text and dist.get_rank(self.control) == 0:
+            log.warning("anabranch: %s", text)
 
     # Decisions of rank 0.
 
@@ -418,12 +411,12 @@ class Tuner:
             self.failure = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
             return trial
         trace = recorder.trace({"model": self._model_name})
+        self._warn(order_note(trace))
         self.trace = agree_on(Trace, latest_over_ranks(trace, self.control), self.control)
         if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
-            warnings.warn(
+            self._warn(
                 "all gradients come at the end of backward, as when the whole model is one compiled graph: "
-                "nothing of their communication can be hidden",
-                stacklevel=2,
+                "nothing of their communication can be hidden"
             )
         return trial
 
@@ -437,6 +430,9 @@ class Tuner:
             kinds.append(WARM_UP_KIND)
         lanes = min(self._options.lanes or 2, self.runner.lanes.max_lanes)
         self._live_network.measure(self._trace.nbytes, kinds, lanes, self._budget.left_s)
+        if self.network is not None and not Tuner._noise_was_logged and (note := noise_note(self.network)):
+            Tuner._noise_was_logged = True
+            self._warn(note)
 
     def _can_send(self, kind: str) -> bool:
         dtypes = {parameter.dtype for parameter in self.runner.parameters.values()}
@@ -452,7 +448,7 @@ class Tuner:
             yield
         found, self.failure = planner.outcome()
         if self.failure:
-            warnings.warn(f"planning failed, {self._default_label} stay: {self.failure}", stacklevel=2)
+            self._warn(f"planning failed, {self._default_label} stay: {self.failure}")
         return [(label, plan) for label, plan in found if plan.lanes <= self.runner.lanes.max_lanes]
 
     def _calibrate(self, several_lanes: bool) -> bool:
