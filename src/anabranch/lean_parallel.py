@@ -153,8 +153,9 @@ class LeanDataParallel(Tuned, nn.Module):
         """The plan, its predicted and measured gain, and the exposed time; or why there is no plan."""
         if self._tuner is None:
             return f"No plan: {self._no_plan_reason}. It cannot train: wrap the module again."
-        with suppress(RuntimeError):  # the error of a lane, which was raised already in backward
-            self.layout.residuals.synchronize()
+        if not self.layout.residuals.in_use:  # an optimizer may call this in the middle of an update
+            with suppress(RuntimeError):  # the error of a lane, which was raised already in backward
+                self.layout.residuals.synchronize()
         return super().explain()
 
     def comm_state_dict(self) -> dict[str, Any]:

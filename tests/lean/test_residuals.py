@@ -71,6 +71,29 @@ def test_growth_without_bound_is_seen_as_without_lean(residuals: str, cancelling
         assert all(" steps old" in words for words in answers)
 
 
+def explained_in_an_update(rank: int) -> list[bool]:
+    """An optimizer that asks for the explanation of the model that it updates, from the lane's thread."""
+    said: list[bool] = []
+
+    class Asking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            said.append("the plan it was given" in lean.explain())
+            super().step(closure)
+
+    plan = ab.Plan((ab.Bucket(("second", "first"), collective="oktopk:0.7"),))
+    memory = ab.Lean(lambda parameters: Asking(parameters, lr=0.1), residuals="host")
+    options = ab.OkTopk(density=0.7, warmup_steps=0)
+    lean: Any = ab.DataParallel(Sums(), plan=plan, compress=options, profile_steps=0, memory=memory)
+    for step in range(3):
+        lean(drawn(step, rank, False)).backward()
+    lean.close()
+    return said
+
+
+def test_an_optimizer_may_call_explain_in_the_middle_of_an_update() -> None:
+    assert all(said and all(said) for said in on_ranks(explained_in_an_update, 2, timeout_s=30.0))
+
+
 def plain_sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 

@@ -107,7 +107,6 @@ class DdpLayout:
 
     # Called by DataParallel.
 
-    @_disable_dynamo
     def expect_reduction(self) -> bool:
         """Report the reduction that this forward has prepared; False if an earlier forward's has not ended."""
         if self._reduction is not None and not self._reduction.over:
@@ -133,7 +132,6 @@ class DdpLayout:
 
     # Called by DataParallel where DDP would broadcast buffers.
 
-    @_disable_dynamo
     def drain_buffers(self) -> None:
         """Wait for the broadcast of buffers, so that the next messages cannot be mixed up with it."""
         if self._buffers is not None:

@@ -46,6 +46,11 @@ class ResidualStore(Protocol):
         """Block the host until every residual is where it is stored."""
         ...
 
+    @property
+    def in_use(self) -> bool:
+        """Whether an exchange is using residuals now; ``synchronize`` would wait for it."""
+        ...
+
 
 class DeviceResiduals:
     """Residuals that stay on the device: they are the memory in which gradients add up, so nothing ever moves."""
@@ -70,6 +75,10 @@ class DeviceResiduals:
 
     def synchronize(self) -> None:
         pass
+
+    @property
+    def in_use(self) -> bool:
+        return False
 
 
 class Fetched(NamedTuple):
@@ -141,3 +150,7 @@ class HostResiduals:
     def synchronize(self) -> None:
         self._slots.wait()
         self._copies.synchronize()
+
+    @property
+    def in_use(self) -> bool:
+        return not self._slots.idle

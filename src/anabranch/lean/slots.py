@@ -40,6 +40,11 @@ class SlotRing:
         """Let the slot be acquired again when ``last_use`` is complete."""
         self._last_use[slot.number] = last_use
 
+    @property
+    def idle(self) -> bool:
+        """Whether all users are done, so that ``wait`` would not wait."""
+        return all(last is None or last.done() for last in self._last_use)
+
     def wait(self) -> None:
         """Wait for all users, and raise the exception of one that failed."""
         for index, last in enumerate(self._last_use):

@@ -127,7 +127,6 @@ class PlanRunner:
         self._collectives.use_plan(plan)
         self._requested = (plan,)
 
-    @_disable_dynamo
     def before_forward(self, averaged: bool) -> None:
         """Call this before a forward that will be differentiated; ``averaged``: its gradients will be averaged."""
         self.lanes.check()  # first, since a lane's error says why a backward pass was interrupted

@@ -110,7 +110,6 @@ class Tuner:
 
     # Called by DataParallel.
 
-    @_disable_dynamo
     def before_forward(self, averaged: bool) -> None:
         """Call this before a forward that will be differentiated; ``averaged``: its gradients will be averaged."""
         began_s = perf_counter()
@@ -121,7 +120,6 @@ class Tuner:
         if changes:
             self._budget.charge(perf_counter() - began_s)
 
-    @_disable_dynamo
     def after_forward(self, output: object, averaged: bool = True) -> None:
         """Call this with the output of such a forward."""
         self._timer.forward_ended(output, averaged)
