@@ -23,7 +23,7 @@ SHORT = TuningPolicy(warmup_steps=2, trial_steps=1, drift_check_steps=2, min_pre
 SCENARIOS: Mapping[str, TuningPolicy] = {
     "keeps the plan": replace(SHORT, min_gain=-1e9, max_drift=1e9),
     "goes back": replace(SHORT, min_gain=2.0, max_drift=1e9),
-    "plans again and again": replace(SHORT, min_gain=-1e9, max_drift=-1.0),
+    "plans again and again": replace(SHORT, min_gain=-1e9, max_drift=-1e9),  # whatever the noise
     "is given the plan": SHORT,
 }
 DECISIONS = {"plans again and again": 2}  # number of decisions until training ends; 1 if not named

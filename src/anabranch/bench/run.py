@@ -37,6 +37,7 @@ from anabranch.parallel import DataParallel
 from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.sparse.options import OkTopk
 from anabranch.trace import Trace
+from anabranch.tuning.policy import TuningPolicy
 from anabranch.version import __version__
 
 MAX_TUNING_STEPS = 1000  # tuning usually takes 45 to 120
@@ -98,11 +99,18 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
     )
 
 
+# Also measures and tries where little is predicted to be gained: the other contestants need a network.
+THOROUGH = TuningPolicy(min_predicted_gain=-0.05)
+
+
 def _tuned(workload: Workload, settings: Settings, name: str, compress: str | OkTopk | None, say: Say) -> TunedModel:
     """A DataParallel on a model of its own, run until it has chosen a layout."""
     model, step = workload.build()
     # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.
-    parallel = DataParallel(model, compress=compress, profile_steps=settings.profile_steps, cache=False, **DDP_OPTIONS)
+    profile_steps = settings.profile_steps
+    parallel = DataParallel(
+        model, compress=compress, profile_steps=profile_steps, policy=THOROUGH, cache=False, **DDP_OPTIONS
+    )
     progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
     for _ in range(MAX_TUNING_STEPS):
         step(parallel)
