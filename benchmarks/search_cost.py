@@ -57,7 +57,7 @@ from anabranch.bench.workload import Workload, replay_workload, zoo_workload
 from anabranch.bench.zoo import MODELS
 from anabranch.cli import arguments
 from anabranch.cli.ranks import join
-from anabranch.lab.environment import LAB
+from anabranch.observe.environment import lab_note
 
 DDP = "DDP"
 VARIANTS = ("dense", "bf16", "oktopk")  # of DataParallel
@@ -446,7 +446,7 @@ def described(device: torch.device) -> dict[str, str]:
         "date": datetime.now(UTC).isoformat(" ", "minutes"),
         "device": torch.cuda.get_device_name(device) if cuda else f"{processor()}, {os.cpu_count()} cores",
         "load": f"load average at the end {os.getloadavg()[0]:.1f}",
-        "network": f"{dist.get_world_size()} ranks, {dist.get_backend()}, {os.environ.get(LAB, 'no lab')}",
+        "network": f"{dist.get_world_size()} ranks, {dist.get_backend()}, {lab_note() or 'no lab'}",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, anabranch {ab.__version__}",
     }
 

@@ -243,13 +243,15 @@ def read_or_refused(content: Any) -> None:
         assert loads(dumps(noun).encode(), "again") == noun
 
 
-def damaged(text: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+GOOD = st.sampled_from(EXAMPLES).map(document)
+
+
+def damaged(text: st.SearchStrategy[str], documents: st.SearchStrategy[Any] = GOOD) -> st.SearchStrategy[Any]:
     """A good file with one of its places, at any depth, changed to some JSON, or with a field more."""
 
     @st.composite
     def one(draw: st.DrawFn) -> Any:
-        whole = document(draw(st.sampled_from(EXAMPLES)))
-        at = whole
+        at = whole = draw(documents)
         while True:
             key = draw(st.sampled_from(list(range(len(at)) if isinstance(at, list) else at)))
             if not isinstance(at[key], list | dict) or not at[key] or draw(st.booleans()):

@@ -28,7 +28,7 @@ from anabranch.tuning.plan_cache import (
 from samples import RINGS
 from shorthand import bucket_of, plan_of, trace_of
 from strategies import networks, plans_of, traces, words
-from test_malformed_files import HOSTILE, any_json
+from test_malformed_files import HOSTILE, damaged
 
 TRACE = trace_of([ab.TensorSpec("a", 12, 4, 0.1), ab.TensorSpec("b", 3, 4, 0.1 + 0.2)], 1 / 3, {"model": "Net"})
 CHOICE = CachedChoice(
@@ -326,23 +326,8 @@ def test_random_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) 
     ignored(folder)
 
 
-@st.composite
-def damaged(draw: st.DrawFn) -> Any:
-    """A good file with one of its places, at any depth, changed to some JSON, or with a field more."""
-    at = whole = document()
-    while True:
-        key = draw(st.sampled_from(list(range(len(at)) if isinstance(at, list) else at)))
-        if not isinstance(at[key], list | dict) or not at[key] or draw(st.booleans()):
-            break
-        at = at[key]
-    if isinstance(at, dict) and draw(st.booleans()):
-        key = draw(HOSTILE)
-    at[key] = draw(any_json(HOSTILE))
-    return whole
-
-
 @settings(max_examples=200)
-@given(damaged())
+@given(damaged(HOSTILE, st.builds(document)))
 def test_a_damaged_file_is_read_or_ignored_with_one_line(
     tmp_path_factory: pytest.TempPathFactory, content: Any
 ) -> None:

@@ -24,7 +24,6 @@ def test_the_step_is_the_median_and_the_detail_is_of_one_whose_buckets_were_time
     assert trial.steps_s == pytest.approx((9.0, 9.0, 9.0, 4.0, 5.0, 6.0))
     assert trial.step_s == pytest.approx(7.5)
     assert trial.exposed_s == pytest.approx(4.5) and trial.finish_s == pytest.approx(6.5)
-    assert trial.spread_s == pytest.approx(9.0 - 5.25)
     assert [timeline.iteration_s for timeline in trial.detailed] == pytest.approx([3.0, 3.5, 4.5])
     assert trial.timeline is trial.detailed[2], "of these, the one most like the median"
     assert all(not marks.buckets for marks in steps), "works that are done are released"
@@ -35,7 +34,6 @@ def test_further_steps_are_added() -> None:
     both = first.with_more(more)
     assert both.steps_s == pytest.approx((4.0, 6.0)) and both.step_s == pytest.approx(5.0)
     assert both.detailed == first.detailed + more.detailed
-    assert first.spread_s == 0.0
 
 
 def test_without_a_timed_bucket_there_is_no_detail() -> None:

@@ -7,8 +7,8 @@ from time import monotonic
 FIRST_LINE_S = 5.0
 INTERVAL_S = 15.0  # between two lines
 
-# A search is a number of trials of equal length: one of DDP's own buckets, those of the planned layouts, and two more
-# to confirm the best one. How many layouts there are is known only when they are planned.
+# The length of a search in units of the steps before its first trial. How long it really is depends on how many layouts
+# are predicted to gain, and on the noise of steps.
 USUAL_TRIALS, MOST_TRIALS = 6, 9
 
 Say = Callable[[str], None]

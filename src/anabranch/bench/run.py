@@ -31,8 +31,9 @@ from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
 from anabranch.comm.dense import COLLECTIVES
 from anabranch.errors import AnabranchError
-from anabranch.lab.environment import LAB, LAB_BIT_S
+from anabranch.lab.environment import LAB_BIT_S
 from anabranch.network import Network
+from anabranch.observe.environment import lab_note
 from anabranch.parallel import DataParallel
 from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.sparse.options import OkTopk
@@ -218,7 +219,7 @@ def _row(contestant: Contestant, turns: Sequence[Turn], nic_counts: bool) -> Ben
 
 
 def _facts(workload: Workload, settings: Settings) -> dict[str, str]:
-    cuda, lab = workload.device.type == "cuda", os.environ.get(LAB, "")
+    cuda, lab = workload.device.type == "cuda", lab_note() or ""
     versions = [f"anabranch {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
     if cuda:
         versions += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]

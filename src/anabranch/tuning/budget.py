@@ -9,7 +9,7 @@ MIN_FIRST_SEARCH_S = 0.3  # a search that measures the network cannot cost much 
 
 @dataclass(slots=True)
 class SearchBudget:
-    """The account of one tuner. Rank 0's decides; the others keep theirs because they do not know their rank's role.
+    """The account of one tuner. Every rank keeps one, and rank 0's decides.
 
     A search costs the pauses in which ranks measure or agree, changes of buckets, and what its steps take longer than
     those of the layout in force.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median, quantiles
+from statistics import median
 from typing import NamedTuple
 
 from anabranch.observe.clock import Clock
@@ -72,14 +72,6 @@ class Trial:
     def step_s(self) -> float:
         """Median step."""
         return median(self.steps_s)
-
-    @property
-    def spread_s(self) -> float:
-        """Interquartile range of the steps."""
-        if len(self.steps) < 2:
-            return 0.0
-        low, _, high = quantiles(self.steps_s, n=4, method="inclusive")
-        return high - low
 
     @property
     def exposed_s(self) -> float:
