@@ -126,6 +126,39 @@ def test_a_backward_that_failed_is_not_waited_for() -> None:
     assert len(ended) == 1
 
 
+def test_after_step_is_called_after_so_many_steps_and_those_before_are_timed_coarsely() -> None:
+    ended: list[StepMarks] = []
+    model = Owned(ended)
+    model.average_after(model.heads.left.weight)
+
+    def step() -> None:
+        model(torch.ones(1, 2))[0].sum().backward()
+
+    model.timer.call_after(4)
+    for count in range(1, 5):
+        step()
+        assert len(ended) == (count == 4) and model.timer.steps_done == count
+    coarse, *_, last = model.timer.last_steps(4)
+    assert coarse.backward is None and last.backward is not None and last.computed is not None
+    assert isinstance(coarse.forward, float) and isinstance(coarse.averaged, float) and coarse.forward < coarse.averaged
+    step()
+    assert len(ended) == 2, "and after every step from then on"
+
+
+def test_an_observer_sees_every_step_in_full_also_while_after_step_waits() -> None:
+    ended: list[StepMarks] = []
+    model, watcher = Owned(ended), Watcher()
+    model.average_after(model.heads.left.weight)
+    model.timer.call_after(3)
+    model(torch.ones(1, 2))[0].sum().backward()
+    output = model(torch.ones(1, 2))[0].sum()
+    model.timer.observers.append(watcher)  # between a forward and its backward
+    output.backward()
+    assert watcher.events == ["step"] and not ended
+    model(torch.ones(1, 2))[0].sum().backward()
+    assert watcher.events == ["step", "forward True", "gradient True", "step"] and len(ended) == 1
+
+
 def test_marks_are_in_order_and_gradients_are_marked_only_while_that_is_wanted() -> None:
     timer, model = StepTimer(HostClock()), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with timer.attached(model):

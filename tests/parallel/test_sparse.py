@@ -1,5 +1,6 @@
 """DataParallel with Ok-Topk: nothing is lost, ranks agree, states survive, and it is kept only where it is faster."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.sparse.naming import LADDER, kind_of
+from anabranch.tuning.comparison import Verdict
 from anabranch.tuning.live_trials import LiveTrials
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
 from parallel.twins import SCENARIOS
@@ -103,7 +105,7 @@ def test_tuning_loses_no_gradient(density: float | str, end: str) -> None:
 
 def lost_when_confirmed(rank: int) -> dict[str, Any]:
     """The sparse plan is not decided about in its first pair of blocks and loses in the second."""
-    verdicts = iter(["undecided", "not faster"])
+    verdicts: Iterator[Verdict] = iter(["undecided", "not faster"])
     LiveTrials._verdict = lambda self, found: next(verdicts, "not faster")  # type: ignore[method-assign]
     return tuned_run(rank, 0.05, "goes back")
 

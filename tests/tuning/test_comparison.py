@@ -80,6 +80,34 @@ def test_a_layout_that_gains_nothing_is_hardly_ever_kept(noise: float) -> None:
     assert sum(count for _, count in outcomes) / len(outcomes) < 3.5, "and few pairs are spent on it"
 
 
+def test_what_bursts_of_other_programs_win_is_doubtful() -> None:
+    """Steps take half as long again while another program runs, for about ten steps at a time."""
+    chance = random.Random(5)
+    busy = False
+
+    def block() -> Block:
+        nonlocal busy
+        seconds = []
+        for _ in range(4):
+            busy = busy != (chance.random() < 0.1)
+            seconds.append((1.5 if busy else 1.0) * chance.lognormvariate(0, 0.05))
+        return tuple(seconds[1:])
+
+    won: list[bool] = []  # whether doubtful
+    for _ in range(1000):
+        seen: list[tuple[Block, Block]] = []
+        while True:
+            blocks = block(), block()
+            seen.append(blocks if len(seen) % 2 == 0 else (blocks[1], blocks[0]))
+            found = compare(seen, DEFAULT_POLICY)
+            if found.verdict == "undecided":
+                continue
+            if found.verdict == "faster":
+                won.append(found.doubtful)
+            break
+    assert len(won) < 100 and won.count(False) < 10, "a doubtful win is no win before it is repeated"
+
+
 @pytest.mark.parametrize(("factor", "noise", "share"), [(0.9, 0.01, 0.99), (0.95, 0.01, 0.9), (0.5, 0.1, 0.95)])
 def test_a_real_gain_is_found(factor: float, noise: float, share: float) -> None:
     chance = random.Random(2)

@@ -110,6 +110,7 @@ class Collectives:
         self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)
         self.dense_names: frozenset[str] = frozenset() if memory is None else memory.dense_names
         self.warmup_steps = 0 if memory is None else memory.warmup_steps
+        self.keep_memory = memory is not None  # then ``on_step_end`` must be called after every step
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
         """Whether a bucket of this dtype may name this kind."""

@@ -59,11 +59,14 @@ class StepTimer:
     This happens equally often on every rank, so observers may communicate. Hooks on the output only take times: a
     rank's loss may use other outputs than another's, or none. A module that is ``attached`` has no such owner: there
     each backward pass through its output ends a step.
+
+    ``steps_done`` counts averaged steps.
     """
 
     def __init__(self, clock: Clock, after_step: Callable[[], None] | None = None, keep: int = 64) -> None:
         self.clock = clock
         self.observers: list[StepObserver] = []
+        self.steps_done = 0
         self._after_step = after_step
         self._attached = False
         self._current: StepMarks | None = None  # between a forward and the end of its backward
@@ -73,6 +76,7 @@ class StepTimer:
         self._pass_end: weakref.ref[_PassEnd] | None = None
         self._steps: deque[StepMarks] = deque(maxlen=keep)
         self._bucket_timings = 0  # how many contexts of bucket_timing() are open
+        self._silent_steps = 0  # how many of the next steps are ended without after_step()
 
     # Called by the wrapper that runs the model.
 
@@ -82,6 +86,8 @@ class StepTimer:
 
     def forward_ended(self, output: object, averaged: bool = True) -> None:
         """Call this with the output of a forward that will be differentiated."""
+        if self._is_coarse:
+            return
         step = self._current if averaged else None
         callbacks = [callback for observer in self.observers if (callback := observer.on_forward_end(averaged))]
 
@@ -100,9 +106,14 @@ class StepTimer:
 
     def gradients_averaged(self) -> None:
         """Call this in backward when the gradients of a step are averaged: the step ends with that backward pass."""
+        running = self._running_pass()
+        if running is None:  # this step is timed coarsely, or its loss uses no output that has a hook
+            step = self._last or StepMarks(self.clock.mark())
+            if self._is_coarse:
+                self._end(step)
+                return
+            self._queue_end(step)
         self._averaged = True
-        if self._running_pass() is None:  # the loss uses no output that has a hook
-            self._queue_end(self._last or StepMarks(self.clock.mark()))
 
     @contextmanager
     def attached(self, module: nn.Module) -> Iterator[None]:
@@ -145,6 +156,14 @@ class StepTimer:
                     handle = parameter.register_post_accumulate_grad_hook(self._gradient_marker(name))
                     hooks.callback(handle.remove)
             yield
+
+    def call_after(self, steps: int) -> None:
+        """Call ``after_step`` once, at the end of the last of the next ``steps`` steps.
+
+        The others are timed coarsely, their begin and end only, unless there are observers: where a step takes a few
+        milliseconds, all marks together take a percent of it.
+        """
+        self._silent_steps = steps - 1
 
     def mark_bucket(self, index: int) -> Callable[[list[dist.Work]], None] | None:
         """Mark the launch of a bucket. The returned function marks its end; None if buckets are not timed now."""
@@ -204,16 +223,26 @@ class StepTimer:
         if not (self._averaged or self._attached):
             return  # autograd.grad(), or other parts of the loss will follow
         self._averaged = False
-        step.averaged = self.clock.mark()
         if step.backward is None:
             step.backward = step.computed
+        self._end(step)
+
+    @property
+    def _is_coarse(self) -> bool:
+        return self._silent_steps > 0 and not self.observers
+
+    def _end(self, step: StepMarks) -> None:
+        step.averaged = self.clock.mark()
         self._steps.append(step)
         if self._current is step:
             self._current = None
         for observer in list(self.observers):  # before after_step() may change the plan
             if observer in self.observers:  # it may have been closed by another
                 observer.on_step_end(step)
-        if self._after_step is not None:
+        self.steps_done += 1
+        if self._silent_steps > 0:
+            self._silent_steps -= 1
+        elif self._after_step is not None:
             self._after_step()
 
 

@@ -26,9 +26,9 @@ class SearchBudget:
 
     @property
     def allowed_s(self) -> float:
-        """What all searching may have cost until now: a first search, and a share of training so far."""
+        """What all searching may have cost until now: a share of training so far, or a first search if that is more."""
         first_s = max(self.policy.first_search_steps * self.step_s, MIN_FIRST_SEARCH_S)
-        return first_s + self.policy.search_share * self.trained_s
+        return max(first_s, self.policy.search_share * self.trained_s)
 
     @property
     def left_s(self) -> float:

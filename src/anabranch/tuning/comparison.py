@@ -17,15 +17,21 @@ Block = Sequence[float]  # seconds of some steps of one layout in a row
 NOISE_FLOOR = 0.002  # share of a step: three equal readings do not mean that there is no noise
 GAP_TO_DEVIATION = 1.3  # the median distance of steps from their block's median, to a normal standard deviation
 FEW_STEPS_PENALTY = 3.0  # the noise itself is estimated from few steps
+FEW_PAIRS_PENALTY = 2.0  # and from few pairs
 MEDIAN_PENALTY = 1.25  # a median varies more than a mean
 
 
 class Comparison(NamedTuple):
-    """The result after some pairs: the gain is the share of the step time that the challenger saves."""
+    """The result after some pairs: the gain is the share of the step time that the challenger saves.
+
+    ``doubtful``: a burst of other programs could look the same. It may slow down one block; of several pairs it seldom
+    slows down the same layout's blocks.
+    """
 
     verdict: Verdict
     gain: float
     uncertainty: float
+    doubtful: bool = False
 
 
 def compare(pairs: Sequence[tuple[Block, Block]], policy: TuningPolicy) -> Comparison:
@@ -35,7 +41,8 @@ def compare(pairs: Sequence[tuple[Block, Block]], policy: TuningPolicy) -> Compa
     width = policy.confidence * _standard_error(pairs, ratios)
     gain = 1 - exp(mean)
     uncertainty = exp(mean) * width
-    return Comparison(_verdict(pairs, gain, uncertainty, policy), gain, uncertainty)
+    doubtful = len(pairs) == 1 or gain < 2 * uncertainty
+    return Comparison(_verdict(pairs, gain, uncertainty, policy), gain, uncertainty, doubtful)
 
 
 def step_noise(blocks: Sequence[Block]) -> float:
@@ -80,5 +87,7 @@ def _standard_error(pairs: Sequence[tuple[Block, Block]], ratios: Sequence[float
     differences = sum(len(block) - 1 for block in blocks)
     noise = step_noise(blocks) * (1 + FEW_STEPS_PENALTY / max(1, differences))
     within = sqrt(sum(1 / len(theirs) + 1 / len(ours) for theirs, ours in pairs)) / len(pairs)
-    between = stdev(ratios) / sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+    between = 0.0
+    if len(ratios) > 1:
+        between = stdev(ratios) / sqrt(len(ratios)) * (1 + FEW_PAIRS_PENALTY / (len(ratios) - 1))
     return max(MEDIAN_PENALTY * noise * within, between)

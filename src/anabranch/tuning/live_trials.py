@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from anabranch.plan import Plan
 from anabranch.tuning.budget import SearchBudget
-from anabranch.tuning.comparison import Comparison, compare
+from anabranch.tuning.comparison import Comparison, Verdict, compare
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import PlanRunner
 from anabranch.tuning.trial import StepTimes, Trial
@@ -18,7 +18,8 @@ from anabranch.tuning.trial import StepTimes, Trial
 T = TypeVar("T")
 Schedule = Generator[None, None, T]  # one yield per averaged step
 
-VERDICTS = ("not faster", "faster", "undecided")  # what rank 0 sends
+VERDICTS: tuple[Verdict, ...] = ("not faster", "faster", "undecided")  # what rank 0 sends
+Pairs = list[tuple[tuple[float, ...], tuple[float, ...]]]  # blocks of the layout in force and of the other, in seconds
 
 
 class LiveTrials:
@@ -67,7 +68,7 @@ class LiveTrials:
         best, tried = best.with_more(theirs), ours
         pairs = [(theirs.steps_s, ours.steps_s)]
         challenger_runs = True
-        while (found := self._compared(pairs))[0] == "undecided":
+        while (found := self._compared(pairs)).verdict == "undecided":
             # The layout that runs goes on, then the other one: A B B A A B … has the fewest changes.
             if challenger_runs:
                 ours = yield from self.timed(label, plan)
@@ -78,11 +79,10 @@ class LiveTrials:
             challenger_runs = not challenger_runs
             best, tried = best.with_more(theirs), tried.with_more(ours)
             pairs.append((theirs.steps_s, ours.steps_s))
-        verdict, result = found
-        faster = verdict == "faster"
+        faster = found.verdict == "faster"
         if faster != challenger_runs:
             yield from self.change_to(plan if faster else best.plan)
-        return best, replace(tried, result=result), faster
+        return best, replace(tried, result=_in_words(found, pairs), doubtful=found.doubtful), faster
 
     def _after_change(self, label: str, plan: Plan | None, reference: Trial) -> Schedule[Trial]:
         """Change to a layout and time it; what it took longer than the layout in force is charged to the budget."""
@@ -93,20 +93,24 @@ class LiveTrials:
         self._budget.charge(sum(whole_s) - len(whole_s) * reference.step_s)
         return trial
 
-    def _compared(self, pairs: list[tuple[tuple[float, ...], tuple[float, ...]]]) -> tuple[str, str]:
-        """Rank 0's verdict after these pairs, and the result in words."""
+    def _compared(self, pairs: Pairs) -> Comparison:
+        """This rank's comparison of these pairs, with rank 0's verdict."""
         found = compare(pairs, self._policy)
-        verdict = VERDICTS[self._decide(VERDICTS.index(self._verdict(found)))]
-        steps_run = sum(len(ours) for _, ours in pairs)
-        ratio = median(s for theirs, _ in pairs for s in theirs) / median(s for _, ours in pairs for s in ours)
-        if verdict == "faster":
-            return verdict, f"{ratio:.2f}× as fast"
-        return verdict, f"{'slower' if found.gain < 0 else 'not clearly faster'}, given up after {steps_run} steps"
+        return found._replace(verdict=VERDICTS[self._decide(VERDICTS.index(self._verdict(found)))])
 
-    def _verdict(self, found: Comparison) -> str:
+    def _verdict(self, found: Comparison) -> Verdict:
         if found.verdict == "undecided" and (self._budget.left_s <= 0 or self._in_a_hurry()):
             return "faster" if found.gain > self._policy.min_gain else "not faster"
         return found.verdict
+
+
+def _in_words(found: Comparison, pairs: Pairs) -> str:
+    """The result of a comparison that is over."""
+    if found.verdict == "faster":
+        ratio = median(s for theirs, _ in pairs for s in theirs) / median(s for _, ours in pairs for s in ours)
+        return f"{ratio:.2f}× as fast"
+    steps_run = sum(len(ours) for _, ours in pairs)
+    return f"{'slower' if found.gain < 0 else 'not clearly faster'}, given up after {steps_run} steps"
 
 
 def steps(count: int) -> Schedule[None]:

@@ -17,7 +17,7 @@ class TuningPolicy:
     obvious_gain         gain that one pair of blocks shows well enough, if every step of the plan was faster
     confidence           standard errors by which a gain must differ from zero, and a drift from noise
     first_search_steps   what the first search may cost, in steps of training; at least 0.3 s
-    search_share         what all searching may cost beyond that, as a share of training so far
+    search_share         what all searching may cost once training has been long enough, as a share of training so far
     drift_check_steps    steps between two checks of rank 0 whether to plan again
     max_drift            share by which the step time may change, beyond its noise, before rank 0 plans again
     late_gradients       warn if the first gradient is ready later than this share of backward: nothing can overlap then

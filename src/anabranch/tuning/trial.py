@@ -39,6 +39,7 @@ class Trial:
 
     detailed   timelines of those steps whose buckets were timed
     result     how it compared with the layout that was in force, in words; empty if it was not compared
+    doubtful   noise could have made it look faster than that
     """
 
     label: str
@@ -46,6 +47,7 @@ class Trial:
     steps: tuple[StepTimes, ...]
     detailed: tuple[Timeline, ...] = ()
     result: str = ""
+    doubtful: bool = False
 
     @classmethod
     def of(cls, label: str, plan: Plan | None, steps: Sequence[StepMarks], clock: Clock) -> "Trial":

@@ -166,7 +166,7 @@ class Tuned:
                 )
         if self._tuner is not None:
             self._tuner.runner.load(*states)
-            self._tuner.steps_done = max((state.get("steps_trained", 0) for state in states), default=0)
+            self._tuner.runner.timer.steps_done = max((state.get("steps_trained", 0) for state in states), default=0)
         elif self._collectives is not None:
             self._collectives.load_state_dict(*states)
         elif any(state.get("residuals") for state in states):

@@ -8,6 +8,7 @@ depends on a measurement is decided by rank 0 and sent to the others before any 
 
 import logging
 import math
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -50,6 +51,9 @@ GIVEN = "the plan it was given"
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still waits for its warm-up: it delays nothing
 HELD = "hold"
+OVER = object()
+NEVER = sys.maxsize
+CONFIRM_AFTER_CHECKS = 3  # checks of the step time before a plan whose win is doubtful must win again
 NOT_FASTER = "no plan was clearly faster"
 
 Agree = Callable[[TuningOptions], TuningOptions]
@@ -86,7 +90,6 @@ class Tuner:
         self.stage = SETTLING
         self.replan_requested = False
         self.hold_requested = False
-        self.steps_done = 0
         self._options = options
         self._policy = policy
         self._model_name = model_name
@@ -141,6 +144,11 @@ class Tuner:
     # Read by observers and explain().
 
     @property
+    def steps_done(self) -> int:
+        """The averaged steps of this training, those before a checkpoint that was loaded included."""
+        return self._timer.steps_done
+
+    @property
     def network(self) -> Network | None:
         """The network as measured or given; None before it is known."""
         return self._live_network.network
@@ -186,14 +194,14 @@ class Tuner:
     @_disable_dynamo
     def _step_ended(self) -> None:
         began_s, stage = perf_counter(), self.stage
-        self.steps_done += 1
         self.runner.check_loaded()
         self.collectives.on_step_end()
         if self.runner.stale:
             self._schedule.close()
             self.stage = f"no longer planning: {FROZEN}"
         try:
-            next(self._schedule, None)
+            if next(self._schedule, OVER) is OVER:
+                self._call_after(NEVER)
         except Exception as error:
             self.stage = f"stopped planning: {type(error).__name__}: {error}"
             if type(error) is RuntimeError:  # of Gloo, which does not say whose message it was
@@ -205,6 +213,18 @@ class Tuner:
         ended_s = perf_counter()
         self._budget.charge(ended_s - began_s)
         self._budget.trained_s = ended_s - (self._first_step_at_s or began_s)
+
+    def _call_after(self, count: int) -> None:
+        """Call ``_step_ended`` again after so many steps, and time those before coarsely, where nothing needs more."""
+        if not self.collectives.keep_memory:
+            self._timer.call_after(count)
+
+    def _watched(self, count: int) -> Schedule[None]:
+        """Wait for so many steps, of which only the whole time counts."""
+        last = self.steps_done + count
+        self._call_after(count)
+        while self.steps_done < last:
+            yield
 
     def _warn(self, text: str) -> None:
         """Log a warning on rank 0; not by ``warnings``, which under -W error would stop this rank alone."""
@@ -248,6 +268,7 @@ class Tuner:
             yield from steps(self._policy.warmup_steps - 1)
             yield from self._first_search()
         while self.kept is not None:
+            yield from self._confirm(self.kept)
             why = yield from self._until_drift()
             if not why:
                 self.stage = f"running {self.kept.label}, held"
@@ -268,7 +289,7 @@ class Tuner:
         if self._options.profile_steps:
             self.kept = yield from self._profiled(GIVEN, plan)
         while not self.hold_requested:
-            yield
+            yield from self._watched(self._policy.drift_check_steps)
         self.stage = f"running {GIVEN}, held"
 
     def _run_cached_choice(self) -> Schedule[bool]:
@@ -337,6 +358,21 @@ class Tuner:
         self.stage = f"running {self._best.label} while training warms up"
         yield from steps(self.collectives.warmup_steps - self.steps_done)
 
+    def _confirm(self, kept: Trial) -> Schedule[None]:
+        """Have a plan whose win is doubtful win once more, later."""
+        if not self._as_rank_0(kept.doubtful and kept.plan is not None):
+            return
+        yield from self._watched(CONFIRM_AFTER_CHECKS * self._policy.drift_check_steps)
+        if not self._goes_on():
+            return
+        self.stage = f"trying {kept.label} once more, since noise could have won"
+        yield from self._live.change_to(None)
+        own = yield from self._live.timed(self._default_label, None)
+        own, again, faster = yield from self._live.challenge(own, kept.label, kept.plan)
+        self.trials = [own, *(trial for trial in self.trials if trial.plan not in (own.plan, again.plan)), again]
+        self._best = replace(again, doubtful=False) if faster else own
+        self._conclude(f"{kept.label} did not win again")
+
     def _search_again(self, kept: Trial, why: str) -> Schedule[None]:
         """Profile in the layout in force, and try what the new trace calls for."""
         spent_s = self._budget.spent_s
@@ -376,11 +412,14 @@ class Tuner:
     def _try(self, label: str, plan: Plan | None) -> Schedule[None]:
         """Compare a layout with the best so far, unless it was tried already or no gain is predicted."""
         assert self._best is not None
-        if any(trial.plan == plan for trial in self.trials) or not self._goes_on(self._expected_gain(plan)):
+        expected = self._expected_gain(plan)
+        if any(trial.plan == plan for trial in self.trials) or not self._goes_on(expected):
             return
         self.stage = f"trying {label}"
         before = self._best
         best, tried, faster = yield from self._live.challenge(before, label, plan)
+        if (1 - tried.step_s / best.step_s) / 2 < expected < math.inf:
+            tried = replace(tried, doubtful=False)  # what was measured had been predicted
         self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), tried]
         self._best = tried if faster else best
 
@@ -478,7 +517,7 @@ class Tuner:
         watch = DriftWatch(self._timer, self._policy)
         why, found = "", None
         while True:
-            yield from steps(self._policy.drift_check_steps)
+            yield from self._watched(self._policy.drift_check_steps)
             if found is not None and found():
                 self.replan_requested = False
                 why = from_rank_0(why.encode(), self.control).decode()
