@@ -1,8 +1,10 @@
 """The tuner: the stages it goes through, what explain() shows in each, and the nouns that it leaves."""
 
+import math
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,9 @@ from torch import nn
 
 from anabranch import DataParallel, Network, simulate
 from anabranch.ddp.reducer import reduced_parameters
+from anabranch.tuning.comparison import Verdict
+from anabranch.tuning.live_trials import LiveTrials
+from anabranch.tuning.tuner import Tuner
 from ddp.inspection import layout_in_force
 from parallel.twins import (
     SCENARIOS,
@@ -27,6 +32,9 @@ from parallel.twins import (
     twins,
 )
 from ranks import on_ranks
+
+
+RUNNING = "anabranch: running"
 
 
 def tuned_run(rank: int, scenario: str) -> dict[str, Any]:
@@ -99,6 +107,30 @@ def test_explains_prediction_and_measurement_of_every_layout(scenario: str) -> N
     assert any("scattered" in row for row in tried)
     assert sum(row.startswith("*") for row in tried) == 1
     assert "Network: 2 ranks" in explained and "Model: 6 gradients" in explained
+
+
+def doubtful_run(rank: int, again: Verdict) -> dict[str, Any]:
+    """One pair of blocks decides for a plan whose gain nobody had predicted; later it is tried once more."""
+    verdicts: Iterator[Verdict] = iter(["faster", again])
+    LiveTrials._verdict = lambda self, found: next(verdicts)  # type: ignore[method-assign]
+    Tuner._expected_gain = lambda self, plan: math.inf  # type: ignore[method-assign]
+    _, model = twins(Feature(), "keeps the plan")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    first = ""
+    for step in steps(model, 1):
+        plain_train(model, optimizer, step)
+        first = first or (model.explain() if model.plan is not None and stage_of(model).startswith(RUNNING) else "")
+    for step in range(30):
+        plain_train(model, optimizer, step)
+    return {"first": first, "then": model.explain(), "left": next(verdicts, None)}
+
+
+@pytest.mark.parametrize(("again", "outcome"), [("faster", "running scattered"), ("not faster", "did not win again")])
+def test_a_doubtful_win_must_be_won_again(again: Verdict, outcome: str) -> None:
+    for answer in on_ranks(doubtful_run, 2, again):
+        assert "running scattered" in answer["first"].splitlines()[0]
+        assert outcome in answer["then"].splitlines()[0]
+        assert answer["left"] is None, "both verdicts were asked for"
 
 
 def given_plan(rank: int) -> dict[str, Any]:

@@ -100,7 +100,8 @@ class LiveTrials:
 
     def _verdict(self, found: Comparison) -> Verdict:
         if found.verdict == "undecided" and (self._budget.left_s <= 0 or self._in_a_hurry()):
-            return "faster" if found.gain > self._policy.min_gain else "not faster"
+            likely = found.gain > max(self._policy.min_gain, found.uncertainty / 2)
+            return "faster" if likely else "not faster"
         return found.verdict
 
 
