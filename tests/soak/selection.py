@@ -3,6 +3,7 @@
 SELECTION = (
     "kill-backward/scattered/3/1/20/raise",
     "kill-any/default/2/1/trying/exit",
+    "kill-any/default/2/1/measuring/exit",
     "stop-backward/lean-sgd/2/1/9/raise",
     "stop-short-any/planner-lanes/2/0/12/exit",
     "raise-forward/oktopk/3/2/17/exit",

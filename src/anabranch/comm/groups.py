@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from anabranch.comm.agree import from_rank_0
+from anabranch.comm.agree import from_all_ranks
 from anabranch.comm.exchange import Group
 
 USE_A_TORCH_GROUP = "Give it a process group of torch's own, from init_process_group or new_group, with Gloo or NCCL"
+
+CONNECT_TIMEOUTS = 5  # Gloo waits five timeouts for a rank that dies while ranks connect
+MIN_CONNECT_TIMEOUT = timedelta(seconds=1.0)
 
 c10d: Any = distributed_c10d  # its private names are in no type stub
 
@@ -34,7 +37,9 @@ def clone_group(group: Group, backend: str, description: str, options: Any = Non
         clone = dist.new_group(timeout=timeout_of(group), backend=backend, pg_options=options, group_desc=description)
         assert isinstance(clone, dist.ProcessGroup)  # every rank of the world is a member
         return clone
-    name = f"anabranch/{from_rank_0(uuid4().bytes, group).hex()}"
+    # All ranks are here once each has every rank's bytes, so that the limit for connecting can be short.
+    name = f"anabranch/{from_all_ranks(uuid4().bytes, group)[0].hex()}"
+    timeout = timeout_of(group) or c10d.default_pg_timeout
     # A connection of its own: a thread that waits for a key would keep the others of this process from setting theirs.
     store = c10d._get_process_group_store(group).clone()
     ranks = dist.get_process_group_ranks(group)
@@ -46,9 +51,10 @@ def clone_group(group: Group, backend: str, description: str, options: Any = Non
         dist.Backend(backend),
         store,
         name,
-        timeout=timeout_of(group) or c10d.default_pg_timeout,
+        timeout=max(timeout / CONNECT_TIMEOUTS, MIN_CONNECT_TIMEOUT),
         group_desc=description,
     )
+    c10d._set_pg_timeout(timeout, made)
     c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
     del c10d._world.pg_names[made]
     return made
