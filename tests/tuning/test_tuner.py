@@ -33,7 +33,6 @@ from parallel.twins import (
 )
 from ranks import on_ranks
 
-
 RUNNING = "anabranch: running"
 
 
