@@ -22,7 +22,7 @@ CHOICE = CachedChoice(
     network=measured(),
     trace=TRACE,
 )
-KEY = CacheKey("ResNet", ("input 8x3x224x224 float32", "layer.0 (3, 4)"), ("torch 2.13.0",))
+KEY = CacheKey("ResNet", "input 8x3x224x224 float32", ("layer.0 (3, 4)",), ("torch 2.13.0",))
 
 
 def filled(folder: Path, key: CacheKey = KEY, choice: CachedChoice = CHOICE) -> Path:
@@ -88,7 +88,7 @@ def test_show_of_a_broken_one_is_one_line(tmp_path: Path, capsys: pytest.Capture
 
 def test_hostile_text_is_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = replace(TRACE, meta={"device": HOSTILE})
-    key = CacheKey(HOSTILE, (f"input {HOSTILE}",), (HOSTILE,))
+    key = CacheKey(HOSTILE, f"input {HOSTILE}", (), (HOSTILE,))
     path = filled(tmp_path, key, replace(CHOICE, label=HOSTILE, trace=trace))
     for argv in (["cache", str(tmp_path)], ["show", str(path)]):
         assert main(argv) == 0

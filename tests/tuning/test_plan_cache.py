@@ -41,7 +41,7 @@ CHOICE = CachedChoice(
     network=ab.Network.two_level(64, 8, *RINGS, eta=0.5),
     trace=TRACE,
 )
-KEY = CacheKey("Net", ("ranks 64", "a (3, 4)"), ("torch 2.13.0",))
+KEY = CacheKey("Net", "input 8x2 float32", ("ranks 64", "a (3, 4)"), ("torch 2.13.0",))
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def choices(draw: st.DrawFn) -> CachedChoice:
 
 @given(choices(), words)
 def test_what_is_written_reads_back_bit_by_bit(choice: CachedChoice, model: str) -> None:
-    entry = Entry(CacheKey(model, ("one", "two"), ("three",)), choice)
+    entry = Entry(CacheKey(model, "zero", ("one", "two"), ("three",)), choice)
     back = Entry.of(entry.text(), "here")
     assert back == entry and back.text() == entry.text()
 
@@ -115,6 +115,28 @@ def test_a_folder_keeps_a_choice(plan: ab.Plan | None, tmp_path: Path) -> None:
     assert found == []
     assert [path.name for path in cache.folder.iterdir()] == [KEY.file_name], "no temporary file is left"
     assert cache.files() == [cache.folder / KEY.file_name]
+
+
+def test_the_newest_choice_for_any_input(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    assert cache.newest(KEY) is None and PlanCache(tmp_path / "none").newest(KEY) is None
+    for age, (name, key) in enumerate(
+        {
+            "another batch": replace(KEY, input="input 9x2 float32"),
+            "an older one": replace(KEY, input="input 7x2 float32"),
+            "other ranks": replace(KEY, training=("ranks 65", "a (3, 4)")),
+            "another version": replace(KEY, input="input 6x2 float32", versions=("torch 9",)),
+        }.items()
+    ):
+        cache.write(key, replace(CHOICE, label=name))
+        os.utime(tmp_path / key.file_name, (1e9 - age, 1e9 - age))
+    (tmp_path / replace(KEY, input="broken").file_name).write_text("not a plan")
+    with lines() as said:
+        found = cache.newest(KEY)
+        assert found is not None and found.label == "another batch"
+        older = cache.newest(KEY, lambda choice: 1 / (choice.label != "another batch"))
+        assert older is not None and older.label == "an older one", "the newest that fits"
+    assert said == [], "what cannot be used is the business of read()"
 
 
 def test_a_person_can_read_the_file(tmp_path: Path) -> None:

@@ -115,14 +115,11 @@ def test_each_ingredient_changes_the_key(tmp_path: Path) -> None:
     assert len(set(names)) == len(names) == 13
 
 
-def test_lines_of_the_process_group_the_batch_and_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [key_lines(OPTIONS, "8x2 float32", 2, "gloo")]
-    found.append(key_lines(OPTIONS, None, 2, "gloo"))
-    found.append(key_lines(OPTIONS, "8x2 float32", 4, "gloo"))
-    found.append(key_lines(OPTIONS, "8x2 float32", 2, "nccl"))
+def test_lines_of_the_process_group_and_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [key_lines(OPTIONS, 2, "gloo"), key_lines(OPTIONS, 4, "gloo"), key_lines(OPTIONS, 2, "nccl")]
     for variable in (environment.NETWORK_NOTE, environment.LAB):
         monkeypatch.setenv(variable, "2 hosts, 1 Gbit/s links")
-        found.append(key_lines(OPTIONS, "8x2 float32", 2, "gloo"))
+        found.append(key_lines(OPTIONS, 2, "gloo"))
     assert len({tuple(lines) for lines in found}) == len(found)
 
 
@@ -240,7 +237,7 @@ def test_the_evidence_is_the_median_step_and_its_spread(tmp_path: Path) -> None:
 
 def refused_by_one(rank: int, folder: str) -> list[Any]:
     assert dist.group.WORLD is not None
-    lines, key = Lines(), CacheKey("Net", (), ())
+    lines, key = Lines(), CacheKey("Net", "", (), ())
     if rank == 0:
         PlanCache(folder).write(key, choice_for(mlp(), 2))
 

@@ -60,7 +60,8 @@ def _cached_report(entry: Entry) -> "list[RenderableType]":
     from anabranch.report.formatting import factor, label, seconds
 
     choice = entry.choice
-    training = [line for line in entry.key.training if line.startswith(("input ", "backend ", "devices ", "hosts "))]
+    about = ("backend ", "devices ", "hosts ")
+    training = [entry.key.input, *(line for line in entry.key.training if line.startswith(about))]
     pairs: list[tuple[str, str | Text]] = [
         ("model", label(entry.key.model)),
         ("ranks", str(choice.network.world_size)),

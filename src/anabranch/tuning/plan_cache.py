@@ -8,7 +8,8 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from hashlib import sha256
 from itertools import zip_longest
@@ -40,6 +41,7 @@ FORMAT = "cached plan"
 VARIABLE = "ANABRANCH_CACHE"
 OFF = "off"
 NOUNS = ("plan", "network", "trace")
+MOST_LOOKED_AT = 8  # files of other batches of the same model
 FILE_NAME = re.compile(r"[\w.-]{1,64}-[0-9a-f]{16}\.json", re.ASCII)
 
 Folder = str | os.PathLike[str]
@@ -50,6 +52,7 @@ class CacheKey:
     """What a choice depends on.
 
     model      class of the model; the file's name begins with it
+    input      a line with the batch
     training   lines that tell one training from another; the file's name ends with their digest
     versions   lines with the versions of the programs. They are not in the file's name: a new version replaces the
                file of an old one
@@ -58,15 +61,24 @@ class CacheKey:
     __pydantic_config__: ClassVar = STRICT
 
     model: str
+    input: str
     training: tuple[str, ...]
     versions: tuple[str, ...]
 
     @property
     def file_name(self) -> str:
         """The name of the file in a cache's folder."""
-        safe = re.sub(r"[^A-Za-z0-9_.-]", "_", self.model)[:64] or "_"
-        digest = sha256("\n".join((self.model, *self.training)).encode(errors="replace")).hexdigest()
-        return f"{safe}-{digest[:16]}.json"
+        digest = sha256("\n".join((self.model, self.input, *self.training)).encode(errors="replace")).hexdigest()
+        return f"{self._safe_model}-{digest[:16]}.json"
+
+    @property
+    def pattern(self) -> str:
+        """A pattern of the names of all files for this model."""
+        return f"{self._safe_model}-{'[0-9a-f]' * 16}.json"
+
+    @property
+    def _safe_model(self) -> str:
+        return re.sub(r"[^A-Za-z0-9_.-]", "_", self.model)[:64] or "_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +177,18 @@ class PlanCache:
             return None
         return entry.choice
 
+    def newest(self, key: CacheKey, check: Callable[[CachedChoice], object] = bool) -> CachedChoice | None:
+        """The newest choice for this key whatever its input, or None; says nothing of files that cannot be used."""
+        with suppress(OSError):
+            paths = sorted(self.folder.glob(key.pattern), key=lambda path: path.stat().st_mtime, reverse=True)
+            for path in paths[:MOST_LOOKED_AT]:
+                with suppress(Exception):  # ``read`` will say what is wrong with it
+                    entry = Entry.read(path)
+                    _check_key(replace(entry.key, input=key.input), key, str(path))
+                    check(entry.choice)
+                    return entry.choice
+        return None
+
     def write(self, key: CacheKey, choice: CachedChoice) -> None:
         """Keep this choice under this key, in place of an earlier one; a reader sees the old file or the new."""
         path = self.folder / key.file_name
@@ -215,12 +239,16 @@ def is_cached_plan(path: Folder) -> bool:
 def _check_key(found: CacheKey, expected: CacheKey, where: str) -> None:
     """FileError unless both keys are the same; it names the first difference."""
     for what, one, other in (
-        ("of another training", (found.model, *found.training), (expected.model, *expected.training)),
+        ("of another training", _training_lines(found), _training_lines(expected)),
         ("stale", found.versions, expected.versions),
     ):
         for theirs, ours in zip_longest(one, other):
             if theirs != ours:
                 raise refused(where, f"is {what}: it has {brief(theirs)}, expected {brief(ours)}")
+
+
+def _training_lines(key: CacheKey) -> tuple[str, ...]:
+    return key.model, key.input, *key.training
 
 
 def _about(path: Path, error: Exception) -> str:

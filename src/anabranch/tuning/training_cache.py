@@ -61,6 +61,7 @@ class TrainingCache:
         self._input: str | None = None
         self._input_noted = False
         self._key: CacheKey | None = None
+        self._hardware: list[str] = []
 
     def note_input(self, *inputs: object) -> None:
         """Call this with the inputs of each differentiated forward: the first ones show the batch size."""
@@ -73,19 +74,30 @@ class TrainingCache:
 
         A choice that needs more than ``max_lanes`` lanes, or does not fit the parameters, is ignored.
         """
+        self._key = self._complete_key(control)
+        return agree_on_cached(self._files, self._key, lambda choice: self._check(choice, max_lanes), control)
+
+    def read_newest(self, control: Group, max_lanes: int) -> CachedChoice | None:
+        """The same before the first forward, when the batch is not known: the newest choice for any batch."""
+        key = self._complete_key(control)
+        return agree_on_cached(
+            self._files, key, lambda choice: self._check(choice, max_lanes), control, any_input=True
+        )
+
+    def _complete_key(self, control: Group) -> CacheKey:
         device = next(iter(self._parameters.values())).device
-        hardware = hardware_lines(device, control)
-        self._key = CacheKey(
+        self._hardware = self._hardware or hardware_lines(device, control)
+        return CacheKey(
             self._module_name,
+            f"input {self._input}",
             (
-                *key_lines(self._options, self._input, self._ranks, self._backend),
-                *hardware,
+                *key_lines(self._options, self._ranks, self._backend),
+                *self._hardware,
                 *self._settings,
                 *self._model_lines,
             ),
             tuple(version_lines(device)),
         )
-        return agree_on_cached(self._files, self._key, lambda choice: self._check(choice, max_lanes), control)
 
     def write(
         self,
@@ -131,13 +143,18 @@ class TrainingCache:
             raise PlanError(f"its plan needs {choice.plan.lanes} lanes: expected at most {max_lanes}")
 
 
-def agree_on_cached(files: PlanCache | None, key: CacheKey, check: Check, control: Group) -> CachedChoice | None:
+def agree_on_cached(
+    files: PlanCache | None, key: CacheKey, check: Check, control: Group, any_input: bool = False
+) -> CachedChoice | None:
     """The choice that rank 0 reads for ``key``, on every rank, or None on all of them. Collective.
 
     ``files`` and ``key`` of other ranks are ignored. ``check`` raises if a choice does not fit; every rank calls it.
+    ``any_input``: the newest choice, whatever the input of its key.
     """
     rank = dist.get_rank(control)
-    choice = files.read(key, check) if rank == 0 and files is not None else None
+    choice = None
+    if rank == 0 and files is not None:
+        choice = files.newest(key, check) if any_input else files.read(key, check)
     text = from_rank_0(Entry(key, choice).text() if choice is not None else None, control)
     if not text:
         return None
@@ -151,11 +168,10 @@ def agree_on_cached(files: PlanCache | None, key: CacheKey, check: Check, contro
     return choice if true_on_all_ranks(choice is not None, control) else None
 
 
-def key_lines(options: TuningOptions, first_input: str | None, ranks: int, backend: str) -> list[str]:
-    """The lines of a key that come from the options, the batch, the process group and the lab."""
+def key_lines(options: TuningOptions, ranks: int, backend: str) -> list[str]:
+    """The lines of a key that come from the options, the process group and the lab."""
     network = options.network
     return [
-        f"input {first_input}",
         f"ranks {ranks}",
         f"backend {backend}",
         f"emulated network {network_note()}",

@@ -249,6 +249,7 @@ class Tuner:
     # The schedule of tuning.
 
     def _tuning(self) -> Schedule[None]:
+        agreed_later = self._agree_later is not None
         if self._agree_later is not None:
             yield
             self._options = self._agree_later(self._options)
@@ -263,6 +264,7 @@ class Tuner:
         if self._options.profile_steps == 0:
             self.stage = f"running {self._default_label}: profile_steps is 0"
             return
+        self._begin_with_newest(may_communicate=not agreed_later)
         yield  # the first input shows the batch size, which is a part of the cache's key
         if not (yield from self._run_cached_choice()):
             yield from steps(self._policy.warmup_steps - 1)
@@ -292,21 +294,31 @@ class Tuner:
             yield from self._watched(self._policy.drift_check_steps)
         self.stage = f"running {GIVEN}, held"
 
+    def _begin_with_newest(self, may_communicate: bool) -> None:
+        """Run what an earlier training chose from the first step on, in the hope that its batch was the same."""
+        if self._cache is None or not may_communicate:
+            return
+        cached = self._cache.read_newest(self.control, self.runner.lanes.max_lanes)
+        if cached is not None and cached.plan is not None and self._may_run(cached.plan):
+            self.runner.use_plan(cached.plan)
+
     def _run_cached_choice(self) -> Schedule[bool]:
         """Run what an earlier training chose, and time some steps of it; whether they took as long as then."""
         cached = self._cache.read(self.control, self.runner.lanes.max_lanes) if self._cache is not None else None
         if cached is None:
+            self._change_to(None)  # the newest choice was for another batch
             return False
         self.trace, self._default_step_s = cached.trace, cached.default_step_s
         self._live_network.network = cached.network
         label, origin = cached.label, f", as cached on {cached.date}"
         self.stage = f"checking {label}{origin}"
         if not self._may_run(cached.plan):
+            self._change_to(None)
             yield from steps(self._policy.warmup_steps - 1)
             self._best = yield from self._live.timed(self._default_label, None)
             self.trials = [self._best]
             yield from self._search_warm_up()
-        self.runner.use_plan(cached.plan)
+        self._change_to(cached.plan)
         yield from steps(self._policy.warmup_steps)
         self._best = yield from self._live.timed(label, cached.plan, self._options.profile_steps)
         self._budget.step_s = cached.default_step_s
@@ -320,6 +332,11 @@ class Tuner:
         log.info("anabranch: %s%s: %.2f ms a step, not %.2f: searching", label, origin, is_s * 1e3, was_s * 1e3)
         yield from self._live.change_to(None)
         return False
+
+    def _change_to(self, plan: Plan | None) -> None:
+        """Run this plan, or the layout's own buckets, unless the next step does so anyway."""
+        if self.runner.plan != plan:
+            self.runner.use_plan(plan)
 
     def _may_run(self, plan: Plan | None) -> bool:
         """Whether a plan may run now: exchanges with residuals wait until training has warmed up."""
