@@ -158,9 +158,12 @@ def _trained_past(step: object, survivors: Sequence[int], records: Sequence[Rank
 
 
 def close(found: Sequence[float], expected: Sequence[float]) -> bool:
-    """Whether two lists of weights are equal up to rounding; NaN equals NaN."""
+    """Whether two lists of weights are equal up to rounding, of the largest too; NaN equals NaN."""
+    tolerance = ABSOLUTE * max((abs(weight) for weight in expected if math.isfinite(weight)), default=1.0)
     return len(found) == len(expected) and all(
-        a == b or (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        a == b
+        or (math.isnan(a) and math.isnan(b))
+        or math.isclose(a, b, rel_tol=RELATIVE, abs_tol=max(ABSOLUTE, tolerance))
         for a, b in zip(found, expected, strict=True)
     )
 

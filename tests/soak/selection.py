@@ -18,6 +18,7 @@ SELECTION = (
     "other-planner/scattered/2/1/0/exit",
     "frozen-before/given-plan/2/0/0/exit",
     "frozen-everywhere/no-tuning/2/0/5/raise",
+    "frozen-later/find-unused/2/1/24/destroy",
     "other-batch/find-unused/3/2/17/exit",
     "replan-alone/scattered/2/1/18/exit",
     "hold-everywhere/planner-single/2/0/13/exit",

@@ -85,6 +85,7 @@ def test_a_victim_that_was_to_vanish_is_no_crash_and_a_survivor_is() -> None:
 def test_weights_are_equal_up_to_rounding_and_nan_equals_nan() -> None:
     assert close([1.0, float("nan")], [1.0001, float("nan")])
     assert not close([1.0], [1.01]) and not close([1.0], [1.0, 2.0]) and not close([float("nan")], [1.0])
+    assert close([1e33, 2.0], [1.0001e33, 1e28]) and not close([1e33, 2.0], [1e33, 1e31]), "beside a huge weight"
 
 
 def test_a_case_is_its_text() -> None:

@@ -22,6 +22,7 @@ from anabranch.ddp.reducer import (
     built_by_ddp,
     reduced_parameters,
     relayout,
+    trained_only,
 )
 
 log = logging.getLogger("anabranch")
@@ -39,7 +40,8 @@ class DdpLayout:
         self._buffers: DeferredBuffers | None = None  # once there is a plan
         self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
         self._planned_buckets: BucketIndices | None = None
-        self._hooked = {p: get_gradient_edge(p).node for p in reduced_parameters(ddp).values()}
+        self._wrapped = reduced_parameters(ddp)
+        self._hooked = {p: get_gradient_edge(p).node for p in self._wrapped.values()}
         # Watched for conversions, which are for all together: the largest of those that have a memory format.
         self._watched = max(self._hooked, key=lambda p: (p.dim() > 3, p.numel()))
         self._strides = self._watched.stride()
@@ -70,6 +72,10 @@ class DdpLayout:
         # With static_graph a new reducer would average after its first backward even under no_sync().
         return averaged or not self._ddp.static_graph
 
+    def can_rebuild(self) -> bool:
+        current = dict(self._ddp.module.named_parameters())
+        return all(current.get(name) is p and not self._is_converted(p) for name, p in self._wrapped.items())
+
     def before_forward(self) -> None:
         """Build the buckets anew if the memory format has changed: DDP mixes up elements of gradients then.
 
@@ -91,12 +97,13 @@ class DdpLayout:
             self._own_buckets = self._own_buckets or built_by_ddp(self._ddp)
         if self._buffers is None:
             self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), launcher.lanes.control)
-        self._planned_buckets = launcher.plan.indices(list(self.trained()))
+        self._planned_buckets = launcher.plan.indices(list(self._wrapped))
         self._build(self._planned_buckets, PlanHook(launcher, self._send_buffers).run)
 
     def _build(self, buckets: BucketIndices | None, hook: Hook | None) -> None:
         self._reduction = None  # the reducer that held it is replaced
-        relayout(self._ddp, buckets, hook)
+        with trained_only(self._ddp.module, self._wrapped.values()):  # as DDP, which does not follow later changes
+            relayout(self._ddp, buckets, hook)
         self._hook = hook
         self._strides = self._watched.stride()
 

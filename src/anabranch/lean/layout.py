@@ -62,6 +62,9 @@ class LeanLayout(StepObserver):
     def report_averaged(self, callback: Callable[[], None]) -> None:
         self._on_averaged = callback
 
+    def can_rebuild(self) -> bool:
+        return True  # engines are built of the parameters at wrapping; ``before_forward`` has checked them
+
     def may_change(self, averaged: bool) -> bool:  # noqa: ARG002 - an engine can start before any forward
         return True
 

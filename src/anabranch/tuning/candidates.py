@@ -1,8 +1,8 @@
 """The plans to try on a live model, given the options, the trace and the network; and their predicted times."""
 
 from anabranch import planners
-from anabranch.comm.dense import COLLECTIVES
 from anabranch.errors import NetworkError
+from anabranch.kinds import EVERY_ELEMENT
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.planners.sparse import densest, sparse
@@ -35,7 +35,7 @@ def _compressed(
     if not options.kinds:
         return []
     kind = options.kinds[0]
-    if kind in COLLECTIVES:  # it keeps nothing between steps, so any plan can use it
+    if kind in EVERY_ELEMENT:  # any bucket of any plan can use it
         compressed = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in plain]
         if options.planner == "optimal":  # this planner can use the costs of that kind
             compressed[0] = (compressed[0][0], planners.optimal(trace, network, collective=kind))

@@ -46,6 +46,13 @@ class Layout(Protocol):
         """Whether buckets may change before this forward; ``averaged``: its gradients will be averaged."""
         ...
 
+    def can_rebuild(self) -> bool:
+        """Whether this rank can still build buckets of the parameters that were trained when the model was wrapped.
+
+        It can if some were frozen or unfrozen since, on this rank alone: all ranks must change their buckets together.
+        """
+        ...
+
     def before_forward(self) -> None:
         """Called before a forward that will be differentiated; raises if the model cannot continue."""
         ...
@@ -72,7 +79,7 @@ class PlanRunner:
     group        sends gradients
     after_step   called when the gradients of a step are averaged
 
-    ``stale``: a plan could not be used, because the model trains other parameters than when it was wrapped.
+    ``stale``: a plan could not be used, because parameters were converted or replaced after the model was wrapped.
     """
 
     def __init__(
@@ -138,7 +145,7 @@ class PlanRunner:
         if self._requested is not None and self.layout.may_change(averaged):
             (plan,) = self._requested
             self._requested = None
-            if self.trains_the_same():
+            if self.layout.can_rebuild():
                 self._change_layout(plan)
             else:
                 self.stale = True
@@ -166,7 +173,7 @@ class PlanRunner:
             self._checked = True
 
     def trains_the_same(self) -> bool:
-        """Whether the model trains the same parameters as when it was wrapped; if not, buckets must not change."""
+        """Whether the model trains the same parameters as when it was wrapped; if not, there is nothing to plan for."""
         now = self.layout.trained()
         return list(now) == list(self.parameters) and all(now[name] is p for name, p in self.parameters.items())
 

@@ -80,9 +80,7 @@ class TrainingCache:
     def read_newest(self, control: Group, max_lanes: int) -> CachedChoice | None:
         """The same before the first forward, when the batch is not known: the newest choice for any batch."""
         key = self._complete_key(control)
-        return agree_on_cached(
-            self._files, key, lambda choice: self._check(choice, max_lanes), control, any_input=True
-        )
+        return agree_on_cached(self._files, key, lambda choice: self._check(choice, max_lanes), control, any_input=True)
 
     def _complete_key(self, control: Group) -> CacheKey:
         device = next(iter(self._parameters.values())).device

@@ -467,6 +467,8 @@ class Tuner:
         trace = recorder.trace({"model": self._model_name})
         self._warn(order_note(trace))
         self.trace = agree_on(Trace, latest_over_ranks(trace, self.control), self.control)
+        if {tensor.name for tensor in self.trace.tensors} != set(self.runner.parameters):
+            self.failure = FROZEN  # what is frozen has no gradient, and a plan would leave it out
         if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
             self._warn(
                 "all gradients come at the end of backward, as when the whole model is one compiled graph: "
