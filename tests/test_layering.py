@@ -14,11 +14,12 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 BASE = {"errors", "checks", "extras"}
-NOUNS = {*BASE, "trace", "alpha_beta", "curve", "network", "plan", "timeline"}
+NOUNS = {*BASE, "kinds", "trace", "alpha_beta", "curve", "network", "plan", "timeline"}
 EVERYTHING = {"*"}
 LIBRARY = {
     *NOUNS, "version", "files", "network_presets", "profiler_trace", "sim", "planners", "scaling", "comm", "observe",
-    "sparse", "activations", "lean", "ddp", "tuning", "parallel", "lean_parallel", "integrations",
+    "quantised", "sparse", "compression", "activations", "lean", "ddp", "tuning", "parallel", "lean_parallel",
+    "integrations",
 }  # fmt: skip
 NAMES_OF_KINDS = {"sparse.naming", "sparse.sizes", "sparse.cost_model", "sparse.options"}  # no torch in them
 
@@ -30,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "checks": {"errors"},
     "extras": {"errors"},
+    "kinds": set(),
     "trace": BASE,
     "timeline": BASE,
     "alpha_beta": BASE,
@@ -45,7 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The library, from messages up to the wrappers.
     "comm": {*NOUNS, "files"},
     "observe": {*NOUNS, "files", "comm"},
+    "quantised": {*NOUNS, "comm"},
     "sparse": {*NOUNS, "comm"},
+    "compression": {*NOUNS, "comm", "quantised", "sparse"},
     "activations": {*NOUNS, "observe"},
     "ddp": {*NOUNS, "comm", "observe"},
     "lean": {*NOUNS, "comm", "observe", "activations"},
@@ -67,7 +71,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 TORCH_AT_MODULE_LEVEL = {
     "comm",
     "observe",
+    "quantised",
     "sparse",
+    "compression",
     "activations",
     "ddp",
     "lean",

@@ -20,13 +20,13 @@ from anabranch.comm.agree import all_or_none, check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.comm.model import ignored_names, model_parts
+from anabranch.compression import check_compress, collectives_for
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
 from anabranch.network import Network
 from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
-from anabranch.sparse.exchanges import check_compress, collectives_for
 from anabranch.sparse.options import OkTopk
 from anabranch.trace import TensorSpec, Trace
 from anabranch.tuning.options import Planner, TuningOptions

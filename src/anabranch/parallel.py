@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.model import model_parts
+from anabranch.compression import check_compress, collectives_for
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
 from anabranch.lean.options import Lean
 from anabranch.lean_parallel import LeanDataParallel
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.sparse.exchanges import check_compress, collectives_for
 from anabranch.sparse.options import OkTopk
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy

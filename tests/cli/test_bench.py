@@ -34,7 +34,7 @@ def test_without_ranks_it_says_how_to_get_them(capsys: pytest.CaptureFixture[str
         (["--trace", "resnet50", "--lanes", "0"], "--lanes is '0': expected positive numbers"),
         (["--trace", "resnet50", "--lanes", "2.5"], "--lanes is '2.5': expected whole numbers from 1 to"),
         (["--trace", "resnet50", "--lanes", "inf"], "--lanes is 'inf': expected positive numbers"),
-        (["--trace", "resnet50", "--compress", "zip"], "--compress is 'zip': expected bf16, oktopk"),
+        (["--trace", "resnet50", "--compress", "zip"], "--compress is 'zip': expected bf16, int8, int4, oktopk"),
         (["--trace", "resnet50", "--compress", "gtopk"], "--compress is 'gtopk': expected a density in (0, 1]"),
         (["--trace", "resnet50", "--model", "resnet50"], "run them apart"),
         (["--trace", "resnet50", "--report", "/nowhere/report.md"], "/nowhere: no such folder"),
@@ -61,8 +61,9 @@ def test_a_report_is_not_overwritten(
 
 
 def test_help_names_every_way_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
-    from anabranch.bench.compress import OTHERS, WIRES
+    from anabranch.bench.compress import OTHERS
+    from anabranch.kinds import COMPRESSED
 
     assert main(["bench", "--help"]) == 0
     told = capsys.readouterr().out
-    assert all(way in told for way in [*WIRES, "oktopk:0.01", *(f"{name}:0.01" for name in OTHERS)])
+    assert all(way in told for way in [*COMPRESSED, "oktopk:0.01", *(f"{name}:0.01" for name in OTHERS)])

@@ -124,7 +124,7 @@ def closed_memory(rank: int) -> list[list[str]]:
         one_step(model, parallel, step, rank)
     exchanges: Any = parallel._collectives._memory  # type: ignore[union-attr]
     memory = {f"residual of {state.names}": state.residual for state in exchanges._state.buckets()}
-    memory |= {f"velocity of {names}": flat for names, (_, flat) in exchanges._momentum._flat.items()}
+    memory |= {f"velocity of {names}": flat for names, (_, flat) in exchanges.momentum._flat.items()}
     memory |= {f"zeros of {number}": comm._zeros for number, comm in enumerate(exchanges._comms.values())}
     storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in memory.items()}
     del memory, exchanges

@@ -4,13 +4,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from anabranch.bench.baselines import BASELINES
-from anabranch.comm.dense import COLLECTIVES
+from anabranch.kinds import COMPRESSED
 from anabranch.sparse.naming import KIND, given_density
 from anabranch.sparse.options import OkTopk
 
-WIRES = [kind for kind in COLLECTIVES if kind != "dense"]
 OTHERS = [name for name in BASELINES if name != "dense"]
-OURS = [*WIRES, KIND, f"{KIND}:bf16", f"{KIND}:0.01", f"{KIND}:0.01:bf16"]
+OURS = [*COMPRESSED, KIND, f"{KIND}:bf16", f"{KIND}:0.01", f"{KIND}:0.01:bf16"]
 ALLOWED = f"{', '.join(OURS)}, or a rival: {', '.join(f'{name}:0.01' for name in OTHERS)}"
 
 
@@ -22,8 +21,8 @@ class Rival(NamedTuple):
 
 
 def compression(text: str) -> str | OkTopk | Rival:
-    """What "bf16", "oktopk" (as dense as is hidden), "oktopk:0.01", "oktopk:0.01:bf16" or "gtopk:0.01" means."""
-    if text in WIRES:
+    """What "int8", "oktopk" (as dense as is hidden), "oktopk:0.01", "oktopk:0.01:bf16" or "gtopk:0.01" means."""
+    if text in COMPRESSED:
         return text
     name = text.partition(":")[0]
     if name not in (KIND, *OTHERS):

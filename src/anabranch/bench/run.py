@@ -29,8 +29,8 @@ from anabranch.bench.race import Turn, race
 from anabranch.bench.sparse import sparse_rivals
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
-from anabranch.comm.dense import COLLECTIVES
 from anabranch.errors import AnabranchError
+from anabranch.kinds import EVERY_ELEMENT
 from anabranch.lab.environment import LAB_BIT_S
 from anabranch.network import Network
 from anabranch.observe.environment import lab_note
@@ -157,7 +157,7 @@ def _network(ours: TunedModel, compressed: Mapping[str, TunedModel]) -> Network:
     assert network is not None
     for kind, tuned in compressed.items():
         assert tuned.parallel.network is not None
-        if kind in COLLECTIVES:  # any plan can use it
+        if kind in EVERY_ELEMENT:  # any plan can use it
             network = replace(network, curves={**network.curves, kind: tuned.parallel.network.curve(kind)}, model=None)
     return network
 

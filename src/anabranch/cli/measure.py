@@ -90,14 +90,15 @@ def _measured(
     """
     import torch.distributed as dist
 
-    from anabranch.comm.dense import COLLECTIVES
     from anabranch.comm.groups import clone_group
     from anabranch.comm.lanes import RELEASE_GRACE_S
+    from anabranch.compression import probe_of
+    from anabranch.kinds import EVERY_ELEMENT
     from anabranch.observe.measure import SHARDED, noise_note, unsupported
     from anabranch.observe.measure import measure as measured
 
-    if unknown := [kind for kind in kinds if kind not in COLLECTIVES]:
-        raise ValueError(f"--collective is {unknown[0]!r}: expected one of {', '.join(COLLECTIVES)}")
+    if unknown := [kind for kind in kinds if kind not in EVERY_ELEMENT]:
+        raise ValueError(f"--collective is {unknown[0]!r}: expected one of {', '.join(EVERY_ELEMENT)}")
     device = join(backend)
     try:
         everyone = dist.group.WORLD
@@ -105,7 +106,7 @@ def _measured(
         more = [clone_group(everyone, dist.get_backend(), f"anabranch lane {lane}") for lane in range(1, lanes)]
         missing = unsupported(SHARDED, everyone, device)
         sharded = {kind: collective for kind, collective in SHARDED.items() if kind not in missing}
-        timed = {**{kind: COLLECTIVES[kind] for kind in kinds}, **sharded}
+        timed = {**{kind: probe_of(kind) for kind in kinds}, **sharded}
         network = measured([everyone, *more], device, largest_nbytes, budget_s, timed)
         name = dist.get_backend(everyone)
         notes = [f"{kind} was not measured: {name} cannot do it here ({why})" for kind, why in missing.items()]

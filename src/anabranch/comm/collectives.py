@@ -20,12 +20,13 @@ class Scaler(Protocol):
 class ResidualState(Protocol):
     """The residual of one bucket: a flat tensor with the parameters one after another.
 
-    ``accumulates_in_place``: gradients were added to the residual as they arrived (Lean). The buffer of the exchange
-    then holds zeros instead of gradients, and the exchange may use its memory.
+    ``step`` counts exchanges. ``accumulates_in_place``: gradients were added to the residual as they arrived (Lean).
+    The buffer of the exchange then holds zeros instead of gradients, and the exchange may use its memory.
     """
 
     names: tuple[str, ...]
     residual: torch.Tensor
+    step: int
     accumulates_in_place: bool
 
     @property
@@ -173,6 +174,8 @@ class Collectives:
 
     def close(self) -> None:
         """Remove hooks and free what was kept between steps, also if there are still references to this object."""
+        self._families = ()
+        self._family_of_kind = {}
         if self._memory is not None:
             self._memory.close()
 

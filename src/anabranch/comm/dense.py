@@ -43,7 +43,6 @@ def bf16(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
 SUMMABLE_BELOW = torch.finfo(torch.float32).max / (1 << 20)
 
 COLLECTIVES: Mapping[str, Collective] = {"dense": dense, "bf16": bf16}
-COMPRESSED = tuple(kind for kind in COLLECTIVES if kind != "dense")
 
 
 def dense_traffic(kind: str, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:

@@ -1,0 +1,56 @@
+"""Block formats: how a region of float values becomes bytes. Integers first, then one bfloat16 scale per block.
+
+A block of values shares a scale: its largest magnitude over ``most``, the largest integer of the format. A block that
+holds a value which is not finite has the scale NaN, and is NaN when it is read. A block whose largest magnitude is
+under ``NEGLIGIBLE`` is sent as zeros: its scale would not be a normal number.
+
+``rotates``: a Walsh-Hadamard transform of each block comes first. It spreads a large value over its block, so that
+the others are not rounded to 0 beside it. Sums of rotated blocks are rotated sums, so owners need not turn them back.
+"""
+
+from dataclasses import dataclass
+from math import isqrt
+
+import torch
+
+NEGLIGIBLE = 2.0**-100  # about 8e-31
+FINITE = torch.finfo(torch.float32).max
+SCALE_NBYTES = torch.bfloat16.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Integers of ``bits`` bits, in blocks of ``block`` values, a power of 4 if it ``rotates``."""
+
+    kind: str
+    bits: int
+    block: int
+    rotates: bool = False
+
+    @property
+    def most(self) -> int:
+        """The largest integer; the least one is its negative."""
+        most: int = 2 ** (self.bits - 1) - 1
+        return most
+
+    @property
+    def rotation_scale(self) -> float:
+        """By which a rotated block is multiplied, so that its norm stays the same."""
+        return 1.0 / isqrt(self.block)
+
+    def region_numel(self, numel: int, ranks: int) -> int:
+        """Values of a region, of which every rank owns one: whole blocks, the same number for all ranks."""
+        return -(-numel // (ranks * self.block)) * self.block
+
+    def payload_nbytes(self, region: int) -> int:
+        """Bytes of a region's integers."""
+        return region * self.bits // 8
+
+    def message_nbytes(self, region: int) -> int:
+        """Bytes of a region's integers and scales."""
+        return self.payload_nbytes(region) + region // self.block * SCALE_NBYTES
+
+
+INT8 = BlockFormat("int8", 8, 128)
+INT4 = BlockFormat("int4", 4, 64, rotates=True)
+FORMATS = {one.kind: one for one in (INT8, INT4)}

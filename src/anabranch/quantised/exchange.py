@@ -1,0 +1,89 @@
+"""The quantised exchange: every rank sends each owner its region in few bits, and owners send everyone the averages.
+
+    quantise   this rank's values → a message to each owner         then the all-to-all
+    reduce     the messages to this owner → the average, rounded    then the all-gather
+    finish     all averages → the gradient
+
+Sums are in float32 and in the order of ranks; owners round, so that all ranks end with the same bits. A value is
+rounded twice, however many ranks there are. Integers and scales travel in one message. With a residual nothing is
+lost: what the first rounding changed stays with the sender, what the second changed with the owner, and both are added
+to the next gradient. Until ``finish`` neither gradient nor residual changes.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+
+from anabranch.comm.communicator import Communicator
+from anabranch.comm.exchange import Steps, record_stream
+from anabranch.quantised import torch_steps
+from anabranch.quantised.block_format import BlockFormat
+
+
+class QuantisedSteps(Protocol):
+    """The three steps, in torch operations or as kernels."""
+
+    def quantise(
+        self, values: torch.Tensor, residual: torch.Tensor | None, ranks: int, form: BlockFormat
+    ) -> torch.Tensor: ...
+
+    def reduce(
+        self, received: torch.Tensor, divisor: float, form: BlockFormat
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def finish(self, gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat) -> None: ...
+
+    def finish_with_residual(
+        self,
+        gathered: torch.Tensor,
+        sent: torch.Tensor,
+        rounding_error: torch.Tensor,
+        owner: int,
+        divisor: float,
+        buffer: torch.Tensor,
+        residual: torch.Tensor,
+        form: BlockFormat,
+    ) -> None: ...
+
+
+def exchange(
+    buffer: torch.Tensor, residual: torch.Tensor | None, comm: Communicator, divisor: float, form: BlockFormat
+) -> Steps:
+    """Average one bucket, as steps for a lane; ``residual`` is float32, or None if rounding errors are dropped.
+
+    Where any rank has a value that is not finite, the average of its block is NaN on all ranks, and residuals there
+    stay as they were.
+    """
+    if buffer.numel() == 0:
+        return
+    run = steps_for(buffer)
+    sent = run.quantise(buffer, residual, comm.size, form)
+    received = torch.empty_like(sent)
+    yield comm.all_to_all(received, sent, "split")
+    record_stream(sent, received)
+    message, rounding_error = run.reduce(received, divisor, form)
+    gathered = torch.empty_like(sent)
+    yield comm.all_gather(gathered, message[None], "gather")
+    record_stream(message, rounding_error, gathered)
+    if residual is None:
+        run.finish(gathered, buffer, form)
+    else:
+        run.finish_with_residual(gathered, sent, rounding_error, comm.rank, divisor, buffer, residual, form)
+
+
+def steps_for(buffer: torch.Tensor) -> QuantisedSteps:
+    """Triton kernels on a GPU that has them, torch operations elsewhere."""
+    kernels = _triton_steps() if buffer.is_cuda else None
+    return torch_steps if kernels is None else kernels
+
+
+@cache
+def _triton_steps() -> Any:
+    """The steps as kernels, imported when a GPU first needs them; None where Triton is not installed."""
+    if find_spec("triton") is None:
+        return None
+    from anabranch.quantised import triton_steps
+
+    return triton_steps

@@ -1,0 +1,96 @@
+"""The steps of a quantised exchange as Triton kernels, one launch each; ``torch_steps.py`` says what they compute."""
+
+from typing import Any
+
+import torch
+
+from anabranch.quantised import kernels
+from anabranch.quantised.block_format import FINITE, NEGLIGIBLE, BlockFormat
+
+VALUES = 4096  # of a program
+
+
+def quantise(values: torch.Tensor, residual: torch.Tensor | None, ranks: int, form: BlockFormat) -> torch.Tensor:
+    """The messages to all owners, one row each."""
+    region = form.region_numel(len(values), ranks)
+    messages = torch.empty(ranks, form.message_nbytes(region), dtype=torch.uint8, device=values.device)
+    with_residual = residual is not None
+    kernels.quantise[_grid(region, form), ranks](
+        values, residual if residual is not None else values, *_views(messages), len(values), region // form.block,
+        messages.shape[1], has_residual=with_residual, **_rounding(form), **_blocks(form),
+    )  # fmt: skip
+    return messages
+
+
+def reduce(received: torch.Tensor, divisor: float, form: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """This owner's message to everyone, and the error that its rounding has made in the average."""
+    region = _region_of(received, form)
+    message = torch.empty_like(received[0])
+    rounding_error = torch.empty(region, dtype=torch.float32, device=received.device)
+    kernels.reduce[_grid(region, form),](
+        *_views(received), *_views(message), rounding_error, 1.0 / divisor, len(received), region // form.block,
+        received.shape[1], has_residual=True, **_rounding(form), **_blocks(form),
+    )  # fmt: skip
+    return message, rounding_error
+
+
+def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat) -> None:
+    """``buffer`` ← the averages."""
+    _finish(gathered, gathered, buffer, 0, 1.0, buffer, buffer, form, with_residual=False)
+
+
+def finish_with_residual(
+    gathered: torch.Tensor,
+    sent: torch.Tensor,
+    rounding_error: torch.Tensor,
+    owner: int,
+    divisor: float,
+    buffer: torch.Tensor,
+    residual: torch.Tensor,
+    form: BlockFormat,
+) -> None:
+    """The same, and ``residual`` ← what is still to be sent."""
+    _finish(gathered, sent, rounding_error, owner, divisor, buffer, residual, form, with_residual=True)
+
+
+def _finish(
+    gathered: torch.Tensor,
+    sent: torch.Tensor,
+    rounding_error: torch.Tensor,
+    owner: int,
+    divisor: float,
+    buffer: torch.Tensor,
+    residual: torch.Tensor,
+    form: BlockFormat,
+    with_residual: bool,
+) -> None:
+    region = _region_of(gathered, form)
+    kernels.finish[_grid(region, form), len(gathered)](
+        *_views(gathered), *_views(sent), rounding_error, buffer, residual, owner, float(divisor), len(buffer),
+        region // form.block, gathered.shape[1], has_residual=with_residual, **_blocks(form),
+    )  # fmt: skip
+
+
+def _region_of(messages: torch.Tensor, form: BlockFormat) -> int:
+    return messages.shape[-1] // form.message_nbytes(form.block) * form.block
+
+
+def _grid(region: int, form: BlockFormat) -> int:
+    return -(-region // (VALUES // form.block * form.block))
+
+
+def _views(messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory of messages as bytes and as int16, for their scales."""
+    return messages, messages.view(-1).view(torch.int16)
+
+
+def _blocks(form: BlockFormat) -> dict[str, Any]:
+    stages = form.block.bit_length() - 1 if form.rotates else 0
+    return {
+        "bits": form.bits, "block": form.block, "rows": VALUES // form.block, "stages": stages,
+        "rotation": form.rotation_scale, "enable_fp_fusion": False,
+    }  # fmt: skip
+
+
+def _rounding(form: BlockFormat) -> dict[str, Any]:
+    return {"most": form.most, "negligible": NEGLIGIBLE, "finite": FINITE}
