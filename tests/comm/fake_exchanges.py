@@ -44,6 +44,9 @@ class EighthsExchanges:
         assert self.handles(kind)
         return eighths
 
+    def close(self) -> None:
+        self.exchanged.append(("closed",))
+
 
 class FakeMemory:
     """An ``ExchangeMemory`` that keeps its calls, and the states it was given."""

@@ -102,13 +102,13 @@ def closed(rank: int, residuals: Any) -> list[list[str]]:
     for _ in range(3):
         output = lean(torch.full((2, WIDTH), 1.0 + rank))
         output.sum().backward()
-    exchanges = lean._collectives._memory
+    exchanges, comms = lean._collectives._memory, list(lean._collectives._families[0]._comms.values())
     memory = {f"residual of {state.names}": state.residual for state in exchanges._state.buckets()}
-    memory |= {f"zeros of {number}": comm._zeros for number, comm in enumerate(exchanges._comms.values())}
+    memory |= {f"zeros of {number}": comm._zeros for number, comm in enumerate(comms)}
     memory |= {f"slot {number}": slot for number, slot in enumerate(lean._layout._engine._slots._memory)}
     storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in memory.items()}
     optimizer = lean.optimizer
-    del memory, exchanges
+    del memory, exchanges, comms
     lean.close()
     assert output.requires_grad and optimizer.param_groups
     return [list(storages), [name for name, storage in storages.items() if not storage.expired()]]

@@ -122,12 +122,13 @@ def closed_memory(rank: int) -> list[list[str]]:
     model, parallel = fresh(two_buckets(0.1), momentum=0.9)
     for step in range(3):
         one_step(model, parallel, step, rank)
-    exchanges: Any = parallel._collectives._memory  # type: ignore[union-attr]
+    collectives: Any = parallel._collectives
+    exchanges, comms = collectives._memory, list(collectives._families[0]._comms.values())
     memory = {f"residual of {state.names}": state.residual for state in exchanges._state.buckets()}
     memory |= {f"velocity of {names}": flat for names, (_, flat) in exchanges.momentum._flat.items()}
-    memory |= {f"zeros of {number}": comm._zeros for number, comm in enumerate(exchanges._comms.values())}
+    memory |= {f"zeros of {number}": comm._zeros for number, comm in enumerate(comms)}
     storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in memory.items()}
-    del memory, exchanges
+    del memory, exchanges, comms, collectives
     parallel.close()
     return [list(storages), [name for name, storage in storages.items() if not storage.expired()]]
 

@@ -63,6 +63,9 @@ class BaselineExchanges:
     def probe(self, kind: str) -> Collective:
         raise NotImplementedError(f"{kind} is not planned with, so it is not timed by itself")
 
+    def close(self) -> None:
+        """No-op: residuals are for the next turn."""
+
 
 class BaselineParallel(DataParallel):
     """A DataParallel that runs the given plan with the given collectives."""

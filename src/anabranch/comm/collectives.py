@@ -174,8 +174,8 @@ class Collectives:
 
     def close(self) -> None:
         """Remove hooks and free what was kept between steps, also if there are still references to this object."""
-        self._families = ()
-        self._family_of_kind = {}
+        for family in self._families:
+            family.close()
         if self._memory is not None:
             self._memory.close()
 

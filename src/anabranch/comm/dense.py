@@ -78,6 +78,9 @@ class DenseExchanges:
     def probe(self, kind: str) -> Collective:
         return COLLECTIVES[kind]
 
+    def close(self) -> None:
+        """No-op: nothing is kept."""
+
 
 def all_finite(*tensors: torch.Tensor, below: float = inf) -> torch.Tensor:
     """Whether every element of all tensors has a magnitude under ``below`` (so it is finite): a bool on their device.

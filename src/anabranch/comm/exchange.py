@@ -70,6 +70,10 @@ class ExchangeFamily(BucketExchange, Protocol):
         """An exchange of this kind for timing. It belongs to no bucket and does not touch the model's residuals."""
         ...
 
+    def close(self) -> None:
+        """Drop all references to process groups; exchanges that follow find their groups anew."""
+        ...
+
 
 def all_gather(output: torch.Tensor, part: torch.Tensor, group: Group) -> dist.Work | None:
     """Start an all-gather of equal parts into one tensor; torch 2.13 renamed the function that does it."""

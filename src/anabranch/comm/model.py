@@ -1,6 +1,7 @@
-"""The parts of a model that must be the same on all ranks."""
+"""The parameters of a model: which must be the same on all ranks, and which are trained."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -27,3 +28,17 @@ def model_parts(module: nn.Module, frozen: bool = True, buffers: bool = True) ->
     states = {name: f"buffer {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()} if buffers else {}
     ignored = ignored_names(module)
     return {name: part for name, part in (parameters | states).items() if name not in ignored}
+
+
+@contextmanager
+def trained_only(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """A context in which the module trains these parameters and no others, whatever is frozen now."""
+    trained = set(parameters)
+    changed = [p for p in module.parameters() if p.requires_grad != (p in trained)]
+    for parameter in changed:
+        parameter.requires_grad_(parameter in trained)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(parameter not in trained)

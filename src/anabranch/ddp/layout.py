@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.lanes import Lane
 from anabranch.comm.launcher import BucketLauncher
+from anabranch.comm.model import trained_only
 from anabranch.ddp.deferred_buffers import DeferredBuffers
 from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import (
@@ -22,7 +23,6 @@ from anabranch.ddp.reducer import (
     built_by_ddp,
     reduced_parameters,
     relayout,
-    trained_only,
 )
 
 log = logging.getLogger("anabranch")

@@ -6,7 +6,7 @@ gradients. Tested against every supported torch version; a test checks that no o
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from threading import Lock, get_ident
 from typing import Any
@@ -140,20 +140,6 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters whose gradients the reducer averages, by name, in the reducer's order; shared ones once."""
     names = {parameter: name for name, parameter in ddp.module.named_parameters()}
     return {names[parameter]: parameter for parameter in ddp._build_params_for_reducer()[0]}
-
-
-@contextmanager
-def trained_only(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """A context in which the module trains these parameters and no others, whatever is frozen now."""
-    trained = set(parameters)
-    changed = [p for p in module.parameters() if p.requires_grad != (p in trained)]
-    for parameter in changed:
-        parameter.requires_grad_(parameter in trained)
-    try:
-        yield
-    finally:
-        for parameter in changed:
-            parameter.requires_grad_(parameter not in trained)
 
 
 def relayout(ddp: Any, layout: BucketIndices | None, hook: Hook | None) -> None:

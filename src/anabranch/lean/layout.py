@@ -7,7 +7,7 @@ from torch import nn
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.comm.launcher import BucketLauncher
-from anabranch.comm.model import ignored_names
+from anabranch.comm.model import ignored_names, trained_only
 from anabranch.lean.buckets import UpdatingExchange
 from anabranch.lean.engine import Engine
 from anabranch.lean.frozen import FrozenAgreement
@@ -84,10 +84,11 @@ class LeanLayout(StepObserver):
         self.updates.forget_buckets()
         self._engine = None  # frees the old slots before the new ones are allocated
         assert launcher is not None  # there is a default plan
-        self._engine = Engine(
-            launcher, self.exchange, self._collectives, self._parameters, self.optimizers, self.updates,
-            self.residuals, self._averaging, self._frozen, self._find_unused, self._on_averaged,
-        )  # fmt: skip
+        with trained_only(self._module, self._parameters.values()):  # torch allows no hooks on what is frozen
+            self._engine = Engine(
+                launcher, self.exchange, self._collectives, self._parameters, self.optimizers, self.updates,
+                self.residuals, self._averaging, self._frozen, self._find_unused, self._on_averaged,
+            )  # fmt: skip
 
     def close(self) -> None:
         if self._engine is not None:

@@ -63,6 +63,9 @@ class QuantisedExchanges:
 
         return exchanged
 
+    def close(self) -> None:
+        self._comms = {}
+
     def _comm(self, group: dist.ProcessGroup) -> GroupCommunicator:
         if group not in self._comms:
             self._comms[group] = GroupCommunicator(group)

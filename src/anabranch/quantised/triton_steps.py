@@ -7,7 +7,7 @@ import torch
 from anabranch.quantised import kernels
 from anabranch.quantised.block_format import FINITE, NEGLIGIBLE, BlockFormat
 
-VALUES = 4096  # of a program
+VALUES = 2048  # of a program
 
 
 def quantise(values: torch.Tensor, residual: torch.Tensor | None, ranks: int, form: BlockFormat) -> torch.Tensor:

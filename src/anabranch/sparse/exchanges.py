@@ -77,6 +77,9 @@ class OkTopkExchanges:
 
         return exchanged
 
+    def close(self) -> None:
+        self._comms = {}
+
     def _comm(self, group: Group) -> GroupCommunicator:
         if group not in self._comms:
             self._comms[group] = GroupCommunicator(group)
