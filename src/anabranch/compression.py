@@ -23,6 +23,11 @@ def check_compress(compress: object) -> None:
         raise ValueError(f"compress is {compress!r}: expected one of {', '.join(COMPRESSED)}, OkTopk(...), or None")
 
 
+def keeps_residuals(compress: str | OkTopk | None) -> bool:
+    """Whether what is not sent in a step is kept for the next one."""
+    return isinstance(compress, OkTopk) or compress in WITH_RESIDUAL
+
+
 def probe_of(kind: str) -> Collective:
     """An exchange for timing, of a kind that sends every element."""
     return COLLECTIVES[kind] if kind in COLLECTIVES else QuantisedExchanges((kind,)).probe(kind)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.model import model_parts
-from anabranch.compression import check_compress, collectives_for
+from anabranch.compression import check_compress, collectives_for, keeps_residuals
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
 from anabranch.lean.options import Lean
@@ -47,8 +47,8 @@ class DataParallel(Tuned, ExtensibleDDP):
     planner: a name from ``anabranch.planners`` or a function (trace, network) -> Plan.
     plan: run this plan, or the plan in this file, whatever its step time. network: use this instead of measuring.
     lanes: the maximum number of simultaneous messages; None tries two if the measurement predicts a gain.
-    compress: "bf16" sends bfloat16 and adds in float32, OkTopk(...) sends the largest values and keeps the rest as
-    residual for later steps; each is used only if it is faster.
+    compress: "bf16" and "int8" round what is sent, and add in float32; "int4" also keeps its rounding errors for the
+    next step; OkTopk(...) sends the largest values and keeps the rest as residual; each is used only if it is faster.
     profile_steps: steps to record before planning; 0 never plans. policy: when plans are tried, kept and dropped.
     cache: the folder in which choices are kept for the next start of the same training; None or True for
     ``$ANABRANCH_CACHE`` or the user's cache folder, False for no cache. Rank 0's files count.
@@ -87,16 +87,16 @@ class DataParallel(Tuned, ExtensibleDDP):
         given = bound.arguments
         group = _group_of(given)
         reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
-        needs_plan = tuning.plan is not None or isinstance(compress, OkTopk)
+        needs_plan = tuning.plan is not None or keeps_residuals(compress)
         if group is not None and reason and needs_plan:
-            what = "a plan" if tuning.plan is not None else "compress=OkTopk(...)"
+            what = "a plan" if tuning.plan is not None else f"compress={_named(compress)}"
             raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         settings = [f"compress {compress}", f"{policy}"]
         agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
         if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
             tuning = agree(tuning)
         super().__init__(module, *args, **options)
-        self._no_plan_reason = self._find_no_plan_reason(given, tuning, reason, isinstance(compress, OkTopk))
+        self._no_plan_reason = self._find_no_plan_reason(given, tuning, reason, keeps_residuals(compress))
         alone = self.process_group.size() == 1
         runs_as_ddp = self.static_graph or _unplannable(given)  # the first step of a static graph must synchronise
         if alone and not runs_as_ddp:
@@ -147,9 +147,9 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later)
 
     def _make_collectives(self, compress: str | OkTopk | None) -> Collectives:
-        if isinstance(compress, OkTopk) and self.find_unused_parameters and not self._no_plan_reason:
+        if keeps_residuals(compress) and self.find_unused_parameters and not self._no_plan_reason:
             raise ValueError(
-                "OkTopk with find_unused_parameters=True: DDP drops the averages of parameters that no rank used, "
+                f"{_named(compress)} with find_unused_parameters=True: DDP drops the averages of parameters that no rank used, "
                 "and with them residuals that were sent; leave one of the two out"
             )
         owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
@@ -250,6 +250,10 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = "it is a copy"
         self._alone = False  # the copy may be in a process group of several ranks
         self.require_backward_grad_sync = True
+
+
+def _named(compress: str | OkTopk | None) -> str:
+    return "OkTopk(...)" if isinstance(compress, OkTopk) else repr(compress)
 
 
 def _unplannable(given: Mapping[str, Any]) -> list[str]:

@@ -103,6 +103,7 @@ def write_report(folder: Path, results: Sequence[Result], seed: int, seconds: fl
     """Write soak_<machine>_<date>.md into a folder, and every case with its outcome as JSON beside it."""
     words = [word for word in re.findall("[a-z]+", _processor().lower()) if word not in ("amd", "intel", "r", "cpu")]
     path = folder / f"soak_{(words or ['machine'])[0]}_{datetime.now(UTC):%Y-%m-%d}.md"
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(markdown(results, seed, seconds, skipped))
     cases = [
         {"case": str(result.case), "outcome": verdict.outcome, "stage": verdict.stage, "end_s": round(verdict.end_s, 2)}

@@ -1,0 +1,50 @@
+"""Lean with int8 and int4 on the wire: the weights that DataParallel and an optimizer reach."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anabranch as ab
+from parallel.twins import bits
+from ranks import on_ranks
+
+WIDTH = 24
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def trained(rank: int, kind: str, residuals: Any) -> dict[str, Any]:
+    """The weights after some steps, by DataParallel and SGD, and by Lean."""
+    plan = ab.Plan((
+        ab.Bucket(("2.bias", "2.weight"), collective=kind),
+        ab.Bucket(("0.bias", "0.weight"), collective=kind),
+    ))  # fmt: skip
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain = ab.DataParallel(model(), compress=kind, plan=plan, profile_steps=0)
+    optimizer = make(plain.parameters())
+    lean = ab.DataParallel(
+        model(), compress=kind, plan=plan, profile_steps=0, memory=ab.Lean(make, residuals=residuals)
+    )
+    for step in range(8):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+        lean(x).square().mean().backward()
+    weights = [torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (plain, lean)]
+    return {"plain": weights[0], "lean": weights[1], "bits": bits(weights[1]).hex(), "explained": lean.explain()}
+
+
+@pytest.mark.parametrize("residuals", ["in place", "host"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_trains_as_dataparallel(kind: str, residuals: str) -> None:
+    answers = on_ranks(trained, 2, kind, residuals)
+    for answer in answers:
+        torch.testing.assert_close(answer["lean"], answer["plain"], rtol=1e-5, atol=1e-6)
+        assert answer["bits"] == answers[0]["bits"]
