@@ -149,8 +149,8 @@ class DataParallel(Tuned, ExtensibleDDP):
     def _make_collectives(self, compress: str | OkTopk | None) -> Collectives:
         if keeps_residuals(compress) and self.find_unused_parameters and not self._no_plan_reason:
             raise ValueError(
-                f"{_named(compress)} with find_unused_parameters=True: DDP drops the averages of parameters that no rank used, "
-                "and with them residuals that were sent; leave one of the two out"
+                f"{_named(compress)} with find_unused_parameters=True: DDP drops the averages of parameters that no "
+                "rank used, and with them residuals that were sent; leave one of the two out"
             )
         owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
         return collectives_for(

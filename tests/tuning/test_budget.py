@@ -29,3 +29,11 @@ def test_a_fast_trial_does_not_pay_for_a_slow_one() -> None:
     budget.charge(-5.0)
     budget.charge(1.0)
     assert budget.spent_s == 1.0
+
+
+def test_building_kernels_is_told_and_not_held_against_the_search() -> None:
+    budget = SearchBudget(DEFAULT_POLICY, step_s=0.1)
+    budget.charge(8.0)
+    budget.set_up_s = 7.5
+    assert budget.left_s == pytest.approx(2.5)
+    assert "has cost 8.00 s" in budget.summary()

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ REPEATS = (3, 40)  # fewest, most
 JUST_DENSE: Mapping[str, Collective] = {"dense": dense}
 POOR_SPREAD = 0.5  # an interquartile range of half the median: a plan made from it is a guess
 FLOAT_NBYTES = 4
+WARM_UP = "warm_up_s"  # in the meta of a measured network: seconds that connections and kernels took
 
 
 def all_gather(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001 (nothing is averaged)
@@ -70,7 +72,9 @@ def measure(
     budget_s = stopwatch.as_rank_0(budget_s)
     world_size = dist.get_world_size(lanes[0])
     sizes = message_sizes(largest_nbytes, growth)
-    _warm_up(collectives, lanes, device)
+    began_s = perf_counter()
+    _warm_up(collectives, lanes, device, sizes if device.type == "cuda" else ())
+    warm_up_s = perf_counter() - began_s
     share_s = budget_s / (len(collectives) * len(sizes) + 2 * (len(lanes) > 1))
     curves = {
         name: [
@@ -84,7 +88,7 @@ def measure(
         start_s = curves["dense"][0][1]
         probe_nbytes = int(stopwatch.as_rank_0(contention_nbytes(curves["dense"])))
         contention = Contention(tuple(slowdowns(stopwatch, lanes, device, probe_nbytes, start_s, share_s)))
-    facts = measurement_facts(lanes[0], device, curves["dense"], budget_s)
+    facts = {**measurement_facts(lanes[0], device, curves["dense"], budget_s), WARM_UP: warm_up_s}
     network = Network.measured(world_size, curves, contention=contention, meta=facts)
     return agree_on(Network, network, lanes[0])
 
@@ -226,14 +230,24 @@ def noise_note(network: Network) -> str:
     )
 
 
-def _warm_up(collectives: Mapping[str, Collective], lanes: Sequence[Group], device: torch.device) -> None:
-    """Send a small message of each kind, and one on each lane: connections are made and kernels built at first use."""
+def _warm_up(
+    collectives: Mapping[str, Collective], lanes: Sequence[Group], device: torch.device, sizes: Sequence[int]
+) -> None:
+    """Send a small message of each kind, and one on each lane: connections are made and kernels built at first use.
+
+    A GPU builds kernels, for seconds, also where the size calls for another one, so ``sizes`` are sent once, too:
+    otherwise such a second would be taken for the price of that size.
+    """
     divisor = dist.get_world_size(lanes[0])
-    buffer = torch.ones(SMALLEST_NBYTES * divisor, dtype=torch.float32, device=device)
-    for collective in collectives.values():
-        drive(collective(buffer, lanes[0], divisor))
+    small = SMALLEST_NBYTES * FLOAT_NBYTES * divisor
+    for nbytes in (small, *(whole_shares(sizes, divisor))):
+        buffer = torch.ones(nbytes // FLOAT_NBYTES, dtype=torch.float32, device=device)
+        for collective in collectives.values():
+            drive(collective(buffer, lanes[0], divisor))
     for lane in lanes:
         drive(dense(buffer, lane, divisor))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _point(

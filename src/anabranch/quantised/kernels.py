@@ -2,6 +2,8 @@
 
 Sums and products must not be fused, or bits would differ from the twin's: launch with ``enable_fp_fusion=False``.
 A program handles ``rows`` blocks of one region. Messages are given twice: as bytes and, for the scales, as int16.
+Sizes are not specialised: else Triton would build another kernel, which takes seconds, where one is 1 or a multiple of
+16, in the middle of a measurement.
 """
 
 import triton
@@ -65,7 +67,7 @@ def _load(message, scales, row, inside, factor, bits: tl.constexpr, block: tl.co
     return integers * scale[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "blocks", "nbytes"])
 def quantise(
     values, residual, messages, scales, numel, blocks, nbytes,
     has_residual: tl.constexpr, bits: tl.constexpr, most: tl.constexpr, negligible: tl.constexpr,
@@ -85,7 +87,7 @@ def quantise(
     tl.store(scales + (rank * nbytes + blocks * (block * bits // 8)) // 2 + row, scale, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ranks", "blocks", "nbytes"])
 def reduce(
     received, received_scales, message, scales, rounding_error, inverse_divisor, ranks, blocks, nbytes,
     has_residual: tl.constexpr, bits: tl.constexpr, most: tl.constexpr, negligible: tl.constexpr,
@@ -110,7 +112,7 @@ def reduce(
         tl.store(rounding_error + at, error, mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["owner", "numel", "blocks", "nbytes"])
 def finish(
     gathered, gathered_scales, sent, sent_scales, rounding_error, buffer, residual, owner, divisor, numel, blocks,
     nbytes, has_residual: tl.constexpr, bits: tl.constexpr, stages: tl.constexpr, rotation: tl.constexpr,

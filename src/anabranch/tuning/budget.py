@@ -19,6 +19,7 @@ class SearchBudget:
     spent_s: float = 0.0
     trained_s: float = 0.0  # wall-clock time since the first step
     step_s: float = 0.0  # of the layout that was profiled first
+    set_up_s: float = 0.0  # part of ``spent_s`` that is not held against the search: any use has to pay it once
 
     def charge(self, seconds: float) -> None:
         """Count a cost; a negative one counts as none, so that a fast trial does not pay for a slow one."""
@@ -28,7 +29,7 @@ class SearchBudget:
     def allowed_s(self) -> float:
         """What all searching may have cost until now: a share of training so far, or a first search if that is more."""
         first_s = max(self.policy.first_search_steps * self.step_s, MIN_FIRST_SEARCH_S)
-        return max(first_s, self.policy.search_share * self.trained_s)
+        return max(first_s, self.policy.search_share * self.trained_s) + self.set_up_s
 
     @property
     def left_s(self) -> float:

@@ -25,7 +25,7 @@ from anabranch.comm.exchange import Group
 from anabranch.errors import CollectiveError
 from anabranch.network import Network
 from anabranch.observe.environment import network_note
-from anabranch.observe.measure import noise_note
+from anabranch.observe.measure import WARM_UP, noise_note
 from anabranch.observe.recorder import Recorder, order_note
 from anabranch.observe.step_context import StepContext
 from anabranch.plan import Plan
@@ -486,6 +486,8 @@ class Tuner:
             kinds.append(WARM_UP_KIND)
         lanes = min(self._options.lanes or 2, self.runner.lanes.max_lanes)
         self._live_network.measure(self._trace.nbytes, kinds, lanes, self._budget.left_s)
+        set_up_s = self.network.meta.get(WARM_UP) if self.network is not None else None
+        self._budget.set_up_s += set_up_s if isinstance(set_up_s, float) else 0.0
         if self.network is not None and not Tuner._noise_was_logged and (note := noise_note(self.network)):
             Tuner._noise_was_logged = True
             self._warn(note)
