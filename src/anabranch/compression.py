@@ -8,7 +8,7 @@ from anabranch.comm.collectives import Collectives
 from anabranch.comm.dense import COLLECTIVES, DenseExchanges
 from anabranch.comm.exchange import Collective, Group
 from anabranch.kinds import BF16, COMPRESSED
-from anabranch.quantised.exchanges import WITH_RESIDUAL, QuantisedExchanges
+from anabranch.quantised.exchanges import DTYPES, WITH_RESIDUAL, QuantisedExchanges
 from anabranch.sparse.exchanges import OkTopkExchanges
 from anabranch.sparse.memory import NO_PARAMETERS, ResidualMemory
 from anabranch.sparse.momentum import Momentum
@@ -60,7 +60,9 @@ def collectives_for(
             sample_period=compress.region_period,
         )
         return Collectives(OkTopkExchanges(compress, memory), DenseExchanges(), memory=memory)
+    others = [name for name, parameter in parameters.items() if parameter.dtype not in DTYPES]
     if compress not in WITH_RESIDUAL:
-        return Collectives(QuantisedExchanges((compress,)), DenseExchanges())
+        return Collectives(QuantisedExchanges((compress,)), DenseExchanges(), dense_names=others)
     memory = ResidualMemory(WITH_RESIDUAL.__contains__, parameters, group, averaged, applied, frozen)
-    return Collectives(QuantisedExchanges((compress,), memory.begin_exchange), DenseExchanges(), memory=memory)
+    quantised = QuantisedExchanges((compress,), memory.begin_exchange)
+    return Collectives(quantised, DenseExchanges(), memory=memory, dense_names=others)

@@ -58,6 +58,9 @@ class FakeMemory:
         self.calls: list[str] = []
         self.states: list[Any] = []
 
+    def keeps_residual(self, kind: str) -> bool:
+        return kind == "eighths"
+
     def residual_state(self, bucket: Bucket) -> ResidualState | None:
         self.calls.append(f"residual_state {bucket.names[0]}")
         return None

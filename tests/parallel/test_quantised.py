@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import anabranch as ab
 from anabranch import Network, planners
 from anabranch.quantised.block_format import FORMATS
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, one_step, residuals_of
-from parallel.twins import Feature, batch, bits, mlp, plain_train, steps, twins
+from parallel.twins import WIDTH, Feature, batch, bits, mlp, plain_train, steps, twins
 from ranks import on_ranks
 
 KINDS = pytest.mark.parametrize("kind", list(FORMATS))
@@ -164,3 +165,33 @@ def low_precision(rank: int, kind: str, dtype: str) -> bool:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_of_16_bits(kind: str, dtype: str) -> None:
     assert all(on_ranks(low_precision, 2, kind, dtype))
+
+
+class Doubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.b(self.a(x).double()).float()
+        return result
+
+
+def searched(rank: int, kind: str) -> dict[str, set[str]]:
+    """The kinds by which a model of two dtypes was sent in a search."""
+    network = Network.measured(2, {"dense": POINTS, kind: POINTS})
+    _, ours = twins(Feature(Doubles, ours={"compress": kind, "network": network, "planner": "optimal"}))
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
+    seen: dict[str, set[str]] = {"a": set(), "b": set()}
+    for step in steps(ours):
+        plain_train(ours, optimizer, step)
+        for bucket in ours.plan.buckets if ours.plan is not None else ():
+            for name in bucket.names:
+                seen[name[0]].add(bucket.collective)
+    return seen
+
+
+@KINDS
+def test_float64_travels_dense(kind: str) -> None:
+    for seen in on_ranks(searched, 2, kind):
+        assert kind in seen["a"] and seen["b"] == {"dense"}

@@ -57,6 +57,10 @@ class ExchangeMemory(Protocol):
     dense_names: frozenset[str]
     warmup_steps: int
 
+    def keeps_residual(self, kind: str) -> bool:
+        """Whether a bucket of this kind has a residual."""
+        ...
+
     def residual_state(self, bucket: Bucket) -> ResidualState | None:
         """The residual of this bucket; None if its exchange has none."""
         ...
@@ -101,15 +105,17 @@ class Collectives:
     """All exchanges of one model: finds the family of each bucket's kind, so that a plan may mix families.
 
     ``families`` come in order of preference. ``memory`` holds residuals and checkpoints, of one family or shared by
-    several; None if no family keeps anything.
+    several; None if no family keeps anything. ``dense_names``: further parameters whose gradients must be sent dense.
     """
 
-    def __init__(self, *families: ExchangeFamily, memory: ExchangeMemory | None = None) -> None:
+    def __init__(
+        self, *families: ExchangeFamily, memory: ExchangeMemory | None = None, dense_names: Collection[str] = ()
+    ) -> None:
         self._families = families
         self._family_of_kind: dict[str, ExchangeFamily] = {}  # of kinds asked for so far
         self._memory = memory
         self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)
-        self.dense_names: frozenset[str] = frozenset() if memory is None else memory.dense_names
+        self.dense_names: frozenset[str] = frozenset(dense_names) | (memory.dense_names if memory else frozenset())
         self.warmup_steps = 0 if memory is None else memory.warmup_steps
         self.keep_memory = memory is not None  # then ``on_step_end`` must be called after every step
 
@@ -130,6 +136,10 @@ class Collectives:
     def probe(self, kind: str) -> Collective:
         """An exchange of this kind for timing; it does not touch the model's residuals."""
         return self._family(kind).probe(kind)
+
+    def keeps_residual(self, kind: str) -> bool:
+        """Whether a bucket of this kind has a residual, which is float32."""
+        return self._memory is not None and self._memory.keeps_residual(kind)
 
     def residual_state(self, bucket: Bucket) -> ResidualState | None:
         """The residual of this bucket; None if its exchange has none."""

@@ -74,7 +74,8 @@ class Engine:
         ]
         exchange.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
         self._slots = SlotRing([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
-        residuals.allocate([bucket.nbytes for bucket in self._buckets if bucket.sparse])
+        kept = [bucket for bucket in self._buckets if collectives.keeps_residual(bucket.planned.collective)]
+        residuals.allocate([sum(p.numel() for p in bucket.parameters) * torch.float32.itemsize for bucket in kept])
         self._launched = 0  # number of buckets launched in this backward pass
         self._any_gradient_arrived = False  # in this backward pass
         # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.

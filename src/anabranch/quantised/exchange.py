@@ -53,8 +53,8 @@ def exchange(
 ) -> Steps:
     """Average one bucket, as steps for a lane; ``residual`` is float32, or None if rounding errors are dropped.
 
-    Where any rank has a value that is not finite, the average of its block is NaN on all ranks, and residuals there
-    stay as they were.
+    Where any rank has a value that is not finite, the average of its block is NaN on all ranks. With residuals all
+    averages of the bucket are, and residuals stay as they were.
     """
     if buffer.numel() == 0:
         return

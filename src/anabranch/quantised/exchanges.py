@@ -13,6 +13,7 @@ from anabranch.plan import Bucket
 from anabranch.quantised.block_format import FORMATS
 from anabranch.quantised.exchange import exchange
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WITH_RESIDUAL = frozenset({INT4})  # kinds too coarse to drop their rounding errors
 
 
@@ -33,20 +34,24 @@ class QuantisedExchanges:
         return kind in FORMATS and (kind not in WITH_RESIDUAL or self._residual_of is not None)
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
-        return self.handles(kind) and dtype in (torch.float32, torch.bfloat16, torch.float16)
+        return self.handles(kind) and dtype in DTYPES
 
     def on_side_stream(self, kind: str) -> bool:
         return self.handles(kind)
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        kind, residual = bucket.collective, None
-        if kind in WITH_RESIDUAL:
-            assert self._residual_of is not None  # it is handled
-            state = self._residual_of(bucket, buffer)
-            state.record_norms(buffer)
-            state.step += 1
-            residual = state.residual
-        return exchange(buffer, residual, self._comm(group), divisor, FORMATS[kind])
+        kind = bucket.collective
+        if kind not in WITH_RESIDUAL:
+            return exchange(buffer, None, self._comm(group), divisor, FORMATS[kind])
+        assert self._residual_of is not None  # it is handled
+        return self._with_residual(self._residual_of(bucket, buffer), kind, buffer, group, divisor)
+
+    def _with_residual(
+        self, state: ResidualState, kind: str, buffer: torch.Tensor, group: Group, divisor: float
+    ) -> Steps:
+        state.record_norms(buffer)
+        state.step += 1
+        yield from exchange(buffer, state.residual, self._comm(group), divisor, FORMATS[kind])
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:  # noqa: ARG002
         form = FORMATS[bucket.collective]

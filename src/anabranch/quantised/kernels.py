@@ -114,9 +114,9 @@ def reduce(
 
 @triton.jit(do_not_specialize=["owner", "numel", "blocks", "nbytes"])
 def finish(
-    gathered, gathered_scales, sent, sent_scales, rounding_error, buffer, residual, owner, divisor, numel, blocks,
-    nbytes, has_residual: tl.constexpr, bits: tl.constexpr, stages: tl.constexpr, rotation: tl.constexpr,
-    block: tl.constexpr, rows: tl.constexpr,
+    gathered, gathered_scales, sent, sent_scales, rounding_error, poisoned, buffer, residual, owner, divisor, numel,
+    blocks, nbytes, limit: tl.constexpr, has_residual: tl.constexpr, bits: tl.constexpr, stages: tl.constexpr,
+    rotation: tl.constexpr, block: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     """Program (i, r): rows of the average in message r, into the buffer; and the residual, where there is one."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -126,6 +126,7 @@ def finish(
     first_scale = start // 2 + blocks * (block * bits // 8) // 2
     average = _load(gathered + start, gathered_scales + first_scale, row, inside, 1.0, bits, block, rows)
     average = _rotated(average, stages, rotation, block, rows)
+    average = tl.where(average > limit, limit, tl.where(average < -limit, -limit, average))  # NaN stays NaN
     in_region = row[:, None] * block + tl.arange(0, block)[None, :]
     at = rank.to(tl.int64) * blocks * block + in_region
     known = inside[:, None] & (at < numel)
@@ -136,5 +137,7 @@ def finish(
         left = offered - _rotated(own, stages, rotation, block, rows)
         if rank == owner:
             left = left + tl.load(rounding_error + in_region, mask=known, other=0.0) * divisor
-        tl.store(residual + at, tl.where(average == average, left, before), mask=known)  # NaN is not applied
+        bad = tl.load(poisoned) != 0
+        tl.store(residual + at, tl.where(bad, before, left), mask=known)
+        average = tl.where(bad, float("nan"), average)
     tl.store(buffer + at, average.to(buffer.dtype.element_ty), mask=known)

@@ -32,7 +32,7 @@ def reduce(received: torch.Tensor, divisor: float, form: BlockFormat) -> tuple[t
 
 def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat) -> None:
     """``buffer`` ← the averages in the messages of all owners, one row each."""
-    buffer.copy_(_decoded(gathered, form).view(-1)[: len(buffer)])
+    buffer.copy_(_average(gathered, buffer, form))
 
 
 def finish_with_residual(
@@ -47,15 +47,22 @@ def finish_with_residual(
 ) -> None:
     """As ``finish``; and ``residual`` ← what this rank offered and did not send, and what rounding as owner has left.
 
-    Where an average is not finite nothing was applied, and the residual stays as it was.
+    If any average is NaN all become NaN, so that nobody applies a part, and the residual stays as it was.
     """
     region = _region_of(gathered, form)
-    average = _decoded(gathered, form).view(-1)[: len(buffer)]
+    average = _average(gathered, buffer, form)
+    poisoned = average.isnan().any()
     left = _with_residual(buffer, residual) - _decoded(sent, form).view(-1)[: len(buffer)]
     mine = left[owner * region : (owner + 1) * region]
     mine += rounding_error[: len(mine)] * divisor
-    residual.copy_(torch.where(average.isfinite(), left, residual))
-    buffer.copy_(average)
+    residual.copy_(torch.where(poisoned, residual, left))
+    buffer.copy_(torch.where(poisoned, torch.nan, average))
+
+
+def _average(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """The averages for ``buffer``, in float32; finite in its dtype, too, where scales were rounded up."""
+    limit = torch.finfo(buffer.dtype).max
+    return _decoded(gathered, form).view(-1)[: len(buffer)].clamp(-limit, limit)
 
 
 def _with_residual(values: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:

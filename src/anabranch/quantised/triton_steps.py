@@ -65,9 +65,12 @@ def _finish(
     with_residual: bool,
 ) -> None:
     region = _region_of(gathered, form)
+    scales = gathered[:, form.payload_nbytes(region) :].contiguous().view(torch.bfloat16)
+    poisoned = scales.isnan().any().view(1).to(torch.int32) if with_residual else buffer
     kernels.finish[_grid(region, form), len(gathered)](
-        *_views(gathered), *_views(sent), rounding_error, buffer, residual, owner, float(divisor), len(buffer),
-        region // form.block, gathered.shape[1], has_residual=with_residual, **_blocks(form),
+        *_views(gathered), *_views(sent), rounding_error, poisoned, buffer, residual, owner, float(divisor),
+        len(buffer), region // form.block, gathered.shape[1], limit=torch.finfo(buffer.dtype).max,
+        has_residual=with_residual, **_blocks(form),
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class ResidualMemory:
         self.dense_names = frozenset(dense_names)
         self.warmup_steps = warmup_steps
         self.momentum = momentum or Momentum(0.0)
-        self._keeps_residual = keeps_residual
+        self.keeps_residual = keeps_residual
         self._parameters = parameters
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         self._known_numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
@@ -70,7 +70,7 @@ class ResidualMemory:
         return state
 
     def residual_state(self, bucket: Bucket) -> BucketState | None:
-        return self.bucket_state(bucket) if self._keeps_residual(bucket.collective) else None
+        return self.bucket_state(bucket) if self.keeps_residual(bucket.collective) else None
 
     def on_step_end(self) -> None:
         """Under a loss scaler, which skips a step if any gradient is not finite: put back what was sent in it.
@@ -89,7 +89,7 @@ class ResidualMemory:
 
     def use_plan(self, plan: Plan | None) -> None:
         buckets = plan.buckets if plan is not None else ()
-        kept = {name for bucket in buckets if self._keeps_residual(bucket.collective) for name in bucket.names}
+        kept = {name for bucket in buckets if self.keeps_residual(bucket.collective) for name in bucket.names}
         self._residual_flush.set_sparse_names(kept)
         self._sizes.clear()
 
@@ -100,7 +100,7 @@ class ResidualMemory:
             samples = state.residual_monitor.samples() if state.residual_monitor is not None else []
             age = f", about {samples[-1].age_steps:.1f} steps old" if samples and samples[-1].age_steps else ""
             norm = float(state.residual.norm())
-            if state.fresh:  # no values were selected: all were sent, rounded
+            if state.fresh and state.step:  # no values were selected: all were sent, rounded
                 lines.append(f"bucket to {to}: rounding errors of norm {norm:.3g} are kept for the next step{age}")
                 continue
             lines.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |residual| {norm:.3g}{age}")

@@ -1,8 +1,11 @@
 """The plans to try on a live model, given the options, the trace and the network; and their predicted times."""
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from anabranch import planners
 from anabranch.errors import NetworkError
-from anabranch.kinds import EVERY_ELEMENT
+from anabranch.kinds import DENSE, EVERY_ELEMENT
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.planners.sparse import densest, sparse
@@ -39,10 +42,20 @@ def _compressed(
         compressed = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in plain]
         if options.planner == "optimal":  # this planner can use the costs of that kind
             compressed[0] = (compressed[0][0], planners.optimal(trace, network, collective=kind))
-        return compressed
+        return [(label, _with_dense(plan, options.dense_names)) for label, plan in compressed]
     if len(options.kinds) == 1:
         return [(kind, sparse(trace, network, kind, options.dense_names))]
     return [("as dense as is hidden", densest(trace, network, options.kinds, options.dense_names))]
+
+
+def _with_dense(plan: Plan, names: Collection[str]) -> Plan:
+    """The plan, with buckets of these gradients sent dense; a bucket has gradients of one dtype."""
+    if not names:
+        return plan
+    dense = [
+        bucket if set(bucket.names).isdisjoint(names) else replace(bucket, collective=DENSE) for bucket in plan.buckets
+    ]
+    return Plan(tuple(dense))
 
 
 def _calibrations(plan: Plan, network: Network) -> str:

@@ -58,17 +58,19 @@ class LiveTrials:
         self._timer.clock.settle()
         return Trial.of(label, plan, self._timer.last_steps(count), self._timer.clock)
 
-    def challenge(self, best: Trial, label: str, plan: Plan | None) -> Schedule[tuple[Trial, Trial, bool]]:
+    def challenge(
+        self, best: Trial, label: str, plan: Plan | None, to_the_end: bool = False
+    ) -> Schedule[tuple[Trial, Trial, bool]]:
         """Compare a plan with the layout in force, ``best``; the faster one is in force afterwards.
 
-        Returns both trials, with all their steps, and whether the plan was faster.
+        Returns both trials, with all their steps, and whether the plan was faster. ``to_the_end``: whatever it costs.
         """
         theirs = yield from self.timed(best.label, best.plan)
         ours = yield from self._after_change(label, plan, theirs)
         best, tried = best.with_more(theirs), ours
         pairs = [(theirs.steps_s, ours.steps_s)]
         challenger_runs = True
-        while (found := self._compared(pairs)).verdict == "undecided":
+        while (found := self._compared(pairs, to_the_end)).verdict == "undecided":
             # The layout that runs goes on, then the other one: A B B A A B … has the fewest changes.
             if challenger_runs:
                 ours = yield from self.timed(label, plan)
@@ -93,13 +95,14 @@ class LiveTrials:
         self._budget.charge(sum(whole_s) - len(whole_s) * reference.step_s)
         return trial
 
-    def _compared(self, pairs: Pairs) -> Comparison:
+    def _compared(self, pairs: Pairs, to_the_end: bool) -> Comparison:
         """This rank's comparison of these pairs, with rank 0's verdict."""
         found = compare(pairs, self._policy)
-        return found._replace(verdict=VERDICTS[self._decide(VERDICTS.index(self._verdict(found)))])
+        return found._replace(verdict=VERDICTS[self._decide(VERDICTS.index(self._verdict(found, to_the_end)))])
 
-    def _verdict(self, found: Comparison) -> Verdict:
-        if found.verdict == "undecided" and (self._budget.left_s <= 0 or self._in_a_hurry()):
+    def _verdict(self, found: Comparison, to_the_end: bool) -> Verdict:
+        over = self._in_a_hurry() or (self._budget.left_s <= 0 and not to_the_end)
+        if found.verdict == "undecided" and over:
             likely = found.gain > max(self._policy.min_gain, found.uncertainty / 2)
             return "faster" if likely else "not faster"
         return found.verdict

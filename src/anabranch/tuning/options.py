@@ -143,5 +143,6 @@ class TuningOptions:
                     known = ", ".join(("dense", "bf16", *self.kinds))
                     raise PlanError(
                         f"the plan sends {bucket.names[0]} ({', '.join(map(str, dtypes))}) by {bucket.collective!r}: "
-                        f"expected one of {known}" + ("; sparse kinds are for float32 alone" if self.kinds else "")
+                        f"expected one of {known}"
+                        + ("; sparse kinds are for float32 alone" if ":" in bucket.collective else "")
                     )

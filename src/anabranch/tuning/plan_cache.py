@@ -41,7 +41,7 @@ FORMAT = "cached plan"
 VARIABLE = "ANABRANCH_CACHE"
 OFF = "off"
 NOUNS = ("plan", "network", "trace")
-MOST_LOOKED_AT = 8  # files of other batches of the same model
+MOST_LOOKED_AT = 32  # files of models of the same class, at a start
 FILE_NAME = re.compile(r"[\w.-]{1,64}-[0-9a-f]{16}\.json", re.ASCII)
 
 Folder = str | os.PathLike[str]
@@ -179,14 +179,12 @@ class PlanCache:
 
     def newest(self, key: CacheKey, check: Callable[[CachedChoice], object] = bool) -> CachedChoice | None:
         """The newest choice for this key whatever its input, or None; says nothing of files that cannot be used."""
-        with suppress(OSError):
-            paths = sorted(self.folder.glob(key.pattern), key=lambda path: path.stat().st_mtime, reverse=True)
-            for path in paths[:MOST_LOOKED_AT]:
-                with suppress(Exception):  # ``read`` will say what is wrong with it
-                    entry = Entry.read(path)
-                    _check_key(replace(entry.key, input=key.input), key, str(path))
-                    check(entry.choice)
-                    return entry.choice
+        for path in sorted(self.folder.glob(key.pattern), key=_changed, reverse=True)[:MOST_LOOKED_AT]:
+            with suppress(Exception):  # ``read`` will say what is wrong with it
+                entry = Entry.read(path)
+                _check_key(replace(entry.key, input=key.input), key, str(path))
+                check(entry.choice)
+                return entry.choice
         return None
 
     def write(self, key: CacheKey, choice: CachedChoice) -> None:
@@ -245,6 +243,14 @@ def _check_key(found: CacheKey, expected: CacheKey, where: str) -> None:
         for theirs, ours in zip_longest(one, other):
             if theirs != ours:
                 raise refused(where, f"is {what}: it has {brief(theirs)}, expected {brief(ours)}")
+
+
+def _changed(path: Path) -> float:
+    """When a file was changed last; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _training_lines(key: CacheKey) -> tuple[str, ...]:

@@ -146,7 +146,7 @@ class Tuned:
         return self._tuner
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """The state of this rank to save in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
+        """The state of this rank to save in a checkpoint beside the model: its residuals; {} where none are kept."""
         if self._no_plan_reason == CLOSED:
             raise RuntimeError("this DataParallel was closed, and its residuals are gone: save them before close()")
         state = self._collectives.state_dict() if self._collectives is not None else {}
@@ -187,14 +187,14 @@ class Tuned:
             self._collectives.rescale(float(self._scaler.get_scale()))
 
     def replan(self) -> None:
-        """Profile, measure and plan again. Rank 0's call counts; it takes effect within two drift checks (40 steps)."""
+        """Profile, measure and plan again. Rank 0's call counts; it takes effect within 40 steps, or after a trial."""
         if self._tuner is not None:
             self._tuner.replan_requested = True
 
     def hold(self) -> None:
         """Keep the best layout seen so far and never plan again, even if the step time drifts.
 
-        Rank 0's call counts; it takes effect at its next decision: within a few steps of a search, else within 40.
+        Rank 0's call counts; it takes effect at its next decision: within a few steps of a search, else within 60.
         """
         if self._tuner is not None:
             self._tuner.hold()

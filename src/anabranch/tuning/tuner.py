@@ -1,9 +1,9 @@
 """The tuner: profiles, measures, plans, tries, keeps the fastest layout, and watches for drift, within a budget.
 
 Every rank follows the same schedule, counted in averaged backward passes, which happen equally often on each rank.
-The tuner lets ranks communicate only at the end of such a backward: in a forward, other ranks may not take part (once,
-before the first planned bucket, ranks also compare the checkpoints that they loaded). Everything that
-depends on a measurement is decided by rank 0 and sent to the others before any rank acts on it.
+The tuner lets ranks communicate only when it is made and at the end of such a backward: in a forward, other ranks may
+not take part (once, before the first planned bucket, ranks also compare the checkpoints that they loaded). Everything
+that depends on a measurement is decided by rank 0 and sent to the others before any rank acts on it.
 """
 
 import logging
@@ -100,6 +100,7 @@ class Tuner:
         self._live_network = LiveNetwork(self.runner, collectives, options.network)
         self._live = LiveTrials(self.runner, policy, self._budget, self._as_rank_0, lambda: self.hold_requested)
         self._best: Trial | None = None  # the layout in force while others are tried
+        self._beaten: Trial | None = None  # the one before it
         self._default_step_s: float | None = None  # the last measured step of the layout's own buckets
         self._patience = 1  # number of the first drift check that may start another search
         self._search_cost_s = 0.0  # of the last search
@@ -355,7 +356,7 @@ class Tuner:
             yield from self._search_warm_up()
             yield from self._search(self._options)
         self._conclude(why_not or NOT_FASTER)
-        self._search_cost_s = self._budget.spent_s
+        self._search_cost_s = self._budget.spent_s - self._budget.set_up_s
 
     def _why_not_search(self, running: Trial) -> str:
         """Why a search is not worth while; empty if it is."""
@@ -376,23 +377,27 @@ class Tuner:
         yield from steps(self.collectives.warmup_steps - self.steps_done)
 
     def _confirm(self, kept: Trial) -> Schedule[None]:
-        """Have a plan whose win is doubtful win once more, later."""
+        """Have a plan whose win is doubtful win once more, later, against the layout that it beat."""
         if not self._as_rank_0(kept.doubtful and kept.plan is not None):
             return
         yield from self._watched(CONFIRM_AFTER_CHECKS * self._policy.drift_check_steps)
         if not self._goes_on():
             return
         self.stage = f"trying {kept.label} once more, since noise could have won"
-        yield from self._live.change_to(None)
-        own = yield from self._live.timed(self._default_label, None)
-        own, again, faster = yield from self._live.challenge(own, kept.label, kept.plan)
-        self.trials = [own, *(trial for trial in self.trials if trial.plan not in (own.plan, again.plan)), again]
-        self._best = replace(again, doubtful=False) if faster else own
+        beaten = self._beaten
+        assert beaten is not None  # by the doubtful win
+        yield from self._live.change_to(beaten.plan)
+        other = yield from self._live.timed(beaten.label, beaten.plan)
+        self._budget.charge(len(other.steps) * (other.step_s - kept.step_s))
+        other, again, faster = yield from self._live.challenge(other, kept.label, kept.plan, to_the_end=True)
+        tried = {trial.plan: trial for trial in self.trials} | {other.plan: other, again.plan: again}
+        self.trials = list(tried.values())
+        self._best = replace(again if faster else other, doubtful=False)
         self._conclude(f"{kept.label} did not win again")
 
     def _search_again(self, kept: Trial, why: str) -> Schedule[None]:
         """Profile in the layout in force, and try what the new trace calls for."""
-        spent_s = self._budget.spent_s
+        spent_s = self._budget.spent_s - self._budget.set_up_s
         self.stage = f"profiling again: {why}"
         self.failure = ""
         self._best = yield from self._profiled(kept.label, kept.plan)
@@ -407,7 +412,7 @@ class Tuner:
         self._conclude(why_not or NOT_FASTER)
         # Patience grows with every search: on a noisy machine the next drift is most likely noise, too.
         self._patience *= 2
-        self._search_cost_s = self._budget.spent_s - spent_s
+        self._search_cost_s = self._budget.spent_s - self._budget.set_up_s - spent_s
 
     def _search(self, options: TuningOptions) -> Schedule[None]:
         """Try candidates on one lane, which shows the cost of messages; then on several, which shows their contention;
@@ -429,16 +434,24 @@ class Tuner:
     def _try(self, label: str, plan: Plan | None) -> Schedule[None]:
         """Compare a layout with the best so far, unless it was tried already or no gain is predicted."""
         assert self._best is not None
-        expected = self._expected_gain(plan)
+        expected, simulated = self._expected_gain(plan), self._simulated_gain(plan)
         if any(trial.plan == plan for trial in self.trials) or not self._goes_on(expected):
             return
         self.stage = f"trying {label}"
         before = self._best
         best, tried, faster = yield from self._live.challenge(before, label, plan)
-        if (1 - tried.step_s / best.step_s) / 2 < expected < math.inf:
+        if (1 - tried.step_s / best.step_s) / 2 < simulated < math.inf:
             tried = replace(tried, doubtful=False)  # what was measured had been predicted
+        self._beaten = best if faster else self._beaten
         self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), tried]
         self._best = tried if faster else best
+
+    def _simulated_gain(self, plan: Plan | None) -> float:
+        """The share of the best layout's simulated step that this one saves: live steps cannot disturb it."""
+        assert self.network is not None and self._best is not None
+        predicted_s = prediction_s(self._trace, plan, self.network)
+        best_s = prediction_s(self._trace, self._best.plan, self.network)
+        return math.inf if predicted_s is None or best_s is None else 1 - predicted_s / best_s
 
     def _expected_gain(self, plan: Plan | None) -> float:
         """The share of the step time that this layout is predicted to save, compared with the best so far."""
@@ -461,14 +474,15 @@ class Tuner:
             trial = yield from self._live.timed(label, plan, self._options.profile_steps)
         self.trials = [trial]
         self._budget.step_s = self._budget.step_s or trial.step_s
+        if not true_on_all_ranks(self.runner.trains_the_same(), self.control):
+            self.failure = FROZEN  # what is frozen has no gradient in the trace, and may be frozen on one rank alone
+            return trial
         if not true_on_all_ranks(recorder.steps > 0, self.control):
             self.failure = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
             return trial
         trace = recorder.trace({"model": self._model_name})
         self._warn(order_note(trace))
         self.trace = agree_on(Trace, latest_over_ranks(trace, self.control), self.control)
-        if {tensor.name for tensor in self.trace.tensors} != set(self.runner.parameters):
-            self.failure = FROZEN  # what is frozen has no gradient, and a plan would leave it out
         if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
             self._warn(
                 "all gradients come at the end of backward, as when the whole model is one compiled graph: "
@@ -519,7 +533,8 @@ class Tuner:
         self.kept = best
         own = [trial.step_s for trial in self.trials if trial.plan is None]
         self._default_step_s = own[0] if own else self._default_step_s
-        if self._cache is not None and not origin and not self.failure and self._default_step_s is not None:
+        settled = not origin and not self.failure and not best.doubtful
+        if self._cache is not None and settled and self._default_step_s is not None:
             self._cache.write(best.label, best.plan, best.steps_s, self._default_step_s, self.network, self.trace)
         self._live_network.note_error(self.trace, best)
         reason = f"planning failed ({self.failure})" if self.failure else reason
