@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from anabranch import planners
 from anabranch.errors import NetworkError
-from anabranch.kinds import DENSE, EVERY_ELEMENT
+from anabranch.kinds import BF16, DENSE, EVERY_ELEMENT
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.planners.sparse import densest, sparse
@@ -42,6 +42,8 @@ def _compressed(
         compressed = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in plain]
         if options.planner == "optimal":  # this planner can use the costs of that kind
             compressed[0] = (compressed[0][0], planners.optimal(trace, network, collective=kind))
+        if kind == BF16:  # it sends other dtypes dense by itself, and vectors may be rounded even if not delayed
+            return compressed
         return [(label, _with_dense(plan, options.dense_names)) for label, plan in compressed]
     if len(options.kinds) == 1:
         return [(kind, sparse(trace, network, kind, options.dense_names))]
