@@ -115,3 +115,15 @@ class Scaled(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+
+
+class Doubles(nn.Module):
+    """A layer of float32 and one of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.b(self.a(x).double()).float()
+        return result

@@ -9,20 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import Network, planners
-from parallel.twins import WIDTH, Feature, batch, bits, dtypes_of, mlp, plain_train, scatter, steps, twins
+from parallel.models import Doubles
+from parallel.twins import Feature, batch, bits, dtypes_of, mlp, plain_train, scatter, steps, twins
 from ranks import on_ranks
 
 ROUNDING = 2.0**-8  # the largest relative error of rounding to bfloat16
-
-
-class Doubles(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.b(self.a(x).double()).float()
-        return result
 
 
 def errors(rank: int, build: str, given_plan: bool) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import anabranch as ab
 from anabranch import Network, planners
 from anabranch.quantised.block_format import FORMATS
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, one_step, residuals_of
-from parallel.twins import WIDTH, Feature, batch, bits, mlp, plain_train, steps, twins
+from parallel.models import Doubles
+from parallel.twins import Feature, batch, bits, mlp, plain_train, steps, twins
 from ranks import on_ranks
 
 KINDS = pytest.mark.parametrize("kind", list(FORMATS))
@@ -165,16 +165,6 @@ def low_precision(rank: int, kind: str, dtype: str) -> bool:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_of_16_bits(kind: str, dtype: str) -> None:
     assert all(on_ranks(low_precision, 2, kind, dtype))
-
-
-class Doubles(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.b(self.a(x).double()).float()
-        return result
 
 
 def searched(rank: int, kind: str) -> dict[str, set[str]]:

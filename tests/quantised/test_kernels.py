@@ -7,7 +7,7 @@ from quantised.worlds import gradients
 from sparse.triton_device import DEVICE  # first: it sets the interpreter
 
 from anabranch.quantised import torch_steps, triton_steps  # isort: skip
-from anabranch.quantised.block_format import FORMATS, BlockFormat  # isort: skip
+from anabranch.quantised.block_format import FORMATS, BlockFormat, Kept  # isort: skip
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -43,10 +43,8 @@ def test_every_step(form: BlockFormat, dtype: torch.dtype, ranks: int, numel: in
         results = []
         for run in (torch_steps, triton_steps):
             buffer, residual = given[rank].clone(), kept[rank].clone()
-            if with_residual:
-                run.finish_with_residual(gathered, sent[rank], errors[rank], rank, ranks + 0.5, buffer, residual, form)
-            else:
-                run.finish(gathered, buffer, form)
+            kept_back = Kept(residual, sent[rank], errors[rank], rank, ranks + 0.5) if with_residual else None
+            run.finish(gathered, buffer, form, kept_back)
             results.append((buffer, residual))
         (buffer, residual), (found_buffer, found_residual) = results
         if DEVICE.type == "cpu" and dtype == torch.bfloat16:  # Triton's interpreter does not round, and drops denormals

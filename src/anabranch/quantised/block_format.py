@@ -10,6 +10,7 @@ the others are not rounded to 0 beside it. Sums of rotated blocks are rotated su
 
 from dataclasses import dataclass
 from math import isqrt
+from typing import NamedTuple
 
 import torch
 
@@ -42,6 +43,10 @@ class BlockFormat:
         """Values of a region, of which every rank owns one: whole blocks, the same number for all ranks."""
         return -(-numel // (ranks * self.block)) * self.block
 
+    def region_of(self, messages: torch.Tensor) -> int:
+        """The number of values in each of these messages, one in each row."""
+        return messages.shape[-1] // self.message_nbytes(self.block) * self.block
+
     def payload_nbytes(self, region: int) -> int:
         """Bytes of a region's integers."""
         return region * self.bits // 8
@@ -49,6 +54,21 @@ class BlockFormat:
     def message_nbytes(self, region: int) -> int:
         """Bytes of a region's integers and scales."""
         return self.payload_nbytes(region) + region // self.block * SCALE_NBYTES
+
+
+class Kept(NamedTuple):
+    """What a rank with a residual keeps from the first steps of an exchange until ``finish``.
+
+    sent             its own messages to all owners
+    rounding_error   the error that it has made as owner, in the average
+    owner            the region that it owns: its rank
+    """
+
+    residual: torch.Tensor
+    sent: torch.Tensor
+    rounding_error: torch.Tensor
+    owner: int
+    divisor: float
 
 
 INT8 = BlockFormat("int8", 8, 128)

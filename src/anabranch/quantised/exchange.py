@@ -19,7 +19,7 @@ import torch
 from anabranch.comm.communicator import Communicator
 from anabranch.comm.exchange import Steps, record_stream
 from anabranch.quantised import torch_steps
-from anabranch.quantised.block_format import BlockFormat
+from anabranch.quantised.block_format import BlockFormat, Kept
 
 
 class QuantisedSteps(Protocol):
@@ -33,18 +33,8 @@ class QuantisedSteps(Protocol):
         self, received: torch.Tensor, divisor: float, form: BlockFormat
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def finish(self, gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat) -> None: ...
-
-    def finish_with_residual(
-        self,
-        gathered: torch.Tensor,
-        sent: torch.Tensor,
-        rounding_error: torch.Tensor,
-        owner: int,
-        divisor: float,
-        buffer: torch.Tensor,
-        residual: torch.Tensor,
-        form: BlockFormat,
+    def finish(
+        self, gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat, kept: Kept | None = None
     ) -> None: ...
 
 
@@ -67,10 +57,8 @@ def exchange(
     gathered = torch.empty_like(sent)
     yield comm.all_gather(gathered, message[None], "gather")
     record_stream(message, rounding_error, gathered)
-    if residual is None:
-        run.finish(gathered, buffer, form)
-    else:
-        run.finish_with_residual(gathered, sent, rounding_error, comm.rank, divisor, buffer, residual, form)
+    kept = None if residual is None else Kept(residual, sent, rounding_error, comm.rank, divisor)
+    run.finish(gathered, buffer, form, kept)
 
 
 def steps_for(buffer: torch.Tensor) -> QuantisedSteps:

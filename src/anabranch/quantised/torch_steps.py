@@ -5,7 +5,7 @@ Each function computes, bit by bit, what the kernel of the same name does.
 
 import torch
 
-from anabranch.quantised.block_format import FINITE, NEGLIGIBLE, SCALE_NBYTES, BlockFormat
+from anabranch.quantised.block_format import FINITE, NEGLIGIBLE, SCALE_NBYTES, BlockFormat, Kept
 
 NAN_BITS = 0x7FC0  # of a bfloat16
 
@@ -23,40 +23,29 @@ def reduce(received: torch.Tensor, divisor: float, form: BlockFormat) -> tuple[t
 
     ``received`` has the messages of all ranks, one row each. They are added in the order of ranks.
     """
-    average = torch.zeros(1, _region_of(received, form), dtype=torch.float32, device=received.device)
+    average = torch.zeros(1, form.region_of(received), dtype=torch.float32, device=received.device)
     for row in received:
         average = average + _integers_times_scales(row[None], form, 1.0 / divisor)
     message = _rounded(average, form)
     return message[0], _rotated(average - _integers_times_scales(message, form), form)[0]
 
 
-def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat) -> None:
-    """``buffer`` ← the averages in the messages of all owners, one row each."""
-    buffer.copy_(_average(gathered, buffer, form))
+def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat, kept: Kept | None = None) -> None:
+    """``buffer`` ← the averages in the messages of all owners, one row each.
 
-
-def finish_with_residual(
-    gathered: torch.Tensor,
-    sent: torch.Tensor,
-    rounding_error: torch.Tensor,
-    owner: int,
-    divisor: float,
-    buffer: torch.Tensor,
-    residual: torch.Tensor,
-    form: BlockFormat,
-) -> None:
-    """As ``finish``; and ``residual`` ← what this rank offered and did not send, and what rounding as owner has left.
-
-    If any average is NaN all become NaN, so that nobody applies a part, and the residual stays as it was.
+    With a residual, it becomes what this rank offered and did not send, and what rounding as owner has left. If any
+    average is NaN then all become NaN, so that nobody applies a part, and the residual stays as it was.
     """
-    region = _region_of(gathered, form)
     average = _average(gathered, buffer, form)
-    poisoned = average.isnan().any()
-    left = _with_residual(buffer, residual) - _decoded(sent, form).view(-1)[: len(buffer)]
-    mine = left[owner * region : (owner + 1) * region]
-    mine += rounding_error[: len(mine)] * divisor
-    residual.copy_(torch.where(poisoned, residual, left))
-    buffer.copy_(torch.where(poisoned, torch.nan, average))
+    if kept is not None:
+        region = form.region_of(gathered)
+        poisoned = average.isnan().any()
+        left = _with_residual(buffer, kept.residual) - _decoded(kept.sent, form).view(-1)[: len(buffer)]
+        mine = left[kept.owner * region : (kept.owner + 1) * region]
+        mine += kept.rounding_error[: len(mine)] * kept.divisor
+        kept.residual.copy_(torch.where(poisoned, kept.residual, left))
+        average = torch.where(poisoned, torch.nan, average)
+    buffer.copy_(average)
 
 
 def _average(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat) -> torch.Tensor:
@@ -67,11 +56,6 @@ def _average(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat) ->
 
 def _with_residual(values: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     return values.float() if residual is None else values.float() + residual
-
-
-def _region_of(messages: torch.Tensor, form: BlockFormat) -> int:
-    """The number of values in each of these messages."""
-    return messages.shape[1] // form.message_nbytes(form.block) * form.block
 
 
 def _encoded(regions: torch.Tensor, form: BlockFormat) -> torch.Tensor:
@@ -111,7 +95,7 @@ def _rounded(regions: torch.Tensor, form: BlockFormat) -> torch.Tensor:
 
 def _integers_times_scales(messages: torch.Tensor, form: BlockFormat, factor: float = 1.0) -> torch.Tensor:
     """The values in these messages, times ``factor``, a region in each row; rotated where the format says so."""
-    region = _region_of(messages, form)
+    region = form.region_of(messages)
     payload, scales = messages.split([form.payload_nbytes(region), region // form.block * SCALE_NBYTES], dim=1)
     wide = scales.contiguous().view(torch.bfloat16).float() * factor
     integers = _unpacked(payload, form).view(len(messages), -1, form.block)

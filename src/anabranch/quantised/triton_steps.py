@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from anabranch.quantised import kernels
-from anabranch.quantised.block_format import FINITE, NEGLIGIBLE, BlockFormat
+from anabranch.quantised.block_format import FINITE, NEGLIGIBLE, BlockFormat, Kept
 
 VALUES = 2048  # of a program
 
@@ -24,7 +24,7 @@ def quantise(values: torch.Tensor, residual: torch.Tensor | None, ranks: int, fo
 
 def reduce(received: torch.Tensor, divisor: float, form: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """This owner's message to everyone, and the error that its rounding has made in the average."""
-    region = _region_of(received, form)
+    region = form.region_of(received)
     message = torch.empty_like(received[0])
     rounding_error = torch.empty(region, dtype=torch.float32, device=received.device)
     kernels.reduce[_grid(region, form),](
@@ -34,48 +34,17 @@ def reduce(received: torch.Tensor, divisor: float, form: BlockFormat) -> tuple[t
     return message, rounding_error
 
 
-def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat) -> None:
-    """``buffer`` ← the averages."""
-    _finish(gathered, gathered, buffer, 0, 1.0, buffer, buffer, form, with_residual=False)
-
-
-def finish_with_residual(
-    gathered: torch.Tensor,
-    sent: torch.Tensor,
-    rounding_error: torch.Tensor,
-    owner: int,
-    divisor: float,
-    buffer: torch.Tensor,
-    residual: torch.Tensor,
-    form: BlockFormat,
-) -> None:
-    """The same, and ``residual`` ← what is still to be sent."""
-    _finish(gathered, sent, rounding_error, owner, divisor, buffer, residual, form, with_residual=True)
-
-
-def _finish(
-    gathered: torch.Tensor,
-    sent: torch.Tensor,
-    rounding_error: torch.Tensor,
-    owner: int,
-    divisor: float,
-    buffer: torch.Tensor,
-    residual: torch.Tensor,
-    form: BlockFormat,
-    with_residual: bool,
-) -> None:
-    region = _region_of(gathered, form)
+def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat, kept: Kept | None = None) -> None:
+    """``buffer`` ← the averages; and a residual ← what is still to be sent."""
+    region, with_residual = form.region_of(gathered), kept is not None
+    kept = kept or Kept(buffer, gathered, buffer, 0, 1.0)  # the kernel reads none of it
     scales = gathered[:, form.payload_nbytes(region) :].contiguous().view(torch.bfloat16)
     poisoned = scales.isnan().any().view(1).to(torch.int32) if with_residual else buffer
     kernels.finish[_grid(region, form), len(gathered)](
-        *_views(gathered), *_views(sent), rounding_error, poisoned, buffer, residual, owner, float(divisor),
-        len(buffer), region // form.block, gathered.shape[1], limit=torch.finfo(buffer.dtype).max,
-        has_residual=with_residual, **_blocks(form),
+        *_views(gathered), *_views(kept.sent), kept.rounding_error, poisoned, buffer, kept.residual, kept.owner,
+        float(kept.divisor), len(buffer), region // form.block, gathered.shape[1],
+        limit=torch.finfo(buffer.dtype).max, has_residual=with_residual, **_blocks(form),
     )  # fmt: skip
-
-
-def _region_of(messages: torch.Tensor, form: BlockFormat) -> int:
-    return messages.shape[-1] // form.message_nbytes(form.block) * form.block
 
 
 def _grid(region: int, form: BlockFormat) -> int:
