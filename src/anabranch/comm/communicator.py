@@ -72,6 +72,27 @@ class Communicator(Protocol):
         ...
 
 
+class GroupCommunicators:
+    """The communicator of each process group, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[Group, GroupCommunicator] = {}
+
+    def of(self, group: Group) -> "GroupCommunicator":
+        """The communicator of this group."""
+        if group not in self._known:
+            self._known[group] = GroupCommunicator(group)
+        return self._known[group]
+
+    def values(self) -> list["GroupCommunicator"]:
+        """All of them."""
+        return list(self._known.values())
+
+    def clear(self) -> None:
+        """Drop all references to groups."""
+        self._known = {}
+
+
 class GroupCommunicator(ZeroBuffer):
     """A ``Communicator`` on a process group of torch.distributed (Gloo or NCCL)."""
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from anabranch.comm.collectives import ResidualState
-from anabranch.comm.communicator import GroupCommunicator
+from anabranch.comm.communicator import GroupCommunicators
 from anabranch.comm.exchange import Collective, Group, Steps, Traffic
 from anabranch.kinds import INT4
 from anabranch.plan import Bucket
@@ -28,7 +27,7 @@ class QuantisedExchanges:
     ) -> None:
         self.kinds = kinds
         self._residual_of = residual_of
-        self._comms: dict[Group, GroupCommunicator] = {}
+        self._comms = GroupCommunicators()
 
     def handles(self, kind: str) -> bool:
         return kind in FORMATS and (kind not in WITH_RESIDUAL or self._residual_of is not None)
@@ -42,7 +41,7 @@ class QuantisedExchanges:
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         kind = bucket.collective
         if kind not in WITH_RESIDUAL:
-            return exchange(buffer, None, self._comm(group), divisor, FORMATS[kind])
+            return exchange(buffer, None, self._comms.of(group), divisor, FORMATS[kind])
         assert self._residual_of is not None  # it is handled
         return self._with_residual(self._residual_of(bucket, buffer), kind, buffer, group, divisor)
 
@@ -51,7 +50,7 @@ class QuantisedExchanges:
     ) -> Steps:
         state.record_norms(buffer)
         state.step += 1
-        yield from exchange(buffer, state.residual, self._comm(group), divisor, FORMATS[kind])
+        yield from exchange(buffer, state.residual, self._comms.of(group), divisor, FORMATS[kind])
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:  # noqa: ARG002
         form = FORMATS[bucket.collective]
@@ -64,14 +63,9 @@ class QuantisedExchanges:
         def exchanged(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
             if kind in WITH_RESIDUAL and buffer.numel() not in residuals:
                 residuals[buffer.numel()] = torch.zeros_like(buffer, dtype=torch.float32)
-            return exchange(buffer, residuals.get(buffer.numel()), self._comm(group), divisor, FORMATS[kind])
+            return exchange(buffer, residuals.get(buffer.numel()), self._comms.of(group), divisor, FORMATS[kind])
 
         return exchanged
 
     def close(self) -> None:
-        self._comms = {}
-
-    def _comm(self, group: dist.ProcessGroup) -> GroupCommunicator:
-        if group not in self._comms:
-            self._comms[group] = GroupCommunicator(group)
-        return self._comms[group]
+        self._comms.clear()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.communicator import GroupCommunicator
+from anabranch.comm.communicator import GroupCommunicators
 from anabranch.comm.exchange import Collective, Group, Steps, Traffic
 from anabranch.plan import Bucket
 from anabranch.sparse.memory import ResidualMemory
@@ -27,7 +27,7 @@ class OkTopkExchanges:
         self.kinds = tuple(kind_of(density) for density in fixed or LADDER)
         self._options = options
         self._memory = memory
-        self._comms: dict[Group, GroupCommunicator] = {}
+        self._comms = GroupCommunicators()
 
     def handles(self, kind: str) -> bool:
         return density_of(kind) is not None
@@ -42,7 +42,7 @@ class OkTopkExchanges:
         state = self._memory.begin_exchange(bucket, buffer)
         density = density_of(bucket.collective)
         assert density is not None
-        steps = exchange(buffer, state, self._comm(group), divisor, density, self._options)
+        steps = exchange(buffer, state, self._comms.of(group), divisor, density, self._options)
         return self._memory.momentum.wrap(steps, buffer, state)
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:  # noqa: ARG002
@@ -73,14 +73,9 @@ class OkTopkExchanges:
                 generator = torch.Generator(buffer.device).manual_seed(dist.get_rank(group))
                 buffer.normal_(generator=generator)
                 states[buffer.numel()] = BucketState.of(torch.zeros_like(buffer), dist.get_world_size(group))
-            return exchange(buffer, states[buffer.numel()], self._comm(group), divisor, density, settled)
+            return exchange(buffer, states[buffer.numel()], self._comms.of(group), divisor, density, settled)
 
         return exchanged
 
     def close(self) -> None:
-        self._comms = {}
-
-    def _comm(self, group: Group) -> GroupCommunicator:
-        if group not in self._comms:
-            self._comms[group] = GroupCommunicator(group)
-        return self._comms[group]
+        self._comms.clear()
