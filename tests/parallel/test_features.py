@@ -232,7 +232,7 @@ FEATURES: Mapping[str, Feature] = {
     "zeroed late": Feature(train=zeroed_late),
     "NaN and inf": Feature(train=not_finite),
     "own collectives": Feature(train=loss_collective),
-    "frozen on the way": Feature(train=freezing, options=UNUSED),
+    "frozen on the way": Feature(train=freezing, options=UNUSED, ends_planning=True),
 }
 # Gradients that come in another order from step to step are recorded with a warning.
 RESTLESS = {"unused", "unused, bucket views", "no_sync, unused"}
