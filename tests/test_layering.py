@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "curve": BASE,
     "network": {*BASE, "alpha_beta", "curve"},
     "plan": {*BASE, "trace"},
+    "fidelity": {*NOUNS, "sparse.naming"},
     "network_presets": {*BASE, "alpha_beta", "curve", "network"},
     "files": NOUNS,
     "profiler_trace": {*NOUNS, "files"},

@@ -1,0 +1,260 @@
+"""The least lossy plan that costs no time: for each bucket the most faithful kind of exchange that stays hidden.
+
+Among all plans of consecutive buckets on one lane, each bucket sent by any of the given kinds, let ``best`` be the step
+that finishes first. The plan returned is the one with the smallest error among those that finish at most ``FREE`` of
+the computing time (forward and backward) later than ``best``; among equals, the one that finishes first, with
+neighbours of one kind merged where that takes no more than ``MERGED`` of the computing time. The error of a plan is
+the sum over its buckets of (elements × error of the kind), with errors from ``fidelity.error_of``.
+
+``FREE`` counts in computing time, which no network changes, and not in steps: on a slow network 1 % of a step pays for
+splitting off small gradients to send them exactly, which a faster one no longer affords. Then the faster network would
+get the lossier plan.
+
+It is a search for the shortest path with two costs. With r[i] the instant at which gradient i is ready, S[i] the bytes
+of the first i gradients, and T_k the cost of a message of kind k, a state (t, e) of i says that the first i gradients
+can have travelled at t with error e, and leads to
+
+    (max(t, r[j]) + T_k(S[j] − S[i]),  e + error_k · elements)      for every later j and every kind k.
+
+Of the states of one i only those matter that no other one beats in both numbers, and of those only the ones that can
+still finish in time, which a pass from the end tells (``_latest``). The search is exact while no i has more states, and
+the trace no more gradients, than ``MOST_STATES`` and ``MOST_GRADIENTS`` allow; beyond that, neighbours are merged.
+
+Gradients of several dtypes, or that may not use the same kinds, are planned apart, as if the others took no time; the
+simulator then tells by how much each must hurry. That is good, and not proven best.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.curve import Curve
+from anabranch.kinds import DENSE
+from anabranch.network import Network
+from anabranch.plan import Bucket, Plan
+from anabranch.planners.merge import optimal
+from anabranch.sim import finish_s
+from anabranch.trace import TensorSpec, Trace
+
+FREE = 0.01  # share of the computing time by which a step may end later for a smaller error
+MERGED = 0.001  # the same, for fewer messages
+MOST_GRADIENTS = 128  # more are merged with their neighbours before the search
+MOST_STATES = 2048  # of all gradients together
+ROUNDING = 1 + 1e-12
+HURRIES = 6  # attempts to make parts that were planned apart finish together in time
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def least_lossy(
+    trace: Trace, network: Network, errors: Mapping[str, int], without: Mapping[str, Collection[str]] | None = None
+) -> Plan:
+    """The plan with the smallest error that finishes at most ``FREE`` later than the fastest one.
+
+    ``errors`` gives the kinds to choose from, "dense" among them, and their errors. ``without`` names, by kind, the
+    gradients that must not use it.
+    """
+    if DENSE not in errors:
+        raise ValueError(f"kinds to choose from are {', '.join(errors) or 'none'}: {DENSE!r} must be among them")
+    forbidden = {kind: frozenset(names) for kind, names in (without or {}).items() if kind in errors}
+    computing_s = trace.forward_s + trace.backward_s
+    arrangements = _arrangements(trace, network, errors, forbidden, MERGED * computing_s)
+    fastest = [_joined(trace, [part.within(0.0) for part in parts]) for parts in arrangements]
+    for kind in errors:
+        if not forbidden.get(kind):
+            fastest.append(optimal(trace, network, collective=kind))
+    best = min(fastest, key=lambda plan: finish_s(trace, plan, network))
+    limit_s = finish_s(trace, best, network) + FREE * computing_s
+    found = [_in_time(trace, network, parts, limit_s) for parts in arrangements]
+    numels = {tensor.name: tensor.numel for tensor in trace.tensors}
+
+    def rank(plan: Plan) -> tuple[int, float, int]:
+        error = sum(errors[bucket.collective] * numels[name] for bucket in plan.buckets for name in bucket.names)
+        return error, finish_s(trace, plan, network), len(plan)
+
+    return min([best, *(plan for plan in found if plan is not None)], key=rank)
+
+
+class Choice(NamedTuple):
+    """Gradients that travel together, and by which kind."""
+
+    tensors: Sequence[TensorSpec]
+    kind: str
+
+
+class _Part:
+    """Gradients that can share buckets, with the kinds that they may use, the most faithful first.
+
+    ``merging_s`` is what merging neighbours of one kind may cost.
+    """
+
+    def __init__(
+        self, tensors: Sequence[TensorSpec], network: Network, errors: Mapping[str, int], merging_s: float
+    ) -> None:
+        self._merging_s = merging_s
+        self._groups = _grouped(tensors)
+        self._kinds = sorted(errors, key=errors.__getitem__)
+        self._errors = np.array([errors[kind] for kind in self._kinds], dtype=np.int64)
+        self._curves = [network.curve(kind) for kind in self._kinds]
+        self._ready = np.array([0.0, *(group[-1].ready_s for group in self._groups)])
+        self._nbytes = np.cumsum([0, *(sum(t.nbytes for t in group) for group in self._groups)])
+        self._numel = np.cumsum([0, *(sum(t.numel for t in group) for group in self._groups)])
+        # _costs[kind, i, j]: of one message with the groups i … j−1
+        sizes = np.maximum(self._nbytes[None, :] - self._nbytes[:, None], 0)
+        self._costs = np.stack([_seconds(curve, sizes) for curve in self._curves])
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def fastest_s(self) -> float:
+        """The earliest instant at which everything can have travelled, by any kinds."""
+        least = self._costs.min(axis=0)
+        earliest = np.zeros(len(self) + 1)
+        for j in range(1, len(self) + 1):
+            earliest[j] = (np.maximum(earliest[:j], self._ready[j]) + least[:j, j]).min()
+        return float(earliest[-1])
+
+    def within(self, limit_s: float) -> list[Choice]:
+        """The buckets with the smallest error that finish by ``limit_s``, or as early as any do."""
+        limit_s = max(limit_s, self.fastest_s()) * ROUNDING
+        latest = self._latest(limit_s)
+        most = max(2, MOST_STATES // (len(self) + 1))
+        times, totals = np.zeros(1), np.zeros(1, dtype=np.int64)  # of all states so far
+        owner, before, by = np.zeros(1, np.int64), np.full(1, -1), np.full(1, -1)  # group, former state, kind
+        for j in range(1, len(self) + 1):
+            costs = self._costs[:, :j, j]
+            # A kind is of use only where it is faster than all that are more faithful.
+            useful = costs < np.minimum.accumulate(np.vstack([np.full((1, j), inf), costs[:-1]]), axis=0)
+            kind, state = np.nonzero(useful[:, owner])
+            start = owner[state]
+            end_s = np.maximum(times[state], self._ready[j]) + costs[kind, start]
+            total = totals[state] + self._errors[kind] * (self._numel[j] - self._numel[start])
+            some = np.flatnonzero(end_s <= latest[j])
+            kept = some[_unbeaten(end_s[some], total[some], most)]
+            times, totals = np.append(times, end_s[kept]), np.append(totals, total[kept])
+            owner = np.append(owner, np.full(len(kept), j))
+            before, by = np.append(before, state[kept]), np.append(by, kind[kept])
+        messages, at = [], len(times) - 1  # the last state has the smallest error
+        while before[at] >= 0:
+            messages.append((int(owner[before[at]]), int(owner[at]), int(by[at])))
+            at = before[at]
+        return [
+            Choice([tensor for group in self._groups[low:high] for tensor in group], self._kinds[kind])
+            for low, high, kind in self._merged(messages[::-1], min(limit_s, times[-1] + self._merging_s))
+        ]
+
+    def _merged(self, messages: list[tuple[int, int, int]], limit_s: float) -> list[tuple[int, int, int]]:
+        """The messages (first group, last + 1, kind), neighbours of one kind merged while all finish by ``limit_s``."""
+        at = len(messages) - 1
+        while at > 0:
+            (low, _, kind), (_, high, other) = messages[at - 1 : at + 1]
+            merged = [*messages[: at - 1], (low, high, kind), *messages[at + 1 :]]
+            if kind == other and self._finish_s(merged) <= limit_s:
+                messages = merged
+            at -= 1
+        return messages
+
+    def _finish_s(self, messages: Sequence[tuple[int, int, int]]) -> float:
+        end_s = 0.0
+        for low, high, kind in messages:
+            end_s = max(end_s, self._ready[high]) + self._costs[kind, low, high]
+        return end_s
+
+    def _latest(self, limit_s: float) -> Floats:
+        """For each i, the latest instant by which the groups before it must have travelled to finish in time."""
+        least = self._costs.min(axis=0)
+        latest = np.full(len(self) + 1, -inf)
+        latest[-1] = limit_s
+        for i in range(len(self) - 1, -1, -1):
+            starts = latest[i + 1 :] - least[i, i + 1 :]
+            in_time = starts * ROUNDING >= self._ready[i + 1 :]
+            latest[i] = starts[in_time].max(initial=-inf)
+        return latest * ROUNDING
+
+
+def _unbeaten(times: Floats, errors: Ints, most: int) -> Ints:
+    """Indices of the states that no other one beats in both numbers, the earliest first; at most ``most`` of them."""
+    order = np.lexsort((errors, times))
+    ordered = errors[order]
+    smallest = np.minimum.accumulate(ordered)
+    kept: Ints = np.append(order[:1], order[1:][ordered[1:] < smallest[:-1]])
+    if len(kept) <= most:
+        return kept
+    return np.asarray(kept[np.linspace(0, len(kept) - 1, most).round().astype(np.int64)])
+
+
+def _seconds(curve: Curve, nbytes: Ints) -> Floats:
+    """What messages of these sizes cost."""
+    segments = curve.segments()
+    at = np.array([segment.nbytes for segment in segments])
+    line = np.searchsorted(at, nbytes, side="right") - 1
+    seconds = np.array([segment.seconds for segment in segments])
+    slope = np.array([segment.s_per_byte for segment in segments])
+    return np.asarray(seconds[line] + slope[line] * (nbytes - at[line]))
+
+
+def _grouped(tensors: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]:
+    """The gradients one by one; merged with their neighbours, where there are too many."""
+    if len(tensors) <= MOST_GRADIENTS:
+        return [[tensor] for tensor in tensors]
+    # A group is closed when it has its share, or before a gradient that has one by itself: at most two for each share.
+    share = -(-2 * sum(tensor.nbytes for tensor in tensors) // MOST_GRADIENTS)
+    groups: list[list[TensorSpec]] = [[]]
+    nbytes = 0
+    for tensor in tensors:
+        if groups[-1] and nbytes + tensor.nbytes > share:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(tensor)
+        nbytes += tensor.nbytes
+    return list(groups)
+
+
+def _arrangements(
+    trace: Trace,
+    network: Network,
+    errors: Mapping[str, int],
+    forbidden: Mapping[str, frozenset[str]],
+    merging_s: float,
+) -> list[list[_Part]]:
+    """Ways to divide the gradients into parts.
+
+    In the first, gradients are apart where they may use other kinds. In the second, they are apart by dtype alone, so
+    that fewer messages are sent, and use only what all of their dtype may use.
+    """
+
+    def kinds_of(tensor: TensorSpec) -> tuple[str, ...]:
+        return tuple(kind for kind in errors if tensor.name not in forbidden.get(kind, ()))
+
+    apart, together = [], []
+    for tensors in trace.by_kind():
+        by_kinds = sorted(tensors, key=kinds_of)
+        for kinds, part in groupby(by_kinds, key=kinds_of):
+            apart.append(_Part(list(part), network, {kind: errors[kind] for kind in kinds}, merging_s))
+        common = [kind for kind in errors if all(t.name not in forbidden.get(kind, ()) for t in tensors)]
+        together.append(_Part(tensors, network, {kind: errors[kind] for kind in common}, merging_s))
+    return [apart] if len(apart) == len(together) else [apart, together]
+
+
+def _in_time(trace: Trace, network: Network, parts: Sequence[_Part], limit_s: float) -> Plan | None:
+    """The plan of parts that were each planned apart, if they can be made to finish in time together."""
+    allowed_s = limit_s
+    for _ in range(HURRIES):
+        plan = _joined(trace, [part.within(allowed_s) for part in parts])
+        late_s = finish_s(trace, plan, network) - limit_s
+        if late_s <= limit_s * (ROUNDING - 1):
+            return plan
+        allowed_s -= late_s
+    return None
+
+
+def _joined(trace: Trace, parts: Sequence[Sequence[Choice]]) -> Plan:
+    """One plan of all choices, in the order in which they are complete."""
+    place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
+    choices = sorted((choice for part in parts for choice in part), key=lambda choice: place[choice.tensors[-1].name])
+    return Plan(tuple(Bucket(tuple(t.name for t in tensors), collective=kind) for tensors, kind in choices))
