@@ -17,7 +17,9 @@ from anabranch.sim import finish_s
 
 ERRORS = {kind: error_of(kind) for kind in LADDER}
 # Of the bytes of a kind's messages the share that travels, and the seconds per byte to compute them.
-BYTES = {"dense": 1.0, "bf16": 0.5, "int8": 0.254, "int4": 0.141} | {f"oktopk:{d}": 2 * d for d in (0.1, 0.05, 0.02, 0.01)}
+BYTES = {"dense": 1.0, "bf16": 0.5, "int8": 0.254, "int4": 0.141} | {
+    f"oktopk:{d}": 2 * d for d in (0.1, 0.05, 0.02, 0.01)
+}
 COMPUTING = {"dense": 0.0, "bf16": 2e-12, "int8": 5e-12, "int4": 8e-12}
 
 
