@@ -14,11 +14,11 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 BASE = {"errors", "checks", "extras"}
-NOUNS = {*BASE, "kinds", "trace", "alpha_beta", "curve", "network", "plan", "timeline"}
+NOUNS = {*BASE, "kinds", "fidelity", "trace", "alpha_beta", "curve", "network", "plan", "timeline"}
 EVERYTHING = {"*"}
 LIBRARY = {
     *NOUNS, "version", "files", "network_presets", "profiler_trace", "sim", "planners", "scaling", "comm", "observe",
-    "quantised", "sparse", "compression", "activations", "lean", "ddp", "tuning", "parallel", "lean_parallel",
+    "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp", "tuning", "parallel", "lean_parallel",
     "integrations",
 }  # fmt: skip
 NAMES_OF_KINDS = {"sparse.naming", "sparse.sizes", "sparse.cost_model", "sparse.options"}  # no torch in them
@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "curve": BASE,
     "network": {*BASE, "alpha_beta", "curve"},
     "plan": {*BASE, "trace"},
-    "fidelity": {*NOUNS, "sparse.naming"},
+    "fidelity": {"kinds", "trace", "plan", "sparse.naming"},
+    "auto": {*NOUNS, "sparse.options"},
     "network_presets": {*BASE, "alpha_beta", "curve", "network"},
     "files": NOUNS,
     "profiler_trace": {*NOUNS, "files"},
@@ -50,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": {*NOUNS, "files", "comm"},
     "quantised": {*NOUNS, "comm"},
     "sparse": {*NOUNS, "comm"},
-    "compression": {*NOUNS, "comm", "quantised", "sparse"},
+    "compression": {*NOUNS, "auto", "comm", "quantised", "sparse"},
     "activations": {*NOUNS, "observe"},
     "ddp": {*NOUNS, "comm", "observe"},
     "lean": {*NOUNS, "comm", "observe", "activations"},

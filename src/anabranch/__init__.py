@@ -34,6 +34,7 @@ from anabranch.version import __version__
 
 if _TYPE_CHECKING:
     from anabranch.activations.policy import Activations
+    from anabranch.auto import Auto
     from anabranch.integrations.distributed_checkpoint import CommState
     from anabranch.lean.options import Lean
     from anabranch.lean_parallel import LeanDataParallel
@@ -47,6 +48,7 @@ __all__ = [
     "Activations",
     "AlphaBeta",
     "AnabranchError",
+    "Auto",
     "Bucket",
     "CollectiveError",
     "CommState",
@@ -89,6 +91,7 @@ __all__ = [
 # Imported on first use, since they import torch, which planning does not need.
 _WITH_TORCH = {
     "Activations": "anabranch.activations.policy",
+    "Auto": "anabranch.auto",
     "CommState": "anabranch.integrations.distributed_checkpoint",
     "DataParallel": "anabranch.parallel",
     "JsonLines": "anabranch.observe.loggers",

@@ -37,15 +37,23 @@ def error_of(kind: str) -> int:
     return 0 if density == 1 else round(MILLION * (1 - _share_of_largest(density)))
 
 
+def is_compressed(kind: str) -> bool:
+    """Whether this is the name of a kind of exchange, and not of dense ones."""
+    return kind != DENSE and (kind in ERRORS or density_of(kind) is not None)
+
+
 def by_fidelity(kinds: Sequence[str]) -> list[str]:
     """These kinds, the most faithful first."""
     return sorted(kinds, key=error_of)
 
 
 def error_of_plan(trace: Trace, plan: Plan) -> float:
-    """The relative squared error of all averages under this plan, if all elements have the same variance."""
+    """The relative squared error of all averages under this plan, if all elements have the same variance.
+
+    A gradient that the trace does not have, such as a frozen one, counts nothing.
+    """
     numels = {tensor.name: tensor.numel for tensor in trace.tensors}
-    errors = (error_of(bucket.collective) * numels[name] for bucket in plan.buckets for name in bucket.names)
+    errors = (error_of(bucket.collective) * numels.get(name, 0) for bucket in plan.buckets for name in bucket.names)
     return sum(errors) / MILLION / max(1, sum(numels.values()))
 
 

@@ -15,10 +15,11 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
+from anabranch.auto import Auto
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.model import model_parts
-from anabranch.compression import check_compress, collectives_for, keeps_residuals
+from anabranch.compression import Compress, Settings, checked_compress, collectives_for, keeps_residuals
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
 from anabranch.lean.options import Lean
@@ -49,6 +50,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     lanes: the maximum number of simultaneous messages; None tries two if the measurement predicts a gain.
     compress: "bf16" and "int8" round what is sent, and add in float32; "int4" also keeps its rounding errors for the
     next step; OkTopk(...) sends the largest values and keeps the rest as residual; each is used only if it is faster.
+    "auto", Auto(...) or a list of kinds: per bucket the most faithful one that costs no time.
     profile_steps: steps to record before planning; 0 never plans. policy: when plans are tried, kept and dropped.
     cache: the folder in which choices are kept for the next start of the same training; None or True for
     ``$ANABRANCH_CACHE`` or the user's cache folder, False for no cache. Rank 0's files count.
@@ -72,14 +74,14 @@ class DataParallel(Tuned, ExtensibleDDP):
         plan: Plan | str | os.PathLike[str] | None = None,
         network: Network | None = None,
         lanes: int | None = None,
-        compress: str | OkTopk | None = None,
+        compress: Compress = None,
         profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
         cache: str | os.PathLike[str] | bool | None = None,
         memory: Lean | None = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
         **options: Any,
     ) -> None:
-        check_compress(compress)
+        compress = checked_compress(compress)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
         bound = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options)
@@ -146,7 +148,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         parameters = reduced_parameters(self)
         self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later)
 
-    def _make_collectives(self, compress: str | OkTopk | None) -> Collectives:
+    def _make_collectives(self, compress: Settings) -> Collectives:
         if keeps_residuals(compress) and self.find_unused_parameters and not self._no_plan_reason:
             raise ValueError(
                 f"{_named(compress)} with find_unused_parameters=True: DDP drops the averages of parameters that no "
@@ -252,8 +254,8 @@ class DataParallel(Tuned, ExtensibleDDP):
         self.require_backward_grad_sync = True
 
 
-def _named(compress: str | OkTopk | None) -> str:
-    return "OkTopk(...)" if isinstance(compress, OkTopk) else repr(compress)
+def _named(compress: Settings) -> str:
+    return f"{type(compress).__name__}(...)" if isinstance(compress, OkTopk | Auto) else repr(compress)
 
 
 def _unplannable(given: Mapping[str, Any]) -> list[str]:

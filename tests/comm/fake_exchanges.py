@@ -51,7 +51,6 @@ class EighthsExchanges:
 class FakeMemory:
     """An ``ExchangeMemory`` that keeps its calls, and the states it was given."""
 
-    dense_names = frozenset({"bias"})
     warmup_steps = 7
 
     def __init__(self) -> None:
@@ -64,6 +63,9 @@ class FakeMemory:
     def residual_state(self, bucket: Bucket) -> ResidualState | None:
         self.calls.append(f"residual_state {bucket.names[0]}")
         return None
+
+    def averages_buffer(self, bucket: Bucket) -> bool:
+        return not self.keeps_residual(bucket.collective)
 
     def on_step_end(self) -> None:
         self.calls.append("on_step_end")

@@ -75,7 +75,7 @@ def test_an_unknown_kind_is_named_with_those_that_exist(question: Callable[[Coll
 
 def test_without_a_memory_nothing_is_kept_and_no_state_can_be_loaded() -> None:
     collectives = Collectives(DenseExchanges())
-    assert (collectives.dense_names, collectives.warmup_steps) == (frozenset(), 0)
+    assert (collectives.excluded, collectives.warmup_steps) == ({}, 0)
     collectives.on_step_end()
     collectives.use_plan(MIXED)
     collectives.rescale(2.0)
@@ -89,8 +89,8 @@ def test_without_a_memory_nothing_is_kept_and_no_state_can_be_loaded() -> None:
 
 def test_a_memory_is_asked_and_told_of_everything() -> None:
     memory = FakeMemory()
-    collectives = Collectives(EighthsExchanges(), DenseExchanges(), memory=memory)
-    assert (collectives.dense_names, collectives.warmup_steps) == (frozenset({"bias"}), 7)
+    collectives = Collectives(EighthsExchanges(), DenseExchanges(), memory=memory, excluded={"eighths": ["bias"]})
+    assert (collectives.excluded, collectives.warmup_steps) == ({"eighths": frozenset({"bias"})}, 7)
     collectives.residual_state(MIXED.buckets[1])
     collectives.use_plan(MIXED)
     collectives.use_plan(None)

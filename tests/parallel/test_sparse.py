@@ -106,7 +106,7 @@ def test_tuning_loses_no_gradient(density: float | str, end: str) -> None:
 def lost_when_confirmed(rank: int) -> dict[str, Any]:
     """The sparse plan is not decided about in its first pair of blocks and loses in the second."""
     verdicts: Iterator[Verdict] = iter(["undecided", "not faster"])
-    LiveTrials._verdict = lambda self, found, to_the_end: next(verdicts, "not faster")  # type: ignore[method-assign]
+    LiveTrials._verdict = lambda self, found, min_gain, to_the_end: next(verdicts, "not faster")  # type: ignore[method-assign]
     return tuned_run(rank, 0.05, "goes back")
 
 

@@ -115,7 +115,7 @@ def test_dtypes_travel_apart_and_a_dtype_that_may_use_nothing_else_travels_dense
     )
     trace, told = Trace(tensors, 0.02), network(1.0)
     doubles = {tensor.name for tensor in tensors if tensor.dtype == "float64"}
-    plan = least_lossy(trace, told, ERRORS, {kind: doubles for kind in LADDER[1:]}).check(trace)
+    plan = least_lossy(trace, told, ERRORS, dict.fromkeys(LADDER[1:], doubles)).check(trace)
     kinds = {name: bucket.collective for bucket in plan.buckets for name in bucket.names}
     assert {kinds[name] for name in doubles} == {"dense"}
     assert any(":" in kind for kind in kinds.values())

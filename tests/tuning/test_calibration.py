@@ -1,10 +1,12 @@
 """A network corrected by live steps: what was put in comes out, and nothing implausible does."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch import Bucket, Network, Plan, Span, TensorSpec, Timeline, Trace
+from anabranch import Bucket, Curve, Network, Plan, Span, TensorSpec, Timeline, Trace
 from anabranch.sim import finish_s
 from anabranch.tuning.calibration import (
     FACTORS,
@@ -69,6 +71,21 @@ def test_several_steps_give_the_median_of_each_message() -> None:
     ]
     assert bucket_seconds(timelines) == [2.0, 2.0]
     assert bucket_seconds([*timelines, Timeline((Span("compute", "backward", 0.0, 9.0),))]) == []
+
+
+def test_compressed_kinds_that_were_not_tried_are_corrected_as_those_that_were() -> None:
+    line = Curve.linear(1e-3, 1e-8)
+    network = Network(4, dict.fromkeys(("dense", "int8", "int4", "oktopk:0.01", "all_gather"), line))
+    trace, plan = case([KIB] * 3)
+    rounded = Plan(tuple(replace(bucket, collective="int8") for bucket in plan.buckets))
+    better = with_calibrated_costs(network, trace, rounded, [line.seconds(KIB) + 2e-3] * 3)
+    for kind in ("int8", "int4", "oktopk:0.01"):
+        assert better.seconds(kind, 0) == pytest.approx(3e-3)
+    assert better.curve("dense") == line == better.curve("all_gather")
+    # what was tried once keeps its own correction
+    coarser = Plan(tuple(replace(bucket, collective="int4") for bucket in plan.buckets))
+    later = with_calibrated_costs(better, trace, coarser, [better.seconds("int4", KIB) + 1e-3] * 3)
+    assert later.seconds("int8", 0) == pytest.approx(3e-3) and later.seconds("oktopk:0.01", 0) == pytest.approx(4e-3)
 
 
 def test_where_messages_cost_less_than_measured_the_bytes_do() -> None:

@@ -53,10 +53,10 @@ def test_labels_say_how_often_the_network_was_corrected() -> None:
     assert [label for label, _ in candidates(options(), TRACE, twice)] == ["optimal, refined", "2 lanes, refined twice"]
 
 
-def test_vectors_that_must_not_be_delayed_may_be_rounded_to_bf16() -> None:
-    """As in the warm-up of OkTopk, whose vectors are among ``dense_names``."""
+def test_gradients_that_one_kind_must_not_carry_may_travel_by_another() -> None:
+    """As in the warm-up of OkTopk, whose vectors must not be delayed, and may be rounded to bf16."""
     network = Network(4, {kind: SHARED.curve("dense") for kind in ("dense", "bf16", "int8")}, SHARED.contention)
     for kind, expected in (("bf16", {"bf16"}), ("int8", {"int8", "dense"})):
-        asked = replace(options("per_tensor", 1, kind), dense_names=frozenset({"t0"}))
+        asked = replace(options("per_tensor", 1, kind), excluded={"int8": frozenset({"t0"})})
         compressed = dict(candidates(asked, TRACE, network))[f"per_tensor, {kind}"]
         assert {bucket.collective for bucket in compressed.buckets} == expected

@@ -14,7 +14,8 @@ from torch import nn
 
 from anabranch import DataParallel, Network, simulate
 from anabranch.ddp.reducer import reduced_parameters
-from anabranch.tuning.comparison import Verdict
+from anabranch.planners.ladder import FREE
+from anabranch.tuning.comparison import Comparison, Verdict
 from anabranch.tuning.live_trials import LiveTrials
 from anabranch.tuning.tuner import Tuner
 from ddp.inspection import layout_in_force
@@ -108,10 +109,36 @@ def test_explains_prediction_and_measurement_of_every_layout(scenario: str) -> N
     assert "Network: 2 ranks" in explained and "Model: 6 gradients" in explained
 
 
+def faithful_run(rank: int) -> dict[str, Any]:
+    """An int8 plan wins, and the same plan dense, which is predicted to take as long, is tried after it."""
+    asked: list[float] = []
+
+    def verdict(self: LiveTrials, found: Comparison, min_gain: float, to_the_end: bool) -> Verdict:
+        asked.append(min_gain)
+        return "faster"
+
+    LiveTrials._verdict = verdict  # type: ignore[method-assign]
+    points = [(0, 1e-3, 0.0), (1 << 20, 1e-2, 0.0)]
+    network = Network.measured(2, {"dense": points, "int8": points})
+    policy = replace(SCENARIOS["keeps the plan"], min_gain=0.05, min_predicted_gain=0.02)
+    model = DataParallel(mlp(), compress="int8", planner="single", network=network, lanes=1, policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps(model):
+        plain_train(model, optimizer, step)
+    kinds = {bucket.collective for bucket in model.plan.buckets} if model.plan is not None else set()
+    model.close()
+    return {"asked": asked, "kinds": kinds}
+
+
+def test_a_plan_that_is_more_faithful_may_be_a_little_slower() -> None:
+    answer = on_ranks(faithful_run, 2)[0]
+    assert answer["asked"][:2] == [0.05, -FREE] and answer["kinds"] == {"dense"}
+
+
 def doubtful_run(rank: int, again: Verdict) -> dict[str, Any]:
     """One pair of blocks decides for a plan whose gain nobody had predicted; later it is tried once more."""
     verdicts: Iterator[Verdict] = iter(["faster", again])
-    LiveTrials._verdict = lambda self, found, to_the_end: next(verdicts)  # type: ignore[method-assign]
+    LiveTrials._verdict = lambda self, found, min_gain, to_the_end: next(verdicts)  # type: ignore[method-assign]
     Tuner._simulated_gain = lambda self, plan: math.inf  # type: ignore[method-assign]
     _, model = twins(Feature(), "keeps the plan")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -3,13 +3,14 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from anabranch.auto import Auto
 from anabranch.bench.baselines import BASELINES
 from anabranch.kinds import COMPRESSED
 from anabranch.sparse.naming import KIND, given_density
 from anabranch.sparse.options import OkTopk
 
 OTHERS = [name for name in BASELINES if name != "dense"]
-OURS = [*COMPRESSED, KIND, f"{KIND}:bf16", f"{KIND}:0.01", f"{KIND}:0.01:bf16"]
+OURS = [*COMPRESSED, "auto", "auto:int8", KIND, f"{KIND}:bf16", f"{KIND}:0.01", f"{KIND}:0.01:bf16"]
 ALLOWED = f"{', '.join(OURS)}, or a rival: {', '.join(f'{name}:0.01' for name in OTHERS)}"
 
 
@@ -20,11 +21,15 @@ class Rival(NamedTuple):
     density: float
 
 
-def compression(text: str) -> str | OkTopk | Rival:
-    """What "int8", "oktopk" (as dense as is hidden), "oktopk:0.01", "oktopk:0.01:bf16" or "gtopk:0.01" means."""
+def compression(text: str) -> str | OkTopk | Auto | Rival:
+    """What "int8", "auto" (as faithful as is hidden), "auto:int8" (at least int8), "oktopk", "oktopk:0.01",
+    "oktopk:0.01:bf16" or "gtopk:0.01" means.
+    """
     if text in COMPRESSED:
         return text
-    name = text.partition(":")[0]
+    name, _, rest = text.partition(":")
+    if name == "auto":
+        return Auto(at_least=rest or None, oktopk=OkTopk(warmup_steps=0))
     if name not in (KIND, *OTHERS):
         raise ValueError(f"--compress is {text!r}: expected {ALLOWED}")
     if name != KIND:

@@ -29,6 +29,7 @@ from anabranch.bench.race import Turn, race
 from anabranch.bench.sparse import sparse_rivals
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
+from anabranch.compression import Compress
 from anabranch.errors import AnabranchError
 from anabranch.kinds import EVERY_ELEMENT
 from anabranch.lab.environment import LAB_BIT_S
@@ -36,7 +37,6 @@ from anabranch.network import Network
 from anabranch.observe.environment import lab_note
 from anabranch.parallel import DataParallel
 from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
-from anabranch.sparse.options import OkTopk
 from anabranch.trace import Trace
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.version import __version__
@@ -104,7 +104,7 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
 THOROUGH = TuningPolicy(min_predicted_gain=-0.05)
 
 
-def _tuned(workload: Workload, settings: Settings, name: str, compress: str | OkTopk | None, say: Say) -> TunedModel:
+def _tuned(workload: Workload, settings: Settings, name: str, compress: Compress, say: Say) -> TunedModel:
     """A DataParallel on a model of its own, run until it has chosen a layout."""
     model, step = workload.build()
     # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.

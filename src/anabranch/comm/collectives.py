@@ -1,12 +1,17 @@
 """Collectives: all exchanges that the buckets of one model can name, and the state they keep between steps."""
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
+from anabranch.comm.error_samples import ErrorSamples
 from anabranch.comm.exchange import Collective, ExchangeFamily, Group, Steps, Traffic
+from anabranch.kinds import DENSE
 from anabranch.plan import Bucket, Plan
+
+NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 class Scaler(Protocol):
@@ -50,11 +55,9 @@ class ResidualState(Protocol):
 class ExchangeMemory(Protocol):
     """The state that exchanges keep between steps, by parameter name: residuals, thresholds, momentum.
 
-    dense_names    parameters whose gradients must be sent dense
     warmup_steps   training steps before other exchanges than dense ones are tried
     """
 
-    dense_names: frozenset[str]
     warmup_steps: int
 
     def keeps_residual(self, kind: str) -> bool:
@@ -63,6 +66,10 @@ class ExchangeMemory(Protocol):
 
     def residual_state(self, bucket: Bucket) -> ResidualState | None:
         """The residual of this bucket; None if its exchange has none."""
+        ...
+
+    def averages_buffer(self, bucket: Bucket) -> bool:
+        """Whether this bucket's exchange averages what its buffer holds: no velocities, nothing added in place."""
         ...
 
     def on_step_end(self) -> None:
@@ -105,18 +112,22 @@ class Collectives:
     """All exchanges of one model: finds the family of each bucket's kind, so that a plan may mix families.
 
     ``families`` come in order of preference. ``memory`` holds residuals and checkpoints, of one family or shared by
-    several; None if no family keeps anything. ``dense_names``: further parameters whose gradients must be sent dense.
+    several; None if no family keeps anything. ``excluded``: by kind, the parameters whose gradients must not use it.
     """
 
     def __init__(
-        self, *families: ExchangeFamily, memory: ExchangeMemory | None = None, dense_names: Collection[str] = ()
+        self,
+        *families: ExchangeFamily,
+        memory: ExchangeMemory | None = None,
+        excluded: Mapping[str, Collection[str]] = NOTHING,
     ) -> None:
         self._families = families
         self._family_of_kind: dict[str, ExchangeFamily] = {}  # of kinds asked for so far
         self._memory = memory
         self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)
-        self.dense_names: frozenset[str] = frozenset(dense_names) | (memory.dense_names if memory else frozenset())
+        self.excluded = {kind: frozenset(names) for kind, names in excluded.items()}
         self.warmup_steps = 0 if memory is None else memory.warmup_steps
+        self._errors = ErrorSamples()
         self.keep_memory = memory is not None  # then ``on_step_end`` must be called after every step
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
@@ -127,7 +138,14 @@ class Collectives:
         return self._family(kind).on_side_stream(kind)
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        return self._family(bucket.collective).steps(bucket, buffer, group, divisor)
+        exchange = self._family(bucket.collective).steps(bucket, buffer, group, divisor)
+        if bucket.collective == DENSE or (self._memory is not None and not self._memory.averages_buffer(bucket)):
+            return exchange
+        return self._errors.watched(exchange, bucket, buffer, group, divisor)
+
+    def relative_errors(self) -> Mapping[tuple[str, ...], float]:
+        """Measured errors of the averages of compressed buckets, by their names; waits for the device."""
+        return self._errors.relative_errors()
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
         """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""
@@ -152,6 +170,7 @@ class Collectives:
 
     def use_plan(self, plan: Plan | None) -> None:
         """Prepare for a plan, or for DDP's own buckets, from the next step on (see ``ExchangeMemory``)."""
+        self._errors.clear()
         if self._memory is not None:
             self._memory.use_plan(plan)
 

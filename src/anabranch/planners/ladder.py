@@ -52,16 +52,16 @@ Ints = NDArray[np.int64]
 
 
 def least_lossy(
-    trace: Trace, network: Network, errors: Mapping[str, int], without: Mapping[str, Collection[str]] | None = None
+    trace: Trace, network: Network, errors: Mapping[str, int], excluded: Mapping[str, Collection[str]] | None = None
 ) -> Plan:
     """The plan with the smallest error that finishes at most ``FREE`` later than the fastest one.
 
-    ``errors`` gives the kinds to choose from, "dense" among them, and their errors. ``without`` names, by kind, the
-    gradients that must not use it.
+    ``errors`` gives the kinds to choose from, "dense" among them, and their errors. ``excluded`` names, by kind,
+    the gradients that must not use it.
     """
     if DENSE not in errors:
         raise ValueError(f"kinds to choose from are {', '.join(errors) or 'none'}: {DENSE!r} must be among them")
-    forbidden = {kind: frozenset(names) for kind, names in (without or {}).items() if kind in errors}
+    forbidden = {kind: frozenset(names) for kind, names in (excluded or {}).items() if kind in errors}
     computing_s = trace.forward_s + trace.backward_s
     arrangements = _arrangements(trace, network, errors, forbidden, MERGED * computing_s)
     fastest = [_joined(trace, [part.within(0.0) for part in parts]) for parts in arrangements]

@@ -12,7 +12,7 @@ from anabranch.comm.communicator import GroupCommunicators
 from anabranch.comm.exchange import Collective, Group, Steps, Traffic
 from anabranch.plan import Bucket
 from anabranch.sparse.memory import ResidualMemory
-from anabranch.sparse.naming import LADDER, density_of, kind_of
+from anabranch.sparse.naming import density_of
 from anabranch.sparse.oktopk import exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes
@@ -22,9 +22,8 @@ from anabranch.sparse.state import BucketState
 class OkTopkExchanges:
     """The family of Ok-Topk exchanges of one model, at one density or several; ``memory`` keeps their residuals."""
 
-    def __init__(self, options: OkTopk, memory: ResidualMemory) -> None:
-        fixed = [] if options.density == "auto" else [float(options.density)]
-        self.kinds = tuple(kind_of(density) for density in fixed or LADDER)
+    def __init__(self, kinds: tuple[str, ...], options: OkTopk, memory: ResidualMemory) -> None:
+        self.kinds = kinds
         self._options = options
         self._memory = memory
         self._comms = GroupCommunicators()

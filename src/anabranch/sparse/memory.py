@@ -1,6 +1,6 @@
 """ResidualMemory: what exchanges with residuals keep between steps, for all buckets of one model on one rank."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,7 @@ class ResidualMemory:
     parameters       those of the model that are averaged, by name
     averaged         and ``applied``: as in ``ResidualFlush``
     frozen           the model's other parameters; a checkpoint may hold their residuals, which are kept
-    dense_names      and ``warmup_steps``: as in ``ExchangeMemory``
+    warmup_steps     as in ``ExchangeMemory``
     momentum         velocities, which are saved with the residuals
     """
 
@@ -39,12 +39,10 @@ class ResidualMemory:
         applied: Applied | None = None,
         frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
         *,
-        dense_names: Collection[str] = (),
         warmup_steps: int = 0,
         momentum: Momentum | None = None,
         sample_period: int = SAMPLE_PERIOD,
     ) -> None:
-        self.dense_names = frozenset(dense_names)
         self.warmup_steps = warmup_steps
         self.momentum = momentum or Momentum(0.0)
         self.keeps_residual = keeps_residual
@@ -71,6 +69,10 @@ class ResidualMemory:
 
     def residual_state(self, bucket: Bucket) -> BucketState | None:
         return self.bucket_state(bucket) if self.keeps_residual(bucket.collective) else None
+
+    def averages_buffer(self, bucket: Bucket) -> bool:
+        state = self.residual_state(bucket)
+        return state is None or (self.momentum.decay == 0.0 and not state.accumulates_in_place)
 
     def on_step_end(self) -> None:
         """Under a loss scaler, which skips a step if any gradient is not finite: put back what was sent in it.

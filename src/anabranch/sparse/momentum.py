@@ -24,18 +24,18 @@ class Momentum:
     """
 
     def __init__(self, decay: float, rounds: bool = False) -> None:
-        self._decay = decay
+        self.decay = decay
         self._rounds = rounds
         self._flat: dict[tuple[str, ...], tuple[BucketState, torch.Tensor]] = {}
         self._pieces: dict[str, torch.Tensor] = {}  # of former buckets, or from a checkpoint
 
     def wrap(self, exchange: Steps, gradient: torch.Tensor, state: BucketState) -> Steps:
         """The exchange of velocities in place of gradients. Gradients that cannot be sent leave no trace in them."""
-        if self._decay == 0.0:
+        if self.decay == 0.0:
             yield from exchange
             return
         velocity = self._velocity(state)
-        velocity.mul_(self._decay).add_(gradient, alpha=1 - self._decay)
+        velocity.mul_(self.decay).add_(gradient, alpha=1 - self.decay)
         gradient.copy_(velocity)
         yield from exchange
         sent = state.residual == 0

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from anabranch.comm.agree import agree_on
 from anabranch.comm.exchange import Group
 from anabranch.curve import Curve
+from anabranch.fidelity import is_compressed
+from anabranch.kinds import DENSE
 from anabranch.network import Contention, Network
 from anabranch.plan import Plan
 from anabranch.sim import finish_s
@@ -71,19 +73,25 @@ def bucket_seconds(steps: Sequence[Timeline]) -> list[float]:
 def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Sequence[float]) -> Network:
     """``network`` with costs fitted to the measured times of the buckets of ``plan``: factor · cost + extra seconds.
 
-    Each kind of exchange is fitted to its own buckets; kinds that the plan does not use are unchanged.
+    Each kind of exchange is fitted to its own buckets. Compressed kinds that no plan has used yet get the correction
+    of those that this one uses: otherwise they would look faster, just because nobody tried them.
     """
     nbytes = {tensor.name: tensor.nbytes for tensor in trace.tensors}
     curves, notes = dict(network.curves), {}
+    fits = []  # of compressed kinds
     for kind in dict.fromkeys(bucket.collective for bucket in plan.buckets):
         own = [i for i, bucket in enumerate(plan.buckets) if bucket.collective == kind]
         expected = [network.seconds(kind, sum(nbytes[name] for name in plan.buckets[i].names)) for i in own]
         factor, extra_s = _fit(np.array(expected), np.array([took_s[i] for i in own]))
         curves[kind] = _scaled(network.curve(kind), factor, extra_s)
+        fits += [(factor, extra_s)] if kind != DENSE else []
         of = f"{len(own)} bucket{'s' if len(own) != 1 else ''}"
-        named = "costs" if kind == "dense" else f"costs of {kind}"
+        named = "costs" if kind == DENSE else f"costs of {kind}"
         note = f"{named} × {factor:.2f} + {extra_s * 1e3:.3f} ms per message, from live steps of {of}"
-        notes["refined" if kind == "dense" else f"refined_{kind}"] = note
+        notes["refined" if kind == DENSE else f"refined_{kind}"] = note
+    for kind in filter(is_compressed, network.curves if fits else ()):
+        if f"refined_{kind}" not in {**network.meta, **notes}:
+            curves[kind] = _scaled(network.curve(kind), *np.median(fits, axis=0).tolist())
     return replace(network, curves=curves, model=None, meta={**network.meta, **notes})
 
 

@@ -5,14 +5,18 @@ from dataclasses import replace
 
 from anabranch import planners
 from anabranch.errors import NetworkError
-from anabranch.kinds import BF16, DENSE, EVERY_ELEMENT
+from anabranch.fidelity import error_of
+from anabranch.kinds import DENSE, EVERY_ELEMENT
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.planners.sparse import densest, sparse
+from anabranch.planners.ladder import least_lossy
+from anabranch.planners.sparse import sparse
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.trace import Trace
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
+
+MIXED = "as faithful as is hidden"
 
 
 def candidates(
@@ -37,17 +41,17 @@ def _compressed(
     """The plans with compressed buckets, if ``compress`` was given."""
     if not options.kinds:
         return []
+    if len(options.kinds) > 1:
+        errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
+        return [(MIXED, least_lossy(trace, network, errors, options.excluded))]
     kind = options.kinds[0]
+    excluded = options.excluded.get(kind, frozenset())
     if kind in EVERY_ELEMENT:  # any bucket of any plan can use it
         compressed = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in plain]
         if options.planner == "optimal":  # this planner can use the costs of that kind
             compressed[0] = (compressed[0][0], planners.optimal(trace, network, collective=kind))
-        if kind == BF16:  # it sends other dtypes dense by itself, and vectors may be rounded even if not delayed
-            return compressed
-        return [(label, _with_dense(plan, options.dense_names)) for label, plan in compressed]
-    if len(options.kinds) == 1:
-        return [(kind, sparse(trace, network, kind, options.dense_names))]
-    return [("as dense as is hidden", densest(trace, network, options.kinds, options.dense_names))]
+        return [(label, _with_dense(plan, excluded)) for label, plan in compressed]
+    return [(kind, sparse(trace, network, kind, excluded))]
 
 
 def _with_dense(plan: Plan, names: Collection[str]) -> Plan:

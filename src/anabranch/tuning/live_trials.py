@@ -59,18 +59,25 @@ class LiveTrials:
         return Trial.of(label, plan, self._timer.last_steps(count), self._timer.clock)
 
     def challenge(
-        self, best: Trial, label: str, plan: Plan | None, to_the_end: bool = False
+        self,
+        best: Trial,
+        label: str,
+        plan: Plan | None,
+        to_the_end: bool = False,
+        min_gain: float | None = None,
     ) -> Schedule[tuple[Trial, Trial, bool]]:
         """Compare a plan with the layout in force, ``best``; the faster one is in force afterwards.
 
         Returns both trials, with all their steps, and whether the plan was faster. ``to_the_end``: whatever it costs.
+        ``min_gain``: in place of the policy's.
         """
+        policy = self._policy if min_gain is None else replace(self._policy, min_gain=min_gain)
         theirs = yield from self.timed(best.label, best.plan)
         ours = yield from self._after_change(label, plan, theirs)
         best, tried = best.with_more(theirs), ours
         pairs = [(theirs.steps_s, ours.steps_s)]
         challenger_runs = True
-        while (found := self._compared(pairs, to_the_end)).verdict == "undecided":
+        while (found := self._compared(pairs, policy, to_the_end)).verdict == "undecided":
             # The layout that runs goes on, then the other one: A B B A A B … has the fewest changes.
             if challenger_runs:
                 ours = yield from self.timed(label, plan)
@@ -95,22 +102,23 @@ class LiveTrials:
         self._budget.charge(sum(whole_s) - len(whole_s) * reference.step_s)
         return trial
 
-    def _compared(self, pairs: Pairs, to_the_end: bool) -> Comparison:
+    def _compared(self, pairs: Pairs, policy: TuningPolicy, to_the_end: bool) -> Comparison:
         """This rank's comparison of these pairs, with rank 0's verdict."""
-        found = compare(pairs, self._policy)
-        return found._replace(verdict=VERDICTS[self._decide(VERDICTS.index(self._verdict(found, to_the_end)))])
+        found = compare(pairs, policy)
+        verdict = self._verdict(found, policy.min_gain, to_the_end)
+        return found._replace(verdict=VERDICTS[self._decide(VERDICTS.index(verdict))])
 
-    def _verdict(self, found: Comparison, to_the_end: bool) -> Verdict:
+    def _verdict(self, found: Comparison, min_gain: float, to_the_end: bool) -> Verdict:
         over = self._in_a_hurry() or (self._budget.left_s <= 0 and not to_the_end)
         if found.verdict == "undecided" and over:
-            likely = found.gain > max(self._policy.min_gain, found.uncertainty / 2)
+            likely = found.gain > max(min_gain, found.uncertainty / 2)
             return "faster" if likely else "not faster"
         return found.verdict
 
 
 def _in_words(found: Comparison, pairs: Pairs) -> str:
     """The result of a comparison that is over."""
-    if found.verdict == "faster":
+    if found.verdict == "faster":  # or more faithful, and not much slower
         ratio = median(s for theirs, _ in pairs for s in theirs) / median(s for _, ours in pairs for s in ours)
         return f"{ratio:.2f}× as fast"
     steps_run = sum(len(ours) for _, ours in pairs)

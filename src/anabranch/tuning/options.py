@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -22,7 +22,7 @@ Planner = Callable[[Trace, Network], Plan]
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """The arguments of DataParallel that are not DDP's; ``kinds`` and ``dense_names`` are those of ``Collectives``.
+    """The arguments of DataParallel that are not DDP's; ``kinds`` and ``excluded`` are those of ``Collectives``.
 
     ``no_plan_reason``: what ranks found when they compared their models, if they cannot plan together.
     """
@@ -33,7 +33,7 @@ class TuningOptions:
     lanes: int | None
     profile_steps: int
     kinds: tuple[str, ...] = ()
-    dense_names: frozenset[str] = frozenset()
+    excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
     cache: str | os.PathLike[str] | bool | None = None
     no_plan_reason: str = ""
 

@@ -23,12 +23,14 @@ from anabranch.comm.agree import agree_on, from_rank_0, latest_over_ranks, numbe
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.errors import CollectiveError
+from anabranch.fidelity import error_of_plan
 from anabranch.network import Network
 from anabranch.observe.environment import network_note
 from anabranch.observe.measure import WARM_UP, noise_note
 from anabranch.observe.recorder import Recorder, order_note
 from anabranch.observe.step_context import StepContext
 from anabranch.plan import Plan
+from anabranch.planners.ladder import FREE
 from anabranch.trace import Trace
 from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
 from anabranch.tuning.budget import SearchBudget
@@ -180,6 +182,7 @@ class Tuner:
             plan=self.runner.plan,
             network_note=network_note() if on_cpu else None,  # only Gloo is emulated
             exchange_lines=self.collectives.summary(),
+            errors=self.collectives.relative_errors(),
             cost=self._budget.summary() if self.trials else "",
         )
 
@@ -343,7 +346,7 @@ class Tuner:
         """Whether a plan may run now: exchanges with residuals wait until training has warmed up."""
         if plan is None or self.steps_done >= self.collectives.warmup_steps:
             return True
-        return all(bucket.collective not in self._options.kinds for bucket in plan.buckets)
+        return not any(self.collectives.keeps_residual(bucket.collective) for bucket in plan.buckets)
 
     def _first_search(self) -> Schedule[None]:
         self.stage = "profiling"
@@ -371,8 +374,8 @@ class Tuner:
         assert self.network is not None and self._best is not None
         if self.steps_done >= self.collectives.warmup_steps:
             return
-        kinds = (WARM_UP_KIND,) if WARM_UP_KIND in self.network.curves else ()
-        yield from self._search(replace(self._options, kinds=kinds))
+        kinds = [kind for kind in self._warm_up_kinds() if kind in self.network.curves]
+        yield from self._search(replace(self._options, kinds=tuple(kinds)))
         self.stage = f"running {self._best.label} while training warms up"
         yield from steps(self.collectives.warmup_steps - self.steps_done)
 
@@ -435,16 +438,25 @@ class Tuner:
         """Compare a layout with the best so far, unless it was tried already or no gain is predicted."""
         assert self._best is not None
         expected, simulated = self._expected_gain(plan), self._simulated_gain(plan)
+        # A plan that is more faithful than the best so far may be a little slower.
+        more_faithful = self._error(plan) < self._error(self._best.plan)
+        if more_faithful and expected >= -FREE:
+            expected += FREE + self._policy.min_predicted_gain
         if any(trial.plan == plan for trial in self.trials) or not self._goes_on(expected):
             return
         self.stage = f"trying {label}"
         before = self._best
-        best, tried, faster = yield from self._live.challenge(before, label, plan)
-        if (1 - tried.step_s / best.step_s) / 2 < simulated < math.inf:
-            tried = replace(tried, doubtful=False)  # what was measured had been predicted
+        min_gain = -FREE if more_faithful else self._policy.min_gain
+        best, tried, faster = yield from self._live.challenge(before, label, plan, min_gain=min_gain)
+        if more_faithful or (1 - tried.step_s / best.step_s) / 2 < simulated < math.inf:
+            tried = replace(tried, doubtful=False)  # what was measured had been predicted, or noise does no harm
         self._beaten = best if faster else self._beaten
         self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), tried]
         self._best = tried if faster else best
+
+    def _error(self, plan: Plan | None) -> float:
+        """How lossy a layout is; the layout's own buckets are exact."""
+        return 0.0 if plan is None else error_of_plan(self._trace, plan)
 
     def _simulated_gain(self, plan: Plan | None) -> float:
         """The share of the best layout's simulated step that this one saves: live steps cannot disturb it."""
@@ -496,8 +508,9 @@ class Tuner:
             return
         self.stage = "measuring the network"
         kinds = ["dense", *self._options.kinds]
-        if self.collectives.warmup_steps > self.steps_done and self._can_send(WARM_UP_KIND):
-            kinds.append(WARM_UP_KIND)
+        if self.collectives.warmup_steps > self.steps_done:
+            kinds += self._warm_up_kinds()
+        kinds = list(dict.fromkeys(kinds))
         lanes = min(self._options.lanes or 2, self.runner.lanes.max_lanes)
         self._live_network.measure(self._trace.nbytes, kinds, lanes, self._budget.left_s)
         set_up_s = self.network.meta.get(WARM_UP) if self.network is not None else None
@@ -506,9 +519,12 @@ class Tuner:
             Tuner._noise_was_logged = True
             self._warn(note)
 
-    def _can_send(self, kind: str) -> bool:
+    def _warm_up_kinds(self) -> list[str]:
+        """Kinds that delay nothing, so that plans may use them while those with residuals wait."""
+        asked = [kind for kind in self._options.kinds if not self.collectives.keeps_residual(kind)]
         dtypes = {parameter.dtype for parameter in self.runner.parameters.values()}
-        return all(self.collectives.supports(kind, dtype) for dtype in dtypes)
+        may_round = all(self.collectives.supports(WARM_UP_KIND, dtype) for dtype in dtypes)
+        return asked or ([WARM_UP_KIND] if may_round else [])
 
     def _plan(self, options: TuningOptions) -> Schedule[Candidates]:
         """Have rank 0 plan while training continues; returns its candidates, on every rank."""

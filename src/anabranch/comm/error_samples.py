@@ -1,0 +1,69 @@
+"""The measured error of compressed averages: now and then a slice of a bucket is also averaged exactly."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from anabranch.comm.dense import dense
+from anabranch.comm.exchange import Group, Steps, record_stream
+from anabranch.plan import Bucket
+
+FIRST = 50  # exchanges of a bucket before its first sample: trials of plans are over then
+PERIOD = 200  # exchanges between two samples
+SLICE_NUMEL = 1 << 18  # elements of a sample: a message of 1 MiB, so that sampling costs next to nothing
+MEMORY = 0.8  # share of the former samples that counts beside the newest
+
+
+@dataclass
+class _Samples:
+    """Of one bucket: its place among the buckets, its exchanges so far, and the sums of its samples."""
+
+    place: int
+    exchanges: int = 0
+    squares: torch.Tensor | None = None  # of the errors, and of the exact averages
+
+
+class ErrorSamples:
+    """Relative errors of averages, by the names in a bucket.
+
+    Every rank samples the same buckets in the same steps, because all count the same exchanges. Buckets take turns.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[str, ...], _Samples] = {}
+
+    def watched(self, exchange: Steps, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        """The exchange of a bucket, sampled if that is due. The buffer holds this rank's gradients before it."""
+        samples = self._samples.setdefault(bucket.names, _Samples(len(self._samples)))
+        samples.exchanges += 1
+        number, wait = divmod(samples.exchanges - FIRST - samples.place, PERIOD)
+        return exchange if wait or number < 0 else self._sampled(exchange, samples, number, buffer, group, divisor)
+
+    def relative_errors(self) -> Mapping[tuple[str, ...], float]:
+        """The size of the error relative to the exact average, by bucket; waits for the device."""
+        found = {}
+        for names, samples in self._samples.items():
+            if samples.squares is not None:
+                error, exact = samples.squares.tolist()
+                found[names] = (error / exact) ** 0.5 if exact > 0 else 0.0
+        return found
+
+    def clear(self) -> None:
+        """Forget all samples, since the plan has changed."""
+        self._samples = {}
+
+    @staticmethod
+    def _sampled(
+        exchange: Steps, samples: _Samples, number: int, buffer: torch.Tensor, group: Group, divisor: float
+    ) -> Steps:
+        slices = -(-buffer.numel() // SLICE_NUMEL)
+        part = buffer.view(-1)[number % slices * SLICE_NUMEL :][:SLICE_NUMEL]
+        exact = part.to(torch.float32, copy=True)
+        yield from dense(exact, group, divisor)
+        record_stream(exact)
+        yield from exchange
+        squares = torch.stack([(part - exact).square().sum(), exact.square().sum()]).double()
+        finite = squares.isfinite().all()  # a step with NaN, which a loss scaler skips, is no sample
+        before = torch.zeros_like(squares) if samples.squares is None else samples.squares * MEMORY
+        samples.squares = torch.where(finite, before + squares, before)

@@ -1,0 +1,50 @@
+"""Auto: which kinds it allows, and what it refuses."""
+
+import re
+
+import pytest
+
+from anabranch import Auto, OkTopk
+from anabranch.compression import checked_compress, keeps_residuals, kinds_of
+from anabranch.fidelity import LADDER
+
+
+def test_auto_allows_the_whole_ladder_and_bounds_narrow_it() -> None:
+    assert Auto().kinds == LADDER[1:]
+    assert Auto(at_least="int8").kinds == ("bf16", "int8")
+    assert Auto(at_least="oktopk:0.05").kinds == ("bf16", "int8", "int4", "oktopk:0.1", "oktopk:0.05")
+    assert Auto(at_least="dense").kinds == ()
+    assert Auto(kinds=["oktopk:0.3", "int8", "dense", "int8"]).kinds == ("int8", "oktopk:0.3")
+    assert Auto(kinds=["int4", "bf16"], at_least="int8").kinds == ("bf16",)
+
+
+def test_what_compress_may_be() -> None:
+    assert checked_compress("auto") == Auto()
+    assert checked_compress(["int8", "bf16"]) == Auto(kinds=["bf16", "int8"])
+    for same in (None, "bf16", "int8", "int4", OkTopk(0.1), Auto(at_least="int4")):
+        assert checked_compress(same) is same
+    for wrong in ("int3", "dense", "oktopk:0.01", 8, True, {"int8"}):
+        with pytest.raises(ValueError, match=rf"compress is {re.escape(repr(wrong))}: expected one of bf16, int8"):
+            checked_compress(wrong)
+
+
+def test_residuals_are_kept_where_some_kind_needs_them() -> None:
+    assert not keeps_residuals(None) and not keeps_residuals("int8") and not keeps_residuals(Auto(at_least="int8"))
+    assert keeps_residuals("int4") and keeps_residuals(OkTopk()) and keeps_residuals(Auto())
+    assert kinds_of(OkTopk(0.03)) == ("oktopk:0.03",) and len(kinds_of(OkTopk())) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"at_least": "int9"}, "no kind of exchange is called 'int9': expected one of dense, bf16"),
+        ({"kinds": ["int8", "zip"]}, "no kind of exchange is called 'zip'"),
+        ({"kinds": "int8"}, "Auto kinds is 'int8': expected a list of kinds"),
+        ({"kinds": [8]}, r"Auto kinds is \[8\]: expected a list of kinds"),
+        ({"oktopk": 0.01}, r"Auto oktopk is 0\.01: expected OkTopk"),
+        ({"oktopk": OkTopk(momentum=0.9)}, r"Auto oktopk has momentum 0\.9: expected 0"),
+    ],
+)
+def test_what_cannot_be_chosen_from_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Auto(**options)  # type: ignore[arg-type]
