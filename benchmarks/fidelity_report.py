@@ -1,0 +1,110 @@
+"""The curves of ``fidelity.py`` as a Markdown table, on stdout, and as pictures beside it.
+
+    python -m benchmarks.fidelity_report curves.jsonl --times times.jsonl --pictures benchmarks/fidelity_h200_2026-11-16
+
+A final value is the mean of the last three points. Over time, a step counts as long as ``fidelity_times.py`` measured
+it on a network; "reaches dense" is when the mean of three points in a row is down to dense's final loss.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.convergence_report import Curve, curves_plot, spread, table, tasks
+
+DENSE, SIXTEEN = "dense", "bf16"
+
+
+def read(paths: Sequence[Path]) -> list[Curve]:
+    """All runs in some files; a run that was begun twice counts from its last beginning."""
+    runs: dict[tuple[str, str, int], list[dict[str, Any]]] = defaultdict(list)
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            point = json.loads(line)
+            run = runs[point["task"], point["contestant"], point["seed"]]
+            if point["step"] == 0:
+                run.clear()
+            run.append(point)
+    return [Curve(task, name, seed, "virtual", tuple(points)) for (task, name, seed), points in runs.items()]
+
+
+def by_contestant(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
+    """In the order in which they came, dense and its 16-bit rival first."""
+    names = sorted(dict.fromkeys(c.contestant for c in curves), key=lambda name: (name != DENSE, name != SIXTEEN))
+    return {name: [curve for curve in curves if curve.contestant == name] for name in names}
+
+
+def ratios(runs: Sequence[Curve], rivals: Sequence[Curve]) -> list[float]:
+    """Final loss by that of the rival with the same seed, at the same number of steps."""
+    known = {rival.seed: rival for rival in rivals}
+    return [run.final() / known[run.seed].final(step=run.steps) for run in runs if run.seed in known]
+
+
+def equal_steps(curves: Sequence[Curve]) -> str:
+    """Final losses, as they are and by those of dense and of bf16."""
+    runs = by_contestant(curves)
+    rows = []
+    for name, own in runs.items():
+        row = [name, str(len(own)), " / ".join(sorted({str(run.steps) for run in own})),
+               spread([run.final() for run in own], ".4f"),
+               *(_percent(ratios(own, runs.get(rival, []))) for rival in (DENSE, SIXTEEN))]  # fmt: skip
+        if "validation_accuracy" in own[0].points[-1]:
+            row.append(spread([100 * run.final("validation_accuracy") for run in own], ".2f"))
+        rows.append(row)
+    head = ["", "seeds", "steps", "final loss", "above dense", "above bf16", "accuracy, %"]
+    return table(head[: len(rows[0])], rows)
+
+
+def _percent(found: Sequence[float]) -> str:
+    return spread([100 * (ratio - 1) for ratio in found], "+.2f") + " %" if found else "-"
+
+
+def over_time(curves: Sequence[Curve], step_ms: dict[str, float]) -> str:
+    """What the steps take on one network, and when each reaches dense's final loss, mean of the seeds."""
+    dense = {curve.seed: curve for curve in curves if curve.contestant == DENSE}
+    rows = []
+    for name, runs in by_contestant(curves).items():
+        if name not in step_ms or DENSE not in step_ms:
+            continue
+        reached = [there for run in runs if run.seed in dense and (there := run.reached(dense[run.seed].final()))]
+        step = mean(there["step"] for there in reached) if len(reached) == len(runs) else None
+        first = mean(point["step"] for curve in dense.values() if (point := curve.reached(curve.final())))
+        faster = step_ms[DENSE] * first / (step_ms[name] * step) if step else None
+        rows.append([name, f"{step_ms[name]:.1f}", f"{step_ms[name] / step_ms[DENSE]:.3f}",
+                     f"{step:.0f}" if step else "never", f"{faster:.1f}×" if faster else "-"])  # fmt: skip
+    head = ["", "ms per step", "/ dense", "reaches dense's final loss at step", "sooner than dense, in time"]
+    return table(head, rows) if rows else ""
+
+
+def main() -> None:
+    """Print the tables and draw the pictures."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--times", type=Path, nargs="*", default=[])
+    parser.add_argument("--pictures", help="path without its ending")
+    options = parser.parse_args()
+    curves = read(options.files)
+    times: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for path in options.times:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            told = json.loads(line)
+            times[told["task"], told["rate"]][told["contestant"]] = told["step_ms"]
+    for task in tasks(curves):
+        own = [curve for curve in curves if curve.task == task]
+        print(f"## {task}, equal steps\n\n{equal_steps(own)}\n")
+        for (name, rate), step_ms in times.items():
+            if name == task and (text := over_time(own, step_ms)):
+                print(f"## {task}, over time at {rate}\n\n{text}\n")
+    if options.pictures:
+        panels = [("validation_loss", "step", f"{task}: validation loss (logarithmic)", "step",
+                   [curve for curve in curves if curve.task == task]) for task in tasks(curves)]  # fmt: skip
+        drawn = curves_plot(panels, "Over steps, 4 ranks: mean of the seeds, and their range")
+        Path(f"{options.pictures}_steps.svg").write_bytes(drawn)
+
+
+if __name__ == "__main__":
+    main()
