@@ -140,6 +140,11 @@ class Gradients:
         loss.backward()
         return loss.detach()
 
+    @staticmethod
+    def found(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """The gradients of these parameters."""
+        return [p.grad for p in parameters if p.grad is not None]
+
     def of(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The loss; gradients are in the parameters."""
         for into, tensor in zip(self._inputs, batch, strict=True):
@@ -174,10 +179,10 @@ def curve(task: Task, contestant: Contestant, steps: int) -> Iterator[dict[str, 
             return
         for rank in range(RANKS):
             train_loss += gradients.of(task.batch(step, rank, RANKS)) / RANKS
-            torch._foreach_copy_(views[rank], [p.grad for p in order])
+            torch._foreach_copy_(views[rank], gradients.found(order))
         averages = torch.cat([bucket.average(world, step) for bucket in buckets])
         with torch.no_grad():
-            torch._foreach_copy_([p.grad for p in order], [
+            torch._foreach_copy_(gradients.found(order), [
                 part.view_as(p) for part, p in zip(averages.split([p.numel() for p in order]), order, strict=True)
             ])  # fmt: skip
         torch.nn.utils.clip_grad_norm_(order, CLIP_NORM)
