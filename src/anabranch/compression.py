@@ -1,14 +1,15 @@
 """What ``compress=`` may be, and the exchanges that it stands for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from anabranch.comm.collectives import Collectives
-from anabranch.comm.dense import COLLECTIVES, DenseExchanges
+from anabranch.comm.dense import DenseExchanges, dense
 from anabranch.comm.exchange import Collective, Group
-from anabranch.kinds import BF16, COMPRESSED
-from anabranch.quantised.exchanges import DTYPES, WITH_RESIDUAL, QuantisedExchanges
+from anabranch.kinds import COMPRESSED, DENSE
+from anabranch.quantised.exchanges import DTYPES, QuantisedExchanges, options_by_kind, sent_dense
+from anabranch.quantised.options import Quantised
 from anabranch.sparse.exchanges import OkTopkExchanges
 from anabranch.sparse.memory import NO_PARAMETERS, ResidualMemory
 from anabranch.sparse.momentum import Momentum
@@ -16,34 +17,45 @@ from anabranch.sparse.naming import density_of
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.residual_flush import Applied
 
+Compress = str | Quantised | OkTopk | None
+
 
 def check_compress(compress: object) -> None:
     """ValueError unless ``DataParallel(compress=...)`` can take this."""
-    if compress is not None and not isinstance(compress, OkTopk) and compress not in COMPRESSED:
-        raise ValueError(f"compress is {compress!r}: expected one of {', '.join(COMPRESSED)}, OkTopk(...), or None")
+    if compress is not None and not isinstance(compress, Quantised | OkTopk) and compress not in COMPRESSED:
+        kinds = ", ".join(COMPRESSED)
+        raise ValueError(f"compress is {compress!r}: expected one of {kinds}, Quantised(...), OkTopk(...), or None")
 
 
-def keeps_residuals(compress: str | OkTopk | None) -> bool:
+def keeps_residuals(compress: Compress) -> bool:
     """Whether what is not sent in a step is kept for the next one."""
-    return isinstance(compress, OkTopk) or compress in WITH_RESIDUAL
+    return isinstance(compress, OkTopk) or any(one.keeps_residual for one in _quantised(compress))
 
 
 def probe_of(kind: str) -> Collective:
     """An exchange for timing, of a kind that sends every element."""
-    return COLLECTIVES[kind] if kind in COLLECTIVES else QuantisedExchanges((kind,)).probe(kind)
+    return dense if kind == DENSE else QuantisedExchanges().probe(kind)
+
+
+def _quantised(compress: Compress) -> tuple[Quantised, ...]:
+    """The options of the kind that ``compress`` quantises to; "int8" is short for Quantised("int8")."""
+    if compress is None or isinstance(compress, OkTopk):
+        return ()
+    return (compress if isinstance(compress, Quantised) else Quantised(compress),)
 
 
 def collectives_for(
-    compress: str | OkTopk | None,
+    compress: Compress,
     parameters: Mapping[str, torch.Tensor],
     group: Group,
     averaged: Callable[[], bool],
     applied: Applied | None = None,
     frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
 ) -> Collectives:
-    """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``ResidualMemory``."""
-    if compress is None or compress == BF16:
-        return Collectives(DenseExchanges(() if compress is None else (BF16,)))
+    """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``ResidualMemory``.
+
+    Whatever it is, a given plan may name bf16 and int8, which need no memory; so may a search while Ok-Topk warms up.
+    """
     if isinstance(compress, OkTopk):
         # Vectors (biases, norms) always travel dense: they are few, and delay hurts them most. So do gradients that
         # are not float32, since residuals are.
@@ -59,10 +71,26 @@ def collectives_for(
             momentum=Momentum(compress.momentum, rounds=compress.wire != "fp32"),
             sample_period=compress.region_period,
         )
-        return Collectives(OkTopkExchanges(compress, memory), DenseExchanges(), memory=memory)
+        return Collectives(OkTopkExchanges(compress, memory), QuantisedExchanges(), DenseExchanges(), memory=memory)
+    given = _quantised(compress)
     others = [name for name, parameter in parameters.items() if parameter.dtype not in DTYPES]
-    if compress not in WITH_RESIDUAL:
-        return Collectives(QuantisedExchanges((compress,)), DenseExchanges(), dense_names=others)
-    memory = ResidualMemory(WITH_RESIDUAL.__contains__, parameters, group, averaged, applied, frozen)
-    quantised = QuantisedExchanges((compress,), memory.begin_exchange)
+    if not keeps_residuals(compress):
+        return Collectives(QuantisedExchanges(given), DenseExchanges(), dense_names=others)
+    _check_residual_dtypes(given, parameters)
+    options = options_by_kind(given)
+    memory = ResidualMemory(
+        lambda kind: kind in options and options[kind].keeps_residual, parameters, group, averaged, applied, frozen
+    )
+    quantised = QuantisedExchanges(given, memory.begin_exchange)
     return Collectives(quantised, DenseExchanges(), memory=memory, dense_names=others)
+
+
+def _check_residual_dtypes(given: Iterable[Quantised], parameters: Mapping[str, torch.Tensor]) -> None:
+    """ValueError if a kind with a residual would send a gradient dense, and so never send its residual."""
+    for one in given:
+        for name, parameter in parameters.items():
+            if one.keeps_residual and sent_dense(one.kind, parameter.dtype):
+                raise ValueError(
+                    f"Quantised {one.kind} with a residual, and {name} is {parameter.dtype}, which {one.kind} sends "
+                    "dense: expected float32 or bfloat16; leave the residual out, or use int8"
+                )

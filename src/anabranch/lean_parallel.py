@@ -20,7 +20,7 @@ from anabranch.comm.agree import all_or_none, check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.comm.model import ignored_names, model_parts
-from anabranch.compression import check_compress, collectives_for
+from anabranch.compression import Compress, check_compress, collectives_for
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
@@ -57,7 +57,7 @@ class LeanDataParallel(Tuned, nn.Module):
         module: nn.Module,
         *unnamed: Any,
         memory: Lean,
-        compress: str | OkTopk | None = None,
+        compress: Compress = None,
         planner: str | Planner = "optimal",
         plan: Plan | str | os.PathLike[str] | None = None,
         network: Network | None = None,
@@ -108,7 +108,7 @@ class LeanDataParallel(Tuned, nn.Module):
         self,
         tuning: TuningOptions,
         policy: TuningPolicy,
-        compress: str | OkTopk | None,
+        compress: Compress,
         parameters: dict[str, nn.Parameter],
         settings: list[str],
     ) -> None:
@@ -323,9 +323,7 @@ class _AveragingObserver(StepObserver):
         return backward_begins
 
 
-def _check_arguments(
-    unnamed: tuple[Any, ...], others: dict[str, Any], compress: str | OkTopk | None, memory: Lean
-) -> None:
+def _check_arguments(unnamed: tuple[Any, ...], others: dict[str, Any], compress: Compress, memory: Lean) -> None:
     """Raise ValueError for arguments that a DataParallel under Lean does not take."""
     if unnamed or others:
         raise ValueError(

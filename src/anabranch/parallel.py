@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.model import model_parts
-from anabranch.compression import check_compress, collectives_for, keeps_residuals
+from anabranch.compression import Compress, check_compress, collectives_for, keeps_residuals
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
 from anabranch.lean.options import Lean
@@ -48,7 +48,8 @@ class DataParallel(Tuned, ExtensibleDDP):
     plan: run this plan, or the plan in this file, whatever its step time. network: use this instead of measuring.
     lanes: the maximum number of simultaneous messages; None tries two if the measurement predicts a gain.
     compress: "bf16" and "int8" round what is sent, and add in float32; "int4" also keeps its rounding errors for the
-    next step; OkTopk(...) sends the largest values and keeps the rest as residual; each is used only if it is faster.
+    next step; Quantised(...) says how they round; OkTopk(...) sends the largest values and keeps the rest as residual;
+    each is used only if it is faster.
     profile_steps: steps to record before planning; 0 never plans. policy: when plans are tried, kept and dropped.
     cache: the folder in which choices are kept for the next start of the same training; None or True for
     ``$ANABRANCH_CACHE`` or the user's cache folder, False for no cache. Rank 0's files count.
@@ -72,7 +73,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         plan: Plan | str | os.PathLike[str] | None = None,
         network: Network | None = None,
         lanes: int | None = None,
-        compress: str | OkTopk | None = None,
+        compress: Compress = None,
         profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
         cache: str | os.PathLike[str] | bool | None = None,
@@ -146,7 +147,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         parameters = reduced_parameters(self)
         self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later)
 
-    def _make_collectives(self, compress: str | OkTopk | None) -> Collectives:
+    def _make_collectives(self, compress: Compress) -> Collectives:
         if keeps_residuals(compress) and self.find_unused_parameters and not self._no_plan_reason:
             raise ValueError(
                 f"{_named(compress)} with find_unused_parameters=True: DDP drops the averages of parameters that no "
@@ -252,7 +253,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         self.require_backward_grad_sync = True
 
 
-def _named(compress: str | OkTopk | None) -> str:
+def _named(compress: Compress) -> str:
     return "OkTopk(...)" if isinstance(compress, OkTopk) else repr(compress)
 
 
