@@ -92,5 +92,5 @@ def _check_residual_dtypes(given: Iterable[Quantised], parameters: Mapping[str, 
             if one.keeps_residual and sent_dense(one.kind, parameter.dtype):
                 raise ValueError(
                     f"Quantised {one.kind} with a residual, and {name} is {parameter.dtype}, which {one.kind} sends "
-                    "dense: expected float32 or bfloat16; leave the residual out, or use int8"
+                    "dense: expected float32 or bfloat16: leave the residual out, or use int8"
                 )

@@ -5,7 +5,8 @@ from typing import Literal
 
 from anabranch.kinds import COMPRESSED, INT4
 
-ROUNDINGS = ("nearest", "stochastic")
+Rounding = Literal["nearest", "stochastic"]
+ROUNDINGS: tuple[Rounding, Rounding] = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Quantised:
     """
 
     kind: str
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Rounding = "nearest"
     residual: bool | None = None
 
     def __post_init__(self) -> None:
