@@ -37,13 +37,6 @@ def probe_of(kind: str) -> Collective:
     return dense if kind == DENSE else QuantisedExchanges().probe(kind)
 
 
-def _quantised(compress: Compress) -> tuple[Quantised, ...]:
-    """The options of the kind that ``compress`` quantises to; "int8" is short for Quantised("int8")."""
-    if compress is None or isinstance(compress, OkTopk):
-        return ()
-    return (compress if isinstance(compress, Quantised) else Quantised(compress),)
-
-
 def collectives_for(
     compress: Compress,
     parameters: Mapping[str, torch.Tensor],
@@ -83,6 +76,13 @@ def collectives_for(
     )
     quantised = QuantisedExchanges(given, memory.begin_exchange)
     return Collectives(quantised, DenseExchanges(), memory=memory, dense_names=others)
+
+
+def _quantised(compress: Compress) -> tuple[Quantised, ...]:
+    """The options of the kind that ``compress`` quantises to; "int8" is short for Quantised("int8")."""
+    if compress is None or isinstance(compress, OkTopk):
+        return ()
+    return (compress if isinstance(compress, Quantised) else Quantised(compress),)
 
 
 def _check_residual_dtypes(given: Iterable[Quantised], parameters: Mapping[str, torch.Tensor]) -> None:

@@ -159,7 +159,7 @@ class LeanDataParallel(Tuned, nn.Module):
         return super().explain()
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """The state of this rank to save in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
+        """The state of this rank to save in a checkpoint beside the model: its residuals; {} if none are kept."""
         if self._tuner is not None:
             self.layout.residuals.synchronize()  # copies to host memory may still be running
         return super().comm_state_dict()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.quantised.block_format import FORMATS, NEGLIGIBLE, BlockFormat
+from anabranch.quantised.block_format import FORMATS, INT8, NEGLIGIBLE, BlockFormat
 from anabranch.quantised.stochastic import Seeds, random_bits
 from quantised.oracle import hashed, rounded
 from quantised.worlds import Gradients, gradients, step
@@ -118,6 +118,24 @@ def test_stochastic_rounding_stays_in_the_range(form: BlockFormat) -> None:
         assert bool(((largest_of_blocks - expected).abs() <= 2 * unit * expected).all())
         if not form.rotates:
             assert bool((offered[0] * signs > 0.9 * largest).all())
+
+
+def test_the_largest_value_is_rounded_without_bias_and_never_overflows() -> None:
+    """int8, one rank. By Hoeffding's inequality it may fail in one of 10⁹ choices of the seeds."""
+    magnitudes, trials = torch.linspace(1.0, 2.0, 100), 30
+    offered = magnitudes.repeat_interleave(INT8.block)
+    found = torch.zeros(len(magnitudes)).double()
+    for trial in range(trials):
+        result = [offered.clone()]
+        step(result, None, INT8, chance=trial)
+        found += result[0].view(len(magnitudes), -1).double().mean(dim=1) / trials
+    unit = magnitudes * (1 + 2.0**-7) / INT8.most
+    bound = unit * (2 * np.log(2 * len(magnitudes) / 1e-9) / (2 * trials * INT8.block)) ** 0.5  # two roundings
+    assert bool(((found - magnitudes).abs() <= bound).all())
+    # In float32, 127 · 167 · (1 / 167) is more than 127: by chance about 16 of these would become 128.
+    many = [torch.full((1 << 21,), 127.0 * 167.0)]
+    step(many, None, INT8, chance=1)
+    assert torch.equal(many[0], torch.full((1 << 21,), 127.0 * 167.0))
 
 
 def test_seeds_differ_by_rank_step_bucket_and_rounding() -> None:

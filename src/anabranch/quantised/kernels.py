@@ -1,8 +1,8 @@
 """Triton kernels of the quantised exchange: each passes once over memory. ``torch_steps.py`` is their twin.
 
 Sums and products must not be fused, or bits would differ from the twin's: launch with ``enable_fp_fusion=False``.
-A program handles ``rows`` blocks of one region. Messages are given twice: as bytes, for their integers, and as int16,
-for their numbers, which begin behind ``integers`` bytes of each block. ``bits`` of 16: all values are numbers.
+A program handles ``rows`` blocks of one region. Messages are given twice: as bytes, for their integers, ``integers``
+bytes a block, and as int16, for the numbers behind them (block_format.py). Where ``bits`` is 16, all values are numbers.
 Sizes and seeds are not specialised: else Triton would build another kernel, which takes seconds, where one is 1 or a
 multiple of 16, in the middle of a measurement.
 """
@@ -50,9 +50,7 @@ def _scales(values, most: tl.constexpr, negligible: tl.constexpr, finite: tl.con
 
 
 @triton.jit
-def _integers(
-    values, scales, is_finite, position, seed, by_chance: tl.constexpr, most: tl.constexpr
-):  # fmt: skip
+def _integers(values, scales, is_finite, position, seed, by_chance: tl.constexpr, most: tl.constexpr):
     """Integers of blocks, as float32."""
     inverses = tl.where(scales > 0, tl.div_rn(1.0, tl.where(scales > 0, scales, 1.0)), 0.0)
     scaled = tl.where(is_finite[:, None], values, 0.0) * inverses[:, None]
