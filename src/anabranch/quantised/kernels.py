@@ -2,7 +2,7 @@
 
 Sums and products must not be fused, or bits would differ from the twin's: launch with ``enable_fp_fusion=False``.
 A program handles ``rows`` blocks of one region. Messages are given twice: as bytes, for their integers, ``integers``
-bytes a block, and as int16, for the numbers behind them (block_format.py). Where ``bits`` is 16, all values are numbers.
+bytes a block, and as int16, for the numbers behind them (block_format.py). If ``bits`` is 16, all values are numbers.
 Sizes and seeds are not specialised: else Triton would build another kernel, which takes seconds, where one is 1 or a
 multiple of 16, in the middle of a measurement.
 """
