@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from anabranch import Auto, OkTopk
-from anabranch.compression import checked_compress, keeps_residuals, kinds_of
+from anabranch import Auto, OkTopk, Quantised
+from anabranch.compression import keeps_residuals, kinds_of, settings_of
 from anabranch.fidelity import LADDER
 
 
@@ -19,18 +19,22 @@ def test_auto_allows_the_whole_ladder_and_bounds_narrow_it() -> None:
 
 
 def test_what_compress_may_be() -> None:
-    assert checked_compress("auto") == Auto()
-    assert checked_compress(["int8", "bf16"]) == Auto(kinds=["bf16", "int8"])
-    for same in (None, "bf16", "int8", "int4", OkTopk(0.1), Auto(at_least="int4")):
-        assert checked_compress(same) is same
+    assert settings_of("auto") == Auto()
+    assert settings_of(["int8", "bf16"]) == Auto(kinds=["bf16", "int8"])
+    for kind in ("bf16", "int8", "int4"):
+        assert settings_of(kind) == Quantised(kind)
+    for same in (None, Quantised("int8", "stochastic"), OkTopk(0.1), Auto(at_least="int4")):
+        assert settings_of(same) is same
     for wrong in ("int3", "dense", "oktopk:0.01", 8, True, {"int8"}):
         with pytest.raises(ValueError, match=rf"compress is {re.escape(repr(wrong))}: expected one of bf16, int8"):
-            checked_compress(wrong)
+            settings_of(wrong)
 
 
 def test_residuals_are_kept_where_some_kind_needs_them() -> None:
-    assert not keeps_residuals(None) and not keeps_residuals("int8") and not keeps_residuals(Auto(at_least="int8"))
-    assert keeps_residuals("int4") and keeps_residuals(OkTopk()) and keeps_residuals(Auto())
+    for without in (None, Quantised("int8"), Quantised("int4", residual=False), Auto(at_least="int8")):
+        assert not keeps_residuals(without)
+    for kept in (Quantised("int4"), Quantised("int8", residual=True), OkTopk(), Auto()):
+        assert keeps_residuals(kept)
     assert kinds_of(OkTopk(0.03)) == ("oktopk:0.03",) and len(kinds_of(OkTopk())) == 5
 
 

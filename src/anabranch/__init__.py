@@ -41,6 +41,7 @@ if _TYPE_CHECKING:
     from anabranch.observe.loggers import JsonLines, Progress, TensorBoard
     from anabranch.observe.metrics import Logger, Metrics
     from anabranch.parallel import DataParallel
+    from anabranch.quantised.options import Quantised
     from anabranch.sparse.options import OkTopk
     from anabranch.tuning.policy import TuningPolicy
 
@@ -71,6 +72,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Progress",
+    "Quantised",
     "Span",
     "TensorBoard",
     "TensorSpec",
@@ -101,6 +103,7 @@ _WITH_TORCH = {
     "Metrics": "anabranch.observe.metrics",
     "OkTopk": "anabranch.sparse.options",
     "Progress": "anabranch.observe.loggers",
+    "Quantised": "anabranch.quantised.options",
     "TensorBoard": "anabranch.observe.loggers",
     "TuningPolicy": "anabranch.tuning.policy",
 }

@@ -1,16 +1,16 @@
 """What ``compress=`` may be, and the exchanges that it stands for."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from anabranch.auto import Auto
 from anabranch.comm.collectives import Collectives
-from anabranch.comm.dense import COLLECTIVES, DenseExchanges
+from anabranch.comm.dense import DenseExchanges, dense
 from anabranch.comm.exchange import Collective, Group
-from anabranch.kinds import BF16, COMPRESSED
-from anabranch.quantised.block_format import FORMATS
-from anabranch.quantised.exchanges import DTYPES, WITH_RESIDUAL, QuantisedExchanges
+from anabranch.kinds import COMPRESSED, DENSE
+from anabranch.quantised.exchanges import DTYPES, QuantisedExchanges, options_by_kind, sent_dense
+from anabranch.quantised.options import Quantised
 from anabranch.sparse.exchanges import OkTopkExchanges
 from anabranch.sparse.memory import NO_PARAMETERS, ResidualMemory
 from anabranch.sparse.momentum import Momentum
@@ -19,73 +19,76 @@ from anabranch.sparse.naming import density_of, kind_of
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.residual_flush import Applied
 
-Compress = str | Sequence[str] | OkTopk | Auto | None  # what a user may give
-Settings = str | OkTopk | Auto | None  # the same, with "auto" and lists spelt out
+Compress = str | Sequence[str] | Quantised | OkTopk | Auto | None  # what a user may give
+Settings = Quantised | OkTopk | Auto | None  # the same, with names and lists spelt out
 
 
-def checked_compress(compress: object) -> Settings:
-    """What ``DataParallel(compress=...)`` was given; ValueError if it is nothing of that kind."""
-    if compress == "auto":
-        return Auto()
+def settings_of(compress: object) -> Settings:
+    """What ``DataParallel(compress=...)`` was given, spelt out; ValueError if it is nothing of that kind."""
+    if compress is None or isinstance(compress, Quantised | OkTopk | Auto):
+        return compress
     if isinstance(compress, list | tuple):
         return Auto(kinds=compress)
-    if compress is None or isinstance(compress, OkTopk | Auto) or compress in COMPRESSED:
-        return compress
+    if compress == "auto":
+        return Auto()
+    if isinstance(compress, str) and compress in COMPRESSED:
+        return Quantised(compress)
     raise ValueError(
-        f"compress is {compress!r}: expected one of {', '.join(COMPRESSED)}, auto, a list of kinds, Auto(...), "
-        "OkTopk(...), or None"
+        f"compress is {compress!r}: expected one of {', '.join(COMPRESSED)}, auto, a list of kinds, Quantised(...), "
+        "OkTopk(...), Auto(...), or None"
     )
 
 
-def keeps_residuals(compress: Settings) -> bool:
+def name_of(settings: Settings) -> str:
+    """What a user would write, without details."""
+    if isinstance(settings, Quantised) and settings == Quantised(settings.kind):
+        return repr(settings.kind)
+    return f"{type(settings).__name__}(...)"
+
+
+def keeps_residuals(settings: Settings) -> bool:
     """Whether what is not sent in a step is kept for the next one."""
-    return any(keeps_residual(kind) for kind in kinds_of(compress))
+    keeps = _keeps_residual(settings)
+    return any(keeps(kind) for kind in kinds_of(settings))
 
 
-def keeps_residual(kind: str) -> bool:
-    """Whether a bucket of this kind has a residual."""
-    return kind in WITH_RESIDUAL or density_of(kind) is not None
-
-
-def kinds_of(compress: Settings) -> tuple[str, ...]:
+def kinds_of(settings: Settings) -> tuple[str, ...]:
     """The kinds of exchange that plans may choose from, beside dense ones."""
-    if compress is None:
-        return ()
-    if isinstance(compress, Auto):
-        return tuple(compress.kinds)
-    if isinstance(compress, OkTopk):
-        densities = DENSITIES if compress.density == "auto" else [compress.density]
+    if isinstance(settings, Auto):
+        return tuple(settings.kinds)
+    if isinstance(settings, OkTopk):
+        densities = DENSITIES if settings.density == "auto" else [settings.density]
         return tuple(kind_of(float(density)) for density in densities)
-    return (compress,)
+    return () if settings is None else (settings.kind,)
 
 
 def probe_of(kind: str) -> Collective:
     """An exchange for timing, of a kind that sends every element."""
-    return COLLECTIVES[kind] if kind in COLLECTIVES else QuantisedExchanges((kind,)).probe(kind)
+    return dense if kind == DENSE else QuantisedExchanges().probe(kind)
 
 
 def collectives_for(
-    compress: Settings,
+    settings: Settings,
     parameters: Mapping[str, torch.Tensor],
     group: Group,
     averaged: Callable[[], bool],
     applied: Applied | None = None,
     frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
 ) -> Collectives:
-    """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``ResidualMemory``."""
-    kinds = kinds_of(compress)
+    """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``ResidualMemory``.
+
+    Whatever it is, a given plan may name bf16 and int8, which need no memory; so may a search while Ok-Topk warms up.
+    """
+    kinds = kinds_of(settings)
     sparse = tuple(kind for kind in kinds if density_of(kind) is not None)
-    rounded = tuple(kind for kind in kinds if kind in FORMATS)
-    dense = DenseExchanges(tuple(kind for kind in kinds if kind == BF16))
-    others = [name for name, parameter in parameters.items() if parameter.dtype not in DTYPES]
-    # Vectors (biases, norms) never travel sparse: they are few, and delay hurts them most.
-    vectors = [name for name, p in parameters.items() if p.dim() < 2 or p.dtype != torch.float32]
-    excluded = {kind: vectors if kind in sparse else others for kind in kinds}
-    if not keeps_residuals(compress):
-        return Collectives(QuantisedExchanges(rounded), dense, excluded=excluded)
-    options = compress.oktopk if isinstance(compress, Auto) else compress if isinstance(compress, OkTopk) else OkTopk()
+    rounded = _quantised(settings)
+    excluded = {kind: _excluded(kind, parameters) for kind in kinds}
+    if not keeps_residuals(settings):
+        return Collectives(QuantisedExchanges(rounded), DenseExchanges(), excluded=excluded)
+    _check_residual_dtypes(rounded, parameters)
+    options = settings if isinstance(settings, OkTopk) else settings.oktopk if isinstance(settings, Auto) else OkTopk()
     memory = ResidualMemory(
-        keeps_residual,
+        _keeps_residual(settings),
         parameters,
         group,
         averaged,
@@ -95,5 +98,40 @@ def collectives_for(
         momentum=Momentum(options.momentum, rounds=options.wire != "fp32"),
         sample_period=options.region_period,
     )
+    families = [OkTopkExchanges(sparse, options, memory)] if sparse else []
     quantised = QuantisedExchanges(rounded, memory.begin_exchange)
-    return Collectives(quantised, OkTopkExchanges(sparse, options, memory), dense, memory=memory, excluded=excluded)
+    return Collectives(*families, quantised, DenseExchanges(), memory=memory, excluded=excluded)
+
+
+def _quantised(settings: Settings) -> tuple[Quantised, ...]:
+    """The options of the kinds that send every element, rounded."""
+    if isinstance(settings, Quantised):
+        return (settings,)
+    return tuple(Quantised(kind) for kind in kinds_of(settings) if kind in COMPRESSED)
+
+
+def _keeps_residual(settings: Settings) -> Callable[[str], bool]:
+    """Tells whether a bucket of a kind has a residual."""
+    options = options_by_kind(_quantised(settings))
+    return lambda kind: options[kind].keeps_residual if kind in options else density_of(kind) is not None
+
+
+def _excluded(kind: str, parameters: Mapping[str, torch.Tensor]) -> list[str]:
+    """The parameters whose gradients must not travel by this kind.
+
+    Vectors (biases, norms) never travel sparse: they are few, and delay hurts them most.
+    """
+    sparse = density_of(kind) is not None
+    dtypes = (torch.float32,) if sparse else DTYPES
+    return [name for name, p in parameters.items() if p.dtype not in dtypes or (sparse and p.dim() < 2)]
+
+
+def _check_residual_dtypes(given: Iterable[Quantised], parameters: Mapping[str, torch.Tensor]) -> None:
+    """ValueError if a kind with a residual would send a gradient dense, and so never send its residual."""
+    for one in given:
+        for name, parameter in parameters.items():
+            if one.keeps_residual and sent_dense(one.kind, parameter.dtype):
+                raise ValueError(
+                    f"Quantised {one.kind} with a residual, and {name} is {parameter.dtype}, which {one.kind} sends "
+                    "dense: expected float32 or bfloat16: leave the residual out, or use int8"
+                )

@@ -20,7 +20,7 @@ from anabranch.comm.agree import all_or_none, check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.comm.model import ignored_names, model_parts
-from anabranch.compression import Compress, Settings, checked_compress, collectives_for
+from anabranch.compression import Compress, Settings, collectives_for, settings_of
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
@@ -71,7 +71,7 @@ class LeanDataParallel(Tuned, nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        compress = checked_compress(compress)
+        compress = settings_of(compress)
         _check_arguments(unnamed, others, compress, memory)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
@@ -160,7 +160,7 @@ class LeanDataParallel(Tuned, nn.Module):
         return super().explain()
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """The state of this rank to save in a checkpoint beside the model: its residuals; {} without ``OkTopk``."""
+        """The state of this rank to save in a checkpoint beside the model: its residuals; {} if none are kept."""
         if self._tuner is not None:
             self.layout.residuals.synchronize()  # copies to host memory may still be running
         return super().comm_state_dict()

@@ -15,18 +15,16 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch.auto import Auto
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.model import model_parts
-from anabranch.compression import Compress, Settings, checked_compress, collectives_for, keeps_residuals
+from anabranch.compression import Compress, Settings, collectives_for, keeps_residuals, name_of, settings_of
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
 from anabranch.lean.options import Lean
 from anabranch.lean_parallel import LeanDataParallel
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.sparse.options import OkTopk
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import CLOSED, Tuned
@@ -49,8 +47,9 @@ class DataParallel(Tuned, ExtensibleDDP):
     plan: run this plan, or the plan in this file, whatever its step time. network: use this instead of measuring.
     lanes: the maximum number of simultaneous messages; None tries two if the measurement predicts a gain.
     compress: "bf16" and "int8" round what is sent, and add in float32; "int4" also keeps its rounding errors for the
-    next step; OkTopk(...) sends the largest values and keeps the rest as residual; each is used only if it is faster.
-    "auto", Auto(...) or a list of kinds: per bucket the most faithful one that costs no time.
+    next step; Quantised(...) says how they round; OkTopk(...) sends the largest values and keeps the rest as residual;
+    each is used only if it is faster. "auto", Auto(...) or a list of kinds: per bucket the most faithful kind that
+    costs no time.
     profile_steps: steps to record before planning; 0 never plans. policy: when plans are tried, kept and dropped.
     cache: the folder in which choices are kept for the next start of the same training; None or True for
     ``$ANABRANCH_CACHE`` or the user's cache folder, False for no cache. Rank 0's files count.
@@ -81,7 +80,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         memory: Lean | None = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
         **options: Any,
     ) -> None:
-        compress = checked_compress(compress)
+        compress = settings_of(compress)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
         bound = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options)
@@ -91,7 +90,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
         needs_plan = tuning.plan is not None or keeps_residuals(compress)
         if group is not None and reason and needs_plan:
-            what = "a plan" if tuning.plan is not None else f"compress={_named(compress)}"
+            what = "a plan" if tuning.plan is not None else f"compress={name_of(compress)}"
             raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         settings = [f"compress {compress}", f"{policy}"]
         agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
@@ -151,7 +150,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     def _make_collectives(self, compress: Settings) -> Collectives:
         if keeps_residuals(compress) and self.find_unused_parameters and not self._no_plan_reason:
             raise ValueError(
-                f"{_named(compress)} with find_unused_parameters=True: DDP drops the averages of parameters that no "
+                f"{name_of(compress)} with find_unused_parameters=True: DDP drops the averages of parameters that no "
                 "rank used, and with them residuals that were sent; leave one of the two out"
             )
         owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
@@ -252,10 +251,6 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = "it is a copy"
         self._alone = False  # the copy may be in a process group of several ranks
         self.require_backward_grad_sync = True
-
-
-def _named(compress: Settings) -> str:
-    return f"{type(compress).__name__}(...)" if isinstance(compress, OkTopk | Auto) else repr(compress)
 
 
 def _unplannable(given: Mapping[str, Any]) -> list[str]:

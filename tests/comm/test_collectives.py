@@ -9,9 +9,11 @@ import torch.distributed as dist
 
 from anabranch import Bucket, Plan
 from anabranch.comm.collectives import Collectives
-from anabranch.comm.dense import DenseExchanges, bf16, dense_traffic
+from anabranch.comm.dense import DenseExchanges, dense, dense_traffic
 from anabranch.comm.lanes import Lanes
 from anabranch.comm.launcher import BucketLauncher
+from anabranch.quantised.exchanges import QuantisedExchanges
+from anabranch.quantised.options import Quantised
 from comm.fake_exchanges import EighthsExchanges, FakeMemory, eighths
 from ranks import on_ranks
 
@@ -25,7 +27,8 @@ def mixed_families(rank: int) -> dict[str, Any]:
     lanes = Lanes(dist.group.WORLD, torch.device("cpu"))
     lanes.grow(MIXED.lanes)
     family = EighthsExchanges()
-    launcher = BucketLauncher(MIXED, lanes, Collectives(family, DenseExchanges()), lambda _: None)
+    collectives = Collectives(family, QuantisedExchanges(), DenseExchanges())
+    launcher = BucketLauncher(MIXED, lanes, collectives, lambda _: None)
     buffers = [torch.full((5,), VALUE * (1 + rank)) for _ in MIXED.buckets]
     futures = [launcher.launch(index, buffer) for index, buffer in enumerate(buffers)]
     averages = [future.wait().tolist() for future in futures]
@@ -37,23 +40,23 @@ def test_a_plan_mixes_families_bucket_by_bucket() -> None:
     first, second = on_ranks(mixed_families, 2)
     assert first == second, "the same bits on all ranks"
     assert first["exchanged"] == ["b", "d"], "each bucket is exchanged by the family of its kind"
-    dense, rounded, half, rounded_too = (torch.tensor(values) for values in first["averages"])
-    torch.testing.assert_close(dense, torch.full((5,), 1.5 * VALUE))
+    whole, rounded, half, rounded_too = (torch.tensor(values) for values in first["averages"])
+    torch.testing.assert_close(whole, torch.full((5,), 1.5 * VALUE))
     assert rounded.tolist() == rounded_too.tolist() == [(1.0 + 2.125) / 2] * 5
     torch.testing.assert_close(half, torch.full((5,), 1.5 * VALUE), rtol=1e-2, atol=0)
-    assert torch.equal(half, half.bfloat16().float()) and not torch.equal(half, dense)
+    assert torch.equal(half, half.bfloat16().float()) and not torch.equal(half, whole)
 
 
 def test_every_question_goes_to_the_family_of_the_kind() -> None:
-    collectives = Collectives(EighthsExchanges(), DenseExchanges(("bf16",)))
+    collectives = Collectives(EighthsExchanges(), QuantisedExchanges((Quantised("bf16"),)), DenseExchanges())
     assert collectives.kinds == ("eighths", "bf16")
     assert collectives.supports("eighths", torch.float32) and not collectives.supports("eighths", torch.float64)
     assert collectives.supports("dense", torch.float64) and not collectives.supports("zip", torch.float32)
     assert collectives.on_side_stream("eighths") and not collectives.on_side_stream("dense")
-    assert collectives.probe("eighths") is eighths and collectives.probe("bf16") is bf16
+    assert collectives.probe("eighths") is eighths and collectives.probe("dense") is dense
     assert collectives.traffic(Bucket(("a",), 0, "eighths"), 10, torch.float32, 4) == (40, 10, 0.5)
     assert collectives.traffic(Bucket(("a",), 0, "eighths"), 10, torch.float64, 4) is None
-    assert collectives.traffic(Bucket(("a",)), 10, torch.float32, 4) == dense_traffic("dense", 10, torch.float32, 4)
+    assert collectives.traffic(Bucket(("a",)), 10, torch.float32, 4) == dense_traffic(10, torch.float32, 4)
 
 
 BAD = Bucket(("a",), 0, "zip")

@@ -1,4 +1,4 @@
-"""The dense collectives: each leaves the average in the buffer, the same bits on every rank."""
+"""The dense collective leaves the average in the buffer, the same bits on every rank."""
 
 from typing import Any
 
@@ -6,15 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.dense import COLLECTIVES, all_finite, dense_traffic
+from anabranch.comm.dense import all_finite, dense, dense_traffic
 from parallel.twins import bits
 from ranks import on_ranks
 
-ROUNDING = 2.0**-8
 SIZES = (0, 1, 2, 5, 64, 1001)
 
 
-def average(rank: int, collective: str, dtype: str) -> dict[str, Any]:
+def average(rank: int, dtype: str) -> dict[str, Any]:
     """Every size, against float64 sums of everyone's values; values of very different magnitude."""
     world_size = dist.get_world_size()
     assert dist.group.WORLD is not None
@@ -27,7 +26,7 @@ def average(rank: int, collective: str, dtype: str) -> dict[str, Any]:
             scale = torch.randint(-10, 10, (numel,), generator=chance).double().exp2()
             values.append((torch.randn(numel, generator=chance).double() * scale).to(kind))
         buffer = values[rank].clone()
-        for work in COLLECTIVES[collective](buffer, dist.group.WORLD, world_size):
+        for work in dense(buffer, dist.group.WORLD, world_size):
             work.wait()
         found.append(buffer)
         exact.append(sum(v.double() for v in values) / world_size if numel else torch.zeros(0).double())
@@ -36,44 +35,29 @@ def average(rank: int, collective: str, dtype: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    ("collective", "dtype", "rounding"),
-    [
-        ("dense", "float32", 2.0**-23),
-        ("dense", "float64", 2.0**-52),
-        ("dense", "bfloat16", 2.0**-8),
-        ("bf16", "float32", None),
-        ("bf16", "float64", 2.0**-52),
-        ("bf16", "float16", 2.0**-11),
-    ],
-)
-def test_is_the_average(collective: str, dtype: str, rounding: float | None, world_size: int) -> None:
-    answers = on_ranks(average, world_size, collective, dtype)
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2.0**-23), ("float64", 2.0**-52), ("bfloat16", 2.0**-8)])
+def test_is_the_average(dtype: str, rounding: float, world_size: int) -> None:
+    answers = on_ranks(average, world_size, dtype)
     for answer in answers:
         for i, (found, exact, size) in enumerate(zip(answer["found"], answer["exact"], answer["size"], strict=True)):
             assert found.dtype == getattr(torch, dtype)
             assert bits(found) == bits(answers[0]["found"][i]), "ranks must end with the same bits"
-            error = (found.double() - exact).abs()
-            if rounding is None:  # one rounding of each contribution, one of the average, float32 sums in between
-                allowed = ROUNDING * size + ROUNDING * (exact.abs() + ROUNDING * size) + 2.0**-22 * size
-            else:
-                tiny = torch.finfo(found.dtype).smallest_normal
-                allowed = rounding * (world_size + 1) * size + world_size * tiny
-            assert bool((error <= allowed).all())
+            tiny = torch.finfo(found.dtype).smallest_normal
+            allowed = rounding * (world_size + 1) * size + world_size * tiny
+            assert bool(((found.double() - exact).abs() <= allowed).all())
 
 
-def divided(rank: int, collective: str) -> list[float]:
+def divided(rank: int) -> list[float]:
     """A divisor that is not the world size, as under join()."""
     assert dist.group.WORLD is not None
     buffer = torch.full((5,), float(rank + 1))
-    for work in COLLECTIVES[collective](buffer, dist.group.WORLD, 1.5):
+    for work in dense(buffer, dist.group.WORLD, 1.5):
         work.wait()
     return buffer.tolist()
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_divides_by_the_divisor(collective: str) -> None:
-    for values in on_ranks(divided, 2, collective):
+def test_divides_by_the_divisor() -> None:
+    for values in on_ranks(divided, 2):
         assert values == [2.0] * 5
 
 
@@ -81,7 +65,7 @@ def large(rank: int) -> list[float]:
     """Sums that float32 could not hold are averages that it can."""
     assert dist.group.WORLD is not None
     buffer = torch.full((3,), 3e38)
-    for work in COLLECTIVES["dense"](buffer, dist.group.WORLD, dist.get_world_size()):
+    for work in dense(buffer, dist.group.WORLD, dist.get_world_size()):
         work.wait()
     return buffer.tolist()
 
@@ -91,11 +75,9 @@ def test_dense_scales_before_it_adds() -> None:
         assert values == pytest.approx([3e38] * 3)
 
 
-def test_traffic_of_dense_collectives() -> None:
-    assert dense_traffic("dense", 1000, torch.float32, 4) == (6000, 6000, 1.0)
-    assert dense_traffic("bf16", 1001, torch.float32, 4) == (2 * 3 * 251 * 2, 2 * 3 * 251 * 2, 1.0)
-    assert dense_traffic("bf16", 1000, torch.float64, 4) == dense_traffic("dense", 1000, torch.float64, 4)
-    assert dense_traffic("dense", 1000, torch.float32, 1) == (0, 0, 1.0)
+def test_traffic() -> None:
+    assert dense_traffic(1000, torch.float32, 4) == (6000, 6000, 1.0)
+    assert dense_traffic(1000, torch.float32, 1) == (0, 0, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -17,6 +17,7 @@ from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import Reduction, reduced_parameters, relayout
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepTimer
+from anabranch.quantised.exchanges import QuantisedExchanges
 from parallel.twins import WIDTH, batch, bits
 from ranks import on_ranks
 
@@ -41,7 +42,8 @@ class Rig:
         self.after: list[int] = []
         self.steps = 0
         self.timer = StepTimer(HostClock(), self.count)
-        self.launcher = BucketLauncher(PLAN, self.lanes, Collectives(DenseExchanges()), self.timer.mark_bucket)
+        collectives = Collectives(QuantisedExchanges(), DenseExchanges())
+        self.launcher = BucketLauncher(PLAN, self.lanes, collectives, self.timer.mark_bucket)
         hook = PlanHook(self.launcher, self.after_last)
         ours = self.models[1]
         relayout(ours, PLAN.indices(list(reduced_parameters(ours))), hook.run)

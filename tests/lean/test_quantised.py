@@ -1,4 +1,4 @@
-"""Lean with int8 and int4 on the wire: the weights that DataParallel and an optimizer reach."""
+"""Lean with rounded gradients on the wire: the weights that DataParallel and an optimizer reach."""
 
 from functools import partial
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
+from anabranch.kinds import COMPRESSED
 from parallel.twins import bits
 from ranks import on_ranks
 
@@ -19,17 +20,18 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
-def trained(rank: int, kind: str, residuals: Any) -> dict[str, Any]:
+def trained(rank: int, options: ab.Quantised, residuals: Any) -> dict[str, Any]:
     """The weights after some steps, by DataParallel and SGD, and by Lean."""
+    kind = options.kind
     plan = ab.Plan((
         ab.Bucket(("2.bias", "2.weight"), collective=kind),
         ab.Bucket(("0.bias", "0.weight"), collective=kind),
     ))  # fmt: skip
     make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    plain = ab.DataParallel(model(), compress=kind, plan=plan, profile_steps=0)
+    plain = ab.DataParallel(model(), compress=options, plan=plan, profile_steps=0)
     optimizer = make(plain.parameters())
     lean = ab.DataParallel(
-        model(), compress=kind, plan=plan, profile_steps=0, memory=ab.Lean(make, residuals=residuals)
+        model(), compress=options, plan=plan, profile_steps=0, memory=ab.Lean(make, residuals=residuals)
     )
     for step in range(8):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -41,10 +43,19 @@ def trained(rank: int, kind: str, residuals: Any) -> dict[str, Any]:
     return {"plain": weights[0], "lean": weights[1], "bits": bits(weights[1]).hex(), "explained": lean.explain()}
 
 
+OPTIONS = [
+    *(ab.Quantised(kind) for kind in COMPRESSED),
+    *(ab.Quantised(kind, "stochastic") for kind in COMPRESSED),
+    ab.Quantised("bf16", residual=True),
+    ab.Quantised("int8", "stochastic", residual=True),
+    ab.Quantised("int4", residual=False),
+]
+
+
 @pytest.mark.parametrize("residuals", ["in place", "host"])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_trains_as_dataparallel(kind: str, residuals: str) -> None:
-    answers = on_ranks(trained, 2, kind, residuals)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_trains_as_dataparallel(options: ab.Quantised, residuals: str) -> None:
+    answers = on_ranks(trained, 2, options, residuals)
     for answer in answers:
         torch.testing.assert_close(answer["lean"], answer["plain"], rtol=1e-5, atol=1e-6)
         assert answer["bits"] == answers[0]["bits"]

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from anabranch import Network
-from anabranch.comm.dense import COLLECTIVES
 from anabranch.comm.exchange import Group
 from anabranch.comm.groups import clone_group
+from anabranch.compression import probe_of
 from anabranch.files import dumps
 from anabranch.network import ALL_GATHER, REDUCE_SCATTER
 from anabranch.observe import measure as module
@@ -53,7 +53,8 @@ def facts_of(network: Network) -> dict[str, Any]:
 
 def two_kinds_on_four_lanes(rank: int) -> dict[str, Any]:
     lanes = groups(4)
-    return facts_of(quietly(lanes, CPU, largest_nbytes=100_001, budget_s=0.3, collectives=COLLECTIVES))
+    timed = {kind: probe_of(kind) for kind in ("dense", "bf16")}
+    return facts_of(quietly(lanes, CPU, largest_nbytes=100_001, budget_s=0.3, collectives=timed))
 
 
 def test_what_is_measured_and_that_all_ranks_hold_the_same() -> None:

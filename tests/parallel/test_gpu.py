@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
 from anabranch.comm.collectives import Collectives
-from anabranch.comm.dense import COLLECTIVES, DenseExchanges
+from anabranch.comm.dense import DenseExchanges
 from anabranch.comm.lanes import Lanes, Message
 from anabranch.comm.launcher import BucketLauncher
+from anabranch.compression import probe_of
 from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import reduced_parameters, relayout
 from anabranch.observe.clock import CudaClock
@@ -56,7 +57,7 @@ def test_collectives_on_a_stream_lane(device: torch.device, kind: str) -> None:
     for lane in (0, 1):
         buffer = torch.randn(10_001, device=device)
         expected = buffer.clone() if kind == "dense" else buffer.to(torch.bfloat16).float()
-        steps = COLLECTIVES[kind](buffer, lanes[lane].group, 1)
+        steps = probe_of(kind)(buffer, lanes[lane].group, 1)
         result = lanes[lane].submit(Message(steps, buffer, "a test")).wait()
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
     lanes.close()

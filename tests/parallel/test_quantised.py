@@ -1,4 +1,4 @@
-"""int8 and int4 on the wire, under DataParallel: ranks stay bit-identical, nothing is lost, checkpoints resume."""
+"""Rounded gradients on the wire, under DataParallel: ranks stay bit-identical, nothing is lost, checkpoints resume."""
 
 from typing import Any
 
@@ -9,12 +9,14 @@ import torch.distributed as dist
 import anabranch as ab
 from anabranch import Network, planners
 from anabranch.quantised.block_format import FORMATS
+from anabranch.quantised.options import ROUNDINGS
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, one_step, residuals_of
 from parallel.models import Doubles
 from parallel.twins import Feature, batch, bits, mlp, plain_train, steps, twins
 from ranks import on_ranks
 
 KINDS = pytest.mark.parametrize("kind", list(FORMATS))
+NEAREST, STOCHASTIC = ROUNDINGS
 POINTS = [(0, 1e-5, 0.0), (1 << 20, 1e-3, 0.0)]
 
 
@@ -43,7 +45,9 @@ def test_averages_are_close_to_ddps_and_equal_on_all_ranks(kind: str, world_size
     answers = on_ranks(planned_run, world_size, kind, "keeps the plan")
     for answer in answers:
         assert kind in answer["kinds"]
-        assert 0 < max(answer["errors"]) < {"int8": 0.02, "int4": 0.6}[kind]  # int4 sends last step's error, too
+        assert (
+            0 < max(answer["errors"]) < {"bf16": 0.006, "int8": 0.02, "int4": 0.6}[kind]
+        )  # int4 sends last step's error, too
         assert answer["bits"] == answers[0]["bits"]
     assert f", {kind}" in answers[0]["explained"]
 
@@ -79,21 +83,81 @@ def test_int4_loses_nothing(world_size: int) -> None:
         assert float(kept.abs().max()) > 0
 
 
-def resumed(rank: int, cut: int | None) -> torch.Tensor:
-    model, parallel = int4()
+def with_options(options: ab.Quantised) -> tuple[GivenGradients, ab.DataParallel]:
+    model = GivenGradients()
+    plan = ab.Plan((ab.Bucket(("second", "first"), collective=options.kind), ab.Bucket(("bias",))))
+    return model, ab.DataParallel(model, plan=plan, compress=options, profile_steps=0)
+
+
+def resumed(rank: int, options: ab.Quantised, cut: int | None) -> torch.Tensor:
+    model, parallel = with_options(options)
     for step in range(8):
         if step == cut:
             kept = parallel.comm_state_dict()
             parallel.close()
-            model, parallel = int4()
+            model, parallel = with_options(options)
             parallel.load_comm_state_dict(kept)
         last = one_step(model, parallel, step, rank)
     return torch.cat([last.flatten(), residuals_of(parallel).flatten()])
 
 
-def test_int4_resumes_bit_by_bit() -> None:
-    for whole, cut in zip(on_ranks(resumed, 2, None), on_ranks(resumed, 2, 5), strict=True):
+@pytest.mark.parametrize(
+    "options",
+    [ab.Quantised("int4"), ab.Quantised("int4", "stochastic"), ab.Quantised("int8", "stochastic", residual=True)],
+    ids=str,
+)
+def test_residuals_resume_bit_by_bit(options: ab.Quantised) -> None:
+    for whole, cut in zip(on_ranks(resumed, 2, options, None), on_ranks(resumed, 2, options, 5), strict=True):
         assert torch.equal(whole, cut)
+
+
+OPTIONS = [
+    ab.Quantised(kind, rounding, residual)
+    for kind in FORMATS
+    for rounding in (NEAREST, STOCHASTIC)
+    for residual in (False, True)
+]
+
+
+def optioned(rank: int, options: ab.Quantised) -> dict[str, Any]:
+    """Given gradients: what was computed, what was applied in each step, and what is kept in the end."""
+    model, parallel = with_options(options)
+    computed = torch.stack([torch.stack(gradients(step, rank)) for step in range(6)])
+    applied = torch.stack([one_step(model, parallel, step, rank) for step in range(6)])
+    return {"computed": computed, "applied": applied, "state": parallel.comm_state_dict()}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option(options: ab.Quantised) -> None:
+    answers = on_ranks(optioned, 2, options)
+    assert bits(answers[0]["applied"]) == bits(answers[1]["applied"])
+    exact = (answers[0]["computed"] + answers[1]["computed"]).double() / 2
+    found = answers[0]["applied"].double()
+    error = float((found - exact).norm() / exact.norm())
+    assert 0 < error < {"bf16": 0.006, "int8": 0.1, "int4": 0.5}[options.kind] * (2 if options.keeps_residual else 1)
+    if options.keeps_residual:
+        pieces = [answer["state"]["residuals"] for answer in answers]
+        kept = torch.stack([torch.stack([piece["first"], piece["second"]]) for piece in pieces]).double().sum(0)
+        torch.testing.assert_close(
+            2 * found.sum(0) + kept.view(2, ROWS, COLUMNS), 2 * exact.sum(0), rtol=1e-4, atol=1e-4
+        )
+    else:
+        assert all(answer["state"] == {} for answer in answers)
+
+
+def test_stochastic_rounding_is_another_in_every_step_and_the_same_in_every_run() -> None:
+    options = ab.Quantised("int8", STOCHASTIC)
+    once, again = (on_ranks(same_gradient, 2, options)[0] for _ in range(2))
+    assert torch.equal(once, again)
+    assert not torch.equal(once[0], once[1])
+    nearest = on_ranks(same_gradient, 2, ab.Quantised("int8"))[0]
+    assert torch.equal(nearest[0], nearest[1])
+
+
+def same_gradient(rank: int, options: ab.Quantised) -> torch.Tensor:
+    """The averages of two steps with the same gradients."""
+    model, parallel = with_options(options)
+    return torch.stack([one_step(model, parallel, 1, rank) for _ in range(2)])
 
 
 def poisoned(rank: int, kind: str) -> list[bool]:
@@ -181,7 +245,7 @@ def searched(rank: int, kind: str) -> dict[str, set[str]]:
     return seen
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["int8", "int4"])  # bf16: in test_compress.py
 def test_float64_travels_dense(kind: str) -> None:
     for seen in on_ranks(searched, 2, kind):
         assert kind in seen["a"] and seen["b"] == {"dense"}

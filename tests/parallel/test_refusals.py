@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch import Bucket, DataParallel, Network, Plan, Trace
+from anabranch import Bucket, DataParallel, Network, Plan, Quantised, Trace
 from parallel.twins import (
     SCENARIOS,
     WIDTH,
@@ -87,6 +87,10 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "network": ({"network": Network.ring(3, 1e-5, 1e-9)}, "network (3, ['dense'])"),
     "lanes": ({"lanes": 2}, "lanes 2"),
     "compress": ({"compress": "bf16"}, "compress bf16"),
+    "rounding": (
+        {"compress": Quantised("bf16", "stochastic")},
+        "compress Quantised(kind='bf16', rounding='stochastic'",
+    ),
     "profile_steps": ({"profile_steps": 7}, "profile_steps 7"),
 }
 
@@ -128,7 +132,7 @@ def test_plans_and_networks_for_something_else() -> None:
         assert answer["leaves out"].startswith("PlanError: the plan leaves out 4.bias and 1 more")
         assert (
             answer["collective"]
-            == "PlanError: the plan sends 0.weight (torch.float32) by 'pigeon': expected one of dense, bf16"
+            == "PlanError: the plan sends 0.weight (torch.float32) by 'pigeon': expected one of dense, bf16, int8"
         )
         assert answer["dtypes"].startswith("PlanError: the bucket of 0.weight mixes torch.float")
         assert answer["no cost"].startswith("NetworkError: this network has no cost for the collective 'bf16'")

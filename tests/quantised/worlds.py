@@ -7,6 +7,7 @@ import torch
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.quantised.block_format import BlockFormat
 from anabranch.quantised.exchange import exchange
+from anabranch.quantised.stochastic import Seeds
 
 Gradients = list[torch.Tensor]
 
@@ -25,15 +26,20 @@ def gradients(ranks: int, numel: int, seed: int, dtype: torch.dtype = torch.floa
 
 
 def step(
-    given: Gradients, residuals: Sequence[torch.Tensor] | None, form: BlockFormat, divisor: float | None = None
+    given: Gradients,
+    residuals: Sequence[torch.Tensor] | None,
+    form: BlockFormat,
+    divisor: float | None = None,
+    chance: int | None = None,
 ) -> VirtualWorld:
-    """One exchange of all ranks; every rank's gradient becomes the average."""
+    """One exchange of all ranks; every rank's gradient becomes the average. ``chance``: round by it, in this step."""
     world = VirtualWorld(len(given))
     held = residuals if residuals is not None else [None] * len(given)
+    seeds = [None if chance is None else Seeds.of(rank, chance, ("bucket",)) for rank in range(world.size)]
     world.run(
         [
-            exchange(gradient, residual, comm, divisor or float(world.size), form)
-            for gradient, residual, comm in zip(given, held, world.comms, strict=True)
+            exchange(gradient, residual, comm, divisor or float(world.size), form, own)
+            for gradient, residual, comm, own in zip(given, held, world.comms, seeds, strict=True)
         ]
     )
     return world

@@ -1,12 +1,12 @@
-"""Dense exchanges: every element is sent, in full precision or as bfloat16. They keep nothing between steps."""
+"""The dense exchange: every element is sent in full precision, and nothing is kept between steps."""
 
-from collections.abc import Mapping
 from math import inf
 
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.exchange import Collective, Group, Steps, Traffic, all_gather, issued, record_stream
+from anabranch.comm.exchange import Collective, Group, Steps, Traffic, issued
+from anabranch.kinds import DENSE
 from anabranch.plan import Bucket
 
 
@@ -16,67 +16,39 @@ def dense(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
     yield issued(dist.all_reduce(buffer, group=group, async_op=True))
 
 
-def bf16(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-    """bfloat16 on the wire, sums in float32: half the bytes of float32, and rounding that does not grow with ranks.
-
-    Every rank rounds its contribution, receives all contributions to its own share, adds them in float32, rounds the
-    average, and gathers the shares of all ranks. Each value is rounded twice, however many ranks there are. All ranks
-    end with the same bits. A buffer that is not float32 is sent by ``dense``.
-    """
-    if buffer.dtype != torch.float32:
-        yield from dense(buffer, group, divisor)
-        return
-    ranks = dist.get_world_size(group)
-    share = -(-buffer.numel() // ranks)
-    rounded = torch.zeros(ranks * share, dtype=torch.bfloat16, device=buffer.device)
-    rounded[: buffer.numel()].copy_(buffer)
-    received = torch.empty_like(rounded)
-    yield issued(dist.all_to_all_single(received, rounded, group=group, async_op=True))
-    record_stream(rounded, received)
-    average = received.view(ranks, share).sum(dim=0, dtype=torch.float32).mul_(1.0 / divisor)
-    yield issued(all_gather(rounded, average.to(torch.bfloat16), group))
-    buffer.copy_(rounded[: buffer.numel()])
-
-
 # An element of this magnitude, in a gradient that joins a residual, counts as not finite. Two ranks' residuals of 3e38
 # have no finite sum: they could never be sent, and all later steps would be skipped.
 SUMMABLE_BELOW = torch.finfo(torch.float32).max / (1 << 20)
 
-COLLECTIVES: Mapping[str, Collective] = {"dense": dense, "bf16": bf16}
 
-
-def dense_traffic(kind: str, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:
-    """Bytes that one rank sends and receives in a dense exchange of this kind."""
-    if kind == "bf16" and dtype == torch.float32:
-        nbytes = 2 * (ranks - 1) * -(-numel // ranks) * torch.bfloat16.itemsize
-    else:
-        nbytes = 2 * (ranks - 1) * numel * dtype.itemsize // ranks
+def dense_traffic(numel: int, dtype: torch.dtype, ranks: int) -> Traffic:
+    """Bytes that one rank sends and receives in a dense exchange."""
+    nbytes = 2 * (ranks - 1) * numel * dtype.itemsize // ranks
     return Traffic(nbytes, nbytes, 1.0)
 
 
 class DenseExchanges:
-    """The family of dense exchanges. ``kinds``: those that plans may use in addition to "dense"."""
+    """The family of the dense exchange, which takes any dtype. Plans may always use it."""
 
-    def __init__(self, kinds: tuple[str, ...] = ()) -> None:
-        self.kinds = kinds
+    kinds: tuple[str, ...] = ()  # in addition to "dense"
 
     def handles(self, kind: str) -> bool:
-        return kind in COLLECTIVES
+        return kind == DENSE
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:  # noqa: ARG002 - any dtype
-        return kind in COLLECTIVES
+        return kind == DENSE
 
-    def on_side_stream(self, kind: str) -> bool:  # noqa: ARG002 - dense exchanges send at once
+    def on_side_stream(self, kind: str) -> bool:  # noqa: ARG002 - it sends at once
         return False
 
-    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        return COLLECTIVES[bucket.collective](buffer, group, divisor)
+    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG002
+        return dense(buffer, group, divisor)
 
-    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:
-        return dense_traffic(bucket.collective, numel, dtype, ranks)
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:  # noqa: ARG002
+        return dense_traffic(numel, dtype, ranks)
 
-    def probe(self, kind: str) -> Collective:
-        return COLLECTIVES[kind]
+    def probe(self, kind: str) -> Collective:  # noqa: ARG002
+        return dense
 
     def close(self) -> None:
         """No-op: nothing is kept."""

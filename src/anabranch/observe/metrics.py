@@ -191,7 +191,7 @@ class MetricsFeed(StepObserver):
         """The traffic of all buckets together; under DDP's own buckets that of a ring all-reduce of all gradients."""
         sizes = self._sizes_of(plan)
         if plan is None:
-            parts: list[Traffic | None] = [dense_traffic("dense", numel, dtype, self._ranks) for numel, dtype in sizes]
+            parts: list[Traffic | None] = [dense_traffic(numel, dtype, self._ranks) for numel, dtype in sizes]
         else:
             traffic = self._bucket_traffic
             parts = [traffic(bucket, *size, self._ranks) for bucket, size in zip(plan.buckets, sizes, strict=True)]

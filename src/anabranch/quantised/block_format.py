@@ -1,8 +1,10 @@
-"""Block formats: how a region of float values becomes bytes. Integers first, then one bfloat16 scale per block.
+"""Formats of messages: how a region of float values becomes bytes. Integers first, then numbers in bfloat16.
 
-A block of values shares a scale: its largest magnitude over ``most``, the largest integer of the format. A block that
-holds a value which is not finite has the scale NaN, and is NaN when it is read. A block whose largest magnitude is
-under ``NEGLIGIBLE`` is sent as zeros: its scale would not be a normal number.
+int8 and int4: a block of integers shares a scale, which is its number: its largest magnitude over ``most``, the largest
+integer of the format. A block that holds a value which is not finite has the scale NaN, and is NaN when it is read. A
+block whose largest magnitude is under ``NEGLIGIBLE`` is sent as zeros: its scale would not be a normal number.
+
+bf16: no integers, and every value is a number. Infinities stay infinite, and only the values concerned are NaN.
 
 ``rotates``: a Walsh-Hadamard transform of each block comes first. It spreads a large value over its block, so that
 the others are not rounded to 0 beside it. Sums of rotated blocks are rotated sums, so owners need not turn them back.
@@ -14,19 +16,27 @@ from typing import NamedTuple
 
 import torch
 
+from anabranch import kinds
+
 NEGLIGIBLE = 2.0**-100  # about 8e-31
 FINITE = torch.finfo(torch.float32).max
-SCALE_NBYTES = torch.bfloat16.itemsize
+NUMBER_NBYTES = torch.bfloat16.itemsize
+NAN_BITS = 0x7FC0  # of a bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Integers of ``bits`` bits, in blocks of ``block`` values, a power of 4 if it ``rotates``."""
+    """Values of ``bits`` bits, in blocks of ``block`` values, a power of 4 if it ``rotates``."""
 
     kind: str
     bits: int
     block: int
     rotates: bool = False
+
+    @property
+    def scaled(self) -> bool:
+        """Whether values are integers with a scale per block; else they are bfloat16 numbers."""
+        return self.bits < 16
 
     @property
     def most(self) -> int:
@@ -47,13 +57,14 @@ class BlockFormat:
         """The number of values in each of these messages, one in each row."""
         return messages.shape[-1] // self.message_nbytes(self.block) * self.block
 
-    def payload_nbytes(self, region: int) -> int:
+    def integers_nbytes(self, region: int) -> int:
         """Bytes of a region's integers."""
-        return region * self.bits // 8
+        return region * self.bits // 8 if self.scaled else 0
 
     def message_nbytes(self, region: int) -> int:
-        """Bytes of a region's integers and scales."""
-        return self.payload_nbytes(region) + region // self.block * SCALE_NBYTES
+        """Bytes of a region's integers and numbers."""
+        numbers = region // self.block if self.scaled else region
+        return self.integers_nbytes(region) + numbers * NUMBER_NBYTES
 
 
 class Kept(NamedTuple):
@@ -71,6 +82,7 @@ class Kept(NamedTuple):
     divisor: float
 
 
-INT8 = BlockFormat("int8", 8, 128)
-INT4 = BlockFormat("int4", 4, 64, rotates=True)
-FORMATS = {one.kind: one for one in (INT8, INT4)}
+BF16 = BlockFormat(kinds.BF16, 16, 8)  # values have no block in common; 8 of them keep messages aligned
+INT8 = BlockFormat(kinds.INT8, 8, 128)
+INT4 = BlockFormat(kinds.INT4, 4, 64, rotates=True)
+FORMATS = {one.kind: one for one in (BF16, INT8, INT4)}

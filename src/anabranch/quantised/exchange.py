@@ -5,7 +5,7 @@
     finish     all averages → the gradient
 
 Sums are in float32 and in the order of ranks; owners round, so that all ranks end with the same bits. A value is
-rounded twice, however many ranks there are. Integers and scales travel in one message. With a residual nothing is
+rounded twice, however many ranks there are. Integers and numbers travel in one message. With a residual nothing is
 lost: what the first rounding changed stays with the sender, what the second changed with the owner, and both are added
 to the next gradient. Until ``finish`` neither gradient nor residual changes.
 """
@@ -20,18 +20,24 @@ from anabranch.comm.communicator import Communicator
 from anabranch.comm.exchange import Steps, record_stream
 from anabranch.quantised import torch_steps
 from anabranch.quantised.block_format import BlockFormat, Kept
+from anabranch.quantised.stochastic import Seeds
 
 
 class QuantisedSteps(Protocol):
     """The three steps, in torch operations or as kernels."""
 
     def quantise(
-        self, values: torch.Tensor, residual: torch.Tensor | None, ranks: int, form: BlockFormat
+        self,
+        values: torch.Tensor,
+        residual: torch.Tensor | None,
+        ranks: int,
+        form: BlockFormat,
+        seed: int | None = None,
     ) -> torch.Tensor: ...
 
     def reduce(
-        self, received: torch.Tensor, divisor: float, form: BlockFormat
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+        self, received: torch.Tensor, divisor: float, form: BlockFormat, with_error: bool, seed: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     def finish(
         self, gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat, kept: Kept | None = None
@@ -39,25 +45,36 @@ class QuantisedSteps(Protocol):
 
 
 def exchange(
-    buffer: torch.Tensor, residual: torch.Tensor | None, comm: Communicator, divisor: float, form: BlockFormat
+    buffer: torch.Tensor,
+    residual: torch.Tensor | None,
+    comm: Communicator,
+    divisor: float,
+    form: BlockFormat,
+    seeds: Seeds | None = None,
 ) -> Steps:
     """Average one bucket, as steps for a lane; ``residual`` is float32, or None if rounding errors are dropped.
 
-    Where any rank has a value that is not finite, the average of its block is NaN on all ranks. With residuals all
-    averages of the bucket are, and residuals stay as they were.
+    ``seeds``: of stochastic rounding; None rounds to the nearest.
+
+    Where any rank has a value that is not finite, the average of its block is NaN on all ranks; in bf16 that of this
+    value is infinite or NaN. With residuals all averages of the bucket are NaN, and residuals stay as they were.
     """
     if buffer.numel() == 0:
         return
     run = steps_for(buffer)
-    sent = run.quantise(buffer, residual, comm.size, form)
+    as_sender, as_owner = seeds or (None, None)
+    sent = run.quantise(buffer, residual, comm.size, form, as_sender)
     received = torch.empty_like(sent)
     yield comm.all_to_all(received, sent, "split")
     record_stream(sent, received)
-    message, rounding_error = run.reduce(received, divisor, form)
+    message, rounding_error = run.reduce(received, divisor, form, residual is not None, as_owner)
     gathered = torch.empty_like(sent)
     yield comm.all_gather(gathered, message[None], "gather")
-    record_stream(message, rounding_error, gathered)
-    kept = None if residual is None else Kept(residual, sent, rounding_error, comm.rank, divisor)
+    record_stream(message, gathered)
+    kept = None
+    if residual is not None and rounding_error is not None:
+        record_stream(rounding_error)
+        kept = Kept(residual, sent, rounding_error, comm.rank, divisor)
     run.finish(gathered, buffer, form, kept)
 
 

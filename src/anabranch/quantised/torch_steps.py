@@ -1,46 +1,57 @@
 """The steps of a quantised exchange in torch operations: on CPUs, and as the twin of the Triton kernels.
 
-Each function computes, bit by bit, what the kernel of the same name does.
+Each function computes, bit by bit, what the kernel of the same name does, but for the payload of NaN.
 """
 
 import torch
 
-from anabranch.quantised.block_format import FINITE, NEGLIGIBLE, SCALE_NBYTES, BlockFormat, Kept
+from anabranch.quantised.block_format import FINITE, NAN_BITS, NEGLIGIBLE, BlockFormat, Kept
+from anabranch.quantised.stochastic import random_bits, uniform
 
-NAN_BITS = 0x7FC0  # of a bfloat16
 
+def quantise(
+    values: torch.Tensor, residual: torch.Tensor | None, ranks: int, form: BlockFormat, seed: int | None = None
+) -> torch.Tensor:
+    """The messages to all owners, one row each: this rank's values, with its residual added, in the given format.
 
-def quantise(values: torch.Tensor, residual: torch.Tensor | None, ranks: int, form: BlockFormat) -> torch.Tensor:
-    """The messages to all owners, one row each: this rank's values, with its residual added, in the given format."""
+    ``seed``: of stochastic rounding; None rounds to the nearest.
+    """
     region = form.region_numel(len(values), ranks)
-    padded = torch.zeros(ranks * region, dtype=torch.float32, device=values.device)
-    padded[: len(values)] = _with_residual(values, residual)
-    return _encoded(padded.view(ranks, region), form)
+    dtype = torch.float32 if form.scaled or seed is not None else torch.bfloat16  # then this copy is the rounding
+    padded = torch.empty(ranks * region, dtype=dtype, device=values.device)
+    padded[: len(values)] = values if residual is None else values.float() + residual
+    padded[len(values) :] = 0.0
+    return _rounded(_rotated(padded.view(ranks, region), form), form, seed)
 
 
-def reduce(received: torch.Tensor, divisor: float, form: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """This owner's message to everyone, and the error that its rounding has made in the average.
+def reduce(
+    received: torch.Tensor, divisor: float, form: BlockFormat, with_error: bool, seed: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This owner's message to everyone; ``with_error`` also the error that its rounding has made in the average.
 
     ``received`` has the messages of all ranks, one row each. They are added in the order of ranks.
     """
     average = torch.zeros(1, form.region_of(received), dtype=torch.float32, device=received.device)
     for row in received:
-        average = average + _integers_times_scales(row[None], form, 1.0 / divisor)
-    message = _rounded(average, form)
-    return message[0], _rotated(average - _integers_times_scales(message, form), form)[0]
+        average += _unrounded(row[None], form, 1.0 / divisor)
+    message = _rounded(average, form, seed)
+    return message[0], _rotated(average - _unrounded(message, form), form)[0] if with_error else None
 
 
 def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat, kept: Kept | None = None) -> None:
     """``buffer`` ← the averages in the messages of all owners, one row each.
 
     With a residual, it becomes what this rank offered and did not send, and what rounding as owner has left. If any
-    average is NaN then all become NaN, so that nobody applies a part, and the residual stays as it was.
+    average is not finite then all become NaN, so that nobody applies a part, and the residual stays as it was.
     """
-    average = _average(gathered, buffer, form)
+    average = _decoded(gathered, form, len(buffer))
+    if form.scaled:  # scales were rounded up: the largest values would overflow
+        limit = torch.finfo(buffer.dtype).max
+        average = average.clamp(-limit, limit)
     if kept is not None:
         region = form.region_of(gathered)
-        poisoned = average.isnan().any()
-        left = _with_residual(buffer, kept.residual) - _decoded(kept.sent, form).view(-1)[: len(buffer)]
+        poisoned = ~average.isfinite().all()
+        left = buffer.float() + kept.residual - _decoded(kept.sent, form, len(buffer))
         mine = left[kept.owner * region : (kept.owner + 1) * region]
         mine += kept.rounding_error[: len(mine)] * kept.divisor
         kept.residual.copy_(torch.where(poisoned, kept.residual, left))
@@ -48,24 +59,9 @@ def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat, kept
     buffer.copy_(average)
 
 
-def _average(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    """The averages for ``buffer``, in float32; finite in its dtype, too, where scales were rounded up."""
-    limit = torch.finfo(buffer.dtype).max
-    return _decoded(gathered, form).view(-1)[: len(buffer)].clamp(-limit, limit)
-
-
-def _with_residual(values: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    return values.float() if residual is None else values.float() + residual
-
-
-def _encoded(regions: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    """Messages of these values, a region in each row."""
-    return _rounded(_rotated(regions, form), form)
-
-
-def _decoded(messages: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    """The values in these messages, a region in each row."""
-    return _rotated(_integers_times_scales(messages, form), form)
+def _decoded(messages: torch.Tensor, form: BlockFormat, numel: int) -> torch.Tensor:
+    """The first ``numel`` values of these messages."""
+    return _rotated(_unrounded(messages, form), form).view(-1)[:numel]
 
 
 def _rotated(regions: torch.Tensor, form: BlockFormat) -> torch.Tensor:
@@ -79,28 +75,53 @@ def _rotated(regions: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     return values.view(regions.shape)
 
 
-def _rounded(regions: torch.Tensor, form: BlockFormat) -> torch.Tensor:
-    """Messages of these values, which are rotated where the format says so."""
+def _rounded(regions: torch.Tensor, form: BlockFormat, seed: int | None) -> torch.Tensor:
+    """Messages of these values, a region in each row, which are rotated where the format says so."""
+    if not form.scaled:
+        return _as_bfloat16(regions, seed).view(torch.uint8)
     blocks = regions.view(len(regions), -1, form.block)
     largest = blocks.abs().amax(dim=2)
     finite = largest <= FINITE  # neither infinite nor NaN
-    scales = torch.where(finite & (largest >= NEGLIGIBLE), largest * (1.0 / form.most), 0.0).to(torch.bfloat16)
+    exact = torch.where(finite & (largest >= NEGLIGIBLE), largest * (1.0 / form.most), 0.0)
+    scales = exact.to(torch.bfloat16) if seed is None else _up_to_bfloat16(exact)
     wide = scales.float()
     inverses = torch.where(wide > 0, 1.0 / wide, 0.0)
     bits = torch.where(finite, scales.view(torch.int16), NAN_BITS)  # torch makes NaNs of various bits
-    integers = torch.round(torch.where(finite[:, :, None], blocks, 0.0) * inverses[:, :, None])
+    scaled = torch.where(finite[:, :, None], blocks, 0.0) * inverses[:, :, None]
+    integers = torch.round(scaled) if seed is None else _by_chance(scaled, form.most, seed)
     payload = _packed(integers.to(torch.int8).view(len(regions), -1), form)
     return torch.cat([payload, bits.view(torch.uint8)], dim=1)
 
 
-def _integers_times_scales(messages: torch.Tensor, form: BlockFormat, factor: float = 1.0) -> torch.Tensor:
+def _unrounded(messages: torch.Tensor, form: BlockFormat, factor: float = 1.0) -> torch.Tensor:
     """The values in these messages, times ``factor``, a region in each row; rotated where the format says so."""
+    if not form.scaled:
+        values = messages.view(torch.bfloat16)
+        return values if factor == 1.0 else values.float().mul_(factor)
     region = form.region_of(messages)
-    payload, scales = messages.split([form.payload_nbytes(region), region // form.block * SCALE_NBYTES], dim=1)
+    payload, scales = messages.tensor_split([form.integers_nbytes(region)], dim=1)
     wide = scales.contiguous().view(torch.bfloat16).float() * factor
     integers = _unpacked(payload, form).view(len(messages), -1, form.block)
-    values: torch.Tensor = integers * wide[:, :, None]
-    return values.view(len(messages), region)
+    return (integers * wide[:, :, None]).view(len(messages), region)
+
+
+def _as_bfloat16(values: torch.Tensor, seed: int | None) -> torch.Tensor:
+    """Values in bfloat16: to the nearest, or random bits are added before the lower half is cut off."""
+    if seed is None:
+        return values.to(torch.bfloat16)
+    bits = (values.view(torch.int32) + (random_bits(values, seed) & 0xFFFF)) >> 16
+    return torch.where(values.isnan(), NAN_BITS, bits).to(torch.int16).view(torch.bfloat16)
+
+
+def _up_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
+    """Values from 0 on, rounded up, so that no value over its scale exceeds the largest integer."""
+    return ((values.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _by_chance(values: torch.Tensor, most: int, seed: int) -> torch.Tensor:
+    """An integer beside each value: the upper one with the probability of the part behind the point."""
+    low = values.floor()
+    return (low + (uniform(values, seed) < values - low)).clamp(-most, most)  # 1 / scale may be a bit too large
 
 
 def _packed(integers: torch.Tensor, form: BlockFormat) -> torch.Tensor:

@@ -140,7 +140,7 @@ class TuningOptions:
                 if len(dtypes) > 1:
                     raise PlanError(f"the bucket of {bucket.names[0]} mixes {', '.join(map(str, dtypes))}: split it")
                 if not collectives.supports(bucket.collective, *dtypes):
-                    known = ", ".join(("dense", "bf16", *self.kinds))
+                    known = ", ".join(dict.fromkeys(("dense", "bf16", "int8", *self.kinds)))
                     raise PlanError(
                         f"the plan sends {bucket.names[0]} ({', '.join(map(str, dtypes))}) by {bucket.collective!r}: "
                         f"expected one of {known}"
