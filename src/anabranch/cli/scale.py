@@ -72,8 +72,9 @@ CompressOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help="Also the exact plan with sparse buckets where they gain: oktopk:0.01 (1 % of the elements), or oktopk "
-        f"(as dense as the backward pass hides), lean alike; may be repeated; {NO_COMPRESSION} for neither. Default: "
+        help="Also the exact plan with compressed buckets where they gain: bf16, int8 or int4, oktopk:0.01 (1 % of the "
+        "elements), or oktopk (as dense as the backward pass hides); lean:int8, lean:0.01 or lean on the Lean engine; "
+        f"int8@nodes between nodes that are dense inside; may be repeated; {NO_COMPRESSION} for none. Default: "
         f"{', '.join(COMPRESS)}.",
     ),
 ]
