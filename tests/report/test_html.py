@@ -16,7 +16,7 @@ from anabranch.cli.main import main
 from anabranch.curve import Curve
 from anabranch.network import Network
 from anabranch.report.formatting import size
-from anabranch.report.html.chart import DASHES, PATTERNS, SYMBOLS
+from anabranch.report.html.chart import DASHES, PATTERNS, SYMBOLS, marker
 from anabranch.report.html.escaping import escaped, json_block, name_lines, plotly_text
 from anabranch.report.html.scaling_chart import log_ticks, network_chart
 from anabranch.report.html.training_chart import BINS, MAX_POINTS, downsample
@@ -134,7 +134,9 @@ def test_series_differ_without_colour(page: str) -> None:
         plan["communication, exposed"]["marker"]["pattern"]["shape"]
         and not plan["communication, hidden"]["marker"]["pattern"]["shape"]
     )
-    assert len(set(DASHES)) == len(set(SYMBOLS)) == len(set(PATTERNS)) == 8
+    assert len(set(DASHES)) == len(set(PATTERNS)) == 8
+    looks = [(marker(index)["color"], marker(index)["symbol"]) for index in range(len(SYMBOLS) * len(DASHES))]
+    assert len(set(looks)) == len(looks)  # more strategies than there are colours differ all the same
 
 
 def test_predicted_and_measured_share_an_axis(page: str) -> None:

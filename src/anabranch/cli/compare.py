@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from anabranch.report.documents import ComparedPlanner
 
 COMPRESS = (*COMPRESSED, kind_of(0.01))
-NO_COMPRESSION = "none"
 
 CompressOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
         help="Also the exact plan with compressed buckets where they gain, as in scale; may be repeated; "
-        f"{NO_COMPRESSION} for none. Default: {', '.join(COMPRESS)}.",
+        f"{arguments.NO_COMPRESSION} for none. Default: {', '.join(COMPRESS)}.",
     ),
 ]
 
@@ -44,8 +43,7 @@ def compare(
     from anabranch.report.documents import CompareDocument, printed
 
     gradients, links = arguments.trace(trace), arguments.network(network)
-    names = [] if compress == [NO_COMPRESSION] else list(dict.fromkeys(compress or COMPRESS))
-    strategies = compressed_strategies(names, gradients, links)
+    strategies = compressed_strategies(arguments.compressions(compress, COMPRESS), gradients, links)
     rows, compressed = _rows(gradients, links, strategies)
     best = comparison.best(rows)
     document = CompareDocument(

@@ -173,7 +173,7 @@ def _naive(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
 
 
 def _data_parallel(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprint]:
-    buckets = buckets_of(profile, setting, way)
+    buckets = _buckets(profile, setting, way)
     residual = sum(_residuals_nbytes(buckets, way))
     always = _always(profile, setting, gradients=profile.gradients_nbytes, residual=residual)
     always = always.plus(workspace=_owner_sums_nbytes(buckets, setting, way))
@@ -183,7 +183,7 @@ def _data_parallel(profile: StepProfile, setting: Setting, way: Way) -> Iterator
 
 
 def _lean(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprint]:
-    buckets = buckets_of(profile, setting, way)
+    buckets = _buckets(profile, setting, way)
     largest = max(bucket.nbytes for bucket in buckets)
     residuals = _residuals_nbytes(buckets, way)
     on_device = SLOTS * max(residuals, default=0) if way.host else sum(residuals)
@@ -282,7 +282,7 @@ def _incomplete_nbytes(profile: StepProfile, buckets: Sequence[BucketSize]) -> l
     return nbytes
 
 
-def buckets_of(profile: StepProfile, setting: Setting, way: Way) -> list[BucketSize]:
+def _buckets(profile: StepProfile, setting: Setting, way: Way) -> list[BucketSize]:
     """Return the buckets that a mode exchanges."""
     if setting.buckets is None:
         return buckets_by_size(profile, BUCKET_NBYTES, way.compresses)

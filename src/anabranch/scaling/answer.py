@@ -77,7 +77,7 @@ def best_at_sizes(scaling: Scaling, curves: Curves) -> list[BestAtSize]:
 
 def _coarseness(name: str) -> int:
     """The place of a strategy that rounds among the kinds, which begin with the most faithful."""
-    return next(place for place, kind in enumerate(COMPRESSED) if kind in name)
+    return next((place for place, kind in enumerate(COMPRESSED) if kind in name), len(COMPRESSED))
 
 
 def _worth_it(points: Sequence[ScalePoint]) -> ScalePoint:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import NamedTuple
 
 from anabranch.exchange_cost import BETWEEN_NODES, Exchange
@@ -73,7 +73,7 @@ class CompressedStrategies:
 
     def priced(self, network: Network) -> Network:
         """``network`` with a cost for every exchange that these planners may choose."""
-        return reduce(lambda priced, exchange: exchange.priced(priced), self.exchanges, network)
+        return _with_costs(network, self.exchanges)
 
 
 def compressed_strategies(names: Sequence[str], trace: Trace, network: Network) -> CompressedStrategies:
@@ -95,7 +95,7 @@ def exchanges_on(network: Network, kinds: Iterable[str]) -> list[Exchange]:
 
 def priced(network: Network, kinds: Iterable[str]) -> Network:
     """``network`` with a cost for those of these kinds that have a model and were not measured."""
-    return CompressedStrategies({}, exchanges_on(network, kinds), []).priced(network)
+    return _with_costs(network, exchanges_on(network, kinds))
 
 
 def sent_nbytes(kind: str, tensors: Sequence[TensorSpec], ranks: int) -> int | None:
@@ -109,6 +109,12 @@ def sent_nbytes(kind: str, tensors: Sequence[TensorSpec], ranks: int) -> int | N
 def dense_only(trace: Trace) -> list[str]:
     """Names of the gradients that are not float32: they always travel dense."""
     return [tensor.name for tensor in trace.tensors if tensor.dtype not in ("", "float32") or tensor.itemsize != 4]
+
+
+def _with_costs(network: Network, exchanges: Iterable[Exchange]) -> Network:
+    for exchange in exchanges:
+        network = exchange.priced(network)
+    return network
 
 
 def _exchange(collective: str, network: Network | None = None) -> Exchange | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from anabranch.checks import STRICT, check_seconds
+from anabranch.exchange_cost import BETWEEN_NODES
 from anabranch.kinds import COMPRESSED
 
 Basis = Literal["weak", "strong"]
@@ -73,7 +74,8 @@ class Strategy:
     def sends(self) -> Literal["dense", "quantised", "sparse"]:
         """Every value in full, every value rounded, or some of the values; Lean by the kind in its name."""
         if self.kind == "lean":
-            return "quantised" if self.name.partition(":")[2].partition("@")[0] in COMPRESSED else "sparse"
+            exchange = self.name.removesuffix(BETWEEN_NODES).partition(":")[2]
+            return "quantised" if exchange in COMPRESSED else "sparse"
         return self.kind
 
 
