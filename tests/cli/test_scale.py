@@ -280,6 +280,7 @@ def test_a_measured_exchange_tells_what_selection_takes(tmp_path: Path, capsys: 
     save(Network.measured(8, curves), tmp_path / "network.json")
     document = sparse(tmp_path, capsys, "oktopk:0.01", network=str(tmp_path / "network.json"))
     assert any("oktopk:0.01 took beyond its messages" in told for told in document["assumptions"])
+    assert "at 8 ranks oktopk:0.01 buckets cost what was measured there" in document["assumptions"]
 
 
 def test_gradients_that_are_not_float32_stay_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def compressed_strategies(names: Sequence[str], trace: Trace, network: Network) 
         for name, compression in wanted.items()
     }
     exchanges = exchanges_on(network, (kind for compression in wanted.values() for kind in compression.collectives))
-    return CompressedStrategies(planners, exchanges, _assumptions(wanted.values(), exchanges))
+    return CompressedStrategies(planners, exchanges, _assumptions(wanted.values(), exchanges, network))
 
 
 def exchanges_on(network: Network, kinds: Iterable[str]) -> list[Exchange]:
@@ -130,7 +130,7 @@ def _exchange(collective: str, network: Network | None = None) -> Exchange | Non
     return found if kind == collective else found.between_nodes()
 
 
-def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange]) -> list[str]:
+def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], network: Network) -> list[str]:
     """What the costs of these strategies assume, in sentences."""
     wanted = list(wanted)
     if not wanted:
@@ -151,6 +151,8 @@ def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange]) -
             "1.25 k/P pairs one behind the other, and new regions every 64 steps",
             f"selecting takes {sources}",
         ]
+    if measured := [found.kind for found in exchanges if found.kind in network.curves]:
+        said.append(f"at {network.world_size} ranks {', '.join(measured)} buckets cost what was measured there")
     if any(compression.between_nodes for compression in wanted):
         said.append(
             f"{BETWEEN_NODES}: dense sums inside each node, and the exchange between nodes alone: a price, since "
