@@ -25,9 +25,9 @@ class Phase(NamedTuple):
     ring: bool
 
     @property
-    def words(self) -> float:
-        """Words of 4 bytes that the rank sends, and receives, in all."""
-        return self.messages * self.nbytes / 4
+    def sent_nbytes(self) -> float:
+        """Bytes that the rank sends, and receives, in all."""
+        return self.messages * self.nbytes
 
 
 class Computing(NamedTuple):
@@ -99,7 +99,7 @@ class Exchange:
 
     def sent_nbytes(self, numel: int, ranks: int) -> int:
         """Bytes that one rank sends for a bucket of ``numel`` elements."""
-        return round(sum(phase.messages * phase.nbytes for phase in self.phases(numel, ranks)))
+        return round(sum(phase.sent_nbytes for phase in self.phases(numel, ranks)))
 
     def curve(self, network: Network) -> Curve:
         """The cost curve on this network, by the bytes of the float32 bucket."""

@@ -33,10 +33,10 @@ def test_the_formula_is_what_virtual_ranks_count(kind: str, ranks: int, numel: i
     counts = step(gradients(ranks, numel, seed=1), None, FORMATS[kind]).word_counts
     split, gather = phases(kind, numel, ranks)
     for name, phase in (("split", split), ("gather", gather)):
-        assert counts.sent([name]).tolist() == pytest.approx([phase.words] * ranks)
+        assert counts.sent([name]).tolist() == pytest.approx([phase.sent_nbytes / 4] * ranks)
         assert counts.messages([name]).tolist() == [phase.messages] * ranks
     sent = quantised.exchange_of(kind).sent_nbytes(numel, ranks)
-    assert sent == round(4 * (split.words + gather.words))
+    assert sent == round(split.sent_nbytes + gather.sent_nbytes)
 
 
 def test_sizes_need_no_torch_and_are_torchs() -> None:

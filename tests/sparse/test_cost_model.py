@@ -37,8 +37,8 @@ def test_the_formula_is_what_virtual_ranks_count(ranks: int, numel: int, wire: s
     assert exchanged() == set(told)
     for name, phase in told.items():
         share = options.region_period if name == "regions" else 1  # which this step has, and every second has not
-        assert world.word_counts.sent([name]).tolist() == pytest.approx([share * phase.words] * ranks)
-        assert world.word_counts.received([name]).tolist() == pytest.approx([share * phase.words] * ranks)
+        assert world.word_counts.sent([name]).tolist() == pytest.approx([share * phase.sent_nbytes / 4] * ranks)
+        assert world.word_counts.received([name]).tolist() == pytest.approx([share * phase.sent_nbytes / 4] * ranks)
         assert world.word_counts.messages([name]).tolist() == pytest.approx([share * phase.messages] * ranks)
     assert exchanged() == set(told) - {"regions"}
 
@@ -46,12 +46,12 @@ def test_the_formula_is_what_virtual_ranks_count(ranks: int, numel: int, wire: s
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64, 256, 1024, 2048])
 def test_at_any_number_of_ranks_it_is_under_six_k(ranks: int) -> None:
     numel = 25_000_000
-    words = sum(phase.words for phase in phases(numel, ranks, DENSITY).values())
+    words = sum(phase.sent_nbytes for phase in phases(numel, ranks, DENSITY).values()) / 4
     assert 4 * (ranks - 1) / ranks < words / (DENSITY * numel) <= 6 * (ranks - 1) / ranks
 
 
 def test_at_density_one_regions_are_never_balanced() -> None:
-    assert phases(1000, 4, 1.0)["regions"].words == 0
+    assert phases(1000, 4, 1.0)["regions"].sent_nbytes == 0
 
 
 def test_messages_pay_latency_and_bytes_pay_bandwidth() -> None:

@@ -237,14 +237,14 @@ def _exchanges(
 def quantised_messages(kind: str, numel: int, ranks: int) -> dict[str, int]:
     """Return what a quantised exchange of a bucket needs at its end, when nothing of it is freed yet.
 
-    It sends messages to all owners and one as owner, and receives as many of both. An owner holds the errors of its own
-    rounding, and the scales of all averages are looked at in a copy.
+    It sends messages to all owners and one as owner, and receives as many of each from all. An owner holds the errors
+    of its own rounding. Left out: a copy of the scales of all averages, at most 1/17 of them.
     """
     region = Region.of(kind, numel, ranks)
     return {
         "send": (ranks + 1) * region.message_nbytes,
         "receive": 2 * ranks * region.message_nbytes,
-        "workspace": FLOAT_NBYTES * region.numel + ranks * region.scales_nbytes,
+        "workspace": FLOAT_NBYTES * region.numel,
     }
 
 

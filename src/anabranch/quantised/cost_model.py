@@ -34,30 +34,23 @@ H200: Mapping[str, Computing] = {
 
 
 class Region(NamedTuple):
-    """The part of a bucket that one rank owns: its values, padding included, and the bytes of both parts of a message.
+    """The part of a bucket that one rank owns: its values, padding included, and the bytes of a message with them.
 
-    ``payload_nbytes`` are those of the values, ``scales_nbytes`` those of the scales behind them.
+    A message goes to each other rank, once in the all-to-all and once in the all-gather.
     """
 
     numel: int
-    payload_nbytes: int
-    scales_nbytes: int
+    message_nbytes: int
 
     @classmethod
     def of(cls, kind: str, numel: int, ranks: int) -> "Region":
         """The region of each rank in a bucket of ``numel`` elements."""
         if kind == BF16:  # neither blocks nor scales
             share = -(-numel // ranks)
-            return cls(share, BF16_NBYTES * share, 0)
+            return cls(share, BF16_NBYTES * share)
         form = FORMATS[kind]
         region = form.region_numel(numel, ranks)
-        payload_nbytes = form.payload_nbytes(region)
-        return cls(region, payload_nbytes, form.message_nbytes(region) - payload_nbytes)
-
-    @property
-    def message_nbytes(self) -> int:
-        """Bytes of one message: to each other rank, once in the all-to-all, once in the all-gather."""
-        return self.payload_nbytes + self.scales_nbytes
+        return cls(region, form.message_nbytes(region))
 
 
 def phases(kind: str, numel: int, ranks: int) -> list[Phase]:

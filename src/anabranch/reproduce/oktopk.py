@@ -71,7 +71,7 @@ def volumes() -> Section:
     case = f"{RANKS} workers, {NUMEL:,} elements"
     figures = [_bounded(case, name, table[name.split(",")[0]], sent / k) for name, sent in words_sent().items()]
     large = published_costs(numel, selected_count(numel), WORKERS)[OURS].words / selected_count(numel)
-    fixed = sum(phase.words for phase in phases(numel, WORKERS, DENSITY).values()) / selected_count(numel)
+    fixed = sum(p.sent_nbytes for p in phases(numel, WORKERS, DENSITY).values()) / (WORD_NBYTES * selected_count(numel))
     figures.append(_bounded(f"{WORKERS} workers, BERT", FIXED, large, fixed))
     return Section(
         "Words that the busiest rank sends or receives in a step, in units of k (1 %)",
