@@ -27,9 +27,9 @@ from torch.autograd.graph import save_on_cpu
 import anabranch as ab
 from anabranch.activations.policy import Mode
 from anabranch.bench import trainings
-from anabranch.bench.memory import sparse_plan, zoo_build
+from anabranch.bench.memory import compressed_plan, zoo_build
 from anabranch.bench.trainings import TrainingSetup
-from anabranch.lean.options import ResidualPlacement
+from anabranch.estimate.account import LEAN, LEAN_HOST, WAYS
 
 GIB = 1 << 30
 DENSITY = 0.01
@@ -54,14 +54,14 @@ def trained(
     return partial(next, running), running.close
 
 
-def lean(case: Case, mode: Mode, residuals: ResidualPlacement = "in place") -> tuple[Step, Step]:
+def lean(case: Case, mode: Mode, host: bool = False) -> tuple[Step, Step]:
     """Ours."""
     activations = ab.Activations(mode, case.budget_nbytes, host_nbytes=case.host_nbytes)
 
     def training(setup: TrainingSetup) -> Generator[None, None, None]:
         numel = sum(parameter.numel() for parameter in setup.model.parameters())
-        plan = sparse_plan(zoo_build(case.name, 1), DENSITY, 4 * numel // BUCKETS)
-        return trainings.lean(setup._replace(plan=plan), residuals, activations)
+        plan = compressed_plan(zoo_build(case.name, 1), LEAN, DENSITY, 4 * numel // BUCKETS)
+        return trainings.lean(setup._replace(plan=plan), WAYS[LEAN_HOST if host else LEAN], activations)
 
     return trained(case, training)
 
@@ -75,8 +75,8 @@ SYSTEMS: dict[str, System] = {
     NAIVE: partial(trained, training=trainings.naive),
     "Lean, activations kept": partial(lean, mode="keep"),
     "Lean, recomputed": partial(lean, mode="recompute"),
-    "Lean, recomputed, residuals on the host": partial(lean, mode="recompute", residuals="host"),
-    MIX: partial(lean, mode="auto", residuals="host"),
+    "Lean, recomputed, residuals on the host": partial(lean, mode="recompute", host=True),
+    MIX: partial(lean, mode="auto", host=True),
 }
 COLUMNS = (
     "system", "batch a rank", "peak GiB", "less than naive", "ms a step", "from – to", "samples/s",

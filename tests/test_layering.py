@@ -17,11 +17,14 @@ BASE = {"errors", "checks", "extras"}
 NOUNS = {*BASE, "kinds", "fidelity", "trace", "alpha_beta", "curve", "network", "plan", "timeline"}
 EVERYTHING = {"*"}
 LIBRARY = {
-    *NOUNS, "version", "files", "network_presets", "profiler_trace", "sim", "planners", "scaling", "comm", "observe",
-    "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp", "tuning", "parallel", "lean_parallel",
-    "integrations",
+    *NOUNS, "exchange_cost", "version", "files", "network_presets", "profiler_trace", "sim", "planners", "scaling",
+    "comm", "observe", "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp", "tuning",
+    "parallel", "lean_parallel", "integrations",
 }  # fmt: skip
-NAMES_OF_KINDS = {"sparse.naming", "sparse.sizes", "sparse.cost_model", "sparse.options"}  # no torch in them
+MODELS_OF_KINDS = {  # no torch in them
+    "sparse.naming", "sparse.sizes", "sparse.cost_model", "sparse.options", "quantised.block_format",
+    "quantised.cost_model",
+}  # fmt: skip
 
 # Part (a module, else its nearest folder) → the parts of anabranch it may import; its own folder is always allowed.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -40,17 +43,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {*BASE, "trace"},
     "fidelity": {"kinds", "trace", "plan", "sparse.naming"},
     "auto": {*NOUNS, "sparse.options"},
+    "exchange_cost": {*BASE, "alpha_beta", "curve", "network"},
     "network_presets": {*BASE, "alpha_beta", "curve", "network"},
     "files": NOUNS,
     "profiler_trace": {*NOUNS, "files"},
     "sim": NOUNS,
     "planners": {*NOUNS, "sim"},
-    "scaling": {*NOUNS, "files", "network_presets", "sim", "planners", *NAMES_OF_KINDS},
+    "scaling": {*NOUNS, "files", "network_presets", "sim", "planners", "exchange_cost", *MODELS_OF_KINDS},
     # The library, from messages up to the wrappers.
     "comm": {*NOUNS, "files"},
     "observe": {*NOUNS, "files", "comm"},
-    "quantised": {*NOUNS, "comm"},
-    "sparse": {*NOUNS, "comm"},
+    "quantised": {*NOUNS, "exchange_cost", "comm"},
+    "sparse": {*NOUNS, "exchange_cost", "comm"},
     "compression": {*NOUNS, "auto", "comm", "quantised", "sparse"},
     "activations": {*NOUNS, "observe"},
     "ddp": {*NOUNS, "comm", "observe"},
@@ -89,8 +93,19 @@ TORCH_AT_MODULE_LEVEL = {
     "lab.emulation.group",
     "reproduce.oktopk_counts",
 }
-TORCH_NEVER = {*NOUNS, "network_presets", "profiler_trace", "files", "sim", "planners", "scaling", "report", "lab"}
-TORCH_FREE_MODULES = {*NAMES_OF_KINDS, "tuning.plan_cache"}  # of folders that import torch
+TORCH_NEVER = {
+    *NOUNS,
+    "exchange_cost",
+    "network_presets",
+    "profiler_trace",
+    "files",
+    "sim",
+    "planners",
+    "scaling",
+    "report",
+    "lab",
+}
+TORCH_FREE_MODULES = {*MODELS_OF_KINDS, "tuning.plan_cache"}  # of folders that import torch
 
 
 def module_of(path: Path) -> str:

@@ -34,6 +34,15 @@ def near(found: Any) -> Any:
     return pytest.approx(found, rel=1e-9) if isinstance(found, float) else found
 
 
+def fields_of(old: Any, found: Any) -> Any:
+    """``found`` without the fields that documents got since ``old``."""
+    if isinstance(old, dict) and isinstance(found, dict):
+        return {key: fields_of(old[key], value) for key, value in found.items() if key in old}
+    if isinstance(old, list) and isinstance(found, list) and len(old) == len(found):
+        return [fields_of(*pair) for pair in zip(old, found, strict=True)]
+    return found
+
+
 @pytest.mark.parametrize("name", NOUNS)
 def test_old_nouns_load_and_are_written_back_byte_by_byte(name: str) -> None:
     noun = ab.load(OLD / f"{name}.json")
@@ -55,14 +64,14 @@ def test_an_old_plan_has_the_fingerprint_that_was_printed_with_it() -> None:
     assert plan.fingerprint == document("plan")["fingerprint"] == document("simulate")["fingerprint"]
 
 
-def test_the_commands_print_the_same_documents(capsys: pytest.CaptureFixture[str]) -> None:
-    planned = document("plan")
-    assert json_of(capsys, "plan", *INPUTS, "--planner", "lanes") == near({**planned, "written": None})
-    simulated = document("simulate")
+def test_the_commands_print_the_same_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = {**document("plan"), "written": None}
+    assert fields_of(planned, json_of(capsys, "plan", *INPUTS, "--planner", "lanes")) == near(planned)
+    simulated = {**document("simulate"), "plan": str(OLD / "plan.json"), "written": []}
     found = json_of(capsys, "simulate", *INPUTS, "--plan", str(OLD / "plan.json"))
-    assert {**found, "plan": "plan.json"} == near({**simulated, "written": []})
-    compared = json_of(capsys, "compare", *INPUTS)
-    assert {**compared, "trace": "trace.json", "network": "network.json"} == near(document("compare"))
+    assert fields_of(simulated, found) == near(simulated)
+    compared = {**document("compare"), "trace": INPUTS[1], "network": INPUTS[3]}
+    assert fields_of(compared, json_of(capsys, "compare", *INPUTS)) == near(compared)
 
 
 def test_scale_prints_the_same_points(capsys: pytest.CaptureFixture[str]) -> None:

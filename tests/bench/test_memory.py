@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.bench import trainings, zoo
-from anabranch.bench.memory import FIRST, OPTIMIZERS, sparse_plan, world
-from anabranch.bench.trainings import Training, TrainingSetup, naive_exchange
+from anabranch.bench import zoo
+from anabranch.bench.memory import FIRST, OPTIMIZERS, compressed_plan, world
+from anabranch.bench.trainings import ON_ONE_RANK, Training, TrainingSetup, naive_exchange, training_of
+from anabranch.estimate.account import OKTOPK
 from estimate.models import images
 from ranks import on_ranks
 
@@ -21,11 +22,11 @@ def alone() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("training", [trainings.ddp, trainings.naive, trainings.oktopk])
+@pytest.mark.parametrize("training", [training_of(mode) for mode in ON_ONE_RANK])
 def test_it_trains(training: Training, alone: None) -> None:
     model, loss = images(2)(torch.device("cpu"))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    plan = sparse_plan(images(2), DENSITY)
+    plan = compressed_plan(images(2), OKTOPK, DENSITY)
     running = training(TrainingSetup(model, loss, OPTIMIZERS["momentum"], 4, DENSITY, plan))
     for _ in range(3):  # DDP lays out its buckets anew after the first
         next(running)
@@ -34,12 +35,12 @@ def test_it_trains(training: Training, alone: None) -> None:
     assert all(new.isfinite().all() for _, new in pairs) and any((new != old).any() for old, new in pairs)
 
 
-def on_real_ranks(rank: int) -> list[torch.Tensor]:
+def on_real_ranks(rank: int, mode: str = OKTOPK) -> list[torch.Tensor]:
     torch.manual_seed(rank)  # another batch on each
     build = images(2)
     model, loss = build(torch.device("cpu"))
-    plan = sparse_plan(build, DENSITY)
-    running = trainings.oktopk(TrainingSetup(model, loss, OPTIMIZERS["momentum"], 2, DENSITY, plan))
+    plan = compressed_plan(build, mode, DENSITY)
+    running = training_of(mode)(TrainingSetup(model, loss, OPTIMIZERS["momentum"], 2, DENSITY, plan))
     for _ in range(FIRST):
         next(running)
     running.close()
@@ -53,6 +54,15 @@ def test_real_ranks_exchange_what_they_have() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(one, mirrored, strict=True))
 
 
+@pytest.mark.parametrize("mode", ["int8", "lean, int8", "lean, int4, host", "lean"])
+def test_every_mode_trains_on_real_ranks(mode: str) -> None:
+    one, other = on_ranks(on_real_ranks, 2, mode)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, other, strict=True))
+    torch.manual_seed(0)
+    untrained, _ = images(2)(torch.device("cpu"))
+    assert not all(torch.equal(a, b) for a, b in zip(one, untrained.parameters(), strict=True))
+
+
 def test_the_average_of_ranks_that_send_alike_is_what_one_offers() -> None:
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.zeros(1000))
@@ -64,11 +74,16 @@ def test_the_average_of_ranks_that_send_alike_is_what_one_offers() -> None:
 
 
 def test_the_plan_is_whole_and_vectors_travel_dense() -> None:
-    plan = sparse_plan(images(2), DENSITY)
+    plan = compressed_plan(images(2), OKTOPK, DENSITY)
     model, _ = images(2)(torch.device("cpu"))
     kinds = {name: bucket.collective for bucket in plan.buckets for name in bucket.names}
     assert set(kinds) == {name for name, _ in model.named_parameters()}
     assert kinds["0.bias"] == "dense" and kinds["6.weight"] == "oktopk:0.1"
+
+
+def test_rounding_takes_vectors_too() -> None:
+    plan = compressed_plan(images(2), "lean, int4", DENSITY)
+    assert {bucket.collective for bucket in plan.buckets} == {"int4"}
 
 
 def test_an_unknown_model_is_told() -> None:

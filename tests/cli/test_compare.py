@@ -8,8 +8,10 @@ from anabranch import plan, save, simulate
 from anabranch.cli import network_text
 from anabranch.cli.main import main
 from anabranch.planners.fixed import HOROVOD_CAP_NBYTES
+from anabranch.planners.sparse import sparse_if_faster
+from anabranch.scaling.compression import priced
 from anabranch.sim import lower_bound_s
-from cli.nouns import RING, json_of, measured, small_trace, trace_file
+from cli.nouns import RING, error_of, json_of, measured, small_trace, trace_file
 
 ROWS = ["per_tensor", "single", "by_bytes", "horovod", "mgwfbp", "optimal", "asc", "lanes"]
 
@@ -32,6 +34,25 @@ def test_rows_are_what_the_library_says(tmp_path: Path, capsys: pytest.CaptureFi
         assert row["iteration_low_s"] is None
     assert rows["horovod"]["options"] == {"cap_nbytes": HOROVOD_CAP_NBYTES, "closes": "before"}
     assert rows[document["best"]]["iteration_s"] == min(row["iteration_s"] for row in rows.values())
+
+
+def test_every_way_to_compress_is_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", "--trace", trace_file(tmp_path), "--network", RING]
+    document = json_of(capsys, *argv)
+    rows = {row["name"]: row for row in document["compressed"]}
+    assert list(rows) == ["bf16", "int8", "int4", "oktopk:0.01"]
+    trace, network = small_trace(), priced(network_text.network(RING), rows)
+    for name, row in rows.items():
+        expected = simulate(trace, sparse_if_faster(trace, network, [name]), network)
+        assert row["iteration_s"] == expected.iteration_s and row["speedup"] > 1
+    assert rows["bf16"]["iteration_s"] > rows["int8"]["iteration_s"] > rows["int4"]["iteration_s"]
+    assert document["best"] in ROWS  # of what sends everything in full
+    assert any("int4 computes for" in said for said in document["assumptions"])
+    assert main([*argv, "--compress", "int8@nodes"]) == 0
+    out = capsys.readouterr().out
+    assert "int8@nodes" in out and "oktopk" not in out and "Assumed: int8 buckets cost" in out
+    assert json_of(capsys, *argv, "--compress", "none")["compressed"] == []
+    assert "--compress is 'fp8'" in error_of(capsys, *argv, "--compress", "fp8")
 
 
 def test_the_best_row_has_a_mark_that_is_not_a_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

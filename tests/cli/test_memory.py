@@ -222,3 +222,18 @@ def test_a_trace_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     document = json_of(capsys, *ASKED, "--rate", "10gbit", "--trace", str(tmp_path / "trace.json"))
     network = network_text.network("ring:ranks=4,alpha=30us,rate=10gbit")
     assert document["samples_per_s"]["ddp"] == pytest.approx(samples_per_s(recorded, network, "ddp", 4, 0.01))
+
+
+def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--compress", "int4", "--compress", "int8", "--rate", "10gbit")
+    assert list(document["modes"]) == ["ddp", "int4", "lean, int4", "lean, int4, host", "int8", "lean, int8"]
+    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    for mode, row in document["modes"].items():
+        expected = predict(profile, mode, Setting(ranks=4))
+        assert row["kinds"] == expected.kinds and row["host_nbytes"] == expected.host_nbytes
+    assert document["modes"]["int4"]["kinds"]["residual"] > 0 == document["modes"]["int8"]["kinds"]["residual"]
+    speeds = document["samples_per_s"]
+    assert speeds["int4"] == speeds["lean, int4"] > speeds["int8"] > speeds["ddp"]
+    both = json_of(capsys, *ASKED, "--compress", "oktopk", "--compress", "bf16")["modes"]
+    assert list(both) == [*MODES, "bf16", "lean, bf16"]
+    assert "--compress is 'fp8': expected oktopk or one of bf16" in error_of(capsys, *ASKED, "--compress", "fp8")

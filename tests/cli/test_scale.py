@@ -14,6 +14,7 @@ from anabranch import Network, Plan, Trace, planners, save
 from anabranch.bench import zoo
 from anabranch.cli import network_text
 from anabranch.cli.main import main
+from anabranch.scaling.compression import priced
 from anabranch.scaling.result import Scaling
 from anabranch.scaling.sweep import Compute, sweep
 from anabranch.sim import finish_s
@@ -52,7 +53,7 @@ def test_the_default_goes_from_4_to_2048(tmp_path: Path, capsys: pytest.CaptureF
     assert sorted({point["world_size"] for point in document["points"]}) == [2**k for k in range(2, 12)]
     assert [network["name"] for network in document["networks"]] == ["10gbe", "nvlink+100gbe"]
     kinds = [strategy["kind"] for strategy in document["strategies"]]
-    assert kinds == ["dense"] * 7 + ["sparse"]
+    assert kinds == ["dense"] * 7 + ["quantised", "sparse"]
     assert all(point["iteration_low_s"] < point["iteration_high_s"] for point in document["points"])
 
 
@@ -105,7 +106,7 @@ def test_lean_sends_what_oktopk_does(tmp_path: Path, capsys: pytest.CaptureFixtu
     steps = {(p["planner"], p["world_size"]): p["iteration_s"] for p in document["points"]}
     assert all(steps["oktopk:0.01", size] == steps["lean:0.01", size] for size in (4, 16, 64))
     assert document["strategies"][-1] == {"name": "lean:0.01", "kind": "lean", "batch": None}
-    assert any("lean sends what oktopk does" in said for said in document["assumptions"])
+    assert any("lean sends what the same exchange does" in said for said in document["assumptions"])
 
 
 def test_what_fits_decides_the_batch(
@@ -118,12 +119,13 @@ def test_what_fits_decides_the_batch(
     argv = ["scale", "--trace", str(tmp_path / "fit.json"), "--network", RING, *FEW, "--within", "100MiB"]
     document = json_of(capsys, *argv)
     batches = {strategy["name"]: strategy["batch"] for strategy in document["strategies"]}
-    assert list(batches) == ["by_bytes", "optimal", "oktopk:0.01", "lean:0.01"]
+    assert list(batches) == ["by_bytes", "optimal", "int8", "oktopk:0.01", "lean:0.01"]
     assert batches["by_bytes"] == batches["optimal"] >= batches["oktopk:0.01"] > 0
     assert batches["lean:0.01"] > 0  # of so small a model, its two slots take more than they save
     told = "; ".join(document["assumptions"])
     assert "largest batch per rank that fits in 100.0 MiB at 64 ranks" in told and "momentum" in told
-    assert f"batch per rank: dense {batches['optimal']:,}, oktopk:0.01 {batches['oktopk:0.01']:,}, lean" in told
+    said = "batch per rank: dense {optimal:,}, int8 {int8:,}, oktopk:0.01 {oktopk:,}, lean"
+    assert said.format(**batches, oktopk=batches["oktopk:0.01"]) in told
     assert "whatever the strategy" in error_of(capsys, *argv[:-1], "1MiB")
     assert "--scaling strong" in error_of(capsys, *argv, "--scaling", "strong")
     assert "expected one of them" in error_of(capsys, *argv, "--batch", "4")
@@ -240,13 +242,35 @@ def test_sparse_buckets_are_priced_at_every_size(tmp_path: Path, capsys: pytest.
 
 
 def test_sparse_points_are_those_of_the_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from anabranch.sparse.cost_model import H200, priced
-
-    here = priced(network_text.network(RING).at(64), 0.05, H200)
+    here = priced(network_text.network(RING).at(64), ["oktopk:0.05"])
     plan = planners.optimal(small_trace(), here, collective="oktopk:0.05")
     point = sparse(tmp_path, capsys, "oktopk:0.05")["points"][-1]
     assert point["buckets"] == len(plan) and point["world_size"] == 64
     assert point["iteration_s"] == pytest.approx(small_trace().forward_s + finish_s(small_trace(), plan, here))
+
+
+def test_rounded_buckets_are_priced_at_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = sparse(tmp_path, capsys, "int4", "bf16", "int8", "lean:int8")
+    steps = {(p["planner"], p["world_size"]): p["iteration_s"] for p in document["points"]}
+    for size in (4, 16, 64):
+        assert steps["int4", size] < steps["int8", size] < steps["bf16", size] < steps["optimal", size]
+        assert steps["lean:int8", size] == steps["int8", size]
+    assert [strategy["kind"] for strategy in document["strategies"]][2:] == ["quantised"] * 3 + ["lean"]
+    told = "; ".join(document["assumptions"])
+    assert "all-to-all" in told and "int8 computes for 0.54 ms per 110 M elements" in told and "@nodes" not in told
+
+
+def test_between_nodes_it_is_a_price_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = "two_level:ranks=16,per_node=8,alpha=30us,rate=10gbit,inside_alpha=3us,inside_rate=3000gbit"
+    document = sparse(tmp_path, capsys, "int8", "int8@nodes", "oktopk:0.01@nodes", network=nodes)
+    steps = {(p["planner"], p["world_size"]): p["iteration_s"] for p in document["points"]}
+    assert steps["int8@nodes", 64] < steps["int8", 64] <= steps["optimal", 64]
+    assert steps["oktopk:0.01@nodes", 64] < steps["int8@nodes", 64]
+    assert any("a price, since DataParallel does not run that yet" in said for said in document["assumptions"])
+    (tmp_path / "trace.json").unlink()
+    flat = sparse(tmp_path, capsys, "int8", "int8@nodes")
+    here = {(p["planner"], p["world_size"]): p["iteration_s"] for p in flat["points"]}
+    assert all(here["int8", size] == here["int8@nodes", size] for size in (4, 16, 64))
 
 
 def test_a_measured_exchange_tells_what_selection_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,6 +280,7 @@ def test_a_measured_exchange_tells_what_selection_takes(tmp_path: Path, capsys: 
     save(Network.measured(8, curves), tmp_path / "network.json")
     document = sparse(tmp_path, capsys, "oktopk:0.01", network=str(tmp_path / "network.json"))
     assert any("oktopk:0.01 took beyond its messages" in told for told in document["assumptions"])
+    assert "at 8 ranks oktopk:0.01 buckets cost what was measured there" in document["assumptions"]
 
 
 def test_gradients_that_are_not_float32_stay_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,8 +294,8 @@ def test_gradients_that_are_not_float32_stay_dense(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("bf16", "--compress is 'bf16': scale prices oktopk (as dense as is hidden) and oktopk:0.01"),
-        ("gtopk:0.01", "--compress is 'gtopk:0.01': scale prices oktopk"),
+        ("fp8", "--compress is 'fp8': expected bf16, int8, int4, oktopk (as dense as is hidden) or oktopk:0.01"),
+        ("gtopk:0.01", "--compress is 'gtopk:0.01': expected bf16"),
         ("oktopk:2", "--compress is 'oktopk:2': expected a density in (0, 1], such as oktopk:0.01"),
     ],
 )

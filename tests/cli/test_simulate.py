@@ -1,13 +1,15 @@
 """anabranch simulate: the library's timeline, and its files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from anabranch import load, plan, save, simulate
+from anabranch import Plan, load, plan, planners, save, simulate
 from anabranch.cli import network_text
 from anabranch.cli.main import main
+from anabranch.scaling.compression import priced, sent_nbytes
 from cli.nouns import RING, error_of, json_of, small_trace, trace_file
 
 NETWORK = network_text.network(RING)
@@ -50,3 +52,26 @@ def test_the_summary_says_what_is_exposed(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     for word in ("forward", "backward", "exposed", "finish", "iteration", "behind computation", "lane 0"):
         assert word in out
+
+
+def test_compressed_buckets_are_priced_and_what_is_sent_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = small_trace()
+    kinds = ("int8", "oktopk:0.01", "dense")
+    apart = planners.per_tensor(trace, NETWORK)
+    mixed = [replace(bucket, collective=kinds[at % 3]) for at, bucket in enumerate(apart.buckets)]
+    save(Plan(tuple(mixed)), tmp_path / "mixed.json")
+    argv = ["simulate", "--trace", trace_file(tmp_path), "--network", RING, "--plan", str(tmp_path / "mixed.json")]
+    rows = json_of(capsys, *argv)["buckets"]
+    here = priced(NETWORK, kinds)
+    for row, bucket in zip(rows, mixed, strict=True):
+        tensor = next(tensor for tensor in trace.tensors if tensor.name in bucket.names)
+        assert row["sent_nbytes"] == sent_nbytes(bucket.collective, [tensor], NETWORK.world_size)
+        took_s = here.seconds(bucket.collective, tensor.nbytes)
+        assert row["end_s"] - row["start_s"] == pytest.approx(took_s)
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "sent" in out and "oktopk:0.01" in out
+    save(Plan(tuple(replace(bucket, collective="gtopk:0.01") for bucket in mixed)), tmp_path / "other.json")
+    assert "no cost for the collective 'gtopk:0.01'" in error_of(capsys, *argv[:-1], str(tmp_path / "other.json"))

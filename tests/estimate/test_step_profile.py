@@ -2,6 +2,7 @@
 
 import pytest
 
+from anabranch.estimate.account import OKTOPK, WAYS
 from anabranch.estimate.probe import probe
 from anabranch.estimate.step_profile import MemoryUse, StepProfile, buckets_by_size
 from estimate.models import images
@@ -14,7 +15,7 @@ def test_a_model_that_trains_nothing_is_refused() -> None:
 
 def test_buckets_close_at_their_size_and_vectors_keep_apart() -> None:
     profile = probe(images(8))
-    buckets = buckets_by_size(profile, 64 * 1024)
+    buckets = buckets_by_size(profile, 64 * 1024, WAYS[OKTOPK].compresses)
     assert sorted(index for bucket in buckets for index in bucket.indices) == list(range(len(profile.gradients)))
-    assert all(profile.gradients[index].sparse == bucket.sparse for bucket in buckets for index in bucket.indices)
-    assert {bucket.sparse for bucket in buckets} == {True, False}
+    assert all(profile.gradients[index].sparse == bucket.compressed for bucket in buckets for index in bucket.indices)
+    assert {bucket.compressed for bucket in buckets} == {True, False}

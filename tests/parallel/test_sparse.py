@@ -200,6 +200,8 @@ def test_settings_that_mean_nothing_are_named(options: dict[str, Any]) -> None:
 
 
 def test_an_unknown_compression_is_refused() -> None:
-    with pytest.raises(ValueError, match="compress is 'zip': expected one of bf16, int8, int4, auto, a list of kinds, Quantised"):
+    with pytest.raises(
+        ValueError, match="compress is 'zip': expected one of bf16, int8, int4, auto, a list of kinds, Quantised"
+    ):
         ab.DataParallel(GivenGradients(), compress="zip")
     assert not dist.is_initialized()

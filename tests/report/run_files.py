@@ -79,7 +79,7 @@ def bench_document(model: str = "resnet50", name: str = "DataParallel") -> dict[
 def planned_document(name: str = "layer") -> dict[str, Any]:
     """What simulate --json prints."""
     bucket = {"index": 0, "lane": 1, "collective": "dense", "tensors": 1, "nbytes": 8, "ready_s": 0.1, "start_s": 0.1,
-              "end_s": 0.3, "names": [f"{name}.0"]}  # fmt: skip
+              "end_s": 0.3, "names": [f"{name}.0"], "sent_nbytes": 12}  # fmt: skip
     return {"command": "simulate", "plan": None, "planner": "optimal", "world_size": 8, "fingerprint": "ab", "lanes": 2,
             "forward_s": 0.1, "backward_s": 0.2, "finish_s": 0.3, "communication_s": 0.2, "exposed_s": 0.1,
             "overlap": 0.5, "iteration_s": 0.4, "buckets": [bucket], "written": []}  # fmt: skip
@@ -134,8 +134,10 @@ def comparison_document(name: str = "optimal") -> dict[str, Any]:
          "lower_bound_s": 0.04, "above_bound": took_s / 0.04 - 1, "iteration_low_s": None, "iteration_high_s": None}
         for planner, took_s in times.items()
     ]  # fmt: skip
+    compressed = [{**rows[2], "name": "int8", "finish_s": 0.02, "iteration_s": 0.03, "above_bound": -0.5}]
     return {"command": "compare", "trace": name, "network": "10gbe", "world_size": 8, "forward_s": 0.02,
-            "backward_s": 0.04, "best": name, "rows": rows}  # fmt: skip
+            "backward_s": 0.04, "best": name, "rows": rows, "compressed": compressed,
+            "assumptions": ["int8 computes"]}  # fmt: skip
 
 
 def written_page(folder: Path, output: Path) -> str:

@@ -11,6 +11,7 @@ def scaling_of(
     iteration_s: Mapping[str, Mapping[int, float]],
     *,
     sparse: Sequence[str] = (),
+    quantised: Sequence[str] = (),
     band: float = 0.1,
     network: str = "net",
     more: Sequence[str] = (),
@@ -26,7 +27,8 @@ def scaling_of(
         for size in sizes
         for strategy in iteration_s
     ]
-    strategies = [Strategy(name, "sparse" if name in sparse else "dense", 8) for name in iteration_s]
+    kinds = dict.fromkeys(sparse, "sparse") | dict.fromkeys(quantised, "quantised")
+    strategies = [Strategy(name, kinds.get(name, "dense"), 8) for name in iteration_s]  # type: ignore[arg-type]
     used = [NetworkUsed(name, "assumed", "stated", "a ring") for name in networks]
     return Scaling(model, "weak", tuple(used), tuple(strategies), tuple(points), assumptions=(note,))
 

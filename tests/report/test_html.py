@@ -15,7 +15,8 @@ import pytest
 from anabranch.cli.main import main
 from anabranch.curve import Curve
 from anabranch.network import Network
-from anabranch.report.html.chart import DASHES, PATTERNS, SYMBOLS
+from anabranch.report.formatting import size
+from anabranch.report.html.chart import DASHES, PATTERNS, SYMBOLS, marker
 from anabranch.report.html.escaping import escaped, json_block, name_lines, plotly_text
 from anabranch.report.html.scaling_chart import log_ticks, network_chart
 from anabranch.report.html.training_chart import BINS, MAX_POINTS, downsample
@@ -133,7 +134,9 @@ def test_series_differ_without_colour(page: str) -> None:
         plan["communication, exposed"]["marker"]["pattern"]["shape"]
         and not plan["communication, hidden"]["marker"]["pattern"]["shape"]
     )
-    assert len(set(DASHES)) == len(set(SYMBOLS)) == len(set(PATTERNS)) == 8
+    assert len(set(DASHES)) == len(set(PATTERNS)) == 8
+    looks = [(marker(index)["color"], marker(index)["symbol"]) for index in range(len(SYMBOLS) * len(DASHES))]
+    assert len(set(looks)) == len(looks)  # more strategies than there are colours differ all the same
 
 
 def test_predicted_and_measured_share_an_axis(page: str) -> None:
@@ -257,3 +260,21 @@ def test_no_axis_is_too_short_to_be_drawn(tmp_path: Path) -> None:
         for x, y in places:
             values = [abs(value) for value in (*x, *y)]
             assert all(value == 0 or value > 1e-300 for value in values)
+
+
+def test_compressed_buckets_are_shown_by_name_with_what_is_sent(tmp_path: Path) -> None:
+    """On a network that was measured without their kind, they are priced by its links."""
+    from anabranch import load, planners, save
+    from anabranch.scaling.compression import sent_nbytes
+    from anabranch.trace import Trace
+
+    folder = run_folder(tmp_path / "run")
+    trace = load(folder / "trace.json")
+    assert isinstance(trace, Trace)
+    plan = planners.using(planners.single(trace, Network.ring(8, 1e-5, 1e-9)), "int8")
+    save(plan, folder / "plan.json", force=True)
+    shown = written_page(folder, tmp_path / "report.html")
+    nbytes = sent_nbytes("int8", trace.tensors, 8)
+    assert nbytes is not None and f"a rank sends {size(nbytes)}" in shown
+    cells = re.search(r"<td[^>]*>int8</td>.*?</tr>", shown, re.S)
+    assert cells is not None and size(nbytes) in cells[0] and "<th" in shown and ">a rank sends<" in shown

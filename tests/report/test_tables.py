@@ -1,13 +1,15 @@
 """Reports fit 80 columns, and their text is text on a real terminal too."""
 
 import io
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from rich.console import Console, RenderableType
 
 from anabranch import Bucket, Network, Plan, Span, TensorSpec, Timeline, Trace, simulate
 from anabranch.report.comparison import best, comparison_report
-from anabranch.report.documents import ComparedPlanner
+from anabranch.report.documents import CompareDocument, ComparedPlanner
 from anabranch.report.figures import durations, planned_buckets
 from anabranch.report.gantt import Gantt
 from anabranch.report.scaling import scaling_report
@@ -28,6 +30,8 @@ TRACE = Trace(tuple(TensorSpec(f"{NAME}.{k}", 10**7, 4, 0.01 * k, "float32") for
 NETWORK = Network.measured(512, [(1 << k, 1e-3 + (1 << k) * 1e-9, 1e-4) for k in range(10, 31)], meta={NAME: NAME})
 PLAN = Plan(tuple(Bucket((t.name,), k % 3) for k, t in enumerate(TRACE.tensors)))
 TIMELINE = simulate(TRACE, PLAN, NETWORK)
+KINDS = ("int8", "oktopk:0.01@nodes", "dense")
+COMPRESSED_PLAN = Plan(tuple(replace(bucket, collective=KINDS[k % 3]) for k, bucket in enumerate(PLAN.buckets)))
 
 
 def row(name: str, iteration_s: float, **more: float) -> ComparedPlanner:
@@ -37,18 +41,30 @@ def row(name: str, iteration_s: float, **more: float) -> ComparedPlanner:
     )
 
 
-NAMES = ("per_tensor", "by_bytes", "mgwfbp", "optimal", "lanes", "asc", "oktopk:0.01")
-SCALING = scaling_of({name: {4: 0.1, 2048: 4.0} for name in NAMES}, sparse=["oktopk:0.01"], network=NAME)
+def compared(dense: Sequence[str], compressed: Sequence[str] = ()) -> CompareDocument:
+    """A comparison on a network with a measured spread."""
+    rows, more = (
+        tuple(row(name, 1.5, iteration_low_s=1.0, iteration_high_s=2.0) for name in names)
+        for names in (dense, compressed)
+    )
+    return CompareDocument(
+        world_size=4, forward_s=0.1, backward_s=0.2, best=dense[0], rows=rows, compressed=more, assumptions=("costs",)
+    )
+
+
+NAMES = ("per_tensor", "by_bytes", "mgwfbp", "optimal", "lanes", "asc", "int8@nodes", "oktopk:0.01@nodes")
+SCALING = scaling_of(
+    {name: {4: 0.1, 2048: 4.0} for name in NAMES}, sparse=["oktopk:0.01@nodes"], quantised=["int8@nodes"], network=NAME
+)
 REPORTS: dict[str, RenderableType] = {
     "trace": trace_report(TRACE),
     "network": network_report(NETWORK),
     "plan": plan_report(PLAN),
     "timeline": timeline_report(TIMELINE),
-    "buckets": bucket_table(planned_buckets(TRACE, PLAN, TIMELINE)),
+    "buckets": bucket_table(planned_buckets(TRACE, PLAN, TIMELINE, NETWORK.world_size)),
+    "compressed buckets": bucket_table(planned_buckets(TRACE, COMPRESSED_PLAN, TIMELINE, 512)),
     "durations": facts("Durations", [*duration_pairs(durations(TIMELINE)), ("fingerprint", "f" * 64)]),
-    "comparison": comparison_report(
-        [row(name, 1.5, iteration_low_s=1.0, iteration_high_s=2.0) for name in ("per_tensor", "horovod", "optimal")]
-    ),
+    "comparison": comparison_report(compared(("per_tensor", "horovod", "optimal"), ("int8", "oktopk:0.01@nodes"))),
     "scaling": scaling_report(SCALING),
 }
 
@@ -75,6 +91,13 @@ def test_80_columns_hold_all_of_it(report: RenderableType) -> None:
 def test_no_text_acts_on_a_terminal(report: RenderableType) -> None:
     shown = rendered(report, 240, terminal=True)
     assert "\x1b[2J" not in shown and "\x1b[31m" not in shown and "😄" not in shown
+
+
+def test_buckets_are_shown_with_their_kind_and_what_is_sent() -> None:
+    shown = rendered(REPORTS["compressed buckets"], 120)
+    line = next(line.split() for line in shown.splitlines() if line.startswith("  0"))
+    assert "int8" in line and "19.4" in line  # of 38.1 MiB: twice a quarter, and its scales
+    assert "sent" in shown and "sent" not in rendered(REPORTS["buckets"], 120)
 
 
 def test_a_long_list_says_what_it_leaves_out() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anabranch.kinds import COMPRESSED
 from anabranch.scaling.answer import Gain, answer, best_at_sizes
 from report.scalings import COMPUTE_S, scaling_of
 
@@ -20,7 +21,8 @@ def steps(*values: float) -> dict[int, float]:
 def said(**strategies: dict[int, float]) -> str:
     """The answer for one network without a band."""
     curves = {name.replace("_at_", ":"): curve for name, curve in strategies.items()}
-    return answer(scaling_of(curves, sparse=[name for name in curves if ":" in name], band=0.0))[0]
+    sparse, quantised = [name for name in curves if ":" in name], [name for name in curves if name in COMPRESSED]
+    return answer(scaling_of(curves, sparse=sparse, quantised=quantised, band=0.0))[0]
 
 
 def test_where_dense_scheduling_helps() -> None:
@@ -36,6 +38,21 @@ def test_where_sparse_wins() -> None:
     assert "Sparse wins at 4 and 64 ranks, most at 4: oktopk:01 is 2.00× as fast as the best dense plan." in words
     assert "Nothing helps at 16 and 256 ranks: at most 50.0% of the ideal, whatever the plan." in words
     assert "At 256 ranks by_bytes is best" in words
+
+
+def test_where_rounding_wins_and_what_is_more_faithful_goes_first() -> None:
+    """int4 gains nothing worth it over int8 at 4 ranks, and sparse nothing over int4 at 256."""
+    words = said(
+        by_bytes=steps(4, 4, 4, 4), int4=steps(1.99, 1, 1, 1), int8=steps(2, 2, 2, 2), bf16=steps(3, 3, 3, 3),
+        oktopk_at_01=steps(1.99, 1, 1, 0.99),
+    )  # fmt: skip
+    assert "Rounding wins at every size from 4 to 256 ranks, most at 16: int4 is 4.00× as fast as the best" in words
+    assert "Sparse wins at every size from 4 to 256 ranks, most at 256: oktopk:01 is 4.04× as fast" in words
+    assert words.endswith("At 256 ranks int4 is best, with 100.0% efficiency.")
+    scaling = scaling_of({"by_bytes": steps(4, 4, 4, 4), "int4": steps(1.99, 1, 1, 1), "int8": steps(2, 2, 2, 2)},
+                         quantised=["int4", "int8"])  # fmt: skip
+    found = [row.quantised.planner for row in best_at_sizes(scaling, scaling.on("net")) if row.quantised]
+    assert found == ["int8", "int4", "int4", "int4"]
 
 
 def test_where_nothing_is_needed() -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from anabranch import Network, save, scaling
 from anabranch.network_presets import NetworkRange
-from anabranch.scaling import Compute, scale, strategy_kinds
+from anabranch.scaling import Compute, Strategy, scale, strategy_kinds
 from cli.nouns import RING, json_of, measured, small_trace, trace_file
 
+NAMES = ["int8", "int4@nodes", "lean:int8", "lean:bf16@nodes", "lean", "lean:0.01", "oktopk"]
 QUICK = ["--planners", "by_bytes,optimal", "--compress", "none"]
 
 
@@ -119,5 +120,11 @@ def test_arguments_that_make_no_sense_are_named() -> None:
 
 
 def test_strategies_by_kind() -> None:
-    kinds = strategy_kinds(["optimal"], ["oktopk", "lean:0.01"])
-    assert kinds == {"optimal": "dense", "oktopk": "sparse", "lean:0.01": "lean"}
+    kinds = strategy_kinds(["optimal"], ["oktopk", "lean:0.01", "int8"])
+    assert kinds == {"optimal": "dense", "oktopk": "sparse", "lean:0.01": "lean", "int8": "quantised"}
+
+
+def test_what_a_strategy_sends() -> None:
+    sends = {name: Strategy(name, kind).sends for name, kind in strategy_kinds(["optimal"], NAMES).items()}
+    rounded = dict.fromkeys(["int8", "int4@nodes", "lean:int8", "lean:bf16@nodes"], "quantised")
+    assert sends == {"optimal": "dense", **rounded, "lean": "sparse", "lean:0.01": "sparse", "oktopk": "sparse"}

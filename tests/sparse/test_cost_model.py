@@ -1,17 +1,19 @@
 """Prices of sparse exchanges: their messages are those that virtual ranks count, and links price them as any."""
 
+from dataclasses import replace
+
 import pytest
 
 from anabranch import Curve, Network, NetworkError
 from anabranch.alpha_beta import AlphaBeta, TwoLevel
 from anabranch.bench.virtual import VirtualWorld
-from anabranch.sparse.cost_model import H200, Phase, Selection, exchange_curve, phases, priced, selection_on, travel_s
+from anabranch.exchange_cost import NOTHING, Computing, Phase, travel_s
+from anabranch.sparse.cost_model import H200, exchange_of, phases
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
 from sparse.worlds import gradients, states
 
 DENSITY = 0.01
-FREE = Selection(0.0, 0.0, "nothing")
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
@@ -35,8 +37,8 @@ def test_the_formula_is_what_virtual_ranks_count(ranks: int, numel: int, wire: s
     assert exchanged() == set(told)
     for name, phase in told.items():
         share = options.region_period if name == "regions" else 1  # which this step has, and every second has not
-        assert world.word_counts.sent([name]).tolist() == pytest.approx([share * phase.words] * ranks)
-        assert world.word_counts.received([name]).tolist() == pytest.approx([share * phase.words] * ranks)
+        assert world.word_counts.sent([name]).tolist() == pytest.approx([share * phase.sent_nbytes / 4] * ranks)
+        assert world.word_counts.received([name]).tolist() == pytest.approx([share * phase.sent_nbytes / 4] * ranks)
         assert world.word_counts.messages([name]).tolist() == pytest.approx([share * phase.messages] * ranks)
     assert exchanged() == set(told) - {"regions"}
 
@@ -44,12 +46,12 @@ def test_the_formula_is_what_virtual_ranks_count(ranks: int, numel: int, wire: s
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64, 256, 1024, 2048])
 def test_at_any_number_of_ranks_it_is_under_six_k(ranks: int) -> None:
     numel = 25_000_000
-    words = sum(phase.words for phase in phases(numel, ranks, DENSITY).values())
+    words = sum(phase.sent_nbytes for phase in phases(numel, ranks, DENSITY).values()) / 4
     assert 4 * (ranks - 1) / ranks < words / (DENSITY * numel) <= 6 * (ranks - 1) / ranks
 
 
 def test_at_density_one_regions_are_never_balanced() -> None:
-    assert phases(1000, 4, 1.0)["regions"].words == 0
+    assert phases(1000, 4, 1.0)["regions"].sent_nbytes == 0
 
 
 def test_messages_pay_latency_and_bytes_pay_bandwidth() -> None:
@@ -68,27 +70,28 @@ def test_ranks_of_a_node_share_its_card() -> None:
 
 def test_a_large_bucket_costs_what_its_words_cost() -> None:
     """110 M elements at 1 % on 4 ranks of 10 Gbit/s: 2 · 3 messages of 2.75 MB, and nearly a millisecond to select."""
-    here = priced(Network.ring(4, 30e-6, 8e-10), DENSITY, H200)
+    here = exchange_of(DENSITY).priced(Network.ring(4, 30e-6, 8e-10))
     took = here.seconds("oktopk:0.01", 440_000_000)
     assert took == pytest.approx(6 * (30e-6 + 2.75e6 * 8e-10) + 916e-6, rel=0.01)
     assert took < here.allreduce_s(440_000_000) / 30
 
 
 def test_it_grows_with_ranks_by_latency_alone() -> None:
-    free = [exchange_curve(Network.ring(ranks, 0.0, 8e-10), DENSITY, FREE).seconds(1 << 28) for ranks in (64, 2048)]
+    messages = replace(exchange_of(DENSITY), computing=NOTHING)
+    free = [messages.curve(Network.ring(ranks, 0.0, 8e-10)).seconds(1 << 28) for ranks in (64, 2048)]
     assert free[1] == pytest.approx(free[0], rel=0.05)
-    dear = [exchange_curve(Network.ring(ranks, 1e-5, 0.0), DENSITY, FREE).seconds(1 << 28) for ranks in (64, 2048)]
+    dear = [messages.curve(Network.ring(ranks, 1e-5, 0.0)).seconds(1 << 28) for ranks in (64, 2048)]
     assert dear[1] / dear[0] == pytest.approx(2047 / 63)
 
 
 def test_one_rank_sends_nothing() -> None:
-    here = priced(Network.ring(1, 1e-5, 1e-9), DENSITY, H200)
+    here = exchange_of(DENSITY).priced(Network.ring(1, 1e-5, 1e-9))
     assert here.seconds("oktopk:0.01", 1 << 20) == 0
 
 
 def test_what_was_measured_stays_and_other_densities_join_it() -> None:
     network = Network(4, {"dense": Curve.linear(1e-3, 1e-9), "oktopk:0.01": Curve.linear(5e-3, 1e-10)})
-    here = priced(priced(network, 0.01, H200), 0.02, H200)
+    here = exchange_of(0.02).priced(exchange_of(0.01).priced(network))
     assert here.curve("oktopk:0.01") == Curve.linear(5e-3, 1e-10) and "oktopk:0.02" in here.curves
     assert here.curve("dense") == network.curve("dense")
     with pytest.raises(NetworkError, match=r"oktopk:0\.02"):
@@ -97,22 +100,21 @@ def test_what_was_measured_stays_and_other_densities_join_it() -> None:
 
 def test_selection_is_what_a_measured_exchange_takes_beyond_its_messages() -> None:
     ring, sizes = Network.ring(8, 2e-5, 8e-10), [1 << bits for bits in range(16, 28, 2)]
-    made = exchange_curve(ring, DENSITY, Selection(3e-4, 2e-11, ""))
+    made = replace(exchange_of(DENSITY), computing=Computing(3e-4, 2e-11, "")).curve(ring)
     measured = Network.measured(8, {
         "dense": [(size, ring.allreduce_s(size)) for size in sizes],
         "oktopk:0.01": [(size, made.seconds(size)) for size in sizes],
         "oktopk:0.2": [(size, 1.0 + size) for size in sizes],
     })  # fmt: skip
-    found = selection_on(measured, 0.02)
+    found = exchange_of(0.02, measured).computing
     assert found.start_s == pytest.approx(3e-4, rel=0.01) and found.s_per_byte == pytest.approx(2e-11, rel=0.01)
     assert "oktopk:0.01" in found.source and "8 ranks" in found.source
-    far = priced(measured.at(64), DENSITY, found).seconds("oktopk:0.01", 1 << 26)
-    assert far == pytest.approx(
-        exchange_curve(Network.ring(64, 2e-5, 8e-10), DENSITY, found).seconds(1 << 26), rel=0.01
-    )
+    carried = replace(exchange_of(DENSITY), computing=found)
+    far = carried.priced(measured.at(64)).seconds("oktopk:0.01", 1 << 26)
+    assert far == pytest.approx(carried.curve(Network.ring(64, 2e-5, 8e-10)).seconds(1 << 26), rel=0.01)
 
 
 def test_without_a_measured_exchange_selection_is_an_h200s() -> None:
-    assert selection_on(Network.ring(4, 1e-5, 1e-9), DENSITY) is H200
+    assert exchange_of(DENSITY, Network.ring(4, 1e-5, 1e-9)).computing is H200
     one_point = Network(4, {"dense": Curve.linear(0.0, 1e-9), "oktopk:0.01": Curve.linear(1e-3, 0.0)})
-    assert selection_on(one_point, DENSITY) is H200
+    assert exchange_of(DENSITY, one_point).computing is H200

@@ -1,11 +1,11 @@
 """Measures the allocator's peak of every way to train over a few steps on a GPU, to check the predicted peaks.
 
-One rank is enough for DDP and naive sparse; Lean needs several ranks, and Ok-Topk is emulated on one.
+One rank is enough for DDP and naive sparse, and Ok-Topk is emulated on one; the other modes need several ranks.
 """
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import sleep
 from typing import NamedTuple
@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import HashStore
 from anabranch.activations.policy import Activations
 from anabranch.bench import zoo
 from anabranch.bench.contestants import PLAN_WARMUP_STEPS
-from anabranch.bench.trainings import TrainingSetup, training_of
-from anabranch.estimate.account import BUCKET_NBYTES, LEAN, MODES
+from anabranch.bench.trainings import ON_ONE_RANK, TrainingSetup, training_of
+from anabranch.estimate.account import BUCKET_NBYTES, MODES, OKTOPK, WAYS
 from anabranch.estimate.probe import Loss, probe
 from anabranch.estimate.step_profile import buckets_by_size
 from anabranch.lean.options import KEPT, OptimizerFactory
@@ -42,17 +42,18 @@ def zoo_build(name: str, batch: int) -> Build:
     return lambda device: zoo.model_and_loss(name, device, batch)
 
 
-def sparse_plan(build: Build, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
-    """Buckets in the order of backward, of the size that ``estimate.account`` assumes; those of matrices are sparse."""
-    profile = probe(build)
-    buckets = sorted(buckets_by_size(profile, bucket_nbytes), key=lambda bucket: bucket.last_index)
-    kinds = {True: kind_of(density), False: "dense"}
-    return Plan(tuple(Bucket(tuple(profile.gradients[i].name for i in b.indices), 0, kinds[b.sparse]) for b in buckets))
+def compressed_plan(build: Build, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
+    """Buckets in the order of backward, of the size and kind that ``estimate.account`` assumes for this mode."""
+    profile, way = probe(build), WAYS[mode]
+    buckets = sorted(buckets_by_size(profile, bucket_nbytes, way.compresses), key=lambda bucket: bucket.last_index)
+    kinds = {True: kind_of(density) if way.exchange == OKTOPK else way.exchange, False: "dense"}
+    names = [tuple(profile.gradients[index].name for index in bucket.indices) for bucket in buckets]
+    return Plan(tuple(Bucket(own, 0, kinds[b.compressed]) for own, b in zip(names, buckets, strict=True)))
 
 
-def runnable_modes() -> list[str]:
-    """The modes that can run here: Lean where there are real ranks."""
-    return [mode for mode in MODES if dist.get_world_size() > 1 or not mode.startswith(LEAN)]
+def runnable_modes(modes: Sequence[str] = MODES) -> list[str]:
+    """Those of these modes that can run here: all where there are real ranks; one rank runs only some."""
+    return [mode for mode in modes if dist.get_world_size() > 1 or mode in ON_ONE_RANK]
 
 
 class Peak(NamedTuple):
@@ -70,7 +71,7 @@ def peak(
     DDP rebuilds its buckets in the second step, while NCCL still holds those of the first. The peak of the first steps
     therefore contains the buckets twice.
     """
-    plan = sparse_plan(build, density)
+    plan = compressed_plan(build, mode, density) if mode in WAYS else None
     device = torch.device("cuda", torch.cuda.current_device())
     release_memory()
     _drain()

@@ -4,7 +4,7 @@ On one rank, ``ReplicatedCommunicator`` stands for a world of ranks that all sen
 have the sizes of that world.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -18,9 +18,9 @@ from anabranch.activations.policy import Activations
 from anabranch.bench.baselines import top_count, top_pairs
 from anabranch.comm.communicator import Communicator, ZeroBuffer
 from anabranch.ddp.reducer import unwrap
-from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, OKTOPK
+from anabranch.estimate.account import DDP, NAIVE, OKTOPK, WAYS, Way
 from anabranch.estimate.probe import Loss
-from anabranch.lean.options import KEPT, Lean, OptimizerFactory, ResidualPlacement
+from anabranch.lean.options import KEPT, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
 from anabranch.plan import Plan
 from anabranch.sparse.oktopk import fixed_size_version
@@ -42,6 +42,7 @@ class TrainingSetup(NamedTuple):
 
 
 Training = Callable[[TrainingSetup], Generator[None, None, None]]
+ON_ONE_RANK = (DDP, NAIVE, OKTOPK)  # the modes that a single rank can run
 
 
 class _Done:
@@ -123,12 +124,12 @@ def naive_exchange(
         cast(torch.Tensor, parameter.grad).copy_(piece.view_as(parameter))
 
 
-def oktopk(setup: TrainingSetup) -> Generator[None, None, None]:
-    """DataParallel with Ok-Topk; on one rank the same exchange with replicated ranks."""
-    if dist.get_world_size(setup.group) == 1:
+def data_parallel(setup: TrainingSetup, way: Way) -> Generator[None, None, None]:
+    """DataParallel with an exchange that compresses; Ok-Topk's on one rank with replicated ranks."""
+    if way.exchange == OKTOPK and dist.get_world_size(setup.group) == 1:
         yield from _oktopk_on_one_rank(setup)
         return
-    wrapped = _sparse(setup, gradient_as_bucket_view=True)
+    wrapped = _wrapped(setup, way, gradient_as_bucket_view=True)
     try:
         yield from _steps(wrapped, setup)
     finally:
@@ -168,11 +169,10 @@ def _oktopk_on_one_rank(setup: TrainingSetup) -> Generator[None, None, None]:
         unwrap(wrapped)
 
 
-def lean(
-    setup: TrainingSetup, residuals: ResidualPlacement = "in place", activations: Activations = KEPT
-) -> Generator[None, None, None]:
+def lean(setup: TrainingSetup, way: Way, activations: Activations = KEPT) -> Generator[None, None, None]:
     """DataParallel with Lean."""
-    wrapped = _sparse(setup, memory=Lean(setup.optimizer, residuals, activations))
+    memory = Lean(setup.optimizer, "host" if way.host else "in place", activations)
+    wrapped = _wrapped(setup, way, memory=memory)
     try:
         while True:
             setup.loss(wrapped).backward()
@@ -181,8 +181,8 @@ def lean(
         wrapped.close()
 
 
-def _sparse(setup: TrainingSetup, **options: Any) -> Any:
-    compress = OkTopk(density=setup.density, warmup_steps=0)
+def _wrapped(setup: TrainingSetup, way: Way, **options: Any) -> Any:
+    compress = OkTopk(density=setup.density, warmup_steps=0) if way.exchange == OKTOPK else way.exchange
     return DataParallel(
         setup.model, plan=setup.plan, profile_steps=0, process_group=setup.group, compress=compress, **options
     )
@@ -199,11 +199,7 @@ def _steps(wrapped: nn.Module, setup: TrainingSetup) -> Generator[None, None, No
 
 def training_of(mode: str, activations: Activations = KEPT) -> Training:
     """The training of this mode; ``activations`` applies to Lean's modes."""
-    trainings: Mapping[str, Training] = {
-        DDP: ddp,
-        NAIVE: naive,
-        OKTOPK: oktopk,
-        LEAN: partial(lean, activations=activations),
-        LEAN_HOST: partial(lean, residuals="host", activations=activations),
-    }
-    return trainings[mode]
+    if mode in WAYS:
+        way = WAYS[mode]
+        return partial(lean, way=way, activations=activations) if way.lean else partial(data_parallel, way=way)
+    return {DDP: ddp, NAIVE: naive}[mode]

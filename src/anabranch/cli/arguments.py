@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +18,7 @@ from anabranch.plan import Plan
 from anabranch.trace import Trace
 
 LEAST_RANKS = 2  # with a link between them
+NO_COMPRESSION = "none"  # as the value of --compress
 
 TraceOption = Annotated[
     str, typer.Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")
@@ -80,6 +81,11 @@ def network_range(text: str, spread: float | None) -> NetworkRange:
     name = Path(text).name
     measured = found.model is None and len(found.curve("dense").points) > 1
     return NetworkRange.given(name, found, f"{'measured' if measured else 'as described'}, in {name}", spread)
+
+
+def compressions(given: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+    """The values of --compress, each once; without any, the default."""
+    return [] if given == [NO_COMPRESSION] else list(dict.fromkeys(given or default))
 
 
 def plan(path: Path) -> Plan:

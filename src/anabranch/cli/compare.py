@@ -1,67 +1,108 @@
-"""anabranch compare: every planner side by side."""
+"""anabranch compare: every planner side by side, and the exact plan for every way to compress."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
 
 from anabranch.cli import arguments
 from anabranch.cli.output import JsonOption, print_json, progress, show_tables
+from anabranch.kinds import COMPRESSED
 from anabranch.network import Network
+from anabranch.plan import Plan
 from anabranch.scaling import line_up
+from anabranch.scaling.compression import CompressedStrategies, compressed_strategies
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.sim import simulate as predict
+from anabranch.sparse.naming import kind_of
 from anabranch.trace import Trace
 
 if TYPE_CHECKING:
     from anabranch.report.documents import ComparedPlanner
 
+COMPRESS = (*COMPRESSED, kind_of(0.01))
 
-def compare(trace: arguments.TraceOption, network: arguments.NetworkOption, as_json: JsonOption = False) -> None:
-    """Compare every planner on one trace and network, and with the bound that none can beat."""
+CompressOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WAY",
+        help="Also the exact plan with compressed buckets where they gain, as in scale; may be repeated; "
+        f"{arguments.NO_COMPRESSION} for none. Default: {', '.join(COMPRESS)}.",
+    ),
+]
+
+
+def compare(
+    trace: arguments.TraceOption,
+    network: arguments.NetworkOption,
+    compress: CompressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare every planner and every way to compress on one trace and network."""
     from anabranch.report import comparison
     from anabranch.report.documents import CompareDocument, printed
 
     gradients, links = arguments.trace(trace), arguments.network(network)
-    rows = _rows(gradients, links)
+    strategies = compressed_strategies(arguments.compressions(compress, COMPRESS), gradients, links)
+    rows, compressed = _rows(gradients, links, strategies)
     best = comparison.best(rows)
+    document = CompareDocument(
+        trace=trace,
+        network=network,
+        world_size=links.world_size,
+        forward_s=gradients.forward_s,
+        backward_s=gradients.backward_s,
+        best=best.name,
+        rows=tuple(rows),
+        compressed=tuple(compressed),
+        assumptions=tuple(strategies.assumptions),
+    )
     if as_json:
-        document = CompareDocument(
-            trace=trace,
-            network=network,
-            world_size=links.world_size,
-            forward_s=gradients.forward_s,
-            backward_s=gradients.backward_s,
-            best=best.name,
-            rows=tuple(rows),
-        )
         print_json(printed(document))
     else:
-        show_tables(comparison.comparison_report(rows))
+        show_tables(comparison.comparison_report(document))
 
 
-def _rows(trace: Trace, network: Network) -> "list[ComparedPlanner]":
+class _Contestant(NamedTuple):
+    """A planner of the library, or the planner of a way to compress, by its name, with its options."""
+
+    name: str
+    planner: str
+    options: dict[str, Any]
+    plan: Callable[[Trace, Network], Plan]
+
+
+def _rows(
+    trace: Trace, network: Network, strategies: CompressedStrategies
+) -> "tuple[list[ComparedPlanner], list[ComparedPlanner]]":
+    """The rows of all planners, and of all ways to compress."""
     from anabranch.report.figures import has_spread
 
-    ddp = line_up.LINE_UP[line_up.DDP_DEFAULT](trace, network)
-    ddp_s = trace.forward_s + finish_s(trace, ddp, network)
-    around = (network.shifted(-1), network.shifted(+1)) if has_spread(network) else None
-    names = progress(list(line_up.LINE_UP), len(line_up.LINE_UP), "planning")
-    return [_row(name, trace, network, ddp_s, around) for name in names]
+    around = (network.shifted(-1), network.shifted(+1)) if has_spread(network) else ()
+    here, *others = (strategies.priced(one) for one in (network, *around))
+    ddp = line_up.LINE_UP[line_up.DDP_DEFAULT](trace, here)
+    ddp_s = trace.forward_s + finish_s(trace, ddp, here)
+    dense = [_Contestant(name, made.planner, dict(made.options), made) for name, made in line_up.LINE_UP.items()]
+    compressed = [_Contestant(name, "optimal", {}, planner) for name, planner in strategies.planners.items()]
+    all_of_them = progress([*dense, *compressed], len(dense) + len(compressed), "planning")
+    rows = [_row(one, trace, here, ddp_s, others) for one in all_of_them]
+    return rows[: len(dense)], rows[len(dense) :]
 
 
 def _row(
-    name: str, trace: Trace, network: Network, ddp_s: float, around: tuple[Network, Network] | None
+    one: _Contestant, trace: Trace, network: Network, ddp_s: float, around: Sequence[Network]
 ) -> "ComparedPlanner":
     from anabranch.report.documents import ComparedPlanner
     from anabranch.report.figures import ratio
 
-    planner = line_up.LINE_UP[name]
-    made = planner(trace, network)
+    made = one.plan(trace, network)
     timeline = predict(trace, made, network)
     bound_s = lower_bound_s(trace, network, made.lanes)
     low_s, high_s = (trace.forward_s + finish_s(trace, made, at) for at in around) if around else (None, None)
     return ComparedPlanner(
-        name=name,
-        planner=planner.planner,
-        options=dict(planner.options),
+        name=one.name,
+        planner=one.planner,
+        options=one.options,
         fingerprint=made.fingerprint,
         buckets=len(made),
         lanes=made.lanes,

@@ -1,6 +1,6 @@
 """anabranch memory: predicted peak memory of every mode of training, the largest batch that fits, and throughput."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,9 @@ import typer
 from anabranch.cli import arguments, network_text, user_function
 from anabranch.cli.output import JsonOption, print_json, show_tables
 from anabranch.files import bundled_traces
+from anabranch.kinds import COMPRESSED
 from anabranch.network_presets import PRESETS
+from anabranch.sparse.naming import KIND
 
 if TYPE_CHECKING:
     from anabranch.estimate.account import Footprint, Setting
@@ -69,6 +71,14 @@ PlanOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="A plan whose buckets oktopk and lean exchange. Default: 25 MiB each."),
 ]
+CompressOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WAY",
+        help=f"Ways to compress, in DataParallel and on Lean: oktopk, {', '.join(COMPRESSED)}; may be repeated. "
+        "Default: oktopk.",
+    ),
+]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run a few steps of each mode on this GPU.")]
 
 
@@ -76,6 +86,7 @@ def memory(
     model: ModelOption,
     batch_size: BatchOption,
     ranks: RanksOption = None,
+    compress: CompressOption = None,
     density: DensityOption = 0.01,
     optimizer: OptimizerOption = Optimizer.momentum,
     activations: ActivationsOption = Activations.keep,
@@ -87,7 +98,7 @@ def memory(
     measure: MeasureOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict peak memory by kind of object: for DDP, naive sparse, Ok-Topk and Lean; the largest batch that fits."""
+    """Predict peak memory by kind of object: for DDP, compressed exchanges and Lean; the largest batch that fits."""
     limit_nbytes = None if within is None else network_text.size_nbytes("--within", within)
     links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
@@ -98,9 +109,10 @@ def memory(
         raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
     buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
     setting = Setting(ranks=ranks, density=density, buckets=buckets)
+    modes = _modes(compress or [KIND])
     estimator = estimator_of(model, optimizer, activations, plan)
-    footprints = estimator.footprints(batch_size, setting)
-    measured = _measured(model, batch_size, optimizer, activations, setting) if measure else {}
+    footprints = estimator.footprints(batch_size, setting, modes)
+    measured = _measured(model, batch_size, optimizer, activations, setting, modes) if measure else {}
     assumptions = list(estimator.assumptions)
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
@@ -111,7 +123,7 @@ def memory(
         kept: dict[str, str] = {mode: estimator.activations_of(mode) for mode in batches}
         speeds, more = _throughputs(trace or model, links, batches, density, kept)
         assumptions += more
-    modes = {mode: _mode(footprint, measured.get(mode)) for mode, footprint in footprints.items()}
+    peaks = {mode: _mode(footprint, measured.get(mode)) for mode, footprint in footprints.items()}
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
@@ -120,7 +132,7 @@ def memory(
         optimizer=optimizer.value,
         activations=activations.value,
         assumptions=tuple(assumptions),
-        modes=modes,
+        modes=peaks,
         within_nbytes=limit_nbytes,
         largest_batch=batches if limit_nbytes is not None else None,
         samples_per_s=speeds,
@@ -129,6 +141,17 @@ def memory(
         print_json(printed(document))
     else:
         _print(document)
+
+
+def _modes(compress: Sequence[str]) -> list[str]:
+    """DDP and the modes of these ways to compress; beside Ok-Topk the naive way to be sparse."""
+    from anabranch.estimate.account import DDP, NAIVE, OKTOPK, modes_of
+
+    for way in compress:
+        if way not in (OKTOPK, *COMPRESSED):
+            raise ValueError(f"--compress is {way!r}: expected {OKTOPK} or one of {', '.join(COMPRESSED)}")
+    naive = [NAIVE] if OKTOPK in compress else []
+    return [DDP, *naive, *(mode for way in dict.fromkeys(compress) for mode in modes_of(way))]
 
 
 def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
@@ -177,7 +200,7 @@ def _limits(batches: Mapping[str, int]) -> list[str]:
 
 
 def _measured(
-    model: str, batch: int, optimizer: Optimizer, activations: Activations, setting: "Setting"
+    model: str, batch: int, optimizer: Optimizer, activations: Activations, setting: "Setting", modes: Sequence[str]
 ) -> dict[str, int]:
     """The allocator's peak of each mode that can run here."""
     import torch
@@ -194,7 +217,7 @@ def _measured(
             raise ValueError(f"--measure runs on {ranks} ranks and --ranks is {setting.ranks}: leave out --ranks")
         return {
             mode: peak(build, mode, factory, setting.ranks, setting.density, options).steady
-            for mode in runnable_modes()
+            for mode in runnable_modes(modes)
         }
 
 

@@ -67,7 +67,7 @@ def _prediction(
         lower_bound_s=lower_bound_s(trace, network, made.lanes),
         speedup_over_ddp_default=ratio(over[line_up.DDP_DEFAULT], timeline.iteration_s),
         speedup_over_per_tensor=ratio(over[line_up.NO_MERGING], timeline.iteration_s),
-        buckets=planned_buckets(trace, made, timeline),
+        buckets=planned_buckets(trace, made, timeline, network.world_size),
         written=written,
     )
 

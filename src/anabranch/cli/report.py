@@ -8,6 +8,7 @@ import typer
 from anabranch.cli.output import ForceOption, check_free, check_other
 from anabranch.files import write_text
 from anabranch.scaling import line_up
+from anabranch.scaling.compression import priced
 from anabranch.sim import simulate
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _predicted(runs: "Runs") -> "list[Predicted]":
     for name, plan, trace in wanted:
         for network_name, network in runs.networks:
             try:
-                timeline = simulate(trace, plan, network)
+                timeline = simulate(trace, plan, priced(network, (bucket.collective for bucket in plan.buckets)))
             except NetworkError:
                 continue
             found.append((f"{name} on {network_name}, {network.world_size} ranks", timeline, plan, trace))

@@ -27,7 +27,6 @@ STRAGGLER_FACTOR = 2.0
 MAX_STRAGGLER_FACTOR = 1e3
 MAX_BATCH = 1 << 30
 MAX_RANKS_WITH_JITTER = 1 << 17  # every rank is drawn: some seconds
-NO_COMPRESSION = "none"
 OPTIMIZER = Optimizer.momentum  # whose state --within counts
 DEFAULT_SIZES, DEFAULT_PLANNERS = ",".join(map(str, WORLD_SIZES)), ",".join(PLANNERS)
 
@@ -72,9 +71,10 @@ CompressOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help="Also the exact plan with sparse buckets where they gain: oktopk:0.01 (1 % of the elements), or oktopk "
-        f"(as dense as the backward pass hides), lean alike; may be repeated; {NO_COMPRESSION} for neither. Default: "
-        f"{', '.join(COMPRESS)}.",
+        help="Also the exact plan with compressed buckets where they gain: bf16, int8 or int4, oktopk:0.01 (1 % of the "
+        "elements), or oktopk (as dense as the backward pass hides); lean:int8, lean:0.01 or lean on the Lean engine; "
+        f"int8@nodes between nodes that are dense inside; may be repeated; {arguments.NO_COMPRESSION} for none. "
+        f"Default: {', '.join(COMPRESS)}.",
     ),
 ]
 ScalingOption = Annotated[Basis, typer.Option(help="Keep the batch of each rank (weak) or the global batch (strong).")]
@@ -158,9 +158,8 @@ def _chosen(planners: str, compress: Sequence[str] | None, batch: int | None, wi
     if batch is not None and within is not None:
         raise ValueError(f"--batch is {batch} and --within is {within}: expected one of them")
     default = COMPRESS if within is None else (*COMPRESS, f"{LEAN}:0.01")
-    compressed = list(dict.fromkeys(compress or default))
     names = list(dict.fromkeys(name.strip() for name in planners.split(",")))
-    return _Strategies(names, [] if compressed == [NO_COMPRESSION] else compressed, batch)
+    return _Strategies(names, arguments.compressions(compress, default), batch)
 
 
 def _fitting(trace: Trace, chosen: _Strategies, within: str, scaling: Basis, ranks: int) -> _Strategies:

@@ -10,6 +10,7 @@ from anabranch.cli import arguments
 from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
 from anabranch.files import save, write_text
 from anabranch.scaling import line_up
+from anabranch.scaling.compression import priced
 from anabranch.sim import simulate as predict
 from anabranch.timeline import Timeline
 
@@ -33,6 +34,7 @@ def simulate(
     check_free([output, chrome], force)
     gradients, links = arguments.trace(trace), arguments.network(network)
     made = arguments.plan(plan) if plan else line_up.configured_planner(planner or "optimal")(gradients, links)
+    links = priced(links, (bucket.collective for bucket in made.buckets))
     timeline = predict(gradients, made, links)
     written = _write(timeline, output, chrome, force)
     from anabranch.report.documents import SimulateDocument, printed
@@ -45,7 +47,7 @@ def simulate(
         fingerprint=made.fingerprint,
         lanes=made.lanes,
         **timeline_figures(timeline),
-        buckets=planned_buckets(gradients, made, timeline),
+        buckets=planned_buckets(gradients, made, timeline, links.world_size),
         written=tuple(written),
     )
     if as_json:

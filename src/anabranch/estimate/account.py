@@ -4,19 +4,33 @@
     naive sparse    weights n, gradients n, residual n; after backward a flat copy of all gradients, its magnitudes, an
                     all-gather of 2kP words and a decompressed update: n each, but for the second last
     oktopk          ddp, a residual, an owner's sums for every bucket, messages of fixed size
+    bf16, int8      ddp, messages with all values of a bucket, an owner's rounding errors
+    int4            the same, and a residual
     lean            weights n, residual n, which is also where gradients add up, two slots of the largest bucket
     lean, host      weights n, four slots: the residual is in host memory
+    lean, int8      weights n, two slots, the messages of int8; other kinds alike
 
 A peak is the highest of many moments: each part of backward between two gradients, each bucket's exchange, and the
 optimizer's step. Not counted: what NCCL and the CUDA context take, which torch's allocator does not see, and
 fragmentation of its memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from anabranch.estimate.step_profile import BucketSize, MemoryUse, StepProfile, buckets_by_names, buckets_by_size
+from anabranch.estimate.step_profile import (
+    BucketSize,
+    MemoryUse,
+    ReadyGradient,
+    StepProfile,
+    buckets_by_names,
+    buckets_by_size,
+)
+from anabranch.kinds import COMPRESSED
 from anabranch.lean.slots import SLOTS
+from anabranch.quantised.cost_model import Region
+from anabranch.quantised.options import Quantised
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import CHUNK_NUMEL
 from anabranch.sparse.sizes import Sizes, widest_numel
@@ -26,6 +40,43 @@ DDP, NAIVE, OKTOPK, LEAN, LEAN_HOST = MODES = ("ddp", "naive sparse", "oktopk", 
 BUCKET_NBYTES = 25 * 2**20  # DDP's own
 BLAS_WORKSPACE_NBYTES = 2 * 32 * 2**20  # cuBLAS's on an H100 or H200: one for the thread of forward, one for backward's
 PAIR_NBYTES = 8  # a float32 value and its int32 position
+FLOAT_NBYTES = 4
+
+
+class Way(NamedTuple):
+    """How a mode other than DDP and naive sparse trains: by which exchange, on Lean, with residuals on the host."""
+
+    exchange: str
+    lean: bool = False
+    host: bool = False
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether what is not sent in a step is kept for the next one."""
+        return self.exchange == OKTOPK or Quantised(self.exchange).keeps_residual
+
+    def compresses(self, gradient: ReadyGradient) -> bool:
+        """Whether this gradient may be in a bucket that is compressed: rounding also takes vectors and half floats."""
+        return gradient.sparse if self.exchange == OKTOPK else not gradient.wide
+
+
+WAYS: Mapping[str, Way] = {
+    OKTOPK: Way(OKTOPK),
+    LEAN: Way(OKTOPK, lean=True),
+    LEAN_HOST: Way(OKTOPK, lean=True, host=True),
+    **{kind: Way(kind) for kind in COMPRESSED},
+    **{f"{LEAN}, {kind}": Way(kind, lean=True) for kind in COMPRESSED},
+    **{
+        f"{LEAN}, {kind}, host": Way(kind, lean=True, host=True)
+        for kind in COMPRESSED
+        if Quantised(kind).keeps_residual
+    },
+}
+
+
+def modes_of(exchange: str) -> list[str]:
+    """The modes of one exchange, "oktopk" or a kind that rounds: in DataParallel, then on Lean."""
+    return [mode for mode, way in WAYS.items() if way.exchange == exchange]
 
 
 @dataclass(frozen=True)
@@ -78,10 +129,19 @@ class Setting:
 
 
 def predict(profile: StepProfile, mode: str, setting: Setting | None = None) -> Footprint:
-    """Return the footprint at the moment of a step when most memory is in use, in one of ``MODES``."""
-    if mode not in _MOMENTS_OF:
-        raise ValueError(f"mode is {mode!r}: expected one of {', '.join(MODES)}")
-    return max(_MOMENTS_OF[mode](profile, setting or Setting()), key=lambda footprint: footprint.nbytes)
+    """Return the footprint at the moment of a step when most memory is in use, in one of the modes above."""
+    return max(_moments(profile, mode, setting or Setting()), key=lambda footprint: footprint.nbytes)
+
+
+def _moments(profile: StepProfile, mode: str, setting: Setting) -> Iterator[Footprint]:
+    if mode == DDP:
+        return _ddp(profile, setting)
+    if mode == NAIVE:
+        return _naive(profile, setting)
+    if mode not in WAYS:
+        raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *WAYS])}")
+    way = WAYS[mode]
+    return _lean(profile, setting, way) if way.lean else _data_parallel(profile, setting, way)
 
 
 def _always(profile: StepProfile, setting: Setting, **kinds: int) -> Footprint:
@@ -116,41 +176,32 @@ def _naive(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
     yield _optimizer_step(profile, always.plus(gradients=n))
 
 
-def _oktopk(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
-    buckets = _buckets(profile, setting)
-    residual = sum(bucket.nbytes for bucket in buckets if bucket.sparse)
+def _data_parallel(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprint]:
+    buckets = _buckets(profile, setting, way)
+    residual = sum(_residuals_nbytes(buckets, way))
     always = _always(profile, setting, gradients=profile.gradients_nbytes, residual=residual)
-    always = always.plus(workspace=_owner_sums_nbytes(buckets, setting))
+    always = always.plus(workspace=_owner_sums_nbytes(buckets, setting, way))
     yield from _backward(profile, always)
-    yield from _exchanges(profile, setting, buckets, always)
+    yield from _exchanges(profile, setting, buckets, always, way)
     yield _optimizer_step(profile, always)
 
 
-def _lean(profile: StepProfile, setting: Setting, host: bool = False) -> Iterator[Footprint]:
-    buckets = _buckets(profile, setting)
+def _lean(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprint]:
+    buckets = _buckets(profile, setting, way)
     largest = max(bucket.nbytes for bucket in buckets)
-    largest_sparse = max((bucket.nbytes for bucket in buckets if bucket.sparse), default=0)
-    residual = sum(bucket.nbytes for bucket in buckets if bucket.sparse)
-    on_device = SLOTS * largest_sparse if host else residual
+    residuals = _residuals_nbytes(buckets, way)
+    on_device = SLOTS * max(residuals, default=0) if way.host else sum(residuals)
     always = _always(profile, setting, gradients=SLOTS * largest, residual=on_device)
     if setting.options.deterministic:  # else an owner adds its sums up in the slot
-        always = always.plus(workspace=_owner_sums_nbytes(buckets, setting))
-    if host:
-        always = Footprint(always.kinds, "", residual)
-    yield from _backward(profile, always, _incomplete_dense_nbytes(profile, buckets))
-    yield from _exchanges(profile, setting, buckets, always)
+        always = always.plus(workspace=_owner_sums_nbytes(buckets, setting, way))
+    if way.host:
+        always = Footprint(always.kinds, "", sum(residuals))
+    incomplete = [bucket for bucket in buckets if not (bucket.compressed and way.keeps_residual)]
+    yield from _backward(profile, always, _incomplete_nbytes(profile, incomplete))
+    yield from _exchanges(profile, setting, buckets, always, way)
     share = largest / max(1, profile.gradients_nbytes)  # each bucket has a step of its own
     workspace = int(share * profile.optimizer.workspace_nbytes)
     yield always.plus_use("a bucket's step", profile.after_backward, workspace=workspace)
-
-
-def _lean_host(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
-    yield from _lean(profile, setting, host=True)
-
-
-_MOMENTS_OF: Mapping[str, Callable[[StepProfile, Setting], Iterator[Footprint]]] = {
-    DDP: _ddp, NAIVE: _naive, OKTOPK: _oktopk, LEAN: _lean, LEAN_HOST: _lean_host,
-}  # fmt: skip
 
 
 def _before(name: str) -> str:
@@ -171,20 +222,37 @@ def _optimizer_step(profile: StepProfile, always: Footprint) -> Footprint:
 
 
 def _exchanges(
-    profile: StepProfile, setting: Setting, buckets: Sequence[BucketSize], always: Footprint
+    profile: StepProfile, setting: Setting, buckets: Sequence[BucketSize], always: Footprint, way: Way
 ) -> Iterator[Footprint]:
-    """The moments when each sparse bucket is complete; the messages of the bucket before are still in memory."""
+    """The moments when each compressed bucket is complete; the messages of the bucket before are still in memory."""
     before = {"send": 0, "receive": 0, "workspace": 0}
-    for bucket in sorted((bucket for bucket in buckets if bucket.sparse), key=lambda bucket: bucket.last_index):
+    for bucket in sorted((bucket for bucket in buckets if bucket.compressed), key=lambda bucket: bucket.last_index):
         gradient = profile.gradients[bucket.last_index]
-        messages, balancing = _messages(bucket, setting)
-        for own in (messages, balancing):
+        if way.exchange == OKTOPK:
+            messages, *rarely = _sparse_messages(bucket, setting)
+        else:
+            messages, rarely = quantised_messages(way.exchange, bucket.numel, setting.ranks), []
+        for own in (messages, *rarely):
             together = {kind: before[kind] + own[kind] for kind in before}
             yield always.plus_use(f"exchange of the bucket to {gradient.name}", gradient.when_ready, **together)
         before = messages
 
 
-def _messages(bucket: BucketSize, setting: Setting) -> tuple[dict[str, int], dict[str, int]]:
+def quantised_messages(kind: str, numel: int, ranks: int) -> dict[str, int]:
+    """Return what a quantised exchange of a bucket needs at its end, when nothing of it is freed yet.
+
+    It sends messages to all owners and one as owner, and receives as many of each from all. With a residual an owner
+    holds the errors of its own rounding. Left out: a copy of the scales of all averages, at most 1/17 of them.
+    """
+    region = Region.of(kind, numel, ranks)
+    return {
+        "send": (ranks + 1) * region.message_nbytes,
+        "receive": 2 * ranks * region.message_nbytes,
+        "workspace": FLOAT_NBYTES * region.numel if Quantised(kind).keeps_residual else 0,
+    }
+
+
+def _sparse_messages(bucket: BucketSize, setting: Setting) -> tuple[dict[str, int], dict[str, int]]:
     """Return what an exchange of fixed-size messages needs: in a usual step, and while it balances regions."""
     ranks = setting.ranks
     sizes = Sizes.of(bucket.numel, ranks, setting.density, setting.options)
@@ -195,22 +263,31 @@ def _messages(bucket: BucketSize, setting: Setting) -> tuple[dict[str, int], dic
     return usual, {"send": send, "receive": 0, "workspace": balancing}
 
 
-def _owner_sums_nbytes(buckets: Sequence[BucketSize], setting: Setting) -> int:
+def _residuals_nbytes(buckets: Sequence[BucketSize], way: Way) -> list[int]:
+    """Bytes of the residual of each bucket that has one: float32, whatever the gradients are."""
+    return [FLOAT_NBYTES * bucket.numel for bucket in buckets if bucket.compressed and way.keeps_residual]
+
+
+def _owner_sums_nbytes(buckets: Sequence[BucketSize], setting: Setting, way: Way) -> int:
     """Bytes of the buffer in which a region's owner sums: all buckets share one, for the widest region."""
-    return max((4 * widest_numel(bucket.numel, setting.ranks) for bucket in buckets if bucket.sparse), default=0)
+    if way.exchange != OKTOPK:  # owners of quantised regions sum in registers
+        return 0
+    widest = (widest_numel(bucket.numel, setting.ranks) for bucket in buckets if bucket.compressed)
+    return max((FLOAT_NBYTES * numel for numel in widest), default=0)
 
 
-def _incomplete_dense_nbytes(profile: StepProfile, buckets: Sequence[BucketSize]) -> list[int]:
-    """For each gradient, bytes of dense buckets that are incomplete before it: their gradients stay where they came."""
+def _incomplete_nbytes(profile: StepProfile, buckets: Sequence[BucketSize]) -> list[int]:
+    """For each gradient, bytes of those buckets that are incomplete before it: their gradients stay where they came."""
     nbytes = [0] * (len(profile.gradients) + 1)
-    for bucket in (bucket for bucket in buckets if not bucket.sparse):
+    for bucket in buckets:
         for index in bucket.indices:
             for later in range(index + 1, bucket.last_index + 1):
                 nbytes[later] += profile.gradients[index].nbytes
     return nbytes
 
 
-def _buckets(profile: StepProfile, setting: Setting) -> list[BucketSize]:
+def _buckets(profile: StepProfile, setting: Setting, way: Way) -> list[BucketSize]:
+    """Return the buckets that a mode exchanges."""
     if setting.buckets is None:
-        return buckets_by_size(profile, BUCKET_NBYTES)
-    return buckets_by_names(profile, setting.buckets)
+        return buckets_by_size(profile, BUCKET_NBYTES, way.compresses)
+    return buckets_by_names(profile, setting.buckets, way.compresses)

@@ -1,6 +1,6 @@
 """MemoryEstimator: the peak memory of one model in every mode of training, at any batch, without running it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Literal
 
@@ -22,7 +22,7 @@ DDP_BUCKETS = "25 MiB in the order of backward"
 
 
 class MemoryEstimator:
-    """Predicts the peak memory of a model by kind of object, for every mode of ``estimate.account.MODES``.
+    """Predicts the peak memory of a model by kind of object, for every mode of ``estimate.account``.
 
     Each batch runs once on tensors without data, so no GPU is needed. ``activations`` applies to the Lean modes; the
     others keep theirs. ``assumptions`` says what the predictions count and what they leave out.
@@ -69,9 +69,9 @@ class MemoryEstimator:
         if activations == "offload":
             self.assumptions.append("lean's activations are fetched one by one; prefetching keeps some more")
 
-    def footprints(self, batch: int, setting: Setting) -> dict[str, Footprint]:
-        """The peak of every mode at one batch."""
-        return {mode: self._footprint(batch, mode, setting) for mode in MODES}
+    def footprints(self, batch: int, setting: Setting, modes: Sequence[str] = MODES) -> dict[str, Footprint]:
+        """The peak of these modes at one batch."""
+        return {mode: self._footprint(batch, mode, setting) for mode in modes}
 
     def largest_batch(self, mode: str, setting: Setting, limit_nbytes: int) -> int:
         """The largest batch of a mode whose peak leaves room for fragmentation within the limit; 0 if none does."""

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from anabranch.estimate.account import DDP, LEAN, OKTOPK, Setting
+from anabranch.estimate.account import DDP, OKTOPK, WAYS, Setting, Way
 from anabranch.estimate.estimator import FRAGMENTATION, MemoryEstimator
-from anabranch.scaling.compression import highest_density
+from anabranch.scaling.compression import Compression
 from anabranch.scaling.result import Kind
-
-MODE_OF_KIND: Mapping[Kind, str] = {"dense": DDP, "sparse": OKTOPK, "lean": LEAN}
+from anabranch.sparse.naming import density_of
 
 
 class Fitting(NamedTuple):
@@ -31,7 +30,7 @@ def largest_batches(
     largest: dict[tuple[str, float], int] = {}
     batches: dict[str, int] = {}
     for name, kind in kinds.items():
-        mode, density = MODE_OF_KIND[kind], highest_density(name)
+        mode, density = (DDP, 1.0) if kind == "dense" else _mode(Compression.named(name))
         if (mode, density) not in largest:
             setting = Setting(ranks=ranks, density=density)
             largest[mode, density] = estimator.largest_batch(mode, setting, limit_nbytes)
@@ -47,3 +46,10 @@ def largest_batches(
     shown = {"dense" if kinds[name] == "dense" else name: batch for name, batch in batches.items()}
     assumptions.append(f"batch per rank: {', '.join(f'{name} {batch:,}' for name, batch in shown.items())}")
     return Fitting(batches, assumptions)
+
+
+def _mode(compression: Compression) -> tuple[str, float]:
+    """The mode whose memory a strategy needs, and the highest density that it may choose; 1 if it has none."""
+    density = density_of(compression.kinds[-1])
+    way = Way(OKTOPK if density else compression.kinds[0], compression.lean)
+    return next(mode for mode, known in WAYS.items() if known == way), density or 1.0

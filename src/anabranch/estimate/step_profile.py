@@ -1,6 +1,6 @@
 """Memory of one training step as its gradients become ready: made by ``probe.py``, used by ``account.py``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +46,11 @@ class ReadyGradient:
     when_ready: MemoryUse
     sparse: bool = True
 
+    @property
+    def wide(self) -> bool:
+        """Whether its numbers have more than the 4 bytes of a float32."""
+        return self.nbytes > allocated_nbytes(4 * self.numel)
+
 
 class OptimizerMemory(NamedTuple):
     """Bytes of an optimizer's state for all parameters, and what its step needs beside that."""
@@ -87,12 +92,12 @@ class StepProfile:
 
 
 class BucketSize(NamedTuple):
-    """A bucket: its gradients as indices into the profile's, its size, and whether it is sent sparsely."""
+    """A bucket: its gradients as indices into the profile's, its size, and whether it is compressed."""
 
     indices: tuple[int, ...]
     numel: int
     nbytes: int
-    sparse: bool
+    compressed: bool
 
     @property
     def last_index(self) -> int:
@@ -100,40 +105,46 @@ class BucketSize(NamedTuple):
         return max(self.indices)
 
 
-def buckets_by_size(profile: StepProfile, cap_nbytes: int) -> list[BucketSize]:
-    """Return buckets of about ``cap_nbytes`` in the order of backward; gradients that may not be sparse are apart."""
-    found: list[BucketSize] = []
-    open_buckets: dict[bool, list[int]] = {True: [], False: []}  # by whether they are sparse
+Compresses = Callable[[ReadyGradient], bool]  # whether a gradient may be in a bucket that is compressed
 
-    def close(sparse: bool) -> None:
-        if indices := open_buckets[sparse]:
-            found.append(_bucket(profile, indices, sparse))
-            open_buckets[sparse] = []
+
+def buckets_by_size(profile: StepProfile, cap_nbytes: int, compresses: Compresses) -> list[BucketSize]:
+    """Return buckets of about ``cap_nbytes`` in the order of backward; gradients not to be compressed are apart."""
+    found: list[BucketSize] = []
+    open_buckets: dict[bool, list[int]] = {True: [], False: []}  # by whether they are compressed
+
+    def close(compressed: bool) -> None:
+        if indices := open_buckets[compressed]:
+            found.append(_bucket(profile, indices, compressed))
+            open_buckets[compressed] = []
 
     for index, gradient in enumerate(profile.gradients):
-        indices = open_buckets[gradient.sparse]
+        compressed = compresses(gradient)
+        indices = open_buckets[compressed]
         indices.append(index)
         if sum(profile.gradients[i].nbytes for i in indices) >= cap_nbytes:
-            close(gradient.sparse)
+            close(compressed)
     close(True)
     close(False)
     return found
 
 
-def buckets_by_names(profile: StepProfile, buckets: Sequence[Sequence[str]]) -> list[BucketSize]:
-    """Return buckets as a plan names them; a bucket is sparse if all its gradients may be."""
+def buckets_by_names(
+    profile: StepProfile, buckets: Sequence[Sequence[str]], compresses: Compresses
+) -> list[BucketSize]:
+    """Return buckets as a plan names them; a bucket is compressed if all its gradients may be."""
     index_of = {gradient.name: index for index, gradient in enumerate(profile.gradients)}
     found = []
     for names in buckets:
         if unknown := [name for name in names if name not in index_of]:
             raise ValueError(f"a bucket names {unknown[0]}, which has no gradient in this step: plan for this model")
         indices = [index_of[name] for name in names]
-        found.append(_bucket(profile, indices, all(profile.gradients[index].sparse for index in indices)))
+        found.append(_bucket(profile, indices, all(compresses(profile.gradients[index]) for index in indices)))
     return found
 
 
-def _bucket(profile: StepProfile, indices: Sequence[int], sparse: bool) -> BucketSize:
+def _bucket(profile: StepProfile, indices: Sequence[int], compressed: bool) -> BucketSize:
     gradients = [profile.gradients[index] for index in indices]
     numel = sum(gradient.numel for gradient in gradients)
     nbytes = sum(gradient.nbytes for gradient in gradients)
-    return BucketSize(tuple(indices), numel, nbytes, sparse)
+    return BucketSize(tuple(indices), numel, nbytes, compressed)

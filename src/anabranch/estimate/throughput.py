@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 from anabranch.alpha_beta import AlphaBeta
-from anabranch.estimate.account import DDP, NAIVE
+from anabranch.estimate.account import DDP, NAIVE, OKTOPK, WAYS
 from anabranch.network import Network
 from anabranch.planners import by_bytes
 from anabranch.planners.sparse import sparse_if_faster
-from anabranch.scaling.compression import dense_only
+from anabranch.scaling.compression import dense_only, priced
 from anabranch.scaling.sweep import recorded_batch
 from anabranch.sim import finish_s
-from anabranch.sparse.cost_model import priced, selection_on
 from anabranch.sparse.naming import kind_of
 from anabranch.trace import Trace
 
@@ -23,8 +21,8 @@ PAIR_NBYTES = 8
 ASSUMPTIONS = (
     "computing takes as long as in the bundled trace, in proportion to the batch",
     "naive sparse selects for 1.03 ns per element after backward, as on an H200, and then gathers, hiding nothing",
-    "oktopk and lean travel by the exact sparse plan; lean's copies of the residual, to host memory and back, are "
-    "hidden",
+    "compressed buckets travel by the exact plan for their kind; lean's copies of the residual, to host memory and "
+    "back, are hidden",
 )
 
 
@@ -63,7 +61,8 @@ def samples_per_s(
         numel = sum(tensor.numel for tensor in here.tensors)
         step_s = here.forward_s + here.backward_s + naive_s(numel, network, density)
     else:
-        step_s = here.forward_s + _sparse_s(here, network, density)
+        kind = WAYS[mode].exchange
+        step_s = here.forward_s + _compressed_s(here, network, kind_of(density) if kind == OKTOPK else kind)
     return network.world_size * batch / step_s
 
 
@@ -78,7 +77,6 @@ def naive_s(numel: int, network: Network, density: float) -> float:
     return NAIVE_S_PER_ELEMENT * numel + (ranks - 1) * (links.alpha_s + pairs_nbytes * links.beta_s_per_byte)
 
 
-def _sparse_s(trace: Trace, network: Network, density: float) -> float:
-    here = priced(network, density, selection_on(network, density))
-    planner = partial(sparse_if_faster, collectives=[kind_of(density)], dense=dense_only(trace))
-    return finish_s(trace, planner(trace, here), here)
+def _compressed_s(trace: Trace, network: Network, kind: str) -> float:
+    here = priced(network, [kind])
+    return finish_s(trace, sparse_if_faster(trace, here, [kind], dense_only(trace)), here)

@@ -1,4 +1,4 @@
-"""Plans with sparse buckets: which buckets travel sparsely, and at which density if several are allowed."""
+"""Plans with compressed buckets: which are sparse or quantised, and at which density if several are allowed."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -51,7 +51,7 @@ def densest(trace: Trace, network: Network, collectives: Sequence[str], dense: C
 
 
 def sparse_if_faster(trace: Trace, network: Network, collectives: Sequence[str], dense: Collection[str] = ()) -> Plan:
-    """The sparse plan for one density or for a ladder of densities; the exact dense plan if that finishes no later."""
+    """The plan for one kind, or for a ladder of densities; the exact dense plan if that finishes no later."""
     if len(collectives) > 1:
         found = densest(trace, network, collectives, dense)
     else:

@@ -12,15 +12,16 @@ the others are not rounded to 0 beside it. Sums of rotated blocks are rotated su
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from anabranch import kinds
 
+if TYPE_CHECKING:  # sizes are also for planners and simulators, which import no torch
+    import torch
+
 NEGLIGIBLE = 2.0**-100  # about 8e-31
-FINITE = torch.finfo(torch.float32).max
-NUMBER_NBYTES = torch.bfloat16.itemsize
+FINITE = (2.0 - 2.0**-23) * 2.0**127  # the largest float32
+NUMBER_NBYTES = 2  # of a bfloat16
 NAN_BITS = 0x7FC0  # of a bfloat16
 
 
@@ -53,7 +54,7 @@ class BlockFormat:
         """Values of a region, of which every rank owns one: whole blocks, the same number for all ranks."""
         return -(-numel // (ranks * self.block)) * self.block
 
-    def region_of(self, messages: torch.Tensor) -> int:
+    def region_of(self, messages: "torch.Tensor") -> int:
         """The number of values in each of these messages, one in each row."""
         return messages.shape[-1] // self.message_nbytes(self.block) * self.block
 
@@ -75,9 +76,9 @@ class Kept(NamedTuple):
     owner            the region that it owns: its rank
     """
 
-    residual: torch.Tensor
-    sent: torch.Tensor
-    rounding_error: torch.Tensor
+    residual: "torch.Tensor"
+    sent: "torch.Tensor"
+    rounding_error: "torch.Tensor"
     owner: int
     divisor: float
 

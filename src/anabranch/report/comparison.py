@@ -6,9 +6,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.report.documents import ComparedPlanner
-from anabranch.report.formatting import factor, percent, time_scale
+from anabranch.report.documents import CompareDocument, ComparedPlanner
+from anabranch.report.figures import ratio
+from anabranch.report.formatting import factor, percent, plain, time_scale
 from anabranch.report.tables import columns
+
+CAPTION = (
+    "* best. Speed-up: iteration against by_bytes, torch DDP's default (25 MiB, first bucket 1 MiB); horovod: 128 MiB. "
+    "Above bound: how much later than the earliest finish conceivable on that many lanes."
+)
 
 
 def best(
@@ -18,34 +24,47 @@ def best(
     return min(rows, key=lambda row: (seconds(row) or 0.0, row.lanes, row.buckets))
 
 
-def comparison_report(rows: Sequence[ComparedPlanner]) -> RenderableType:
-    """The table, and a second one where the network's spread was measured."""
-    parts: list[RenderableType] = [_planners(rows)]
-    if rows[0].iteration_high_s is not None:
-        parts += [Text(), _spread(rows)]
+def comparison_report(found: CompareDocument) -> RenderableType:
+    """The table, one for ways to compress, and one more each where the network's spread was measured."""
+    winner = best(found.rows)
+    planners = _table("Planners", found.rows, "above\nbound", lambda row: percent(row.above_bound), winner)
+    planners.caption = Text(CAPTION)
+    parts: list[RenderableType] = [planners]
+    if found.compressed:
+
+        def gain(row: ComparedPlanner) -> str:
+            return factor(ratio(winner.iteration_s, row.iteration_s))
+
+        parts += [Text(), _table("Compressed, by the exact plan", found.compressed, f"over\n{winner.name}", gain)]
+    if found.rows[0].iteration_high_s is not None:
+        parts += [Text(), _spread([*found.rows, *found.compressed], len(found.rows))]
+    if found.assumptions:
+        parts += [Text(), Text(plain(f"Assumed: {'; '.join(found.assumptions)}."))]
     return Group(*parts)
 
 
-def _planners(rows: Sequence[ComparedPlanner]) -> Table:
+def _table(
+    title: str,
+    rows: Sequence[ComparedPlanner],
+    last_header: str,
+    last_cell: Callable[[ComparedPlanner], str],
+    winner: ComparedPlanner | None = None,
+) -> Table:
     scale = time_scale(row.iteration_s for row in rows)
     times = [f"{what}\n{scale.unit}" for what in ("finish", "exposed", "iteration")]
-    table = columns("Planners", "planner", "buckets", "lanes", *times, "speed-\nup", "above\nbound", left=["planner"])
-    winner = best(rows)
+    table = columns(title, "planner", "buckets", "lanes", *times, "speed-\nup", last_header, left=["planner"])
     for row in rows:
         cells = [
             ("* " if row is winner else "  ") + row.name, f"{row.buckets:,}", str(row.lanes),
             scale(row.finish_s), scale(row.exposed_s), scale(row.iteration_s),
-            factor(row.speedup), percent(row.above_bound),
+            factor(row.speedup), last_cell(row),
         ]  # fmt: skip
         table.add_row(*map(Text, cells), style="bold" if row is winner else None)
-    table.caption = Text(
-        "* best. Speed-up: iteration against by_bytes, torch DDP's default (25 MiB, first bucket 1 MiB); horovod: "
-        "128 MiB. Above bound: how much later than the earliest finish conceivable on that many lanes."
-    )
     return table
 
 
-def _spread(rows: Sequence[ComparedPlanner]) -> Table:
+def _spread(rows: Sequence[ComparedPlanner], dense: int) -> Table:
+    """All rows on faster and slower networks; the first ``dense`` of them send everything in full."""
     scale = time_scale(row.iteration_high_s or 0.0 for row in rows)
     headers = [f"{what}\n{scale.unit}" for what in ("fast network", "median", "slow network")]
     table = columns("Iteration across the measured spread", "planner", *headers, left=["planner"])
@@ -54,7 +73,7 @@ def _spread(rows: Sequence[ComparedPlanner]) -> Table:
         lambda row: row.iteration_s,
         lambda row: row.iteration_high_s,
     ]
-    winners = [best(rows, view) for view in views]
+    winners = [best(rows[:dense], view) for view in views]
     for row in rows:
         cells = [
             ("* " if row is winner else "") + scale(view(row) or 0.0)
@@ -62,6 +81,7 @@ def _spread(rows: Sequence[ComparedPlanner]) -> Table:
         ]
         table.add_row(Text(row.name), *map(Text, cells))
     table.caption = Text(
-        "Each plan as made for the median, on costs one spread lower and higher; * best of its column."
+        "Each plan as made for the median, on costs one spread lower and higher; * best of its column that sends "
+        "everything in full."
     )
     return table

@@ -36,7 +36,10 @@ COMPUTE, BASELINE, OURS = "compute only", "DDP", "DataParallel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBucket:
-    """One bucket of a predicted step; times count from the start of backward."""
+    """One bucket of a predicted step; times count from the start of backward.
+
+    ``sent_nbytes``: what one rank sends for it, None where that is not known.
+    """
 
     __pydantic_config__: ClassVar = READ
 
@@ -49,6 +52,7 @@ class PlannedBucket:
     start_s: Instant
     end_s: Instant
     names: Annotated[tuple[Name, ...], Field(min_length=1)]
+    sent_nbytes: Count | None = None
 
     def __post_init__(self) -> None:
         if self.end_s < self.start_s:
@@ -110,11 +114,12 @@ class SimulateDocument(PredictedStep):
 
 @dataclass(frozen=True, slots=True)
 class ComparedPlanner:
-    """One planner's plan and what is predicted of it.
+    """One planner's plan, or the plan for one way to compress, and what is predicted of it.
 
-    ``speedup`` is over DDP's default. ``lower_bound_s`` is what no plan on as many lanes can finish before, and
-    ``above_bound`` how much later, as a share of it, this one does. The low and high iteration times are those of
-    the same plan on a network one measured spread faster and slower; None where no spread was measured.
+    ``speedup`` is over DDP's default. ``lower_bound_s`` is what no plan on as many lanes that sends everything in full
+    can finish before, and ``above_bound`` how much later, as a share of it, this one does. The low and high iteration
+    times are those of the same plan on a network one measured spread faster and slower; None where no spread was
+    measured.
     """
 
     __pydantic_config__: ClassVar = READ
@@ -137,7 +142,10 @@ class ComparedPlanner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareDocument:
-    """``compare --json``; ``trace`` and ``network`` as they were named on the command line."""
+    """``compare --json``; ``trace`` and ``network`` as they were named on the command line.
+
+    ``compressed``: the exact plan for each way to compress, which ``assumptions`` are for. ``best`` is of ``rows``.
+    """
 
     __pydantic_config__: ClassVar = READ
 
@@ -149,6 +157,8 @@ class CompareDocument:
     backward_s: Seconds
     best: str
     rows: tuple[ComparedPlanner, ...]
+    compressed: tuple[ComparedPlanner, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
 
 # ----------------------------------------------------------------------------------------------------------- memory

@@ -8,6 +8,7 @@ from anabranch.curve import Curve
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.report.documents import Durations, PlannedBucket
+from anabranch.scaling.compression import sent_nbytes
 from anabranch.timeline import Timeline
 from anabranch.trace import TensorSpec, Trace
 
@@ -96,7 +97,7 @@ def timeline_figures(timeline: Timeline) -> Figures:
     return asdict(durations(timeline))
 
 
-def planned_buckets(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[PlannedBucket, ...]:
+def planned_buckets(trace: Trace, plan: Plan, timeline: Timeline, ranks: int) -> tuple[PlannedBucket, ...]:
     """Each bucket of a plan for ``trace`` with its span in ``timeline``, which lists them in launch order."""
     tensors: Mapping[str, TensorSpec] = {tensor.name: tensor for tensor in trace.tensors}
     rows = []
@@ -112,6 +113,7 @@ def planned_buckets(trace: Trace, plan: Plan, timeline: Timeline) -> tuple[Plann
             start_s=span.start_s,
             end_s=span.end_s,
             names=bucket.names,
+            sent_nbytes=sent_nbytes(bucket.collective, members, ranks),
         )
         rows.append(row)
     return tuple(rows)

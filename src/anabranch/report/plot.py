@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # imported by functions only: it is optional, and takes a sec
 
 Format = Literal["png", "svg"]
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; markers differ, too.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; markers differ, too, also where colours repeat.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "h")
 LINEAR_RANGE = 8  # largest over smallest value up to which a linear axis shows all lines
 LABEL_GAP = 0.052  # of the axes' height: one line of text
 NOTE_LETTERS_PER_PANEL = 110  # in a line of text below the figure

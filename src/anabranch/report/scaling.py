@@ -22,34 +22,45 @@ def scaling_report(scaling: Scaling) -> RenderableType:
         curves = scaling.on(network.name)
         if len(scaling.networks) == 1:
             parts += _all_strategies(curves)
-        parts += [_winners(scaling, network, curves), _origin(network), Text()]
+        parts += [*_winners(scaling, network, curves), _origin(network), Text()]
     parts += [Text(plain(said) + "\n") for said in scaling.answer]
     return Group(*parts, Text(plain(f"Assumed: {'; '.join(scaling.assumptions)}.")))
 
 
-def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> Table:
-    """DDP, the best dense and the best sparse strategy side by side, with the band of each step."""
+def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[RenderableType]:
+    """DDP and the best dense strategy side by side, with the band of each step; then the best compressed ones."""
     found = best_at_sizes(scaling, curves)
     # In the unit of the best: what differs little between good strategies must not drown in what a bad one takes.
     scale = time_scale(row.best.iteration_s for row in found)
     base = "DDP" if found[0].ddp.planner == DDP_DEFAULT else plain(found[0].ddp.planner)
     best = "best dense" if has_dense(scaling) else "best"
-    headers = ["ranks", f"{base}\n{scale.unit}", f"{best}\n{scale.unit}", f"over\n{base}"]
-    if found[0].sparse is not None:
-        headers += [f"best sparse\n{scale.unit}", "over\ndense"]
-    table = columns(plain(network.name), *headers, "effi-\nciency")
+    headers = ["ranks", f"{base}\n{scale.unit}", f"{best}\n{scale.unit}", f"over\n{base}", "effi-\nciency"]
+    table = columns(plain(network.name), *headers)
     for row in found:
-        table.add_row(*map(Text, _winner_cells(row, scale)))
-    return table
+        cells = [f"{row.world_size:,}", _banded(row.ddp, scale), *_best_cells(row.dense, row.ddp, scale)]
+        table.add_row(*map(Text, cells))
+    return [table, Text(), *_compressed_winners(found, network, scale)]
 
 
-def _winner_cells(row: BestAtSize, scale: Scale) -> list[str]:
-    gain = Gain.over(row.dense, row.ddp).middle
-    cells = [f"{row.world_size:,}", _banded(row.ddp, scale), _banded(row.dense, scale, named=True), factor(gain)]
-    if row.sparse is not None:
-        gain = Gain.over(row.sparse, row.dense).middle
-        cells += [_banded(row.sparse, scale, named=True), factor(gain)]
-    return [*cells, percent(row.best.efficiency)]
+def _compressed_winners(found: Sequence[BestAtSize], network: NetworkUsed, scale: Scale) -> list[RenderableType]:
+    """The best strategies that round every value, and those that send some, where there are any."""
+    headers = ["ranks"]
+    for what, point in (("rounded", found[0].quantised), ("sparse", found[0].sparse)):
+        if point is not None:
+            headers += [f"best {what}\n{scale.unit}", "over\ndense", "effi-\nciency"]
+    if len(headers) == 1:
+        return []
+    table = columns(f"{plain(network.name)}, compressed", *headers)
+    for row in found:
+        points = [point for point in (row.quantised, row.sparse) if point is not None]
+        cells = [cell for point in points for cell in _best_cells(point, row.dense, scale)]
+        table.add_row(*map(Text, [f"{row.world_size:,}", *cells]))
+    return [table, Text()]
+
+
+def _best_cells(point: ScalePoint, other: ScalePoint, scale: Scale) -> list[str]:
+    """The step of a strategy, its gain over another, and its efficiency."""
+    return [_banded(point, scale, named=True), factor(Gain.over(point, other).middle), percent(point.efficiency)]
 
 
 def _banded(point: ScalePoint, scale: Scale, named: bool = False) -> str:

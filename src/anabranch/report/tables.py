@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from anabranch.alpha_beta import AlphaBeta, TwoLevel
+from anabranch.kinds import DENSE
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.report.documents import Durations, PlannedBucket
@@ -138,14 +139,21 @@ def duration_pairs(step: Durations) -> list[tuple[str, str | Text]]:
 def bucket_table(buckets: Sequence[PlannedBucket]) -> Table:
     """One row per bucket; times count from the start of backward."""
     scale = time_scale(bucket.end_s for bucket in buckets)
-    headers = ["#", "lane", "tensors", "size", *(f"{what}\n{scale.unit}" for what in ("ready", "start", "end"))]
-    table = columns("Buckets in launch order", *headers, "first tensor", left=["first tensor"])
+    times = [f"{what}\n{scale.unit}" for what in ("ready", "start", "end")]
+    compressed = any(bucket.collective != DENSE for bucket in buckets)
+    headers = ["#", "lane", "tensors", "size", *(["by", "sent"] if compressed else []), *times]
+    table = columns("Buckets in launch order", *headers, "first tensor", left=["by", "first tensor"])
     rows: Iterable[Cells] = (
-        [str(b.index), str(b.lane), f"{b.tensors:,}", size(b.nbytes), scale(b.ready_s), scale(b.start_s),
-         scale(b.end_s), label(b.names[0])]
+        [str(b.index), str(b.lane), f"{b.tensors:,}", size(b.nbytes), *(_way(b) if compressed else ()),
+         scale(b.ready_s), scale(b.start_s), scale(b.end_s), label(b.names[0])]
         for b in buckets
     )  # fmt: skip
     return add_rows(table, rows, len(buckets), "bucket")
+
+
+def _way(bucket: PlannedBucket) -> Cells:
+    """By which collective a bucket travels, and what a rank sends for it."""
+    return [label(bucket.collective), "-" if bucket.sent_nbytes is None else size(bucket.sent_nbytes)]
 
 
 def meta_pairs(meta: Mapping[str, Any]) -> list[tuple[str, str | Text]]:

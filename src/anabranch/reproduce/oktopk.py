@@ -13,7 +13,7 @@ from anabranch.reproduce.oktopk_counts import DENSITY, FIXED, NUMEL, RANKS, sele
 from anabranch.reproduce.stand_in import StandIn, bundled
 from anabranch.reproduce.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
 from anabranch.sim import finish_s
-from anabranch.sparse.cost_model import H200, phases, priced, travel_s
+from anabranch.sparse.cost_model import H200, exchange_of, phases
 from anabranch.sparse.naming import kind_of
 from anabranch.trace import Trace
 
@@ -71,7 +71,7 @@ def volumes() -> Section:
     case = f"{RANKS} workers, {NUMEL:,} elements"
     figures = [_bounded(case, name, table[name.split(",")[0]], sent / k) for name, sent in words_sent().items()]
     large = published_costs(numel, selected_count(numel), WORKERS)[OURS].words / selected_count(numel)
-    fixed = sum(phase.words for phase in phases(numel, WORKERS, DENSITY).values()) / selected_count(numel)
+    fixed = sum(p.sent_nbytes for p in phases(numel, WORKERS, DENSITY).values()) / (WORD_NBYTES * selected_count(numel))
     figures.append(_bounded(f"{WORKERS} workers, BERT", FIXED, large, fixed))
     return Section(
         "Words that the busiest rank sends or receives in a step, in units of k (1 %)",
@@ -125,9 +125,8 @@ def bert() -> Trace:
 def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
     links = AlphaBeta("ring", ALPHA_S, 8e-9 / gbit)
     numel, case = trace.nbytes // WORD_NBYTES, f"{gbit} Gbit/s"
-    compute_s, selecting_s = trace.forward_s + trace.backward_s, H200.start_s + H200.s_per_byte * trace.nbytes
-    exchange = phases(numel, WORKERS, DENSITY).values()
-    own_s = compute_s + selecting_s + sum(travel_s(phase, links, WORKERS) for phase in exchange)
+    compute_s, selecting_s = trace.forward_s + trace.backward_s, H200.seconds(trace.nbytes)
+    own_s = compute_s + exchange_of(DENSITY).seconds(trace.nbytes, links, WORKERS)
     over = {}
     for name, cost in published_costs(numel, selected_count(numel), WORKERS).items():
         if name != OURS:
@@ -143,7 +142,7 @@ def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
 
 def _planned(trace: Trace, network: Network) -> float:
     """How many times as fast as the exact dense plan a step with sparse buckets is."""
-    network = priced(network, DENSITY, H200)
+    network = exchange_of(DENSITY).priced(network)
     dense, sparse = planners.optimal(trace, network), sparse_if_faster(trace, network, [kind_of(DENSITY)])
     return (trace.forward_s + finish_s(trace, dense, network)) / (trace.forward_s + finish_s(trace, sparse, network))
 

@@ -1,8 +1,9 @@
 """Which strategy wins at which world size, and by how much, in sentences."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from anabranch.kinds import COMPRESSED
 from anabranch.scaling.line_up import DDP_DEFAULT
 from anabranch.scaling.result import Curves, NetworkUsed, ScalePoint, Scaling
 
@@ -35,44 +36,61 @@ class BestAtSize(NamedTuple):
 
     ddp         the strategy that gains are relative to: DDP's default buckets, or the first strategy if those are not
                 among them
-    dense       the best of those that send every value, or of all where there is none
-    sparse      the best of the others; None where all strategies are of one kind
+    dense       the best of those that send every value in full, or of all where there is none
+    quantised   the best of those that round every value, the most faithful of equals; None where there is none
+    sparse      the best of those that send some values; None where there is none
     """
 
     world_size: int
     ddp: ScalePoint
     dense: ScalePoint
+    quantised: ScalePoint | None
     sparse: ScalePoint | None
 
     @property
     def best(self) -> ScalePoint:
-        """The point of highest throughput; sparse only if it gains enough, because it may cost accuracy."""
-        if self.sparse is not None and Gain.over(self.sparse, self.dense).middle >= WORTH_IT:
-            return self.sparse
-        return self.dense
+        """The point of highest throughput; a less faithful one only if it gains enough, as it may cost accuracy."""
+        return _worth_it([self.dense, *filter(None, [self.quantised, self.sparse])])
 
 
 def best_at_sizes(scaling: Scaling, curves: Curves) -> list[BestAtSize]:
     """The best strategies at each world size; ties go to the fewest lanes, then the fewest buckets, then the first."""
-    dense = [s.name for s in scaling.strategies if s.kind == "dense"]
-    sparse = [s.name for s in scaling.strategies if s.kind != "dense"]
-    if not dense:  # as where only Lean fits in memory: the sparse strategies are compared with each other
-        dense, sparse = sparse, []
+    names: dict[str, list[str]] = {"dense": [], "quantised": [], "sparse": []}
+    for strategy in scaling.strategies:
+        names[strategy.sends].append(strategy.name)
+    if not names["dense"]:  # as where only Lean fits in memory: the others are compared with each other
+        names = {"dense": [*names["quantised"], *names["sparse"]], "quantised": [], "sparse": []}
     first = DDP_DEFAULT if DDP_DEFAULT in curves else next(iter(curves))
 
-    def best(names: Sequence[str], size: int) -> ScalePoint | None:
-        points = [curves[name][size] for name in names]
+    def best(sent: str, size: int) -> ScalePoint | None:
+        points = [curves[name][size] for name in names[sent]]
         return min(points, key=lambda p: (-p.speedup, p.lanes, p.buckets), default=None)
 
     found = []
     for size in scaling.world_sizes:
         ddp = curves[first][size]
-        found.append(BestAtSize(size, ddp, best(dense, size) or ddp, best(sparse, size)))
+        rounded = [curves[name][size] for name in sorted(names["quantised"], key=_coarseness)]
+        quantised = _worth_it(rounded) if rounded else None
+        found.append(BestAtSize(size, ddp, best("dense", size) or ddp, quantised, best("sparse", size)))
     return found
 
 
+def _coarseness(name: str) -> int:
+    """The place of a strategy that rounds among the kinds, which begin with the most faithful."""
+    return next((place for place, kind in enumerate(COMPRESSED) if kind in name), len(COMPRESSED))
+
+
+def _worth_it(points: Sequence[ScalePoint]) -> ScalePoint:
+    """Of points from the most to the least faithful the last that gains enough over the one chosen before it."""
+    chosen = points[0]
+    for point in points[1:]:
+        if Gain.over(point, chosen).middle >= WORTH_IT:
+            chosen = point
+    return chosen
+
+
 def answer(scaling: Scaling) -> list[str]:
-    """A text per network: where dense scheduling helps, where sparse wins, where neither does, and the efficiency."""
+    """A text per network: where dense scheduling helps, where compression wins, where nothing does; the efficiency."""
     return [f"{network.name}: {' '.join(_sentences(scaling, network))}" for network in scaling.networks]
 
 
@@ -81,8 +99,10 @@ def _sentences(scaling: Scaling, network: NetworkUsed) -> list[str]:
     base = "DDP's buckets" if table[0].ddp.planner == DDP_DEFAULT else table[0].ddp.planner
     what = "Dense scheduling" if has_dense(scaling) else "Another strategy"
     said = [_dense(table, base, what)]
+    if table[0].quantised is not None:
+        said.append(_compressed("Rounding", {row: row.quantised for row in table if row.quantised}))
     if table[0].sparse is not None:
-        said.append(_sparse(table))
+        said.append(_compressed("Sparse", {row: row.sparse for row in table if row.sparse}))
     said += _nothing(table, base)
     last = table[-1]
     low, high = last.best.efficiencies
@@ -93,7 +113,7 @@ def _sentences(scaling: Scaling, network: NetworkUsed) -> list[str]:
 
 
 def has_dense(scaling: Scaling) -> bool:
-    """Whether any strategy sends every value."""
+    """Whether any strategy sends every value in full."""
     return any(strategy.kind == "dense" for strategy in scaling.strategies)
 
 
@@ -111,15 +131,16 @@ def _dense(table: Sequence[BestAtSize], base: str, what: str) -> str:
     return said + _doubt(unsure, table)
 
 
-def _sparse(table: Sequence[BestAtSize]) -> str:
-    gains = {row: Gain.over(row.sparse, row.dense) for row in table if row.sparse}
+def _compressed(what: str, points: Mapping[BestAtSize, ScalePoint]) -> str:
+    """Where these points, one for every size, win over the best dense plan."""
+    table = list(points)
+    gains = {row: Gain.over(point, row.dense) for row, point in points.items()}
     won = [row for row, gain in gains.items() if gain.middle >= WORTH_IT]
     if not won:
-        return f"Sparse gains less than {WORTH_IT - 1:.0%} over the best dense plan at any size."
+        return f"{what} gains less than {WORTH_IT - 1:.0%} over the best dense plan at any size."
     top = max(won, key=lambda row: gains[row].middle)
-    assert top.sparse is not None
     said = (
-        f"Sparse wins {_where(won, table)}, most at {top.world_size:,}: {top.sparse.planner} is {gains[top]} as fast "
+        f"{what} wins {_where(won, table)}, most at {top.world_size:,}: {points[top].planner} is {gains[top]} as fast "
         "as the best dense plan."
     )
     unsure = [row for row in won if gains[row].low < WORTH_IT]

@@ -1,61 +1,109 @@
-"""Strategies with sparse buckets: their planners, the cost of their buckets at any world size, and the assumptions."""
+"""Strategies with compressed buckets: their planners, the cost of their buckets at any world size, the assumptions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
+from anabranch.exchange_cost import BETWEEN_NODES, Exchange
+from anabranch.kinds import COMPRESSED, DENSE
 from anabranch.network import Network
 from anabranch.planners.sparse import sparse_if_faster
+from anabranch.quantised.cost_model import exchange_of as quantised_exchange
 from anabranch.scaling.result import Kind
 from anabranch.scaling.sweep import Planner
-from anabranch.sparse.cost_model import Selection, priced, selection_on
-from anabranch.sparse.naming import KIND, LADDER, given_density, kind_of
-from anabranch.trace import Trace
+from anabranch.sparse.cost_model import exchange_of as sparse_exchange
+from anabranch.sparse.naming import KIND, LADDER, density_of, given_density, kind_of
+from anabranch.trace import TensorSpec, Trace
 
-LEAN = "lean"  # sends the messages of Ok-Topk from an engine that holds less memory
+LEAN = "lean"  # sends the messages of Ok-Topk, or of the kind behind the colon, from an engine that holds less memory
+
+
+class Compression(NamedTuple):
+    """What the name of a strategy says, such as "int8", "oktopk:0.01@nodes" or "lean:int4".
+
+    kinds           the exchanges that it chooses from: one, or the densities of Ok-Topk from the lowest to the highest
+    lean            whether the Lean engine runs them
+    between_nodes   whether they run between nodes alone
+    """
+
+    kinds: tuple[str, ...]
+    lean: bool = False
+    between_nodes: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> "Compression":
+        """The compression of this name; ValueError if there is none."""
+        what = name.removesuffix(BETWEEN_NODES)
+        family, _, rest = what.partition(":")
+        lean, between_nodes = family == LEAN, what != name
+        kind = rest if lean and rest in COMPRESSED else what
+        if kind in COMPRESSED:
+            return cls((kind,), lean, between_nodes)
+        if family not in (KIND, LEAN):
+            raise ValueError(
+                f"--compress is {name!r}: expected {', '.join(COMPRESSED)}, {KIND} (as dense as is hidden) or "
+                f"{KIND}:0.01; on Lean {LEAN}:int8, {LEAN} or {LEAN}:0.01; between nodes alone int8{BETWEEN_NODES}"
+            )
+        return cls(tuple(map(kind_of, [given_density(what)] if rest else LADDER)), lean, between_nodes)
+
+    @property
+    def strategy_kind(self) -> Kind:
+        """The kind of strategy that this is in a result."""
+        if self.lean:
+            return "lean"
+        return "quantised" if self.kinds[0] in COMPRESSED else "sparse"
+
+    @property
+    def collectives(self) -> list[str]:
+        """The names of ``kinds`` in the buckets of a plan."""
+        return [kind + BETWEEN_NODES * self.between_nodes for kind in self.kinds]
 
 
 @dataclass(frozen=True, slots=True)
-class SparseStrategies:
+class CompressedStrategies:
     """Planners by the name of their strategy, such as "oktopk:0.01", and what their predictions assume.
 
-    ``selections`` is what selecting the values costs, by density.
+    ``exchanges`` are all those that these planners may choose.
     """
 
     planners: Mapping[str, Planner]
-    selections: Mapping[float, Selection]
+    exchanges: Sequence[Exchange]
     assumptions: Sequence[str]
 
     def priced(self, network: Network) -> Network:
-        """``network`` with a cost for every density that these planners may choose."""
-        for density, selection in self.selections.items():
-            network = priced(network, density, selection)
-        return network
+        """``network`` with a cost for every exchange that these planners may choose."""
+        return _with_costs(network, self.exchanges)
 
 
-def sparse_strategies(names: Sequence[str], trace: Trace, network: Network) -> SparseStrategies:
-    """A strategy for each name. What selection costs is taken from ``network`` where that was measured there."""
-    if not names:
-        return SparseStrategies({}, {}, [])
-    densities = {name: _densities(name) for name in names}
+def compressed_strategies(names: Sequence[str], trace: Trace, network: Network) -> CompressedStrategies:
+    """A strategy for each name. What exchanges compute is taken from ``network`` where they were measured there."""
     dense = dense_only(trace)
-    selections = {density: selection_on(network, density) for row in densities.values() for density in row}
+    wanted = {name: Compression.named(name) for name in names}
     planners = {
-        name: partial(sparse_if_faster, collectives=[kind_of(density) for density in row], dense=dense)
-        for name, row in densities.items()
+        name: partial(sparse_if_faster, collectives=compression.collectives, dense=dense)
+        for name, compression in wanted.items()
     }
-    sources = " and ".join(dict.fromkeys(selection.source for selection in selections.values()))
-    return SparseStrategies(planners, selections, [
-        "sparse buckets cost the messages that virtual ranks count for Ok-Topk's fixed-size exchange, 2(P-1) of "
-        "1.25 k/P pairs one behind the other, and new regions every 64 steps",
-        f"selecting takes {sources}, and does not slow the backward pass",
-        "any float32 gradient may travel sparsely, and does where that is predicted to gain",
-    ])  # fmt: skip
+    exchanges = exchanges_on(network, (kind for compression in wanted.values() for kind in compression.collectives))
+    return CompressedStrategies(planners, exchanges, _assumptions(wanted.values(), exchanges, network))
 
 
-def compression_kind(name: str) -> Kind:
-    """Whether a strategy with sparse buckets runs on DDP ("sparse") or on the Lean engine ("lean")."""
-    return "lean" if name.partition(":")[0] == LEAN else "sparse"
+def exchanges_on(network: Network, kinds: Iterable[str]) -> list[Exchange]:
+    """The exchanges that buckets name by these kinds, but for those that have no model, such as "dense"."""
+    return [found for kind in dict.fromkeys(kinds) if (found := _exchange(kind, network)) is not None]
+
+
+def priced(network: Network, kinds: Iterable[str]) -> Network:
+    """``network`` with a cost for those of these kinds that have a model and were not measured."""
+    return _with_costs(network, exchanges_on(network, kinds))
+
+
+def sent_nbytes(kind: str, tensors: Sequence[TensorSpec], ranks: int) -> int | None:
+    """Bytes that one rank sends for a bucket of these gradients; None if there is no model of this kind."""
+    if kind == DENSE:  # a ring all-reduce
+        return 2 * (ranks - 1) * sum(tensor.nbytes for tensor in tensors) // ranks
+    exchange = None if kind.endswith(BETWEEN_NODES) else _exchange(kind)  # which depends on how many nodes there are
+    return None if exchange is None else exchange.sent_nbytes(sum(tensor.numel for tensor in tensors), ranks)
 
 
 def dense_only(trace: Trace) -> list[str]:
@@ -63,16 +111,55 @@ def dense_only(trace: Trace) -> list[str]:
     return [tensor.name for tensor in trace.tensors if tensor.dtype not in ("", "float32") or tensor.itemsize != 4]
 
 
-def highest_density(name: str) -> float:
-    """The highest density that a strategy may choose, which its messages need memory for; 1 for a dense planner."""
-    return max(_densities(name)) if name.partition(":")[0] in (KIND, LEAN) else 1.0
+def _with_costs(network: Network, exchanges: Iterable[Exchange]) -> Network:
+    for exchange in exchanges:
+        network = exchange.priced(network)
+    return network
 
 
-def _densities(name: str) -> list[float]:
-    """The one density in the name, or the ladder that "auto" chooses from."""
-    family, _, density = name.partition(":")
-    if family not in (KIND, LEAN):
-        raise ValueError(
-            f"--compress is {name!r}: scale prices {KIND} (as dense as is hidden) and {KIND}:0.01, and {LEAN} alike"
+def _exchange(collective: str, network: Network | None = None) -> Exchange | None:
+    """The exchange that buckets name so; what it computes is taken from ``network`` where it was measured there."""
+    kind = collective.removesuffix(BETWEEN_NODES)
+    density = density_of(kind)
+    if kind in COMPRESSED:
+        found = quantised_exchange(kind, network)
+    elif density is not None:
+        found = sparse_exchange(density, network)
+    else:
+        return None
+    return found if kind == collective else found.between_nodes()
+
+
+def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], network: Network) -> list[str]:
+    """What the costs of these strategies assume, in sentences."""
+    wanted = list(wanted)
+    if not wanted:
+        return []
+    rounded = {kind: found for found in exchanges if (kind := found.kind.removesuffix(BETWEEN_NODES)) in COMPRESSED}
+    sparsely = [found for found in exchanges if density_of(found.kind.removesuffix(BETWEEN_NODES)) is not None]
+    said = []
+    if rounded:
+        said.append(
+            f"{', '.join(rounded)} buckets cost an all-to-all and an all-gather, 2(P-1) messages of 1/P of the "
+            "values one behind the other, scales included"
         )
-    return [given_density(name)] if density else list(LADDER)
+        said += [f"{kind} computes for {found.computing.source}" for kind, found in rounded.items()]
+    if sparsely:
+        sources = " and ".join(dict.fromkeys(found.computing.source for found in sparsely))
+        said += [
+            "sparse buckets cost the messages that virtual ranks count for Ok-Topk's fixed-size exchange, 2(P-1) of "
+            "1.25 k/P pairs one behind the other, and new regions every 64 steps",
+            f"selecting takes {sources}",
+        ]
+    if measured := [found.kind for found in exchanges if found.kind in network.curves]:
+        said.append(f"at {network.world_size} ranks {', '.join(measured)} buckets cost what was measured there")
+    if any(compression.between_nodes for compression in wanted):
+        said.append(
+            f"{BETWEEN_NODES}: dense sums inside each node, and the exchange between nodes alone: a price, since "
+            "DataParallel does not run that yet; on a network without nodes it is the plain exchange"
+        )
+    return [
+        *said,
+        "what compressed buckets compute does not slow the backward pass",
+        "any float32 gradient may travel compressed, and does where that is predicted to gain",
+    ]

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from anabranch.checks import STRICT, check_seconds
+from anabranch.exchange_cost import BETWEEN_NODES
+from anabranch.kinds import COMPRESSED
 
 Basis = Literal["weak", "strong"]
-Kind = Literal["dense", "sparse", "lean"]
+Kind = Literal["dense", "quantised", "sparse", "lean"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,21 @@ Curves = Mapping[str, Mapping[int, ScalePoint]]  # strategy -> world size -> poi
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A planner, alone, with sparse buckets or on Lean; ``batch`` is per rank (weak scaling) or global (strong)."""
+    """A planner, alone, with compressed buckets or on Lean; ``batch`` is per rank (weak scaling) or global (strong)."""
 
     __pydantic_config__: ClassVar = STRICT
 
     name: str
     kind: Kind
     batch: int | None = None
+
+    @property
+    def sends(self) -> Literal["dense", "quantised", "sparse"]:
+        """Every value in full, every value rounded, or some of the values; Lean by the kind in its name."""
+        if self.kind == "lean":
+            exchange = self.name.removesuffix(BETWEEN_NODES).partition(":")[2]
+            return "quantised" if exchange in COMPRESSED else "sparse"
+        return self.kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from anabranch.alpha_beta import AlphaBeta, TwoLevel
 from anabranch.network import Network
 from anabranch.network_presets import NetworkRange
 from anabranch.scaling.answer import answer
-from anabranch.scaling.compression import compression_kind, sparse_strategies
+from anabranch.scaling.compression import Compression, compressed_strategies
 from anabranch.scaling.line_up import configured_planner
 from anabranch.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
 from anabranch.scaling.sweep import STEADY, Compute, recorded_batch, sweep
@@ -17,7 +17,7 @@ from anabranch.trace import Trace
 WORLD_SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PLANNERS = ("per_tensor", "single", "by_bytes", "mgwfbp", "optimal", "asc", "lanes")
 NETWORKS = ("10gbe", "nvlink+100gbe")
-COMPRESS = ("oktopk:0.01",)
+COMPRESS = ("int8", "oktopk:0.01")
 PRESET_RANKS = 2  # at which a preset is built before it is carried to the world sizes asked for
 MANY_RANKS = 128  # from here on NCCL may prefer trees, whose latency grows with log P
 
@@ -43,8 +43,9 @@ def scale(
     networks        preset names such as "10gbe", Networks, or NetworkRanges, which add a name, a source and a band
     world_sizes     numbers of ranks, rising
     planners        names of ``scaling.line_up``: strategies that send every value
-    compress        further strategies with sparse buckets where they gain: "oktopk:0.01" sends 1 % of the elements,
-                    "oktopk" chooses the density, "lean:0.01" and "lean" do the same on the Lean engine
+    compress        further strategies with compressed buckets where they gain: "bf16", "int8" and "int4" round every
+                    element, "oktopk:0.01" sends 1 % of them, "oktopk" chooses the density; "lean:int8", "lean:0.01" and
+                    "lean" do so on the Lean engine; "int8@nodes" does so between nodes that are dense inside
     scaling         "weak" keeps the batch of each rank, "strong" the global batch
     batch           that batch, for all strategies or by name of the strategy; as recorded unless given. The trace's
                     meta must then say for which batch it was recorded.
@@ -59,12 +60,12 @@ def scale(
     kinds = strategy_kinds(planners, compress)
     study = _Study(trace, world_sizes, kinds, _batches(trace, kinds, batch), scaling, compute)
     points: list[ScalePoint] = []
-    sparse_assumptions: list[str] = []
+    more_assumptions: list[str] = []
     ranges = _ranges(networks)
     for network in ranges:
         found, assumed = study.points(network, on_point)
         points += found
-        sparse_assumptions += assumed
+        more_assumptions += assumed
     result = Scaling(
         model=str(trace.meta.get("model", f"{len(trace)} gradients"))[:60],
         scaling=scaling,
@@ -72,15 +73,15 @@ def scale(
         strategies=tuple(Strategy(name, kind, study.batches.get(name)) for name, kind in kinds.items()),
         points=tuple(points),
         **asdict(compute),
-        assumptions=tuple(dict.fromkeys([*study.assumptions(ranges), *assumptions, *sparse_assumptions])),
+        assumptions=tuple(dict.fromkeys([*study.assumptions(ranges), *assumptions, *more_assumptions])),
     )
     return replace(result, answer=tuple(answer(result)))
 
 
 def strategy_kinds(planners: Sequence[str], compress: Sequence[str]) -> dict[str, Kind]:
-    """Every strategy by name, with its kind: the planners, then those with sparse buckets."""
+    """Every strategy by name, with its kind: the planners, then those with compressed buckets."""
     kinds: dict[str, Kind] = dict.fromkeys(planners, "dense")
-    return kinds | {name: compression_kind(name) for name in compress}
+    return kinds | {name: Compression.named(name).strategy_kind for name in compress}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,11 @@ class _Study:
     compute: Compute
 
     def points(self, network: NetworkRange, on_point: OnPoint | None) -> tuple[list[ScalePoint], Sequence[str]]:
-        """The points of one network, and what its sparse strategies assume."""
-        compressed = [name for name, kind in self.kinds.items() if kind != "dense"]
-        sparse = sparse_strategies(compressed, self.trace, network.middle)
+        """The points of one network, and what its compressed strategies assume."""
+        names = [name for name, kind in self.kinds.items() if kind != "dense"]
+        compressed = compressed_strategies(names, self.trace, network.middle)
         planners = {
-            name: configured_planner(name) if kind == "dense" else sparse.planners[name]
+            name: configured_planner(name) if kind == "dense" else compressed.planners[name]
             for name, kind in self.kinds.items()
         }
         recorded = recorded_batch(self.trace)
@@ -114,14 +115,14 @@ class _Study:
             around=(network.low, network.high),
             batches={name: batch / recorded for name, batch in self.batches.items() if recorded},
             recorded_batch=recorded,
-            pricing=sparse.priced,
+            pricing=compressed.priced,
         )
         found = []
         for point in steps:
             found.append(point)
             if on_point is not None:
                 on_point(network.name, len(found), len(self.world_sizes) * len(planners))
-        return found, sparse.assumptions
+        return found, compressed.assumptions
 
     def assumptions(self, ranges: Sequence[NetworkRange]) -> list[str]:
         """What the numbers assume besides the trace and the costs of the networks."""
@@ -147,7 +148,8 @@ class _Study:
         said.append("the optimizer's step and the loading of data are not counted")
         if "lean" in self.kinds.values():
             said.append(
-                "lean sends what oktopk does, so its step at the same batch is the same; its optimizer runs in backward"
+                "lean sends what the same exchange does without it, so its step at the same batch is the same; its "
+                "optimizer runs in backward"
             )
         return said
 

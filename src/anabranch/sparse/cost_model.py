@@ -7,42 +7,15 @@ rank, and as many once around the ring: 2 · 3 · 2.5 MB, where an all-reduce se
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
-from anabranch.alpha_beta import AlphaBeta, TwoLevel
-from anabranch.curve import Curve
+from anabranch.exchange_cost import FLOAT_NBYTES, Computing, Exchange, Phase
 from anabranch.network import Network
 from anabranch.sparse.naming import density_of, kind_of
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes
 
-SIZES_NBYTES = [4 << bits for bits in range(8, 31)]  # points of the curve: 1 KiB to 4 GiB
-FLOAT_NBYTES = 4
-
-
-class Phase(NamedTuple):
-    """One rank's part in one phase of a step: ``messages`` of ``nbytes`` each, to every other rank or along a ring."""
-
-    messages: float
-    nbytes: float
-    ring: bool
-
-    @property
-    def words(self) -> float:
-        """Words of 4 bytes that the rank sends, and receives, in all."""
-        return self.messages * self.nbytes / 4
-
-
-class Selection(NamedTuple):
-    """The time an exchange computes beside its messages, by the bytes of the bucket, and where that is known from."""
-
-    start_s: float
-    s_per_byte: float
-    source: str
-
-
 # Threshold and offer 284 µs, reduce 89 µs, end 543 µs, for 1 % of 110 M float32.
-H200 = Selection(
+H200 = Computing(
     0.0, (284e-6 + 89e-6 + 543e-6) / (110e6 * FLOAT_NBYTES), "0.92 ms per 110 M elements, as on an H200 (2026-11-15)"
 )
 
@@ -60,56 +33,14 @@ def phases(numel: int, ranks: int, density: float, options: OkTopk | None = None
     }
 
 
-def travel_s(phase: Phase, links: AlphaBeta | TwoLevel, ranks: int) -> float:
-    """The time of a phase's messages, one after another, on full duplex links."""
-    if isinstance(links, AlphaBeta):
-        return phase.messages * (links.alpha_s + phase.nbytes * links.beta_s_per_byte)
-    inside, across, here = links.inside, links.across, min(ranks, links.ranks_per_node)
-    if phase.ring or here == ranks:  # each step of a ring takes as long as its slowest link
-        return travel_s(phase, across if here < ranks else inside, ranks)
-    near = phase.messages * (here - 1) / (ranks - 1)
-    node_nbytes = here * phase.nbytes  # all ranks of a node send to other nodes through its one network card
-    far_s = (phase.messages - near) * (across.alpha_s + node_nbytes * across.beta_s_per_byte)
-    return near * (inside.alpha_s + phase.nbytes * inside.beta_s_per_byte) + far_s
+def exchange_of(density: float, network: Network | None = None) -> Exchange:
+    """The exchange of this density. It selects for as long as it did on ``network``, if measured there, or an H200.
 
-
-def exchange_curve(network: Network, density: float, selection: Selection) -> Curve:
-    """The cost curve of an exchange at this density on this network, by the bytes of the float32 bucket."""
-    ranks = network.world_size
-    if ranks == 1:
-        return Curve.linear(0.0, 0.0)  # one rank sends nothing and selects nothing
-    links = network.model or AlphaBeta.ring_like(ranks, *network.curve("dense").line())
-    points = []
-    for nbytes in SIZES_NBYTES:
-        travel = [travel_s(p, links, ranks) for p in phases(nbytes // FLOAT_NBYTES, ranks, density).values()]
-        points.append((nbytes, sum(travel) + selection.start_s + selection.s_per_byte * nbytes))
-    return Curve.through(points)
-
-
-def priced(network: Network, density: float, selection: Selection) -> Network:
-    """The network with a cost for buckets of this density; a measured cost is kept."""
-    kind = kind_of(density)
-    if kind in network.curves:
-        return network
-    return replace(network, curves={**network.curves, kind: exchange_curve(network, density, selection)})
-
-
-def selection_on(network: Network, density: float) -> Selection:
-    """The cost of selection where this network was measured: the time of a measured exchange beyond its messages.
-
-    Selection reads every element whatever the density, so the measured density nearest to this one is used. Without
-    any, the cost on an H200 is assumed.
+    Selection reads every element whatever the density, so the measured density nearest to this one is used.
     """
-    known = {kind: found for kind in network.curves if (found := density_of(kind)) is not None}
-    if not known:
-        return H200
-    kind = min(known, key=lambda kind: abs(known[kind] - density))
-    measured = network.curve(kind)
-    messages = exchange_curve(network, known[kind], Selection(0.0, 0.0, ""))
-    sizes = [point.nbytes for point in measured.points if point.nbytes]
-    beyond = [(size, max(0.0, measured.seconds(size) - messages.seconds(size))) for size in sizes]
-    if len(beyond) < 2:
-        return H200
-    start_s, s_per_byte = Curve.through(beyond).line()
-    source = f"the time {kind} took beyond its messages, measured on {network.world_size} ranks"
-    return Selection(start_s, s_per_byte, source)
+    assumed = Exchange(kind_of(density), lambda numel, ranks: phases(numel, ranks, density).values(), H200)
+    known = [found for kind in (network.curves if network is not None else ()) if (found := density_of(kind))]
+    if network is None or not known:
+        return assumed
+    nearest = exchange_of(min(known, key=lambda measured: abs(measured - density)))
+    return replace(assumed, computing=nearest.computing_on(network) or H200)

@@ -10,7 +10,8 @@ from typing import Any
 
 COLOURS = tuple(f"--c{number}" for number in range(1, 9))
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
-SYMBOLS = ("circle", "square", "triangle-up", "diamond", "cross", "x", "star", "pentagon")
+# One more than colours, so that a ninth series still differs from the first.
+SYMBOLS = ("circle", "square", "triangle-up", "diamond", "cross", "x", "star", "pentagon", "hexagram")
 PATTERNS = ("", "/", "x", ".", "\\", "-", "|", "+")
 
 Series = dict[str, Any]

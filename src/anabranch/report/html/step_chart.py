@@ -152,7 +152,10 @@ def _bucket_summary(view: StepView, number: int) -> list[str]:
         return [f"<b>bucket {number}</b>"]
     known = [tensors[name].nbytes for name in bucket.names if name in tensors]
     much = f", {size(sum(known))}" if len(known) == len(bucket.names) else ""
-    return [f"<b>bucket {number}</b>: {count(len(bucket.names), 'tensor')}{much}, {plotly_text(bucket.collective, 24)}"]
+    sent_nbytes = view.sent_nbytes(bucket)
+    sent = f", a rank sends {size(sent_nbytes)}" if sent_nbytes is not None else ""
+    by = plotly_text(bucket.collective, 24)
+    return [f"<b>bucket {number}</b>: {count(len(bucket.names), 'tensor')}{much}, {by}{sent}"]
 
 
 def _names(view: StepView, number: int) -> list[str]:

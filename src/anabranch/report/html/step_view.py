@@ -10,6 +10,7 @@ from anabranch.plan import Bucket, Plan, bucket_label
 from anabranch.report.documents import PlanDocument, SimulateDocument
 from anabranch.report.runs.reading import Runs
 from anabranch.report.runs.window import RankStep
+from anabranch.scaling.compression import sent_nbytes
 from anabranch.timeline import COMPUTE, Span, Timeline
 from anabranch.trace import TensorSpec, Trace
 
@@ -31,6 +32,14 @@ class StepView:
     def tensors(self) -> dict[str, TensorSpec]:
         """The gradients by name; empty without a trace."""
         return {tensor.name: tensor for tensor in self.trace.tensors} if self.trace is not None else {}
+
+    def sent_nbytes(self, bucket: Bucket) -> int | None:
+        """What one rank sends for a bucket; None where the number of ranks, a gradient or the collective is unknown."""
+        ranks = self.timeline.meta.get("world_size")
+        known = [self.tensors[name] for name in bucket.names if name in self.tensors]
+        if not isinstance(ranks, int) or ranks < 1 or len(known) < len(bucket.names):
+            return None
+        return sent_nbytes(bucket.collective, known, ranks)
 
     def number(self, span: Span) -> int | None:
         """The number of the bucket that a span of a lane shows; None where its name has none."""
@@ -81,8 +90,9 @@ def _predicted_view(name: str, step: PlanDocument | SimulateDocument, runs: Runs
     buckets = {row.index: Bucket(row.names, row.lane, row.collective) for row in step.buckets if row.names}
     planned = {name for bucket in buckets.values() for name in bucket.names}
     trace = next((trace for _, trace in runs.traces if {t.name for t in trace.tensors} == planned), None)
+    timeline = Timeline(tuple(spans), {"source": "simulated", "world_size": step.world_size})
     title = f"{name}: {_plan_name(step)} on {step.world_size:,} ranks"
-    return StepView(title, False, Timeline(tuple(spans), {"source": "simulated"}), buckets, trace)
+    return StepView(title, False, timeline, buckets, trace)
 
 
 def _rank_view(name: str, one: RankStep) -> StepView:

@@ -16,20 +16,21 @@ MAX_STAGES = 60
 
 
 def comparison_table(found: CompareDocument) -> Table:
-    """Every planner on one trace and network."""
-    scale = time_scale(row.iteration_s for row in found.rows)
-    slowest = max((row.iteration_s for row in found.rows), default=1.0) or 1.0
-    spread = any(row.iteration_high_s is not None for row in found.rows)
+    """Every planner, and the exact plan for every way to compress."""
+    everything = [*found.rows, *found.compressed]
+    scale = time_scale(row.iteration_s for row in everything)
+    slowest = max((row.iteration_s for row in everything), default=1.0) or 1.0
+    spread = any(row.iteration_high_s is not None for row in everything)
     headers = ["planner", "buckets", "lanes", *(f"{what}, {scale.unit}" for what in ("finish", "exposed", "iteration")),
                "speed-up", "above bound", *(["fast – slow network"] if spread else [])]  # fmt: skip
     rows = []
-    for row in found.rows:
+    for row in everything:
         cells = [
             Cell(row.name), Cell(f"{row.buckets:,}", row.buckets), Cell(str(row.lanes), row.lanes),
             Cell(scale(row.finish_s), row.finish_s), Cell(scale(row.exposed_s), row.exposed_s),
             Cell(scale(row.iteration_s), row.iteration_s, row.iteration_s / slowest),
             Cell(factor(row.speedup), row.speedup) if row.speedup is not None else NONE,
-            Cell(percent(row.above_bound), row.above_bound),
+            Cell(percent(row.above_bound), row.above_bound) if row in found.rows else NONE,
         ]  # fmt: skip
         if spread:
             low_s, high_s = row.iteration_low_s or 0.0, row.iteration_high_s or 0.0
@@ -38,7 +39,8 @@ def comparison_table(found: CompareDocument) -> Table:
     of = f"{found.trace} on {found.network}" if found.trace and found.network else count(found.world_size, "rank")
     caption = (
         "Finish: end of communication, from the start of backward. Speed-up: iteration against by_bytes, torch DDP's "
-        "default. Above bound: how much later than the earliest possible finish on as many lanes."
+        "default. Above bound: how much later than the earliest possible finish, on as many lanes, of plans that "
+        "send everything in full."
     )
     return Table(f"Planners, predicted: {of}", headers, rows, caption, found.best)
 
@@ -102,11 +104,12 @@ def bucket_table(view: StepView) -> Table:
             Cell(str(number), number), Cell(str(bucket.lane), bucket.lane), Cell(bucket.collective),
             Cell(f"{len(bucket.names):,}", len(bucket.names)),
             _number(sum(t.nbytes for t in known) if all_known else None, lambda n: size(int(n))),
+            _number(view.sent_nbytes(bucket), lambda n: size(int(n))),
             _number(max((t.ready_s for t in known), default=None) if all_known else None, scale),
             _number(span.start_s if span else None, scale), _number(span.end_s if span else None, scale),
             Cell(", ".join(bucket.names)),
         ])  # fmt: skip
-    headers = ["bucket", "lane", "collective", "tensors", "size",
+    headers = ["bucket", "lane", "collective", "tensors", "size", "a rank sends",
                *(f"{what}, {scale.unit}" for what in ("ready", "starts", "ends")), "gradients"]  # fmt: skip
     title = f"All {count(len(rows), 'bucket')} with their gradients ({view.title})"
     return Table(title, headers, rows, folded=True)

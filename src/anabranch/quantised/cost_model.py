@@ -1,0 +1,62 @@
+"""Cost model of quantised exchanges at any number of ranks: their messages, at the cost of the links, and three passes.
+
+Every rank sends each other one a region of 1/P of the bucket, once to its owner and once as its owner. Of 100 M
+elements on 4 ranks in int8 that is 2 · 3 · 25.4 MB, where an all-reduce sends 2 · ¾ · 400 MB. Imports no torch, so
+that planners and simulators can use it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from anabranch.exchange_cost import FLOAT_NBYTES, Computing, Exchange, Phase
+from anabranch.kinds import BF16, INT4, INT8
+from anabranch.network import Network
+from anabranch.quantised.block_format import FORMATS
+
+PASSES = 3  # quantise, reduce, finish; each is taken to be as long as the first
+
+
+def _passes(first_ms: float, source: str) -> Computing:
+    """Of an exchange whose first pass over 110 M float32 values takes this long."""
+    all_ms = PASSES * first_ms
+    return Computing(0.0, all_ms * 1e-3 / (110e6 * FLOAT_NBYTES), f"{all_ms:.2f} ms per 110 M elements, {source}")
+
+
+FIRST_PASS = f"{PASSES} times as long as its first pass on an H200 (2026-11-16)"
+H200: Mapping[str, Computing] = {
+    BF16: _passes(0.18, "as int8, since it was not timed"),
+    INT8: _passes(0.18, FIRST_PASS),
+    INT4: _passes(0.29, FIRST_PASS),
+}
+
+
+class Region(NamedTuple):
+    """The part of a bucket that one rank owns: its values, padding included, and the bytes of a message with them.
+
+    A message goes to each other rank, once in the all-to-all and once in the all-gather.
+    """
+
+    numel: int
+    message_nbytes: int
+
+    @classmethod
+    def of(cls, kind: str, numel: int, ranks: int) -> "Region":
+        """The region of each rank in a bucket of ``numel`` elements."""
+        form = FORMATS[kind]
+        region = form.region_numel(numel, ranks)
+        return cls(region, form.message_nbytes(region))
+
+
+def phases(kind: str, numel: int, ranks: int) -> list[Phase]:
+    """The messages of one step for a bucket of ``numel`` elements: the all-to-all, then the all-gather."""
+    nbytes = Region.of(kind, numel, ranks).message_nbytes
+    return [Phase(ranks - 1, nbytes, ring=False), Phase(ranks - 1, nbytes, ring=True)]
+
+
+def exchange_of(kind: str, network: Network | None = None) -> Exchange:
+    """The exchange of this kind. It computes for as long as it did on ``network``, if measured there, or an H200."""
+    assumed = Exchange(kind, partial(phases, kind), H200[kind])
+    measured = assumed.computing_on(network) if network is not None else None
+    return replace(assumed, computing=measured or assumed.computing)
