@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": {*NOUNS, "files"},
     "observe": {*NOUNS, "files", "comm"},
     "quantised": {*NOUNS, "comm"},
-    "sparse": {*NOUNS, "comm"},
+    "sparse": {*NOUNS, "comm", "quantised"},  # its int8 and its dtypes are theirs
     "compression": {*NOUNS, "comm", "quantised", "sparse"},
     "activations": {*NOUNS, "observe"},
     "ddp": {*NOUNS, "comm", "observe"},

@@ -18,7 +18,7 @@ def test_over_steps_on_realistic_gradients(name: str, ranks: int) -> None:
     check_steps(EXCHANGES[name], ranks, 1500, 0.02, 5, lambda number: gradients(ranks, 1500, number))
 
 
-@pytest.mark.parametrize("name", ["exact", "fixed", "fixed bf16", "gtopk", "dsa"])
+@pytest.mark.parametrize("name", ["exact", "exact int8", "fixed", "fixed bf16", "fixed int8", "gtopk", "dsa"])
 def test_on_64_ranks(name: str) -> None:
     check_steps(EXCHANGES[name], 64, 6000, 0.02, 3, lambda number: gradients(64, 6000, number))
 
@@ -119,11 +119,14 @@ def test_density_one_is_dense(name: str) -> None:
     held, world = states(5, 700), VirtualWorld(5)
     average = sum(g.double() for g in made) / 5
     check_step(EXCHANGES[name], made, held, world, 1.0)
-    rounding = 2.0**-8 if "bf16" in name else 2.0**-22
     assert isinstance(average, torch.Tensor)
     size = sum(g.double().abs() for g in gradients(5, 700, 1)) / 5
+    if "int8" in name:  # a value may be off by half of its scale, which is a 127th of the largest value near it
+        assert float((made[0] - average).norm() / average.norm()) < 0.03
+        return
+    rounding = 2.0**-8 if "bf16" in name else 2.0**-22
     assert bool(((made[0] - average).abs() <= rounding * 2 * size).all())
-    if "bf16" not in name:
+    if name in WHOLE:
         assert all(not state.residual.any() for state in held)
 
 

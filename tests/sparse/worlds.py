@@ -18,14 +18,16 @@ SOON = OkTopk(threshold_period=3, region_period=2)  # so that few steps see refr
 EXCHANGES: dict[str, ExchangeFunction] = {
     "exact": partial(exact_exchange, options=SOON),
     "exact bf16": partial(exact_exchange, options=OkTopk(threshold_period=3, region_period=2, wire="bf16")),
+    "exact int8": partial(exact_exchange, options=OkTopk(threshold_period=3, region_period=2, wire="int8")),
     "fixed": partial(fixed_exchange, options=SOON),
     "fixed bf16": partial(fixed_exchange, options=OkTopk(region_period=2, wire="bf16")),
+    "fixed int8": partial(fixed_exchange, options=OkTopk(region_period=2, wire="int8")),
     "fixed in order": partial(fixed_exchange, options=OkTopk(region_period=2, deterministic=True)),
     "fixed and roomy": partial(fixed_exchange, options=OkTopk(region_period=2, capacity_factor=3.0)),
     **BASELINES,
 }
 OK_TOPK = [name for name in EXCHANGES if name not in BASELINES]
-WHOLE = [name for name in OK_TOPK if "bf16" not in name]
+WHOLE = [name for name in OK_TOPK if "bf16" not in name and "int8" not in name]
 
 NUMEL, DENSITY = 40_000, 0.01  # of worlds whose words are counted
 
