@@ -50,7 +50,7 @@ def encode(pairs: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> tuple
     scales = torch.where(largest >= NEGLIGIBLE, largest * (1.0 / INT8.most), 0.0).to(torch.bfloat16)
     wide = scales.float()
     inverses = torch.where(wide > 0, 1.0 / wide, 0.0)
-    integers = torch.round(values * inverses[group]).to(torch.int8)
+    integers = torch.round(values * inverses[group]).nan_to_num_(0.0).to(torch.int8)  # NaN: in a poisoned message
     table = torch.cat([table, scales.view(len(ends), -1).view(torch.uint8)], dim=1)
     return table, torch.cat([offsets, integers[:, None].view(torch.uint8)], dim=1)
 
