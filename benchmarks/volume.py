@@ -133,12 +133,12 @@ def counted(exchange: ExchangeFunction, size: Size) -> Count:
     states = [BucketState.of(torch.zeros(size.numel), size.ranks) for _ in range(size.ranks)]
     sent, received, path, refreshes, messages = [], [], 0.0, 0.0, 0.0
     for number, given in zip(range(size.steps), gradients(size), strict=False):
-        world.word_counts.clear()
+        world.byte_counts.clear()
         world.run([
             exchange(gradient, state, comm, float(size.ranks), size.k / size.numel)
             for gradient, state, comm in zip(given, states, world.comms, strict=True)
         ])  # fmt: skip
-        seen = world.word_counts
+        seen = world.byte_counts
         if number == 0:
             refreshes = sum(seen.volume([phase]) / REFRESHES[phase] for phase in seen.phases if phase in REFRESHES)
             continue

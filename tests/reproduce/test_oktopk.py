@@ -71,7 +71,7 @@ def test_where_latencies_weigh_more_than_words(throughput: Section) -> None:
     numel = oktopk.BERT.numel or 0
     exchange = phases(numel, oktopk.WORKERS, DENSITY).values()
     for gbit in oktopk.GBITS:
-        words_s = sum(phase.words for phase in exchange) * oktopk.WORD_NBYTES * 8e-9 / gbit
+        words_s = sum(phase.sent_nbytes for phase in exchange) * 8e-9 / gbit
         latencies_s = sum(phase.messages for phase in exchange) * oktopk.ALPHA_S
         assert (latencies_s > words_s) == (gbit >= 25)
     assert any(note.startswith("from 25 Gbit/s on") for note in throughput.notes)

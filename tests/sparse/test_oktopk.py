@@ -110,4 +110,4 @@ def test_only_float32_is_exchanged(dtype: torch.dtype) -> None:
 def test_an_empty_bucket_sends_nothing() -> None:
     world, state = VirtualWorld(2), states(2, 0)
     world.run([exchange(torch.zeros(0), s, c, 2.0, 0.5, OkTopk()) for s, c in zip(state, world.comms, strict=True)])
-    assert world.word_counts.phases == []
+    assert world.byte_counts.phases == []

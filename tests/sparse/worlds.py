@@ -8,7 +8,7 @@ import torch
 
 from anabranch.bench.baselines import BASELINES, ExchangeFunction
 from anabranch.bench.virtual import VirtualWorld
-from anabranch.bench.word_counts import WordCounts
+from anabranch.bench.byte_counts import ByteCounts
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
@@ -29,7 +29,7 @@ EXCHANGES: dict[str, ExchangeFunction] = {
 OK_TOPK = [name for name in EXCHANGES if name not in BASELINES]
 WHOLE = [name for name in OK_TOPK if "bf16" not in name and "int8" not in name]
 
-NUMEL, DENSITY = 40_000, 0.01  # of worlds whose words are counted
+NUMEL, DENSITY = 40_000, 0.01  # of worlds whose bytes are counted
 
 Gradients = list[torch.Tensor]
 
@@ -91,14 +91,14 @@ def settled(name: str, ranks: int, numel: int = NUMEL, density: float = DENSITY,
     """A world after one counted step without refreshes, which follows a few that are not counted."""
     held, world = states(ranks, numel), VirtualWorld(ranks)
     for number in range(before + 1):
-        world.word_counts.clear()
+        world.byte_counts.clear()
         for state in held:
             state.step += state.step == 2  # 2 is a step of new regions, 1 and 4 … are none
         step(EXCHANGES[name], gradients(ranks, numel, number), held, world, density)
     return world
 
 
-def imbalance(counts: WordCounts, phases: Iterable[str] | None = None) -> float:
+def imbalance(counts: ByteCounts, phases: Iterable[str] | None = None) -> float:
     """The busiest rank's volume over the mean; 1 when all ranks have the same."""
     chosen = None if phases is None else list(phases)
     each = np.maximum(counts.sent(chosen), counts.received(chosen))

@@ -2,7 +2,8 @@
 
 It models the exchange of fixed-size messages, which GPUs run. Its traffic depends on sizes alone, so a formula gives at
 2048 ranks what tests count at a few. Of 100 M elements at 1 % on 4 ranks, each rank sends 312,500 pairs to every other
-rank, and as many once around the ring: 2 · 3 · 2.5 MB, where an all-reduce sends 2 · ¾ · 400 MB.
+rank, and as many once around the ring: 2 · 3 · 2.5 MB, where an all-reduce sends 2 · ¾ · 400 MB. Prices are those of
+float32 values unless ``options`` name another wire: bf16 sends half of that, int8 three eighths and the scales.
 """
 
 from collections.abc import Mapping
@@ -28,9 +29,9 @@ class Phase(NamedTuple):
     ring: bool
 
     @property
-    def words(self) -> float:
-        """Words of 4 bytes that the rank sends, and receives, in all."""
-        return self.messages * self.nbytes / 4
+    def sent_nbytes(self) -> float:
+        """Bytes that the rank sends, and receives, in all."""
+        return self.messages * self.nbytes
 
 
 class Selection(NamedTuple):
@@ -73,7 +74,7 @@ def travel_s(phase: Phase, links: AlphaBeta | TwoLevel, ranks: int) -> float:
     return near * (inside.alpha_s + phase.nbytes * inside.beta_s_per_byte) + far_s
 
 
-def exchange_curve(network: Network, density: float, selection: Selection) -> Curve:
+def exchange_curve(network: Network, density: float, selection: Selection, options: OkTopk | None = None) -> Curve:
     """The cost curve of an exchange at this density on this network, by the bytes of the float32 bucket."""
     ranks = network.world_size
     if ranks == 1:
@@ -81,20 +82,20 @@ def exchange_curve(network: Network, density: float, selection: Selection) -> Cu
     links = network.model or AlphaBeta.ring_like(ranks, *network.curve("dense").line())
     points = []
     for nbytes in SIZES_NBYTES:
-        travel = [travel_s(p, links, ranks) for p in phases(nbytes // FLOAT_NBYTES, ranks, density).values()]
+        travel = [travel_s(p, links, ranks) for p in phases(nbytes // FLOAT_NBYTES, ranks, density, options).values()]
         points.append((nbytes, sum(travel) + selection.start_s + selection.s_per_byte * nbytes))
     return Curve.through(points)
 
 
-def priced(network: Network, density: float, selection: Selection) -> Network:
+def priced(network: Network, density: float, selection: Selection, options: OkTopk | None = None) -> Network:
     """The network with a cost for buckets of this density; a measured cost is kept."""
     kind = kind_of(density)
     if kind in network.curves:
         return network
-    return replace(network, curves={**network.curves, kind: exchange_curve(network, density, selection)})
+    return replace(network, curves={**network.curves, kind: exchange_curve(network, density, selection, options)})
 
 
-def selection_on(network: Network, density: float) -> Selection:
+def selection_on(network: Network, density: float, options: OkTopk | None = None) -> Selection:
     """The cost of selection where this network was measured: the time of a measured exchange beyond its messages.
 
     Selection reads every element whatever the density, so the measured density nearest to this one is used. Without
@@ -105,7 +106,7 @@ def selection_on(network: Network, density: float) -> Selection:
         return H200
     kind = min(known, key=lambda kind: abs(known[kind] - density))
     measured = network.curve(kind)
-    messages = exchange_curve(network, known[kind], Selection(0.0, 0.0, ""))
+    messages = exchange_curve(network, known[kind], Selection(0.0, 0.0, ""), options)
     sizes = [point.nbytes for point in measured.points if point.nbytes]
     beyond = [(size, max(0.0, measured.seconds(size) - messages.seconds(size))) for size in sizes]
     if len(beyond) < 2:
