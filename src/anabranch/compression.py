@@ -45,8 +45,8 @@ def collectives_for(
     if compress is None or compress == BF16:
         return Collectives(DenseExchanges(() if compress is None else (BF16,)))
     if isinstance(compress, OkTopk):
-        # Vectors (biases, norms) always travel dense: they are few, and delay hurts them most. So do gradients that
-        # are not float32, since residuals are.
+        # Vectors (biases, norms) always travel dense: they are few, and delay hurts them most. So do gradients of
+        # more precision than residuals have.
         memory = ResidualMemory(
             lambda kind: density_of(kind) is not None,
             parameters,
@@ -54,7 +54,7 @@ def collectives_for(
             averaged,
             applied,
             frozen,
-            dense_names=[name for name, p in parameters.items() if p.dim() < 2 or p.dtype != torch.float32],
+            dense_names=[name for name, p in parameters.items() if p.dim() < 2 or p.dtype not in DTYPES],
             warmup_steps=compress.warmup_steps,
             momentum=Momentum(compress.momentum, rounds=compress.wire != "fp32"),
             sample_period=compress.region_period,

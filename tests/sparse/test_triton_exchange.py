@@ -17,7 +17,7 @@ from anabranch.sparse.oktopk import version_for
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
 from sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
-from sparse.worlds import check_step, gradients, step
+from sparse.worlds import check_narrow_steps, check_overflow, check_step, gradients, step
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +110,13 @@ def test_a_poisoned_step_changes_no_residual(bad: float, precision: Any) -> None
     assert all(torch.equal(state.residual, before) for state, before in zip(held, old, strict=True))
     assert [state.threshold_bias.item() for state in held] == biases
     check_step(way, [gradient.to(DEVICE) for gradient in gradients(2, 1100, 2)], held, world, 0.02)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.bfloat16), ("int8", torch.float16)])
+def test_gradients_of_16_bits(precision: Any, dtype: torch.dtype) -> None:
+    way = with_kernels(OkTopk(wire=precision, region_period=2))
+    check_narrow_steps(way, dtype, DEVICE)
+    check_overflow(way, DEVICE)
 
 
 class Counted(TorchDispatchMode):

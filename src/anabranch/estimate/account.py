@@ -118,7 +118,7 @@ def _naive(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
 
 def _oktopk(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
     buckets = _buckets(profile, setting)
-    residual = sum(bucket.nbytes for bucket in buckets if bucket.sparse)
+    residual = sum(_residual_nbytes(bucket) for bucket in buckets if bucket.sparse)
     always = _always(profile, setting, gradients=profile.gradients_nbytes, residual=residual)
     always = always.plus(workspace=_owner_sums_nbytes(buckets, setting))
     yield from _backward(profile, always)
@@ -129,8 +129,8 @@ def _oktopk(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
 def _lean(profile: StepProfile, setting: Setting, host: bool = False) -> Iterator[Footprint]:
     buckets = _buckets(profile, setting)
     largest = max(bucket.nbytes for bucket in buckets)
-    largest_sparse = max((bucket.nbytes for bucket in buckets if bucket.sparse), default=0)
-    residual = sum(bucket.nbytes for bucket in buckets if bucket.sparse)
+    largest_sparse = max((_residual_nbytes(bucket) for bucket in buckets if bucket.sparse), default=0)
+    residual = sum(_residual_nbytes(bucket) for bucket in buckets if bucket.sparse)
     on_device = SLOTS * largest_sparse if host else residual
     always = _always(profile, setting, gradients=SLOTS * largest, residual=on_device)
     if setting.options.deterministic:  # else an owner adds its sums up in the slot
@@ -189,10 +189,20 @@ def _messages(bucket: BucketSize, setting: Setting) -> tuple[dict[str, int], dic
     ranks = setting.ranks
     sizes = Sizes.of(bucket.numel, ranks, setting.density, setting.options)
     send = (ranks + 1) * sizes.message_nbytes
-    usual = {"send": send, "receive": 2 * ranks * sizes.message_nbytes, "workspace": 2 * 4 * ranks * sizes.capacity}
+    sums = 2 * 4 * ranks * sizes.capacity
+    # Packed messages: beside them rows of pairs, to every rank and from it.
+    rows = PAIR_NBYTES * (3 * ranks + 1) * sizes.capacity if sizes.encoding.rounds else 0
+    in_float32 = _residual_nbytes(bucket) if bucket.nbytes < _residual_nbytes(bucket) else 0  # a copy of the gradients
+    workspace = sums + rows + in_float32
+    usual = {"send": send, "receive": 2 * ranks * sizes.message_nbytes, "workspace": workspace}
     # Chunk by chunk: residual plus gradient, then what passes the threshold as bytes and as counts of two widths.
     balancing = 0 if sizes.selects_all else (4 + 1 + 4 + 8) * min(bucket.numel, CHUNK_NUMEL)
-    return usual, {"send": send, "receive": 0, "workspace": balancing}
+    return usual, {"send": send, "receive": 0, "workspace": balancing + in_float32}
+
+
+def _residual_nbytes(bucket: BucketSize) -> int:
+    """Bytes of a bucket's residual, which is float32."""
+    return 4 * bucket.numel
 
 
 def _owner_sums_nbytes(buckets: Sequence[BucketSize], setting: Setting) -> int:
