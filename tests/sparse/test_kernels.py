@@ -264,7 +264,7 @@ def test_an_average_too_small_for_float32_still_clears() -> None:
 @pytest.mark.parametrize("widest", [60, 65_536, 200_000, 2_000_000])
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_messages_of_many_chunks_are_the_twins(precision: Precision, widest: int) -> None:
-    """Tables and values bit by bit, and entries in any order within their chunk; empty and full rows, and unused slots."""
+    """Tables and values bit by bit, and entries in any order within their chunk; empty and full rows, unused slots."""
     encoding = encoding_for(precision, widest, 0.01)
     sizes = whole_words(Sizes(1, 300, encoding, False))
     pairs = torch.tensor([0, -1], dtype=torch.int32).repeat(3, sizes.capacity, 1)
@@ -274,7 +274,9 @@ def test_messages_of_many_chunks_are_the_twins(precision: Precision, widest: int
         values = torch.randn(length, generator=chance) * (4 * torch.randn(length, generator=chance)).exp()
         row[:length, 0] = values.view(torch.int32)
         row[:length, 1] = torch.randperm(widest, generator=chance)[:length].sort().values
-    heads = torch.tensor([[counts[0] + 9 * (counts[0] == sizes.capacity), 3], [0, 4], [counts[2], 5]], dtype=torch.int32)
+    heads = torch.tensor(
+        [[counts[0] + 9 * (counts[0] == sizes.capacity), 3], [0, 4], [counts[2], 5]], dtype=torch.int32
+    )
     twin = frame_messages(heads, pairs, encoding)
     work = step_for(torch.zeros(widest, device=DEVICE), BucketState.of(torch.zeros(widest, device=DEVICE), 3), sizes,
                     0.0, [0, 0, 0, widest])  # fmt: skip
@@ -299,9 +301,9 @@ def test_a_poisoned_message_has_no_pairs(precision: Precision) -> None:
     state = BucketState.of(torch.zeros(100, device=DEVICE), 1)
     work = step_for(torch.full((100,), float("nan"), device=DEVICE), state, sizes, 0.0, [0, 100])
     work.offer()
-    heads, pairs = work._unpack(work.sent)
-    assert int(heads[0]) < 0
-    assert bool((heads.view(-1, 2)[1:, 1] == -1).all())
+    rows, _ = work._unpack(work.sent)
+    assert int(rows[0]) < 0
+    assert bool((rows.view(-1, 2)[1:, 1] == -1).all())
 
 
 def test_a_sum_rounded_to_zero_is_neither_applied_nor_cleared() -> None:

@@ -52,7 +52,8 @@ def test_the_size_of_a_message_is_known_beforehand(name: str) -> None:
 def test_rounded_values_travel_in_fewer_bytes(ranks: int, numel: int) -> None:
     """Half of the bytes as bf16, three eighths as int8, in regions of one chunk and of several."""
     whole, half, least = (
-        settled(name, ranks, numel=numel, before=1).byte_counts.volume() for name in ("fixed", "fixed bf16", "fixed int8")
+        settled(name, ranks, numel=numel, before=1).byte_counts.volume()
+        for name in ("fixed", "fixed bf16", "fixed int8")
     )
     assert half == pytest.approx(whole / 2, rel=0.03)
     assert least == pytest.approx(whole * 3 / 8, rel=0.05)

@@ -10,8 +10,8 @@ message is a table and then the entries:
 
 A region is divided into chunks of 65,536 elements, and entries are in the order of chunks. The table says how many
 entries come before each chunk but the first (int32); an entry has its offset in its chunk, and the number of entries is
-known from elsewhere. A group is a run of elements of a chunk, so that about ``GROUP_ENTRIES`` entries share a scale: the
-largest of their magnitudes over 127. Byte order is the machine's own, which is little-endian wherever torch runs GPUs.
+known from elsewhere. A group is a run of elements of a chunk, in which about ``GROUP_ENTRIES`` entries share a scale:
+the largest of their magnitudes over 127. Byte order is the machine's own, little-endian wherever torch runs GPUs.
 
 Encoding rounds. What a receiver will read is what the sender gets if it decodes its own message.
 """
@@ -29,8 +29,8 @@ OFFSET_NBYTES = 2
 def encode(pairs: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
     """Tables uint8 [R, …] and entries uint8 [m, …] of the pairs int32 [m, 2] of R messages, one after another.
 
-    ``ends`` (int64 [R]) says before which pair each message ends. The pairs of a message are in order of position, unused
-    slots last.
+    ``ends`` (int64 [R]) says before which pair each message ends. The pairs of a message are in order of position,
+    unused slots last.
     """
     if not encoding.rounds:
         return pairs.new_empty(len(ends), 0, dtype=torch.uint8), pairs.view(torch.uint8)
@@ -104,12 +104,12 @@ def split_bodies(bodies: torch.Tensor, lengths: Sequence[int], encoding: Encodin
 
 def frame_messages(heads: torch.Tensor, pairs: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     """Messages of fixed size, uint8 [P, nbytes], from heads int32 [P, 2] and pairs int32 [P, m, 2]."""
-    table, entries = encode(pairs.flatten(0, 1), _equal_ends(*pairs.shape[:2], pairs.device), encoding)
+    table, entries = encode(pairs.flatten(0, 1), _equal_ends(pairs.shape[0], pairs.shape[1], pairs.device), encoding)
     return torch.cat([heads.view(torch.uint8), table, entries.view(len(pairs), -1)], dim=1)
 
 
 def unframe_messages(messages: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Heads int32 [P, 2] and pairs int32 [P, m, 2] of messages uint8 [P, nbytes]; a poisoned one has no rounded pairs."""
+    """Heads int32 [P, 2] and pairs int32 [P, m, 2] of such messages; of a poisoned one, no rounded pairs."""
     ranks, table_end = len(messages), HEAD_NBYTES + encoding.table_nbytes
     heads = messages[:, :HEAD_NBYTES].contiguous().view(torch.int32)
     entries = messages[:, table_end:].reshape(-1, encoding.entry_nbytes)

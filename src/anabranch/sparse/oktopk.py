@@ -52,8 +52,8 @@ def exchange(
     """
     if gradient.dtype != torch.float32:
         raise ValueError(
-            f"a sparse exchange was given gradients of {gradient.dtype}, and residuals are float32: give it float32, as "
-            "in_float32() does, or send them dense"
+            f"a sparse exchange was given gradients of {gradient.dtype}, and residuals are float32: give it a float32 "
+            "copy, as in_float32() does, or send them dense"
         )
     if len(gradient) == 0:
         return
@@ -63,7 +63,7 @@ def exchange(
 
 
 def in_float32(buffer: torch.Tensor, exchange: Callable[[torch.Tensor], Steps]) -> Steps:
-    """An exchange of a buffer of any dtype, on a float32 copy of it; averages are rounded once, to the buffer's dtype."""
+    """An exchange on a float32 copy of a buffer of another dtype, to which averages are rounded once."""
     if buffer.dtype == torch.float32:
         yield from exchange(buffer)
         return

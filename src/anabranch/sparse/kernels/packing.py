@@ -48,7 +48,7 @@ def begin_of_entries(chunks, groups):
 def count(
     pairs, orders, counts, largest, capacity, chunks, groups, group_bits, scaled: tl.constexpr, block: tl.constexpr
 ):
-    """``counts`` and ``largest`` (bits) begin as zeros; ``orders``: by slot, how many of its chunk were counted before."""
+    """``counts`` and ``largest`` (bits) begin as zeros; ``orders``: how many of its chunk each pair came after."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
     row = tl.program_id(1).to(tl.int64)
     bits, position = load_pairs(pairs, row, slot, capacity)
@@ -93,7 +93,10 @@ def entries(
     pairs, orders, begins, largest, words, raw, rounding_error, capacity, chunks, groups, group_bits, row_words,
     scaled: tl.constexpr, keeps_error: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """``words`` and ``raw``: the messages' memory, as int32 and as uint8. ``rounding_error``, if kept, of one row: 0 where 0 is sent."""
+    """``words`` and ``raw``: the messages' memory, as int32 and as uint8.
+
+    ``rounding_error``, if it is kept, is that of one row; 0 where 0 is sent.
+    """
     slot = tl.program_id(0) * block + tl.arange(0, block)
     row = tl.program_id(1).to(tl.int64)
     bits, position = load_pairs(pairs, row, slot, capacity)
@@ -105,7 +108,9 @@ def entries(
     if scaled:
         group = largest + row * groups + (position >> group_bits)
         scale = scale_bits(tl.load(group, mask=used, other=0)).to(tl.float32, bitcast=True)
-        inverse = tl.where(scale > 0, tl.div_rn(tl.full([block], 1.0, tl.float32), tl.where(scale > 0, scale, 1.0)), 0.0)
+        inverse = tl.where(
+            scale > 0, tl.div_rn(tl.full([block], 1.0, tl.float32), tl.where(scale > 0, scale, 1.0)), 0.0
+        )
         units = value * inverse
         integer = ((tl.where(units == units, units, 0.0) + ROUND) - ROUND).to(tl.int8)  # 0 for NaN, in a poisoned row
         new = (integer.to(tl.float32) * scale).to(tl.int32, bitcast=True)

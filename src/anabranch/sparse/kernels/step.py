@@ -92,9 +92,7 @@ def add(pairs, buffer, capacity, block: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def collect(
-    pairs, buffer, counter, sums, positions, capacity, block: tl.constexpr
-):
+def collect(pairs, buffer, counter, sums, positions, capacity, block: tl.constexpr):
     """List each position's sum once, as bits and position: the first lane to read a sum leaves 0 in the buffer."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
     _, position = load_pairs(pairs, tl.program_id(1).to(tl.int64), slot, capacity)
