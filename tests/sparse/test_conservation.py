@@ -23,6 +23,45 @@ def test_on_64_ranks(name: str) -> None:
     check_steps(EXCHANGES[name], 64, 6000, 0.02, 3, lambda number: gradients(64, 6000, number))
 
 
+@pytest.mark.parametrize("name", ["exact int8", "fixed bf16", "fixed int8"])
+def test_packed_on_256_ranks(name: str) -> None:
+    check_steps(EXCHANGES[name], 256, 5121, 0.1, 2, lambda number: gradients(256, 5121, number))
+
+
+def odd_gradients(ranks: int, numel: int, seed: int) -> Gradients:
+    """Blocks of zeros, of equal values, of subnormal and of huge numbers, beside ordinary ones of very different size."""
+    chance = torch.Generator().manual_seed(seed)
+    scale = (40 * torch.rand(numel, generator=chance) - 30).exp2()
+    made = [torch.randn(numel, generator=chance) * scale for _ in range(ranks)]
+    for block in range(0, numel, 7):
+        kind = int(torch.randint(0, 6, (), generator=chance))
+        for gradient in made:
+            part = gradient[block : block + 7]
+            if kind < 4:
+                part.mul_((0.0, 2.0**-140, 2.0**80, 1.0)[kind])
+            elif kind == 4:
+                part.fill_(0.37)
+    return made
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", ["exact bf16", "exact int8", "fixed bf16", "fixed int8"])
+def test_packed_over_a_hundred_random_steps(name: str, ranks: int) -> None:
+    """Two thousand steps in all; and one that is not finite, after which nothing is poisoned."""
+    numel, world = 211, VirtualWorld(ranks)
+    held = states(ranks, numel)
+    for number in range(100):
+        made = odd_gradients(ranks, numel, 1000 * ranks + number)
+        if number != 50:
+            check_step(EXCHANGES[name], made, held, world, 0.1)
+            continue
+        before = [state.residual.clone() for state in held]
+        made[-1][number] = float("nan")
+        step(EXCHANGES[name], made, held, world, 0.1)
+        assert all(bool(gradient.isnan().all()) for gradient in made)
+        assert all(torch.equal(state.residual, old) for state, old in zip(held, before, strict=True))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(ALL),
