@@ -29,7 +29,7 @@ def test_packed_on_256_ranks(name: str) -> None:
 
 
 def odd_gradients(ranks: int, numel: int, seed: int) -> Gradients:
-    """Blocks of zeros, of equal values, of subnormal and of huge numbers, beside ordinary ones of very different size."""
+    """Blocks of zeros, of equal values, of subnormal and of huge numbers, beside others of very different size."""
     chance = torch.Generator().manual_seed(seed)
     scale = (40 * torch.rand(numel, generator=chance) - 30).exp2()
     made = [torch.randn(numel, generator=chance) * scale for _ in range(ranks)]
