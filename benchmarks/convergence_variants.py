@@ -143,7 +143,7 @@ def curve(task: Task, contestant: Contestant, variant: Variant, steps: int) -> I
     begun, train_loss = perf_counter(), 0.0
     for step in range(steps + 1):
         if step % task.every == 0:
-            nbytes = 4 * float(world.word_counts.sent().max(initial=0.0))  # of the sparse part
+            nbytes = float(world.byte_counts.sent().max(initial=0.0))  # of the sparse part
             yield {"step": step, "time_s": perf_counter() - begun, "train_loss": train_loss / task.every,
                    "sent_nbytes": nbytes, **measured(task, buckets)}  # fmt: skip
             train_loss = 0.0

@@ -11,21 +11,21 @@ import triton
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse import triton_exchange
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import Sizes
+from anabranch.sparse.sizes import ENTRY_NBYTES, Precision, Sizes
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.triton_exchange import TritonStep
 
-RANKS, DENSITY, DIVISOR = 4, 0.01, 4.0
+RANKS, DENSITY, DIVISOR, LIMIT = 4, 0.01, 4.0, 1e38
 
 
 def main() -> None:
     """Print the report."""
     name, versions = torch.cuda.get_device_name(), f"torch {torch.__version__}, Triton {triton.__version__}"
     print(f"# Selection of {DENSITY:.0%}\n\n{datetime.now(UTC).date()}, {name}, {versions}; median of 20, in µs.\n")
-    print("| elements | copy | topk(abs) | blank | threshold | offer | threshold + offer | reduce | end |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    for numel in (25_000_000, 110_000_000, 340_000_000):
-        print(f"| {numel:,} | " + " | ".join(f"{took:.0f}" for took in row(numel)) + " |", flush=True)
+    print("| elements | wire | copy | topk(abs) | blank | threshold | offer | threshold + offer | reduce | end |")
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for numel, wire in [*product((25_000_000, 110_000_000), ENTRY_NBYTES), (340_000_000, "fp32")]:
+        print(f"| {numel:,} | {wire} | " + " | ".join(f"{took:.0f}" for took in row(numel, wire)) + " |", flush=True)
     print("\n## Offer of 110 M, by block and warps\n\n| block | warps | µs | TB/s |\n|---|---|---|---|")
     gradient, state = bucket(110_000_000)
     for block, warps in product((2048, 4096, 8192, 16384), (4, 8, 16)):
@@ -43,18 +43,19 @@ def bucket(numel: int) -> tuple[torch.Tensor, BucketState]:
     return gradient, state
 
 
-def begun(gradient: torch.Tensor, state: BucketState) -> TritonStep:
+def begun(gradient: torch.Tensor, state: BucketState, wire: Precision = "fp32") -> TritonStep:
     """A rank's step, with blank messages."""
-    return TritonStep(gradient, state, VirtualWorld(RANKS).comms[0], Sizes.of(len(gradient), RANKS, DENSITY, OkTopk()))
+    sizes = Sizes.of(len(gradient), RANKS, DENSITY, OkTopk(wire=wire))
+    return TritonStep(gradient, state, VirtualWorld(RANKS).comms[0], sizes)
 
 
-def row(numel: int) -> list[float]:
+def row(numel: int, wire: Precision) -> list[float]:
     """The times of one size."""
     gradient, state = bucket(numel)
-    other, work = torch.empty_like(gradient), begun(gradient, state)
+    other, work = torch.empty_like(gradient), begun(gradient, state, wire)
     work.offer()
     received = work.sent[:1].expand(RANKS, -1).contiguous()  # as if all ranks offered alike
-    work.reduce(received)
+    work.reduce(received, LIMIT)
     everyone = work.part.expand(RANKS, -1).contiguous()
 
     def select(work: TritonStep) -> None:
@@ -62,14 +63,14 @@ def row(numel: int) -> list[float]:
         work.offer()
 
     def blank() -> TritonStep:
-        return begun(gradient, state)
+        return begun(gradient, state, wire)
 
     return [
         timed(lambda _: other.copy_(gradient), blank),
         timed(lambda work: torch.topk(gradient.abs(), work.sizes.k, sorted=False), blank),
-        timed(lambda _: begun(gradient, state), blank),
+        timed(lambda _: blank(), blank),
         *(timed(done, blank) for done in (TritonStep.local_threshold, TritonStep.offer, select)),
-        timed(lambda work: work.reduce(received), blank),
+        timed(lambda work: work.reduce(received, LIMIT), blank),
         timed(lambda _: work.finish(everyone, DIVISOR), blank),
     ]
 

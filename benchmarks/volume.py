@@ -1,4 +1,4 @@
-"""Words sent and received per rank on virtual ranks, Ok-Topk beside the baselines; prints a Markdown report."""
+"""Bytes sent and received per rank on virtual ranks, Ok-Topk beside the baselines; prints a Markdown report."""
 
 import gc
 import sys
@@ -18,6 +18,7 @@ from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import ENTRY_NBYTES
 from anabranch.sparse.state import BucketState
 
 PERIODS = OkTopk()  # its defaults: exact thresholds every 32 steps, new regions every 64
@@ -25,7 +26,9 @@ OURS: dict[str, ExchangeFunction] = {
     "exact": exact_exchange,
     "fixed": fixed_exchange,
     "fixed, bf16": partial(fixed_exchange, options=OkTopk(wire="bf16")),
+    "fixed, int8": partial(fixed_exchange, options=OkTopk(wire="int8")),
 }
+NBYTES = dict.fromkeys(OURS, ENTRY_NBYTES["fp32"]) | {"fixed, bf16": 4, "fixed, int8": 3}  # of an entry
 REFRESHES = {"threshold": PERIODS.threshold_period, "regions": PERIODS.region_period}
 LAYERS = 50
 
@@ -38,14 +41,13 @@ class Size(NamedTuple):
     k: int
     steps: int
 
-    @property
-    def bound(self) -> float:
-        """6k(P−1)/P, in units of k."""
-        return 6 * (self.ranks - 1) / self.ranks
+    def bound(self, name: str) -> float:
+        """Bytes of 3k(P−1)/P entries, in units of k."""
+        return 3 * NBYTES[name] * (self.ranks - 1) / self.ranks
 
 
 class Count(NamedTuple):
-    """In units of k words: what each rank sent and received in each step, and what refreshes add to the average step.
+    """In units of k bytes: what each rank sent and received in each step, and what refreshes add to the average step.
 
     ``path``: phases follow each other, so in time their busiest ranks' larger sides add up; of the worst step.
     """
@@ -81,7 +83,7 @@ def main() -> None:
     """Print the report."""
     torch.set_num_threads(1)  # many small operations: threads would wait for each other more than they work
     begun_s = perf_counter()
-    print("# Words per rank: Ok-Topk beside the baselines, counted\n")
+    print("# Bytes per rank: Ok-Topk beside the baselines, counted\n")
     versions = f"torch {torch.__version__}, anabranch {ab.__version__}"
     print(f"{datetime.now(UTC).date()}, virtual ranks in one process (`benchmarks/volume.py`), {versions}.")
     print(about(), flush=True)
@@ -110,7 +112,8 @@ def about() -> str:
         f"{few.steps} steps, of which the first, which refreshes everything, is counted apart. "
         f"k is 1 % of {few.numel:,} elements; on {many.ranks} ranks, in {many.steps} steps, half of {many.numel:,}: "
         "that many virtual ranks have room for small vectors only, and k must be several P, as in real buckets.\n\n"
-        "**All numbers are in units of k words of 4 bytes.** Max: the most that any rank sent (received) in any step; "
+        "**All numbers are in units of k bytes.** Bound: 3(P−1)/P entries of 8 bytes, 4 as bf16, 3 as int8. "
+        "Max: the most that any rank sent (received) in any step; "
         "mean: over ranks and steps. Imbalance: the busiest rank's larger side over the mean, in the worst step. "
         "Counts and heads of messages are included. An all-to-all goes directly, an all-gather once around the ring, "
         "an all-reduce twice."
@@ -128,17 +131,17 @@ def gradients(size: Size) -> Iterator[list[torch.Tensor]]:
 
 
 def counted(exchange: ExchangeFunction, size: Size) -> Count:
-    """Some steps of all ranks, every word counted."""
+    """Some steps of all ranks, every byte counted."""
     world = VirtualWorld(size.ranks)
     states = [BucketState.of(torch.zeros(size.numel), size.ranks) for _ in range(size.ranks)]
     sent, received, path, refreshes, messages = [], [], 0.0, 0.0, 0.0
     for number, given in zip(range(size.steps), gradients(size), strict=False):
-        world.word_counts.clear()
+        world.byte_counts.clear()
         world.run([
             exchange(gradient, state, comm, float(size.ranks), size.k / size.numel)
             for gradient, state, comm in zip(given, states, world.comms, strict=True)
         ])  # fmt: skip
-        seen = world.word_counts
+        seen = world.byte_counts
         if number == 0:
             refreshes = sum(seen.volume([phase]) / REFRESHES[phase] for phase in seen.phases if phase in REFRESHES)
             continue
@@ -153,26 +156,27 @@ def counted(exchange: ExchangeFunction, size: Size) -> Count:
 
 def our_table(counts: Counts) -> Iterator[str]:
     """A row per size and way."""
-    yield "| P | k | way | 6(P−1)/P | sent: max | mean | received: max | mean | max / bound | imbalance | messages |"
+    yield "| P | k | way | bound | sent: max | mean | received: max | mean | max / bound | imbalance | messages |"
     yield "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for size, ways in counts:
         for name, count in ways.items():
             cells = [count.sent.max(), count.sent.mean(), count.received.max(), count.received.mean()]
-            words = " | ".join(f"{cell:.2f}" for cell in cells)
-            share = f"{count.busiest / size.bound:.0%}"
+            nbytes = " | ".join(f"{cell:.2f}" for cell in cells)
+            share = f"{count.busiest / size.bound(name):.0%}"
             yield (
-                f"| {size.ranks} | {size.k:,} | {name} | {size.bound:.2f} | {words} | {share} | {count.imbalance:.2f} "
-                f"| {count.messages:.0f} |"
+                f"| {size.ranks} | {size.k:,} | {name} | {size.bound(name):.2f} | {nbytes} | {share} "
+                f"| {count.imbalance:.2f} | {count.messages:.0f} |"
             )
 
 
 def verdict(counts: Counts) -> Iterator[str]:
     """What is over the bound, and why."""
     over = [
-        f"{name} on {size.ranks} ranks ({count.busiest / size.bound:.0%}; sent {count.sent.max() / size.bound:.0%})"
+        f"{name} on {size.ranks} ranks ({count.busiest / size.bound(name):.0%}; "
+        f"sent {count.sent.max() / size.bound(name):.0%})"
         for size, ways in counts
         for name, count in ways.items()
-        if count.busiest > size.bound
+        if count.busiest > size.bound(name)
     ]
     if over:
         yield f"\n**Over the bound: {', '.join(over)}**, in what the busiest owner receives in the split. Regions are "
@@ -196,8 +200,8 @@ def baseline_table(ours: Counts, baselines: Counts) -> Iterator[str]:
     """What each takes in time."""
     yield "Phase by phase the busiest rank's larger side, added up, of the worst step; in brackets the formula.\n"
     yield (
-        "| P | Ok-Topk exact | fixed | dense [2n(P−1)/P] | top-k all-gather [2k(P−1)] | gTopk [4k log₂P] "
-        "| TopkDSA [4k(P−1)/P … (2k+n)(P−1)/P] | Gaussian [2k(P−1)] |"
+        "| P | Ok-Topk exact | fixed | dense [8n(P−1)/P] | top-k all-gather [8k(P−1)] | gTopk [16k log₂P] "
+        "| TopkDSA [16k(P−1)/P … (8k+4n)(P−1)/P] | Gaussian [8k(P−1)] |"
     )
     yield "|---:" * 8 + "|"
     for (size, own), (_, others) in zip(ours, baselines, strict=True):
@@ -207,15 +211,15 @@ def baseline_table(ours: Counts, baselines: Counts) -> Iterator[str]:
 
 
 def formulas(size: Size) -> dict[str, str]:
-    """Of algorithms.md §4.2, in units of k."""
+    """Of algorithms.md §4.2, in bytes, in units of k."""
     ranks, dense = size.ranks, size.numel / size.k
     part = (ranks - 1) / ranks
     return {
-        "dense": f"{2 * dense * part:.0f}",
-        "topk": f"{2 * (ranks - 1)}",
-        "gtopk": f"{4 * ceil(log2(ranks))}",
-        "dsa": f"{4 * part:.2f} … {(2 + dense) * part:.0f}",
-        "gaussian": f"{2 * (ranks - 1)}",
+        "dense": f"{8 * dense * part:.0f}",
+        "topk": f"{8 * (ranks - 1)}",
+        "gtopk": f"{16 * ceil(log2(ranks))}",
+        "dsa": f"{16 * part:.2f} … {(8 + 4 * dense) * part:.0f}",
+        "gaussian": f"{8 * (ranks - 1)}",
     }
 
 

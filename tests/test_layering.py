@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": {*NOUNS, "files"},
     "observe": {*NOUNS, "files", "comm"},
     "quantised": {*NOUNS, "exchange_cost", "comm"},
-    "sparse": {*NOUNS, "exchange_cost", "comm"},
+    "sparse": {*NOUNS, "exchange_cost", "comm", "quantised"},  # its int8 and its dtypes are theirs
     "compression": {*NOUNS, "auto", "comm", "quantised", "sparse"},
     "activations": {*NOUNS, "observe"},
     "ddp": {*NOUNS, "comm", "observe"},

@@ -119,11 +119,11 @@ def _keeps_residual(settings: Settings) -> Callable[[str], bool]:
 def _excluded(kind: str, parameters: Mapping[str, torch.Tensor]) -> list[str]:
     """The parameters whose gradients must not travel by this kind.
 
-    Vectors (biases, norms) never travel sparse: they are few, and delay hurts them most.
+    Those of more precision than float32 travel dense. Vectors (biases, norms) never travel sparse: they are few, and
+    delay hurts them most.
     """
     sparse = density_of(kind) is not None
-    dtypes = (torch.float32,) if sparse else DTYPES
-    return [name for name, p in parameters.items() if p.dtype not in dtypes or (sparse and p.dim() < 2)]
+    return [name for name, p in parameters.items() if p.dtype not in DTYPES or (sparse and p.dim() < 2)]
 
 
 def _check_residual_dtypes(given: Iterable[Quantised], parameters: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The baseline exchanges: they send as many words as they are known to, and their sums are those of the oracle."""
+"""The baseline exchanges: they send as many bytes as they are known to, and their sums are those of the oracle."""
 
 import math
 
@@ -13,15 +13,15 @@ K = round(DENSITY * NUMEL)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 13])
-def test_baselines_send_as_many_words_as_they_should(ranks: int) -> None:
-    n, k, part = NUMEL, K, (ranks - 1) / ranks
-    assert settled("dense", ranks).word_counts.volume() == pytest.approx(2 * n * part)
-    assert settled("topk", ranks).word_counts.volume(["gather"]) == 2 * k * (ranks - 1)
-    tree = settled("gtopk", ranks).word_counts
+def test_baselines_send_as_many_bytes_as_they_should(ranks: int) -> None:
+    n, k, part = 4 * NUMEL, 4 * K, (ranks - 1) / ranks  # in bytes: values and positions have four each
+    assert settled("dense", ranks).byte_counts.volume() == pytest.approx(2 * n * part)
+    assert settled("topk", ranks).byte_counts.volume(["gather"]) == 2 * k * (ranks - 1)
+    tree = settled("gtopk", ranks).byte_counts
     assert tree.volume(["up"]) + tree.volume(["down"]) == 4 * k * math.ceil(math.log2(ranks))
-    dsa = settled("dsa", ranks).word_counts
+    dsa = settled("dsa", ranks).byte_counts
     assert 4 * k * part * 0.8 <= dsa.volume(["split", "gather"]) <= (2 * k + n) * part * 1.3
-    gathered = settled("gaussian", ranks).word_counts
+    gathered = settled("gaussian", ranks).byte_counts
     assert gathered.volume(["gather"]) > 2 * k * (ranks - 1), "heavy tails pass a Gaussian's threshold too often"
 
 
@@ -36,9 +36,9 @@ def test_dsa_sends_plain_values_where_pairs_would_be_longer(density: float, dens
     pair_words = 2 * int(made[0].count_nonzero())
     assert (pair_words > numel) == dense
     if dense:
-        assert world.word_counts.received(["gather"]).tolist() == [numel * (ranks - 1) / ranks] * ranks
+        assert world.byte_counts.received(["gather"]).tolist() == [4 * numel * (ranks - 1) / ranks] * ranks
     else:
-        assert world.word_counts.received(["gather"]).sum() == pair_words * (ranks - 1)
+        assert world.byte_counts.received(["gather"]).sum() == 4 * pair_words * (ranks - 1)
 
 
 def test_a_gaussian_threshold_is_right_for_gaussians_only() -> None:

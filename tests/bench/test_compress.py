@@ -21,6 +21,7 @@ def test_what_it_means() -> None:
     assert compression("oktopk") == ab.OkTopk(warmup_steps=0)
     assert compression("oktopk:0.05") == ab.OkTopk(density=0.05, warmup_steps=0)
     assert compression("oktopk:0.05:bf16") == ab.OkTopk(density=0.05, warmup_steps=0, wire="bf16")
+    assert compression("oktopk:0.05:int8") == ab.OkTopk(density=0.05, warmup_steps=0, wire="int8")
     assert compression("oktopk:bf16") == ab.OkTopk(warmup_steps=0, wire="bf16")
     assert [compression(f"{name}:0.01") for name in OTHERS] == [Rival(name, 0.01) for name in OTHERS]
     assert OTHERS == ["topk", "gtopk", "dsa", "gaussian"]

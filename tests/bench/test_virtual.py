@@ -44,18 +44,18 @@ def test_operations(ranks: int) -> None:
         assert got["most"].item() == max(i * 7 % 5 for i in range(ranks))
 
 
-def test_words_and_messages() -> None:
+def test_bytes_and_messages() -> None:
     world = VirtualWorld(4)
     world.run([everything(comm, {}) for comm in world.comms])
-    counts = world.word_counts
-    assert counts.sent(["even"]).tolist() == [6] * 4
+    counts = world.byte_counts
+    assert counts.sent(["even"]).tolist() == [24] * 4
     assert counts.messages(["even"]).tolist() == [3] * 4
-    table = [[2 * ((i + j) % 3) * (i != j) for j in range(4)] for i in range(4)]  # int64: two words
+    table = [[8 * ((i + j) % 3) * (i != j) for j in range(4)] for i in range(4)]  # int64
     assert counts.sent(["uneven"]).tolist() == [sum(row) for row in table]
     assert counts.received(["uneven"]).tolist() == [sum(row[j] for row in table) for j in range(4)]
-    assert counts.received(["ragged"]).tolist() == [12 - 2 * i for i in range(4)]
-    assert counts.sent(["sum"]).tolist() == [3] * 4
-    assert counts.received(["even"]).tolist() == [6] * 4
+    assert counts.received(["ragged"]).tolist() == [48 - 8 * i for i in range(4)]
+    assert counts.sent(["sum"]).tolist() == [12] * 4
+    assert counts.received(["even"]).tolist() == [24] * 4
     assert counts.volume() >= counts.volume(["even", "uneven"])
     counts.clear()
     assert counts.phases == []

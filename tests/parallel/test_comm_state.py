@@ -49,24 +49,30 @@ def test_resuming_from_torchs_checkpoint_is_bit_exact(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True)) and whole[0].any()
 
 
-def from_a_dict(rank: int, cut: int | None) -> torch.Tensor:
-    """The same by ``comm_state_dict``, through a file that cannot run code."""
-    model, parallel = fresh(two_buckets(0.1))
+def from_a_dict(rank: int, cut: int | None, wire: str, wire_after: str) -> torch.Tensor:
+    """The same by ``comm_state_dict``; the wire may be another one afterwards."""
+    model, parallel = fresh(two_buckets(0.1), wire=wire)
     applied = []
     for step in range(14):
         if step == cut:
             kept = parallel.comm_state_dict()
             parallel.close()
-            model, parallel = fresh(two_buckets(0.1))
+            model, parallel = fresh(two_buckets(0.1), wire=wire_after)
             parallel.load_comm_state_dict(kept)
         applied.append(one_step(model, parallel, step, rank))
     parallel.close()
     return torch.stack(applied[8:])
 
 
-def test_resuming_with_its_state_is_bit_exact() -> None:
-    whole, cut = on_ranks(from_a_dict, 2, None), on_ranks(from_a_dict, 2, 8)
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_resuming_with_its_state_is_bit_exact(wire: str) -> None:
+    whole, cut = on_ranks(from_a_dict, 2, None, wire, wire), on_ranks(from_a_dict, 2, 8, wire, wire)
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True)) and whole[0].any()
+
+
+def test_another_wire_resumes_the_same_state() -> None:
+    answers = on_ranks(from_a_dict, 2, 8, "int8", "fp32")
+    assert torch.equal(answers[0], answers[1]) and answers[0].any()
 
 
 def saved(rank: int, folder: str) -> torch.Tensor:

@@ -46,7 +46,7 @@ def sparse_steps(rank: int, wire: str, steps: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "wire"), [(2, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("ranks", "wire"), [(2, "fp32"), (3, "bf16"), (2, "int8")])
 def test_gradients_are_either_applied_or_in_a_residual(ranks: int, wire: str) -> None:
     answers = on_ranks(sparse_steps, ranks, wire, 12)
     assert all(torch.equal(one["applied"], answers[0]["applied"]) for one in answers)
@@ -55,6 +55,44 @@ def test_gradients_are_either_applied_or_in_a_residual(ranks: int, wire: str) ->
     torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
     assert all(share < 0.2 for share in answers[0]["shares"][5:])  # while the first steps ran DDP's own buckets
     assert "oktopk:0.1" in answers[0]["explained"] and "sparse bucket to first" in answers[0]["explained"]
+
+
+def narrow_steps(rank: int, name: str, wire: str, momentum: float) -> dict[str, Any]:
+    """As ``sparse_steps``, with a model of 16 bits."""
+    dtype = getattr(torch, name)
+    model = GivenGradients().to(dtype)
+    options = ab.OkTopk(density=0.1, wire=wire, momentum=momentum)  # type: ignore[arg-type]
+    parallel = ab.DataParallel(model, plan=two_buckets(0.1), compress=options, profile_steps=0)
+    computed, applied, allowed = (torch.zeros(2, ROWS, COLUMNS, dtype=torch.float64) for _ in range(3))
+    for step in range(12):
+        model.zero_grad()
+        inputs = [part.to(dtype) for part in gradients(step, rank)]
+        parallel(*inputs).backward()
+        grads = [model.first.grad, model.second.grad]
+        averages = torch.stack([g for g in grads if g is not None]).detach()
+        assert averages.dtype == dtype
+        computed += torch.stack(inputs).double()
+        applied += averages.double()
+        allowed += torch.finfo(dtype).eps * averages.double().abs() + torch.finfo(dtype).tiny
+    kept = parallel.comm_state_dict()["residuals"]
+    residuals = torch.stack([kept[name].view(ROWS, COLUMNS) for name in ("first", "second")])
+    parallel.close()
+    return {"computed": computed, "applied": applied, "allowed": allowed, "residuals": residuals}
+
+
+@pytest.mark.parametrize(("name", "wire"), [("bfloat16", "fp32"), ("float16", "int8")])
+def test_gradients_of_16_bits_are_applied_or_in_a_float32_residual(name: str, wire: str) -> None:
+    answers = on_ranks(narrow_steps, 2, name, wire, 0.0)
+    assert all(torch.equal(one["applied"], answers[0]["applied"]) for one in answers)
+    assert all(one["residuals"].dtype == torch.float32 and one["residuals"].any() for one in answers)
+    computed = sum(one["computed"] for one in answers)
+    accounted = 2 * answers[0]["applied"] + sum(one["residuals"].double() for one in answers)
+    assert bool(((accounted - computed).abs() <= 2 * answers[0]["allowed"] + 1e-4).all())
+
+
+def test_momentum_of_16_bit_gradients_is_float32() -> None:
+    answers = on_ranks(narrow_steps, 2, "bfloat16", "bf16", 0.5)
+    assert torch.equal(answers[0]["applied"], answers[1]["applied"]) and answers[0]["applied"].any()
 
 
 def tuned_run(rank: int, density: float | str, scenario: str) -> dict[str, Any]:
@@ -187,7 +225,7 @@ def test_what_would_lose_gradients_is_refused() -> None:
     for said in on_ranks(refusals, 2):
         assert len(said) == 4
         for words, message in zip(
-            ("find_unused_parameters", "float32 alone", "was closed", "closed"), said, strict=True
+            ("find_unused_parameters", "float32, bfloat16 and float16", "was closed", "closed"), said, strict=True
         ):
             assert words in message
 

@@ -30,10 +30,10 @@ def messages_of(kind: str) -> Exchange:
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("ranks", "numel"), [(2, 4096), (3, 5000), (4, 129), (16, 20_000)])
 def test_the_formula_is_what_virtual_ranks_count(kind: str, ranks: int, numel: int) -> None:
-    counts = step(gradients(ranks, numel, seed=1), None, FORMATS[kind]).word_counts
+    counts = step(gradients(ranks, numel, seed=1), None, FORMATS[kind]).byte_counts
     split, gather = phases(kind, numel, ranks)
     for name, phase in (("split", split), ("gather", gather)):
-        assert counts.sent([name]).tolist() == pytest.approx([phase.sent_nbytes / 4] * ranks)
+        assert counts.sent([name]).tolist() == pytest.approx([phase.sent_nbytes] * ranks)
         assert counts.messages([name]).tolist() == [phase.messages] * ranks
     sent = quantised.exchange_of(kind).sent_nbytes(numel, ranks)
     assert sent == round(split.sent_nbytes + gather.sent_nbytes)

@@ -285,7 +285,7 @@ def test_256_virtual_ranks(form: BlockFormat, chance: int | None) -> None:
 @EACH
 def test_an_empty_bucket_sends_nothing(form: BlockFormat) -> None:
     world = step([torch.zeros(0), torch.zeros(0)], None, form)
-    assert world.word_counts.sent().sum() == 0
+    assert world.byte_counts.sent().sum() == 0
 
 
 @EACH
@@ -293,7 +293,7 @@ def test_an_empty_bucket_sends_nothing(form: BlockFormat) -> None:
 def test_each_phase_is_one_message_of_the_planned_size(form: BlockFormat, chance: int | None) -> None:
     world = step(gradients(4, 10_000, seed=1), None, form, chance=chance)
     nbytes = form.message_nbytes(form.region_numel(10_000, 4))
-    assert world.word_counts.sent(["split"]).tolist() == [3 * nbytes / 4] * 4
-    assert world.word_counts.sent(["gather"]).tolist() == [3 * nbytes / 4] * 4
+    assert world.byte_counts.sent(["split"]).tolist() == [3 * nbytes] * 4
+    assert world.byte_counts.sent(["gather"]).tolist() == [3 * nbytes] * 4
     bits = nbytes * 8 / form.region_numel(10_000, 4)
     assert bits == {"bf16": 16, "int8": 8.125, "int4": 4.25}[form.kind], "bits an element"

@@ -11,43 +11,47 @@ from anabranch.exchange_cost import NOTHING, Computing, Phase, travel_s
 from anabranch.sparse.cost_model import H200, exchange_of, phases
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import ENTRY_NBYTES, Precision
 from sparse.worlds import gradients, states
 
 DENSITY = 0.01
+PRECISIONS: list[Precision] = ["fp32", "bf16", "int8"]
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize(
     ("ranks", "numel"), [(2, 40_000), (3, 40_000), (4, 39_999), (16, 20_000), (64, 20_000), (128, 5_000)]
 )
-def test_the_formula_is_what_virtual_ranks_count(ranks: int, numel: int, wire: str) -> None:
-    options = OkTopk(region_period=2, wire="bf16" if wire == "bf16" else "fp32")
+def test_the_formula_is_what_virtual_ranks_count(ranks: int, numel: int, wire: Precision) -> None:
+    options = OkTopk(region_period=2, wire=wire)
     held, world = states(ranks, numel), VirtualWorld(ranks)
 
     def exchanged() -> set[str]:
-        world.word_counts.clear()
+        world.byte_counts.clear()
         given = gradients(ranks, numel, held[0].step)
         world.run([
             fixed_exchange(gradient, state, comm, float(ranks), DENSITY, options)
             for gradient, state, comm in zip(given, held, world.comms, strict=True)
         ])  # fmt: skip
-        return set(world.word_counts.phases)
+        return set(world.byte_counts.phases)
 
     told = phases(numel, ranks, DENSITY, options)
     assert exchanged() == set(told)
     for name, phase in told.items():
         share = options.region_period if name == "regions" else 1  # which this step has, and every second has not
-        assert world.word_counts.sent([name]).tolist() == pytest.approx([share * phase.sent_nbytes / 4] * ranks)
-        assert world.word_counts.received([name]).tolist() == pytest.approx([share * phase.sent_nbytes / 4] * ranks)
-        assert world.word_counts.messages([name]).tolist() == pytest.approx([share * phase.messages] * ranks)
+        assert world.byte_counts.sent([name]).tolist() == pytest.approx([share * phase.sent_nbytes] * ranks)
+        assert world.byte_counts.received([name]).tolist() == pytest.approx([share * phase.sent_nbytes] * ranks)
+        assert world.byte_counts.messages([name]).tolist() == pytest.approx([share * phase.messages] * ranks)
     assert exchanged() == set(told) - {"regions"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64, 256, 1024, 2048])
-def test_at_any_number_of_ranks_it_is_under_six_k(ranks: int) -> None:
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_at_any_number_of_ranks_it_is_under_three_k_entries(wire: Precision, ranks: int) -> None:
     numel = 25_000_000
-    words = sum(phase.sent_nbytes for phase in phases(numel, ranks, DENSITY).values()) / 4
-    assert 4 * (ranks - 1) / ranks < words / (DENSITY * numel) <= 6 * (ranks - 1) / ranks
+    nbytes = sum(phase.sent_nbytes for phase in phases(numel, ranks, DENSITY, OkTopk(wire=wire)).values())
+    entries = nbytes / ENTRY_NBYTES[wire] / (DENSITY * numel) / ((ranks - 1) / ranks)
+    assert 2 < entries <= (3 if ranks <= 1024 else 3.1)
 
 
 def test_at_density_one_regions_are_never_balanced() -> None:
@@ -68,7 +72,7 @@ def test_ranks_of_a_node_share_its_card() -> None:
     assert travel_s(Phase(3, 1000.0, ring=False), links, 4) == pytest.approx(3 * (1e-6 + 1e-8))
 
 
-def test_a_large_bucket_costs_what_its_words_cost() -> None:
+def test_a_large_bucket_costs_what_its_bytes_cost() -> None:
     """110 M elements at 1 % on 4 ranks of 10 Gbit/s: 2 · 3 messages of 2.75 MB, and nearly a millisecond to select."""
     here = exchange_of(DENSITY).priced(Network.ring(4, 30e-6, 8e-10))
     took = here.seconds("oktopk:0.01", 440_000_000)
@@ -118,3 +122,14 @@ def test_without_a_measured_exchange_selection_is_an_h200s() -> None:
     assert exchange_of(DENSITY, Network.ring(4, 1e-5, 1e-9)).computing is H200
     one_point = Network(4, {"dense": Curve.linear(0.0, 1e-9), "oktopk:0.01": Curve.linear(1e-3, 0.0)})
     assert exchange_of(DENSITY, one_point).computing is H200
+
+
+def test_a_smaller_wire_costs_less() -> None:
+    ring = Network.ring(4, 0.0, 8e-10)
+    whole, half, least = (
+        replace(exchange_of(DENSITY, options=OkTopk(wire=wire)), computing=NOTHING)
+        .priced(ring)
+        .seconds("oktopk:0.01", 440_000_000)
+        for wire in PRECISIONS
+    )
+    assert half / whole == pytest.approx(4 / 8, rel=0.01) and least / whole == pytest.approx(3 / 8, rel=0.05)

@@ -1,7 +1,5 @@
 """The exchange of fixed-size messages never looks at a value from the host."""
 
-from typing import Literal
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +8,7 @@ from anabranch.bench.virtual import VirtualWork
 from anabranch.comm.communicator import ZeroBuffer
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Precision
 from anabranch.sparse.state import BucketState
 
 
@@ -24,8 +23,8 @@ class Nowhere(ZeroBuffer):
     all_gather = all_gather_uneven = all_reduce = all_to_all
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_the_fixed_exchange_never_asks_for_a_value(wire: Literal["fp32", "bf16"]) -> None:
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_the_fixed_exchange_never_asks_for_a_value(wire: Precision) -> None:
     """On the meta device a look at a value is an error."""
     meta = torch.device("meta")
     state = BucketState.of(torch.zeros(9000, device=meta), 4)

@@ -11,7 +11,7 @@ from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.oktopk import exchange, version_for
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import unpack
-from anabranch.sparse.sizes import FP32, Sizes
+from anabranch.sparse.sizes import FP32, Precision, Sizes
 from anabranch.sparse.state import BucketState
 from gpu import ON_GPU, no_waiting
 from sparse.worlds import check_step, gradients, states, step
@@ -19,10 +19,10 @@ from sparse.worlds import check_step, gradients, states, step
 pytestmark = ON_GPU
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_fixed_exchange_never_waits_and_gives_the_same_bits(wire: str) -> None:
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_fixed_exchange_never_waits_and_gives_the_same_bits(wire: Precision) -> None:
     ranks, numel, density = 4, 200_000, 0.01
-    options = OkTopk(wire="bf16" if wire == "bf16" else "fp32", deterministic=True, region_period=3)
+    options = OkTopk(wire=wire, deterministic=True, region_period=3)
 
     def way(gradient, state, comm, divisor, density):  # type: ignore[no-untyped-def]
         return fixed_exchange(gradient, state, comm, divisor, density, options)
@@ -43,14 +43,14 @@ def test_fixed_exchange_never_waits_and_gives_the_same_bits(wire: str) -> None:
             assert torch.equal(x.boundaries, y.boundaries.cpu())
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: str) -> None:
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: Precision) -> None:
     """In the first step residuals, samples and regions are equal; what owners select is sampled in no fixed order."""
     pytest.importorskip("triton")
     from anabranch.sparse.triton_exchange import triton_exchange
 
     ranks, numel, density = 4, 1_000_003, 0.01
-    options = OkTopk(wire="bf16" if wire == "bf16" else "fp32", region_period=3)
+    options = OkTopk(wire=wire, region_period=3)
     host, world = states(ranks, numel), VirtualWorld(ranks)
     device = [BucketState.of(torch.zeros(numel, device="cuda"), ranks) for _ in range(ranks)]
     for number in range(5):
@@ -73,12 +73,12 @@ def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: str) -> None:
                 assert int(y.applied) == pytest.approx(int(x.applied), rel=0.2)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 1.0])
-def test_kernels_lose_nothing(wire: str, density: float) -> None:
+def test_kernels_lose_nothing(wire: Precision, density: float) -> None:
     pytest.importorskip("triton")
     ranks, numel = 4, 2_000_001
-    way = partial(exchange, options=OkTopk(wire="bf16" if wire == "bf16" else "fp32", region_period=2))
+    way = partial(exchange, options=OkTopk(wire=wire, region_period=2))
     device, world = (
         [BucketState.of(torch.zeros(numel, device="cuda"), ranks) for _ in range(ranks)],
         VirtualWorld(ranks),

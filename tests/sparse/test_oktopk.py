@@ -17,7 +17,7 @@ from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.oktopk import exchange, fixed_size_version, version_for
 from anabranch.sparse.options import OkTopk
 from ranks import on_ranks
-from sparse.worlds import gradients, states
+from sparse.worlds import EXCHANGES, OK_TOPK, check_narrow_steps, check_overflow, gradients, states
 
 NUMEL, DENSITY = 900, 0.02
 SETTINGS = OkTopk(start_density=0.2, decay_steps=2, region_period=2, threshold_period=2)
@@ -101,13 +101,24 @@ def test_a_falling_density_and_a_poisoned_step_on_real_ranks() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_only_float32_is_exchanged(dtype: torch.dtype) -> None:
+def test_only_float32_is_exchanged_as_it_is(dtype: torch.dtype) -> None:
     world, state = VirtualWorld(1), states(1, 4)[0]
-    with pytest.raises(ValueError, match=f"{dtype}.* send them dense"):
+    with pytest.raises(ValueError, match=f"{dtype}.* in_float32"):
         world.run([exchange(torch.ones(4, dtype=dtype), state, world.comms[0], 1.0, 0.5, OkTopk())])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OK_TOPK)
+def test_gradients_of_16_bits_lose_nothing_but_the_rounding_of_averages(name: str, dtype: torch.dtype) -> None:
+    check_narrow_steps(EXCHANGES[name], dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", OK_TOPK)
+def test_an_average_that_float16_cannot_hold_leaves_no_trace(name: str) -> None:
+    check_overflow(EXCHANGES[name], torch.device("cpu"))
 
 
 def test_an_empty_bucket_sends_nothing() -> None:
     world, state = VirtualWorld(2), states(2, 0)
     world.run([exchange(torch.zeros(0), s, c, 2.0, 0.5, OkTopk()) for s, c in zip(state, world.comms, strict=True)])
-    assert world.word_counts.phases == []
+    assert world.byte_counts.phases == []

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.sparse import select
-from anabranch.sparse.sizes import FP32, encoding_for
 
 
 def bits(value: float) -> int:
@@ -73,16 +72,18 @@ def test_owner_adds_and_takes_like_the_loop(data: st.DataObject, ranks: int, slo
     passed = [pair for pair in there if abs(value(pair[0])) >= threshold]
     assert int(taken.passed) == len(passed)
     assert taken.packed.tolist() == (passed + [[0, -1]] * capacity)[:capacity]
-    assert not taken.rounding_error.any()
 
 
-def test_a_rounded_sum_leaves_what_it_lost() -> None:
-    encoding = encoding_for("bf16", 2**20)
-    sums = torch.tensor([[bits(1.001), 3], [bits(-2.5), 9], [0, -1]], dtype=torch.int32)
-    taken = select.select_sums(sums, torch.tensor(0.5), 2, encoding)
-    arrived = taken.packed[:, 0].contiguous().view(torch.float32)
-    assert arrived.tolist() == [1.0, -2.5]
-    assert torch.equal(arrived + taken.rounding_error, torch.tensor([1.001, -2.5]))
+def test_a_rounded_sum_leaves_what_it_lost_and_one_rounded_to_zero_nothing() -> None:
+    packed = torch.tensor([[bits(1.001), 3], [bits(-2.5), 9], [bits(0.01), 10], [0, -1]], dtype=torch.int32)
+    sent = torch.tensor([[bits(1.0), 3], [bits(-2.5), 9], [bits(0.0), 10], [0, -1]], dtype=torch.int32)
+    residual = torch.zeros(20)
+    select.keep_rounding_error(packed, sent, residual, torch.tensor(4), torch.tensor(True))
+    assert not residual.any()
+    select.keep_rounding_error(packed, sent, residual, torch.tensor(4), torch.tensor(False))
+    expected = torch.zeros(20)
+    expected[7] = torch.tensor(1.001) - 1.0
+    assert torch.equal(residual, expected)
 
 
 def finished(poisoned: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -123,9 +124,9 @@ def test_nothing_in_the_fixed_path_asks_for_a_size() -> None:
     meta = torch.device("meta")
     gradient, residual = torch.zeros(numel, device=meta), torch.zeros(numel, device=meta)
     bounds, threshold = torch.zeros(ranks + 1, dtype=torch.int64, device=meta), torch.zeros((), device=meta)
-    offered = select.offer(gradient, residual, threshold, bounds, capacity, FP32)
+    offered = select.offer(gradient, residual, threshold, bounds, capacity)
     sums = select.sums_at_owner(offered.packed, torch.zeros(50, device=meta))
     taken = select.select_sums(sums, threshold, capacity)
     gathered = taken.packed.expand(ranks, capacity, 2)
     select.finish(gathered, offered.packed, gradient, residual, bounds, 4.0, offered.poison)
-    select.keep_rounding_error(taken.packed, taken.rounding_error, residual, bounds[1], offered.poison)
+    select.keep_rounding_error(taken.packed, taken.packed, residual, bounds[1], offered.poison)

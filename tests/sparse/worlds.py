@@ -7,10 +7,13 @@ import numpy as np
 import torch
 
 from anabranch.bench.baselines import BASELINES, ExchangeFunction
+from anabranch.bench.byte_counts import ByteCounts
 from anabranch.bench.virtual import VirtualWorld
-from anabranch.bench.word_counts import WordCounts
+from anabranch.comm.communicator import Communicator
+from anabranch.comm.exchange import Steps
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.oktopk import in_float32
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
 
@@ -18,16 +21,18 @@ SOON = OkTopk(threshold_period=3, region_period=2)  # so that few steps see refr
 EXCHANGES: dict[str, ExchangeFunction] = {
     "exact": partial(exact_exchange, options=SOON),
     "exact bf16": partial(exact_exchange, options=OkTopk(threshold_period=3, region_period=2, wire="bf16")),
+    "exact int8": partial(exact_exchange, options=OkTopk(threshold_period=3, region_period=2, wire="int8")),
     "fixed": partial(fixed_exchange, options=SOON),
     "fixed bf16": partial(fixed_exchange, options=OkTopk(region_period=2, wire="bf16")),
+    "fixed int8": partial(fixed_exchange, options=OkTopk(region_period=2, wire="int8")),
     "fixed in order": partial(fixed_exchange, options=OkTopk(region_period=2, deterministic=True)),
     "fixed and roomy": partial(fixed_exchange, options=OkTopk(region_period=2, capacity_factor=3.0)),
     **BASELINES,
 }
 OK_TOPK = [name for name in EXCHANGES if name not in BASELINES]
-WHOLE = [name for name in OK_TOPK if "bf16" not in name]
+WHOLE = [name for name in OK_TOPK if "bf16" not in name and "int8" not in name]
 
-NUMEL, DENSITY = 40_000, 0.01  # of worlds whose words are counted
+NUMEL, DENSITY = 40_000, 0.01  # of worlds whose bytes are counted
 
 Gradients = list[torch.Tensor]
 
@@ -75,6 +80,50 @@ def check_step(
     assert bool((lost <= allowed).all()), f"lost up to {float((lost / size.clamp(min=1e-30)).max()):.2e} of an element"
 
 
+def narrow_step(
+    exchange: Callable[..., Steps], given: Gradients, held: Sequence[BucketState], world: VirtualWorld, divisor: float
+) -> None:
+    """One step of all ranks at a density of 5 %, with gradients of 16 bits."""
+
+    def of(gradient: torch.Tensor, state: BucketState, comm: Communicator) -> Steps:
+        return in_float32(gradient, lambda wide: exchange(wide, state, comm, divisor, 0.05, dtype=gradient.dtype))
+
+    world.run([of(*rank) for rank in zip(given, held, world.comms, strict=True)])
+
+
+def check_narrow_steps(exchange: Callable[..., Steps], dtype: torch.dtype, device: torch.device) -> None:
+    """Steps of 16-bit gradients that lose nothing but the rounding of the average, which is the nearest number."""
+    ranks, numel = 3, 1003
+    held, world = [BucketState.of(torch.zeros(numel, device=device), ranks) for _ in range(ranks)], VirtualWorld(ranks)
+    for number in range(4):
+        given = [gradient.to(device, dtype) for gradient in gradients(ranks, numel, number, scale=0.1)]
+        accumulated = [gradient.float() + state.residual for gradient, state in zip(given, held, strict=True)]
+        narrow_step(exchange, given, held, world, float(ranks))
+        assert all(torch.equal(gradient.view(torch.int16), given[0].view(torch.int16)) for gradient in given)
+        applied = sum((a - s.residual).double() for a, s in zip(accumulated, held, strict=True)) / ranks
+        assert isinstance(applied, torch.Tensor) and applied.any()
+        half = torch.finfo(dtype).eps * applied.abs() + torch.finfo(dtype).smallest_normal
+        assert bool(((given[0].double() - applied).abs() <= half).all())
+
+
+def check_overflow(exchange: Callable[..., Steps], device: torch.device) -> None:
+    """Sums of finite float16 values whose average is not: NaN on all ranks, and no residual has changed."""
+    held, world = [BucketState.of(torch.zeros(400, device=device), 2) for _ in range(2)], VirtualWorld(2)
+    large = (40_960 + 32.0 * torch.arange(400)).to(device, torch.float16)
+    made = [large, large.clone()]
+    narrow_step(exchange, [made[0].clone(), made[1].clone()], held, world, 2.0)  # a twentieth is sent, the rest waits
+    before = [state.residual.clone() for state in held]
+    assert before[0].max() > 40_960
+    given = [gradient.clone() for gradient in made]
+    narrow_step(exchange, given, held, world, 2.0)  # twice as much on each rank
+    assert all(bool(gradient.isnan().all()) for gradient in given)
+    assert all(torch.equal(state.residual, old) for state, old in zip(held, before, strict=True))
+    quiet = [torch.zeros_like(gradient) for gradient in made]
+    narrow_step(exchange, quiet, held, world, 2.0)
+    assert bool(quiet[0].isfinite().all()) and quiet[0].max() > 40_000
+    assert torch.equal(quiet[0], quiet[1])
+
+
 def check_steps(
     exchange: ExchangeFunction, ranks: int, numel: int, density: float, count: int, make: Callable[[int], Gradients]
 ) -> list[BucketState]:
@@ -89,14 +138,14 @@ def settled(name: str, ranks: int, numel: int = NUMEL, density: float = DENSITY,
     """A world after one counted step without refreshes, which follows a few that are not counted."""
     held, world = states(ranks, numel), VirtualWorld(ranks)
     for number in range(before + 1):
-        world.word_counts.clear()
+        world.byte_counts.clear()
         for state in held:
             state.step += state.step == 2  # 2 is a step of new regions, 1 and 4 … are none
         step(EXCHANGES[name], gradients(ranks, numel, number), held, world, density)
     return world
 
 
-def imbalance(counts: WordCounts, phases: Iterable[str] | None = None) -> float:
+def imbalance(counts: ByteCounts, phases: Iterable[str] | None = None) -> float:
     """The busiest rank's volume over the mean; 1 when all ranks have the same."""
     chosen = None if phases is None else list(phases)
     each = np.maximum(counts.sent(chosen), counts.received(chosen))

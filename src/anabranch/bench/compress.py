@@ -8,9 +8,10 @@ from anabranch.bench.baselines import BASELINES
 from anabranch.kinds import COMPRESSED
 from anabranch.sparse.naming import KIND, given_density
 from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import ENTRY_NBYTES
 
 OTHERS = [name for name in BASELINES if name != "dense"]
-OURS = [*COMPRESSED, "auto", "auto:int8", KIND, f"{KIND}:bf16", f"{KIND}:0.01", f"{KIND}:0.01:bf16"]
+OURS = [*COMPRESSED, "auto", "auto:int8", KIND, f"{KIND}:bf16", *(f"{KIND}:0.01{w}" for w in ("", ":bf16", ":int8"))]
 ALLOWED = f"{', '.join(OURS)}, or a rival: {', '.join(f'{name}:0.01' for name in OTHERS)}"
 
 
@@ -34,6 +35,8 @@ def compression(text: str) -> str | OkTopk | Auto | Rival:
         raise ValueError(f"--compress is {text!r}: expected {ALLOWED}")
     if name != KIND:
         return Rival(name, given_density(text))
-    plain = text.removesuffix(":bf16")
-    options = OkTopk(warmup_steps=0, wire="fp32" if plain == text else "bf16")  # nothing is trained here
+    options, plain = OkTopk(warmup_steps=0), text  # nothing is trained here
+    for wire in ENTRY_NBYTES:
+        if text.endswith(f":{wire}"):
+            options, plain = replace(options, wire=wire), text.removesuffix(f":{wire}")
     return options if plain == KIND else replace(options, density=given_density(plain))

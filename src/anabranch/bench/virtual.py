@@ -1,8 +1,8 @@
-"""Virtual ranks in one process: the same exchanges at 256 and 2048 ranks, with every word counted.
+"""Virtual ranks in one process: the same exchanges at 256 and 2048 ranks, with every byte counted.
 
     world = VirtualWorld(64)
     world.run([exchange(gradients[c.rank], states[c.rank], c, 64.0, 0.01) for c in world.comms])
-    world.word_counts.volume()
+    world.byte_counts.volume()
 
 An operation completes when all ranks have issued it; it is then done for all ranks at once, in a few tensor operations.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from anabranch.bench.word_counts import WordCounts
+from anabranch.bench.byte_counts import ByteCounts
 from anabranch.comm.communicator import MAX, SUM, ZeroBuffer
 from anabranch.comm.exchange import Steps
 from anabranch.errors import DisagreementError
@@ -110,14 +110,14 @@ class VirtualCommunicator(ZeroBuffer):
 
 
 class VirtualWorld:
-    """``size`` virtual ranks: their communicators (``comms``), and the words sent between them (``word_counts``)."""
+    """``size`` virtual ranks: their communicators (``comms``), and the bytes sent between them (``byte_counts``)."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
             raise ValueError(f"a virtual world of {size} ranks: expected at least one rank")
         self.size = size
         self.comms = [VirtualCommunicator(self, rank) for rank in range(size)]
-        self.word_counts = WordCounts(size)
+        self.byte_counts = ByteCounts(size)
         self._pending: dict[int, _Request] = {}
 
     def run(self, ranks: Sequence[Steps]) -> None:
@@ -160,12 +160,12 @@ class VirtualWorld:
                     "every rank must issue the same operations"
                 )
         self._pending.clear()
-        _OPERATIONS[requests[0].kind](requests, self.word_counts)
+        _OPERATIONS[requests[0].kind](requests, self.byte_counts)
         for request in requests:
             request.work.done = True
 
 
-def _all_to_all(requests: Sequence[_Request], words: WordCounts) -> None:
+def _all_to_all(requests: Sequence[_Request], counted: ByteCounts) -> None:
     size = len(requests)
     row_nbytes = _row_nbytes(requests[0].given)
     if requests[0].like[-1]:
@@ -173,7 +173,7 @@ def _all_to_all(requests: Sequence[_Request], words: WordCounts) -> None:
         sent = torch.stack([r.given.reshape(size, rows, *r.given.shape[1:]) for r in requests])
         for rank, request in enumerate(requests):
             request.output.view(size, rows, *request.output.shape[1:]).copy_(sent[:, rank])
-        words.add_pairs(requests[0].phase, np.full((size, size), float(rows * row_nbytes)))
+        counted.add_pairs(requests[0].phase, np.full((size, size), float(rows * row_nbytes)))
         return
     counts = np.array([r.given_counts for r in requests], dtype=np.int64)
     expected = np.array([r.output_counts for r in requests], dtype=np.int64)
@@ -183,44 +183,46 @@ def _all_to_all(requests: Sequence[_Request], words: WordCounts) -> None:
             f"virtual rank {sender} sends {counts[sender, receiver]} rows to rank {receiver}, which expects "
             f"{expected[receiver, sender]} ({requests[0].phase})"
         )
-    everything = torch.cat([r.given for r in requests])
-    starts = (np.cumsum(counts.ravel()) - counts.ravel()).reshape(size, size)  # of the part from i to j
-    lengths = counts.T.ravel()
+    unit = max(1, int(np.gcd.reduce(counts, axis=None)))  # rows that always travel together: fewer, and wider, to sort
+    everything = torch.cat([r.given for r in requests]).unflatten(0, (-1, unit))
+    parts = counts // unit
+    starts = (np.cumsum(parts.ravel()) - parts.ravel()).reshape(size, size)  # of the part from i to j
+    lengths = parts.T.ravel()
     shifts = starts.T.ravel() - (np.cumsum(lengths) - lengths)
     order = torch.from_numpy(np.repeat(shifts, lengths) + np.arange(lengths.sum()))
-    outputs = everything[order.to(everything.device)].split(counts.sum(axis=0).tolist())
+    outputs = everything[order.to(everything.device)].flatten(0, 1).split(counts.sum(axis=0).tolist())
     for request, output in zip(requests, outputs, strict=True):
         request.output.copy_(output)
-    words.add_pairs(requests[0].phase, counts.astype(np.float64) * row_nbytes)
+    counted.add_pairs(requests[0].phase, counts.astype(np.float64) * row_nbytes)
 
 
-def _all_gather(requests: Sequence[_Request], words: WordCounts) -> None:
+def _all_gather(requests: Sequence[_Request], counted: ByteCounts) -> None:
     if any(r.output_counts != requests[0].output_counts for r in requests):
         raise DisagreementError(f"virtual ranks expect different parts of an all-gather ({requests[0].phase})")
     everything = torch.cat([r.given for r in requests])
     for request in requests:
         request.output.copy_(everything.view_as(request.output))
-    words.add_ring_gather(requests[0].phase, np.array([float(r.given.nbytes) for r in requests]))
+    counted.add_ring_gather(requests[0].phase, np.array([float(r.given.nbytes) for r in requests]))
 
 
-def _sum(requests: Sequence[_Request], words: WordCounts) -> None:
+def _sum(requests: Sequence[_Request], counted: ByteCounts) -> None:
     total = requests[0].given.clone()
     for request in requests[1:]:
         total += request.given
-    _share(total, requests, words)
+    _share(total, requests, counted)
 
 
-def _maximum(requests: Sequence[_Request], words: WordCounts) -> None:
-    _share(torch.stack([r.given for r in requests]).amax(dim=0), requests, words)
+def _maximum(requests: Sequence[_Request], counted: ByteCounts) -> None:
+    _share(torch.stack([r.given for r in requests]).amax(dim=0), requests, counted)
 
 
-def _share(result: torch.Tensor, requests: Sequence[_Request], words: WordCounts) -> None:
+def _share(result: torch.Tensor, requests: Sequence[_Request], counted: ByteCounts) -> None:
     for request in requests:
         request.output.copy_(result)
-    words.add_ring_reduce(requests[0].phase, float(result.nbytes))
+    counted.add_ring_reduce(requests[0].phase, float(result.nbytes))
 
 
-_OPERATIONS: dict[str, Callable[[Sequence[_Request], WordCounts], None]] = {
+_OPERATIONS: dict[str, Callable[[Sequence[_Request], ByteCounts], None]] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
     "sum": _sum,

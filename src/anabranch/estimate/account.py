@@ -41,6 +41,7 @@ BUCKET_NBYTES = 25 * 2**20  # DDP's own
 BLAS_WORKSPACE_NBYTES = 2 * 32 * 2**20  # cuBLAS's on an H100 or H200: one for the thread of forward, one for backward's
 PAIR_NBYTES = 8  # a float32 value and its int32 position
 FLOAT_NBYTES = 4
+WITH_RESIDUAL = [kind for kind in COMPRESSED if Quantised(kind).keeps_residual]
 
 
 class Way(NamedTuple):
@@ -53,7 +54,7 @@ class Way(NamedTuple):
     @property
     def keeps_residual(self) -> bool:
         """Whether what is not sent in a step is kept for the next one."""
-        return self.exchange == OKTOPK or Quantised(self.exchange).keeps_residual
+        return self.exchange == OKTOPK or self.exchange in WITH_RESIDUAL
 
     def compresses(self, gradient: ReadyGradient) -> bool:
         """Whether this gradient may be in a bucket that is compressed: rounding also takes vectors and half floats."""
@@ -66,11 +67,7 @@ WAYS: Mapping[str, Way] = {
     LEAN_HOST: Way(OKTOPK, lean=True, host=True),
     **{kind: Way(kind) for kind in COMPRESSED},
     **{f"{LEAN}, {kind}": Way(kind, lean=True) for kind in COMPRESSED},
-    **{
-        f"{LEAN}, {kind}, host": Way(kind, lean=True, host=True)
-        for kind in COMPRESSED
-        if Quantised(kind).keeps_residual
-    },
+    **{f"{LEAN}, {kind}, host": Way(kind, lean=True, host=True) for kind in WITH_RESIDUAL},
 }
 
 
@@ -248,7 +245,7 @@ def quantised_messages(kind: str, numel: int, ranks: int) -> dict[str, int]:
     return {
         "send": (ranks + 1) * region.message_nbytes,
         "receive": 2 * ranks * region.message_nbytes,
-        "workspace": FLOAT_NBYTES * region.numel if Quantised(kind).keeps_residual else 0,
+        "workspace": FLOAT_NBYTES * region.numel if kind in WITH_RESIDUAL else 0,
     }
 
 
@@ -257,10 +254,16 @@ def _sparse_messages(bucket: BucketSize, setting: Setting) -> tuple[dict[str, in
     ranks = setting.ranks
     sizes = Sizes.of(bucket.numel, ranks, setting.density, setting.options)
     send = (ranks + 1) * sizes.message_nbytes
-    usual = {"send": send, "receive": 2 * ranks * sizes.message_nbytes, "workspace": 2 * 4 * ranks * sizes.capacity}
+    sums = 2 * 4 * ranks * sizes.capacity
+    # Packed messages: beside them rows of pairs, to every rank and from it.
+    rows = PAIR_NBYTES * (3 * ranks + 1) * sizes.capacity if sizes.encoding.rounds else 0
+    wide = FLOAT_NBYTES * bucket.numel
+    in_float32 = wide if bucket.nbytes < wide else 0  # a copy of the gradients
+    workspace = sums + rows + in_float32
+    usual = {"send": send, "receive": 2 * ranks * sizes.message_nbytes, "workspace": workspace}
     # Chunk by chunk: residual plus gradient, then what passes the threshold as bytes and as counts of two widths.
     balancing = 0 if sizes.selects_all else (4 + 1 + 4 + 8) * min(bucket.numel, CHUNK_NUMEL)
-    return usual, {"send": send, "receive": 0, "workspace": balancing}
+    return usual, {"send": send, "receive": 0, "workspace": balancing + in_float32}
 
 
 def _residuals_nbytes(buckets: Sequence[BucketSize], way: Way) -> list[int]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile, allocated_nbytes
 from anabranch.lean.options import OptimizerFactory
+from anabranch.quantised.exchanges import DTYPES
 
 META = torch.device("meta")
 # cuDNN's own workspace, times the bytes of a convolution's tensors: it converts them to its own layout and back.
@@ -138,7 +139,7 @@ def _ready_gradients(
         if event.gradient:
             parameter = parameters[event.gradient]
             nbytes = allocated_nbytes(parameter.numel() * parameter.element_size())
-            sparse = parameter.dim() >= 2 and parameter.dtype == torch.float32
+            sparse = parameter.dim() >= 2 and parameter.dtype in DTYPES
             found.pop(event.gradient, None)  # a gradient that comes in several parts is ready with the last one
             found[event.gradient] = ReadyGradient(event.gradient, parameter.numel(), nbytes, peak, now, sparse)
             peak = now

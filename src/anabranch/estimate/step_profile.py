@@ -36,7 +36,7 @@ class ReadyGradient:
 
     peak_before   the most in use since the gradient before was ready (since the start of forward, for the first)
     when_ready    in use at the moment when it was ready, itself included
-    sparse        whether it may be sent sparsely: float32 matrices may, vectors never
+    sparse        whether it may be sent sparsely: matrices may, of float32 or 16 bits, vectors never
     """
 
     name: str

@@ -12,6 +12,7 @@ from anabranch.sparse.state import BucketState
 
 RANKS, NUMEL, DENSITY = 16, 50_000, 0.01
 LAYERS = 50
+WORD_NBYTES = 4  # the paper counts words
 
 
 EXACT, FIXED = "Ok-Topk, exact", "Ok-Topk, fixed"
@@ -46,10 +47,10 @@ def _counted(exchange: ExchangeFunction) -> float:
     world = VirtualWorld(RANKS)
     states = [BucketState.of(torch.zeros(NUMEL), RANKS) for _ in range(RANKS)]
     for _, given in zip(range(2), _gradients(), strict=False):
-        world.word_counts.clear()
+        world.byte_counts.clear()
         ranks = zip(given, states, world.comms, strict=True)
         world.run([exchange(gradient, state, comm, float(RANKS), DENSITY) for gradient, state, comm in ranks])
-    return sum(world.word_counts.volume([phase]) for phase in world.word_counts.phases)
+    return sum(world.byte_counts.volume([phase]) for phase in world.byte_counts.phases) / WORD_NBYTES
 
 
 def _gradients() -> Iterator[list[torch.Tensor]]:

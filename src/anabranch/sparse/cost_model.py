@@ -2,7 +2,8 @@
 
 It models the exchange of fixed-size messages, which GPUs run. Its traffic depends on sizes alone, so a formula gives at
 2048 ranks what tests count at a few. Of 100 M elements at 1 % on 4 ranks, each rank sends 312,500 pairs to every other
-rank, and as many once around the ring: 2 · 3 · 2.5 MB, where an all-reduce sends 2 · ¾ · 400 MB.
+rank, and as many once around the ring: 2 · 3 · 2.5 MB, where an all-reduce sends 2 · ¾ · 400 MB. Prices are those of
+float32 values unless ``options`` name another wire: bf16 sends half of that, int8 three eighths and the scales.
 """
 
 from collections.abc import Mapping
@@ -33,14 +34,14 @@ def phases(numel: int, ranks: int, density: float, options: OkTopk | None = None
     }
 
 
-def exchange_of(density: float, network: Network | None = None) -> Exchange:
+def exchange_of(density: float, network: Network | None = None, options: OkTopk | None = None) -> Exchange:
     """The exchange of this density. It selects for as long as it did on ``network``, if measured there, or an H200.
 
     Selection reads every element whatever the density, so the measured density nearest to this one is used.
     """
-    assumed = Exchange(kind_of(density), lambda numel, ranks: phases(numel, ranks, density).values(), H200)
+    assumed = Exchange(kind_of(density), lambda numel, ranks: phases(numel, ranks, density, options).values(), H200)
     known = [found for kind in (network.curves if network is not None else ()) if (found := density_of(kind))]
     if network is None or not known:
         return assumed
-    nearest = exchange_of(min(known, key=lambda measured: abs(measured - density)))
+    nearest = exchange_of(min(known, key=lambda measured: abs(measured - density)), options=options)
     return replace(assumed, computing=nearest.computing_on(network) or H200)

@@ -2,8 +2,8 @@
 
 Thresholds are exact every ``threshold_period`` steps (exactly k values are then applied, ties aside) and sampled from
 the step itself in between. At most 2k values are offered, and applied, the largest first. Where one owner has more
-than four times the mean to gather, owners first hand each other rows until all have the same number: with lengths
-6, 0, 0 the rows 0 … 5 are divided into 0-1, 2-3, 4-5, so owner 0 sends rows 2-3 to owner 1 and 4-5 to owner 2.
+than four times the mean to gather, owners first hand each other bytes until all have the same number: with lengths
+6, 0, 0 the bytes 0 … 5 are divided into 0-1, 2-3, 4-5, so owner 0 sends bytes 2-3 to owner 1 and 4-5 to owner 2.
 """
 
 from collections.abc import Generator, Sequence
@@ -16,9 +16,9 @@ from anabranch.comm.communicator import Communicator
 from anabranch.comm.dense import SUMMABLE_BELOW, all_finite
 from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import regions, select
-from anabranch.sparse.encoding import decode, encode, message_head, round_values
+from anabranch.sparse.encoding import join_bodies, message_head, split_bodies
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.phases import owner_threshold, record_step, region_buffer, regions_due
+from anabranch.sparse.phases import owner_threshold, record_step, region_buffer, regions_due, sum_limit
 from anabranch.sparse.sizes import Encoding, Sizes
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import kth_magnitude, sampled_magnitude
@@ -50,7 +50,7 @@ class Pairs(NamedTuple):
         return at, self.positions[at] == positions
 
 
-Rows = Generator[dist.Work, None, torch.Tensor]
+Part = Generator[dist.Work, None, torch.Tensor]
 
 
 def exact_exchange(
@@ -60,6 +60,7 @@ def exact_exchange(
     divisor: float,
     density: float,
     options: OkTopk | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Steps:
     """``oktopk.exchange`` at this density. The host learns the counts in every step."""
     options = options or OkTopk()
@@ -76,11 +77,10 @@ def exact_exchange(
         state.boundaries.copy_(regions.mean_boundaries(proposed, len(residual), comm.size))
 
     offered = Pairs(passed, residual[passed]).largest(sizes.max_selected)
-    offered = offered._replace(values=round_values(offered.values, sizes.encoding))
-    received = yield from _split(offered, state.boundaries, comm, sizes.encoding, poison)
+    offered, received = yield from _split(offered, state.boundaries, comm, sizes.encoding, poison)
     record_stream(*offered, passed, poison, local)
     sums, threshold, found = yield from _sums(received, state, comm, sizes, exact, options.deterministic)
-    applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes)
+    applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes, sum_limit(dtype, divisor))
 
     poisoned = heads[:, 0].amin() < 0
     if bool(poisoned):
@@ -123,22 +123,25 @@ def _apply(applied: Pairs, offered: Pairs, gradient: torch.Tensor, residual: tor
 
 def _split(
     offered: Pairs, boundaries: torch.Tensor, comm: Communicator, encoding: Encoding, poison: torch.Tensor
-) -> Generator[dist.Work, None, list[torch.Tensor] | None]:
-    """Send each region's values to its owner. Returns what every rank sent of mine; None if any rank is poisoned."""
+) -> Generator[dist.Work, None, tuple[Pairs, list[torch.Tensor] | None]]:
+    """Send each region's values to its owner. Returns what I offered, as owners read it, and what every rank sent of
+    mine; None if any rank is poisoned."""
     edges = torch.searchsorted(offered.positions, boundaries)
     counts = (edges[1:] - edges[:-1]).to(torch.int32)
     expected = torch.empty_like(counts)
     yield comm.all_to_all(expected, torch.where(poison, -1, counts), "counts")
     record_stream(counts, expected)
-    coming = expected.tolist()
+    coming, going = expected.tolist(), counts.tolist()
     # A poisoned rank tells all others, so all ranks return here in the same step.
     if min(coming) < 0 or bool(poison):
-        return None
+        return offered, None
     owners = torch.repeat_interleave(torch.arange(comm.size, device=counts.device), counts)
-    given = encode(Pairs(offered.positions - boundaries[owners], offered.values).packed(), encoding)
-    output = torch.empty(sum(coming), encoding.pair_nbytes, dtype=torch.uint8, device=given.device)
-    yield comm.all_to_all(output, given, "split", coming, counts.tolist())
-    return list(decode(output, encoding).split(coming))
+    given = join_bodies(Pairs(offered.positions - boundaries[owners], offered.values).packed(), going, encoding)
+    sizes = [encoding.body_nbytes(count) for count in coming]
+    output = torch.empty(sum(sizes), dtype=torch.uint8, device=given.device)
+    yield comm.all_to_all(output, given, "split", sizes, [encoding.body_nbytes(count) for count in going])
+    sent = split_bodies(given, going, encoding)[:, 0].contiguous().view(torch.float32)
+    return offered._replace(values=sent), list(split_bodies(output, coming, encoding).split(coming))
 
 
 def _sums(
@@ -175,14 +178,17 @@ def _gather(
     state: BucketState,
     comm: Communicator,
     sizes: Sizes,
+    limit: float,
 ) -> Generator[dist.Work, None, tuple[Pairs, torch.Tensor]]:
-    """The sums of all owners that pass, with their positions in the bucket, and the heads of all owners."""
+    """The sums of all owners that pass, with their positions in the bucket, and the heads of all owners.
+
+    Sums that rounding has made 0 are left out. A sum that is not below ``limit`` poisons the step.
+    """
     nothing = Pairs(state.boundaries[:0], state.residual[:0])
     selected, poison = nothing, torch.tensor(sums is None, device=found.device)
     if sums is not None:
-        sent = round_values(sums.values, sizes.encoding)
-        kept = select.passing(sums.values, threshold) & (sent != 0)
-        selected, poison = Pairs(sums.positions[kept], sent[kept]), ~torch.isfinite(sent).all()
+        kept = select.passing(sums.values, threshold)
+        selected, poison = Pairs(sums.positions[kept], sums.values[kept]), ~all_finite(sums.values, below=limit)
     mine = message_head(torch.tensor(len(selected.values), device=found.device), poison, found)
     heads = torch.empty(comm.size, 2, dtype=torch.int32, device=mine.device)
     yield comm.all_gather(heads, mine[None], "counts")
@@ -192,27 +198,29 @@ def _gather(
     if (total := sum(lengths)) > sizes.max_selected:
         lengths = [sizes.max_selected * length // total for length in lengths]
         selected = selected.largest(lengths[comm.rank])
-    rows = encode(selected.packed(), sizes.encoding)
-    held = lengths
+    body = join_bodies(selected.packed(), [len(selected.values)], sizes.encoding)
+    held = nbytes = [sizes.encoding.body_nbytes(length) for length in lengths]
     if max(lengths) * comm.size > IMBALANCE * sum(lengths):
-        held = equal_lengths(sum(lengths), comm.size)
-        rows = yield from _rebalance(rows, lengths, held, comm)
-    everything = torch.empty(sum(lengths), sizes.encoding.pair_nbytes, dtype=torch.uint8, device=rows.device)
-    yield comm.all_gather_uneven(everything, rows, held, "gather")
-    pairs = decode(everything, sizes.encoding)
-    owners = torch.repeat_interleave(torch.tensor(lengths, device=rows.device))
-    return Pairs(pairs[:, 1] + state.boundaries[owners], pairs[:, 0].contiguous().view(torch.float32)), heads
+        held = equal_lengths(sum(nbytes), comm.size)
+        body = yield from _rebalance(body, nbytes, held, comm)
+    everything = torch.empty(sum(nbytes), dtype=torch.uint8, device=body.device)
+    yield comm.all_gather_uneven(everything, body, held, "gather")
+    pairs = split_bodies(everything, lengths, sizes.encoding)
+    owners = torch.repeat_interleave(torch.tensor(lengths, device=body.device))
+    values = pairs[:, 0].contiguous().view(torch.float32)
+    sent = values != 0
+    return Pairs((pairs[:, 1] + state.boundaries[owners])[sent], values[sent]), heads
 
 
-def _rebalance(rows: torch.Tensor, lengths: Sequence[int], held: Sequence[int], comm: Communicator) -> Rows:
-    """My rows after all rows, in order, are handed out again, ``held[j]`` of them to owner j."""
-    coming = overlaps(held, lengths, comm.rank)
-    output = torch.empty(sum(coming), rows.shape[1], dtype=rows.dtype, device=rows.device)
-    yield comm.all_to_all(output, rows, "balance", coming, overlaps(lengths, held, comm.rank))
+def _rebalance(body: torch.Tensor, nbytes: Sequence[int], held: Sequence[int], comm: Communicator) -> Part:
+    """My bytes after the bytes of all owners, in order, are handed out again, ``held[j]`` of them to owner j."""
+    coming = overlaps(held, nbytes, comm.rank)
+    output = torch.empty(sum(coming), dtype=body.dtype, device=body.device)
+    yield comm.all_to_all(output, body, "balance", coming, overlaps(nbytes, held, comm.rank))
     return output
 
 
-def _gather_all(part: torch.Tensor, comm: Communicator, phase: str) -> Rows:
+def _gather_all(part: torch.Tensor, comm: Communicator, phase: str) -> Part:
     """The values of all ranks, however many each has."""
     counts = torch.empty(comm.size, dtype=torch.int32, device=part.device)
     yield comm.all_gather(counts, torch.tensor([len(part)], dtype=torch.int32, device=part.device), phase)
@@ -232,14 +240,14 @@ def _keep_rounding_error(sums: Pairs | None, applied: Pairs, residual: torch.Ten
 
 
 def equal_lengths(total: int, ranks: int) -> list[int]:
-    """``total`` rows in ``ranks`` parts of equal size, ±1."""
+    """``total`` bytes in ``ranks`` parts of equal size, ±1."""
     return [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
 
 
 def overlaps(lengths: Sequence[int], others: Sequence[int], rank: int) -> list[int]:
-    """How many of ``rank``'s rows belong to each rank after they are handed out again.
+    """How many of ``rank``'s bytes belong to each rank after they are handed out again.
 
-    Both ``lengths`` and ``others`` divide the same rows, in order, among the ranks.
+    Both ``lengths`` and ``others`` divide the same bytes, in order, among the ranks.
     """
     begin = sum(lengths[:rank])
     ends = torch.tensor(others).cumsum(0)

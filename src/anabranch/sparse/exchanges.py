@@ -11,9 +11,10 @@ import torch.distributed as dist
 from anabranch.comm.communicator import GroupCommunicators
 from anabranch.comm.exchange import Collective, Group, Steps, Traffic
 from anabranch.plan import Bucket
+from anabranch.quantised.exchanges import DTYPES
 from anabranch.sparse.memory import ResidualMemory
 from anabranch.sparse.naming import density_of
-from anabranch.sparse.oktopk import exchange
+from anabranch.sparse.oktopk import exchange, in_float32
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
@@ -32,7 +33,7 @@ class OkTopkExchanges:
         return density_of(kind) is not None
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
-        return self.handles(kind) and dtype == torch.float32
+        return self.handles(kind) and dtype in DTYPES
 
     def on_side_stream(self, kind: str) -> bool:
         return self.handles(kind)
@@ -41,8 +42,13 @@ class OkTopkExchanges:
         state = self._memory.begin_exchange(bucket, buffer)
         density = density_of(bucket.collective)
         assert density is not None
-        steps = exchange(buffer, state, self._comms.of(group), divisor, density, self._options)
-        return self._memory.momentum.wrap(steps, buffer, state)
+        comm = self._comms.of(group)
+
+        def exchanged(gradient: torch.Tensor) -> Steps:
+            steps = exchange(gradient, state, comm, divisor, density, self._options, buffer.dtype)
+            return self._memory.momentum.wrap(steps, gradient, state)
+
+        return in_float32(buffer, exchanged)
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:  # noqa: ARG002
         """Bytes of the last exchange: exact exchanges send what was selected, fixed ones all their slots.
@@ -57,7 +63,8 @@ class OkTopkExchanges:
             nbytes = 2 * (ranks - 1) * sizes.message_nbytes
             return Traffic(nbytes, nbytes, sizes.k / numel)
         offered, applied = min(int(state.offered), sizes.max_selected), int(state.applied)
-        nbytes = (offered + applied) * sizes.encoding.pair_nbytes * (ranks - 1) // ranks
+        entries_nbytes = (offered + applied) * sizes.encoding.entry_nbytes // ranks
+        nbytes = (ranks - 1) * (entries_nbytes + 2 * sizes.encoding.table_nbytes)
         return Traffic(nbytes, nbytes, applied / numel)
 
     def probe(self, kind: str) -> Collective:

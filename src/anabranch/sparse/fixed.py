@@ -12,7 +12,7 @@ from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import select
 from anabranch.sparse.encoding import frame_messages, message_head, unframe_messages
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.phases import owner_threshold, rebalance_regions, record_step, region_buffer
+from anabranch.sparse.phases import owner_threshold, rebalance_regions, record_step, region_buffer, sum_limit
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import sampled_magnitude
@@ -25,6 +25,7 @@ def fixed_exchange(
     divisor: float,
     density: float,
     options: OkTopk | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Steps:
     """``oktopk.exchange`` at this density, in one all-to-all and one all-gather of sizes known beforehand."""
     options = options or OkTopk()
@@ -33,7 +34,7 @@ def fixed_exchange(
     residual, boundaries, local = state.residual, state.boundaries, state.local_threshold
     local.copy_(sampled_magnitude((gradient, residual), sizes.k, state.step))
     yield from rebalance_regions(gradient, state, comm, sizes, options)
-    offered = select.offer(gradient, residual, local, boundaries, sizes.capacity, encoding)
+    offered = select.offer(gradient, residual, local, boundaries, sizes.capacity)
     heads = message_head(offered.counts, offered.poison, torch.zeros_like(local))
     sent = frame_messages(heads, offered.packed, encoding)
     received = torch.empty_like(sent)
@@ -44,7 +45,7 @@ def fixed_exchange(
     buffer = region_buffer(len(gradient), comm, gradient.device)
     sums = select.sums_at_owner(pairs, buffer, options.deterministic)
     found, threshold = owner_threshold(sums, sizes, state, comm.size)
-    selected = select.select_sums(sums, threshold, sizes.capacity, encoding)
+    selected = select.select_sums(sums, threshold, sizes.capacity, sum_limit(dtype, divisor))
     poison = selected.poison | (heads[:, 0] < 0).any()
     part = frame_messages(message_head(selected.passed, poison, found)[None], selected.packed[None], encoding)
     everyone = torch.empty(comm.size, part.shape[1], dtype=torch.uint8, device=part.device)
@@ -53,7 +54,7 @@ def fixed_exchange(
 
     heads, pairs = unframe_messages(everyone, encoding)
     poisoned = (heads[:, 0] < 0).any()
-    select.finish(pairs, offered.packed, gradient, residual, boundaries, divisor, poisoned)
+    select.finish(pairs, unframe_messages(sent, encoding)[1], gradient, residual, boundaries, divisor, poisoned)
     if encoding.rounds:
-        select.keep_rounding_error(selected.packed, selected.rounding_error, residual, boundaries[comm.rank], poisoned)
+        select.keep_rounding_error(selected.packed, pairs[comm.rank], residual, boundaries[comm.rank], poisoned)
     record_step(state, offered.counts.sum(), heads, comm.rank, poisoned)

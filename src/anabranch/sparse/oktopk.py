@@ -1,9 +1,12 @@
-"""Ok-Topk: a sparse all-reduce whose traffic stays under 6k words per rank, however many ranks there are.
+"""Ok-Topk: a sparse all-reduce whose traffic stays under 3k entries per rank, however many ranks there are.
 
     local threshold   about k of this rank's accumulated values pass
-    split             what passes goes to the owner of its region: 2k(P−1)/P words, regions balanced by count
+    split             what passes goes to the owner of its region: k(P−1)/P entries, regions balanced by count
     global threshold  about k of the sums at all owners pass
-    gather            what passes goes to everyone: 2k(P−1)/P words, or twice that where owners must first balance
+    gather            what passes goes to everyone: k(P−1)/P entries, or twice that where owners must first balance
+
+An entry, a value with its position, has 8, 4 or 3 bytes, as ``OkTopk(wire=…)`` says; the published bound of 6k words is
+that of 8.
 
 What a rank offered and everyone applied leaves its residual; everything else stays there for a later step. S. Li,
 T. Hoefler, *Near-optimal sparse allreduce for distributed deep learning*, PPoPP 2022.
@@ -22,34 +25,52 @@ from importlib.util import find_spec
 import torch
 
 from anabranch.comm.communicator import Communicator
-from anabranch.comm.exchange import Steps
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse.exact import exact_exchange
 from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
 
-Version = Callable[[torch.Tensor, BucketState, Communicator, float, float, OkTopk], Steps]
+Version = Callable[[torch.Tensor, BucketState, Communicator, float, float, OkTopk, torch.dtype], Steps]
 
 
 def exchange(
-    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float, options: OkTopk
+    gradient: torch.Tensor,
+    state: BucketState,
+    comm: Communicator,
+    divisor: float,
+    density: float,
+    options: OkTopk,
+    dtype: torch.dtype = torch.float32,
 ) -> Steps:
     """The exchange of one float32 bucket in one step, as steps for a lane.
 
     ``density`` is the bucket's final density; ``options`` may start from a higher one. Afterwards ``gradient`` holds,
     with the same bits on every rank, the sum over the ranks of what was offered and applied, divided by ``divisor``,
-    and ``state.residual`` what is still to be sent. If any rank's gradient is not finite, all gradients are NaN and all
-    residuals as they were.
+    and ``state.residual`` what is still to be sent. If any rank's gradient is not finite, or an average would not be in
+    ``dtype``, all gradients are NaN and all residuals as they were.
     """
     if gradient.dtype != torch.float32:
         raise ValueError(
-            f"a sparse exchange was given gradients of {gradient.dtype}, and residuals are float32: send them dense"
+            f"a sparse exchange was given gradients of {gradient.dtype}, and residuals are float32: give it a float32 "
+            "copy, as in_float32() does, or send them dense"
         )
     if len(gradient) == 0:
         return
     state.record_norms(gradient)
     run = version_for(gradient, options)
-    yield from run(gradient, state, comm, divisor, options.density_at(state.step, density), options)
+    yield from run(gradient, state, comm, divisor, options.density_at(state.step, density), options, dtype)
+
+
+def in_float32(buffer: torch.Tensor, exchange: Callable[[torch.Tensor], Steps]) -> Steps:
+    """An exchange on a float32 copy of a buffer of another dtype, to which averages are rounded once."""
+    if buffer.dtype == torch.float32:
+        yield from exchange(buffer)
+        return
+    wide = buffer.float()
+    yield from exchange(wide)
+    record_stream(wide)
+    buffer.copy_(wide)
 
 
 def version_for(gradient: torch.Tensor, options: OkTopk) -> Version:

@@ -5,7 +5,7 @@ from math import isfinite
 from numbers import Real
 from typing import Literal
 
-from anabranch.sparse.sizes import Precision
+from anabranch.sparse.sizes import ENTRY_NBYTES, Precision
 
 MAX_CAPACITY_FACTOR = 1e6
 
@@ -21,7 +21,8 @@ class OkTopk:
     momentum            of each rank's own gradients, before they are sent, such as 0.9: then give the optimizer none
     threshold_period    steps between exact thresholds in an exact exchange; in between they are sampled
     region_period       steps between re-balanced regions
-    wire                send values as "fp32" or "bf16" (the rounding error stays in the residual)
+    wire                how values are sent: "fp32" (8 bytes a value with its position), "bf16" (4) or "int8" (3, and a
+                        scale for about 128 values); what rounding changes stays in the residual
     capacity_factor     slots of a fixed-size message per expected value; values without a slot stay in the residual
     deterministic       the same bits in every run: sums in the order of ranks
     exact               counts first, then messages of exactly their size: always on CPU groups, optional on GPUs
@@ -50,8 +51,8 @@ class OkTopk:
         for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("threshold_period", 1), ("region_period", 1)):
             if type(getattr(self, name)) is not int or getattr(self, name) < least:
                 raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected a whole number from {least} on")
-        if self.wire not in ("fp32", "bf16"):
-            raise ValueError(f"OkTopk wire is {self.wire!r}: expected 'fp32' or 'bf16'")
+        if not isinstance(self.wire, str) or self.wire not in ENTRY_NBYTES:
+            raise ValueError(f"OkTopk wire is {self.wire!r}: expected one of {', '.join(ENTRY_NBYTES)}")
         if not _is_real(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(f"OkTopk momentum is {self.momentum!r}: expected a number from 0 to below 1")
         if not _is_real(self.capacity_factor) or not 1 <= self.capacity_factor <= MAX_CAPACITY_FACTOR:

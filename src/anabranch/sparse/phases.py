@@ -46,6 +46,15 @@ def owner_threshold(
     return found, found * state.threshold_bias.exp()
 
 
+def sum_limit(dtype: torch.dtype, divisor: float) -> float:
+    """Sums of this magnitude count as not finite: their averages might not be finite in ``dtype``.
+
+    A hundredth below the largest number, because rounding may raise a sum by 1/256 before it is sent.
+    """
+    largest = min(torch.finfo(torch.float32).max, torch.finfo(dtype).max * divisor)
+    return largest * (1 - 2**-7)
+
+
 def record_step(
     state: BucketState, offered: torch.Tensor, heads: torch.Tensor, rank: int, poisoned: torch.Tensor
 ) -> None:

@@ -65,7 +65,9 @@ class ResidualFlush:
         queue = Variable._execution_engine.queue_callback
         queue(lambda: queue(self._check))
         piece = self._state.begin_flush(name)
-        return gradient if piece is None else gradient + shaped(piece, self._parameters[name]).to(gradient)
+        if piece is None:
+            return gradient
+        return (gradient + shaped(piece.to(gradient.device), self._parameters[name])).to(gradient.dtype)
 
     def _check(self) -> None:
         """Residuals that were added count as sent if they were applied; under no_sync() a later pass decides."""

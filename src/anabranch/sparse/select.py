@@ -14,14 +14,13 @@ extra memory.
 """
 
 from collections.abc import Iterator
+from math import inf
 from typing import NamedTuple
 
 import torch
 
 from anabranch.comm.dense import SUMMABLE_BELOW, all_finite
 from anabranch.sparse import regions
-from anabranch.sparse.encoding import round_values
-from anabranch.sparse.sizes import FP32, Encoding
 
 CHUNK_NUMEL = 2**20  # elements per chunk of a pass that needs temporaries of 17 bytes per element
 
@@ -42,16 +41,14 @@ class Offer(NamedTuple):
 class SelectedSums(NamedTuple):
     """What an owner applies.
 
-    packed           pairs int32 [capacity, 2]
-    passed           int32: how many sums passed
-    poison           bool: some sum was not finite
-    rounding_error   float32 [capacity]: each packed sum before rounding, less the rounded one
+    packed   pairs int32 [capacity, 2]
+    passed   int32: how many sums passed
+    poison   bool: some sum was not finite, or too large for a finite average
     """
 
     packed: torch.Tensor
     passed: torch.Tensor
     poison: torch.Tensor
-    rounding_error: torch.Tensor
 
 
 def passing(values: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
@@ -107,12 +104,7 @@ def undo(gradient: torch.Tensor, residual: torch.Tensor) -> None:
 
 
 def offer(
-    gradient: torch.Tensor,
-    residual: torch.Tensor,
-    threshold: torch.Tensor,
-    boundaries: torch.Tensor,
-    capacity: int,
-    encoding: Encoding = FP32,
+    gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor, boundaries: torch.Tensor, capacity: int
 ) -> Offer:
     """Accumulate, and pack up to ``capacity`` values of each region whose magnitude reaches the threshold.
 
@@ -120,7 +112,7 @@ def offer(
     """
     poison = accumulate(gradient, residual)
     running = running_count(passing(residual, threshold))
-    packed, counts = pack(round_values(residual, encoding), running, boundaries, capacity)
+    packed, counts = pack(residual, running, boundaries, capacity)
     return Offer(packed, counts, poison)
 
 
@@ -138,23 +130,15 @@ def sums_at_owner(received: torch.Tensor, buffer: torch.Tensor, in_order: bool =
     return packed[0]
 
 
-def select_sums(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, encoding: Encoding = FP32) -> SelectedSums:
-    """Of an owner's sums (pairs [m, 2]), up to ``capacity`` that pass the threshold, rounded as they will be sent."""
+def select_sums(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, limit: float = inf) -> SelectedSums:
+    """Of an owner's sums (pairs [m, 2]), up to ``capacity`` that pass the threshold. All must be below ``limit``."""
     values = sums[:, 0].contiguous().view(torch.float32)
-    sent = round_values(values, encoding)
-    running = running_count(passing(values, threshold) & (sent != 0) & (sums[:, 1] >= 0))
+    running = running_count(passing(values, threshold) & (sums[:, 1] >= 0))
     slots = torch.arange(capacity, dtype=running.dtype, device=sums.device)
     chosen = torch.searchsorted(running, slots + 1).clamp(max=len(running) - 1)
-    used = slots < running[-1]
-    packed = torch.stack(
-        [
-            torch.where(used, sent[chosen].view(torch.int32), 0),
-            torch.where(used, sums[chosen, 1], -1),
-        ],
-        dim=-1,
-    )
-    rounding_error = torch.where(used, (values - sent)[chosen], 0.0)
-    return SelectedSums(packed, running[-1].to(torch.int32), ~torch.isfinite(values).all(), rounding_error)
+    unused = torch.stack([torch.zeros_like(slots), -torch.ones_like(slots)], dim=1).to(torch.int32)
+    packed = torch.where((slots < running[-1])[:, None], sums[chosen], unused)
+    return SelectedSums(packed, running[-1].to(torch.int32), ~all_finite(values, below=limit))
 
 
 def finish(
@@ -184,15 +168,16 @@ def finish(
 
 
 def keep_rounding_error(
-    packed: torch.Tensor,
-    rounding_error: torch.Tensor,
-    residual: torch.Tensor,
-    start: torch.Tensor,
-    poisoned: torch.Tensor,
+    packed: torch.Tensor, sent: torch.Tensor, residual: torch.Tensor, start: torch.Tensor, poisoned: torch.Tensor
 ) -> None:
-    """Add the rounding error of the sums an owner packed to its own residual; its region begins at ``start``."""
+    """Add what rounding has changed in the sums an owner packed to its own residual; its region begins at ``start``.
+
+    ``sent`` are the same pairs as everyone has decoded them. A sum that was rounded to 0 was not applied.
+    """
+    before, after = (pairs[:, 0].contiguous().view(torch.float32) for pairs in (packed, sent))
     positions = (packed[:, 1].to(torch.int64) + start).clamp(min=0, max=len(residual) - 1)
-    residual.index_add_(0, positions, torch.where((packed[:, 1] < 0) | poisoned, 0.0, rounding_error))
+    applied = (packed[:, 1] >= 0) & (after != 0) & ~poisoned
+    residual.index_add_(0, positions, torch.where(applied, before - after, 0.0))
 
 
 def pack(

@@ -1,43 +1,67 @@
 """Sizes and encodings of a sparse exchange's messages. Imports no torch, so planners and simulators can use it."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from anabranch.sparse.options import OkTopk
 
-Precision = Literal["fp32", "bf16"]
-NARROW_NUMEL = 2**16 - 1  # in 16 bits the position 65,535 marks an unused slot
-HEAD_NBYTES = 8  # two int32 before the pairs of a message
+Precision = Literal["fp32", "bf16", "int8"]
+ENTRY_NBYTES: Mapping[Precision, int] = {"fp32": 8, "bf16": 4, "int8": 3}  # a value and its position or offset
+CHUNK_BITS = 16  # a chunk has 65,536 elements, so that an offset in it has 16 bits
+GROUP_ENTRIES = 128  # about as many entries share a scale
+HEAD_NBYTES = 8  # two int32 at the beginning of a message
+WORD_NBYTES = 4  # messages of fixed size are whole words
 WIDEST_FACTOR = 4  # a region may be this many times wider than the mean: an owner's buffer has a fixed size
-MAX_REGION_NUMEL = 2**31 - 1  # positions within a region are sent as int32
+MAX_REGION_NUMEL = 2**31 - 1  # positions within a region are int32
 MAX_SELECTED_FACTOR = 2  # an exact exchange offers, and applies, at most this many times k values
 
 
 class Encoding(NamedTuple):
-    """How a pair is encoded: of its four 16-bit parts, those from ``first`` up to (not including) ``last`` are sent."""
+    """How pairs are encoded: ``encoding.py`` says what a message looks like.
 
-    first: int
-    last: int
+    chunks       of 65,536 elements each, in the widest region
+    groups       of elements that share a scale, in the widest region; 0 where values have none
+    group_bits   a group has 2 to the power of this many elements
+    """
+
+    precision: Precision
+    chunks: int
+    groups: int
+    group_bits: int
 
     @property
     def rounds(self) -> bool:
-        """Whether values are rounded to bfloat16."""
-        return self.first > 0
+        """Whether values are rounded."""
+        return self.precision != "fp32"
 
     @property
-    def pair_nbytes(self) -> int:
+    def entry_nbytes(self) -> int:
         """Bytes of one pair in a message."""
-        return 2 * (self.last - self.first)
+        return ENTRY_NBYTES[self.precision]
+
+    @property
+    def table_nbytes(self) -> int:
+        """Bytes of what comes before the entries: where each chunk but the first begins, and a scale per group."""
+        return 4 * (self.chunks - 1) + 2 * self.groups if self.rounds else 0
+
+    def body_nbytes(self, entries: int) -> int:
+        """Bytes of a message with this many entries, without its head."""
+        return self.table_nbytes + entries * self.entry_nbytes
 
 
-FP32 = Encoding(0, 4)
+FP32 = Encoding("fp32", 1, 0, 0)
 
 
-def encoding_for(precision: Precision, widest_region_numel: int) -> Encoding:
-    """The encoding of fewest bytes for values of this precision and regions of at most this width."""
+def encoding_for(precision: Precision, widest_region_numel: int, density: float) -> Encoding:
+    """The encoding for regions of at most this width, of whose elements a share of ``density`` is sent."""
     if precision == "fp32":
         return FP32
-    return Encoding(1, 3 if widest_region_numel <= NARROW_NUMEL else 4)
+    chunks = -(-widest_region_numel // (1 << CHUNK_BITS))
+    if precision == "bf16":
+        return Encoding(precision, chunks, 0, 0)
+    group_bits = min(CHUNK_BITS, int(GROUP_ENTRIES / density).bit_length() - 1)
+    return Encoding(precision, chunks, -(-widest_region_numel // (1 << group_bits)), group_bits)
 
 
 def widest_numel(numel: int, ranks: int) -> int:
@@ -56,7 +80,7 @@ class Sizes(NamedTuple):
 
     k             values to select per step
     capacity      slots for pairs in a message of fixed size
-    encoding      how a pair is encoded
+    encoding      how pairs are encoded
     selects_all   k is the whole bucket
     """
 
@@ -71,14 +95,15 @@ class Sizes(NamedTuple):
         widest = widest_numel(numel, ranks)
         k = min(numel, max(1, round(density * numel)))
         slots = -(-numel // ranks) if k == numel else min(widest, -(-round(options.capacity_factor * k) // ranks))
-        encoding = encoding_for(options.wire, widest)
-        slots += slots * encoding.pair_nbytes % 4 // 2  # whole words, because kernels count in the messages' heads
+        encoding = encoding_for(options.wire, widest, k / numel)
+        while encoding.body_nbytes(slots) % WORD_NBYTES:
+            slots += 1
         return cls(k, slots, encoding, k == numel)
 
     @property
     def message_nbytes(self) -> int:
         """Bytes of one message of fixed size: to each other rank, once in the all-to-all, once in the all-gather."""
-        return HEAD_NBYTES + self.capacity * self.encoding.pair_nbytes
+        return HEAD_NBYTES + self.encoding.body_nbytes(self.capacity)
 
     @property
     def max_selected(self) -> int:

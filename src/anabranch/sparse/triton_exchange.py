@@ -1,9 +1,11 @@
 """The exchange of fixed-size messages with Triton kernels: what ``fixed.py`` does, in a dozen launches.
 
-    offer     reset messages; sample, threshold; offer            then the all-to-all
+    offer     reset rows; sample, threshold; offer                then the all-to-all
     reduce    add, collect; sample, threshold; select sums        then the all-gather
     finish    accumulate, apply, subtract applied; record step
 
+All these work on rows of pairs, which are the messages if values travel in float32. Where values are rounded, rows are
+packed into smaller messages before they are sent, and unpacked when they arrive: passes over the selected values alone.
 Messages and results are those of the torch operations, except for the order of pairs, the order of float32 additions,
 and which pairs find a slot where there are too few. Until ``finish`` neither gradient nor residual changes, so a step
 that is poisoned, or breaks off, has nothing to undo.
@@ -15,14 +17,15 @@ import triton
 from anabranch.comm.communicator import Communicator
 from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import thresholds
-from anabranch.sparse.kernels import message, step, threshold
+from anabranch.sparse.kernels import message, packing, step, threshold
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.phases import rebalance_regions, region_buffer
+from anabranch.sparse.phases import rebalance_regions, region_buffer, sum_limit
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
 
 BLOCK, WARPS = 4096, 4  # of passes over all elements: 32 per thread, so that many loads are in flight
 PAIRS = 512  # block of passes over pairs
+TABLE = 1024  # block of the program that writes the tables of a message
 CHUNK, CHUNK_WARPS = 16384, 32  # of the one program that finds a sample's threshold
 MAX_SAMPLE_NUMEL = 2**18  # for larger samples torch.topk is faster than one program
 
@@ -34,6 +37,7 @@ def triton_exchange(
     divisor: float,
     density: float,
     options: OkTopk,
+    dtype: torch.dtype = torch.float32,
 ) -> Steps:
     """``oktopk.exchange`` at this density, with the messages of ``fixed_exchange``. Not for deterministic runs."""
     work = TritonStep(gradient, state, comm, Sizes.of(len(gradient), comm.size, density, options))
@@ -42,11 +46,11 @@ def triton_exchange(
     work.offer()
     received = torch.empty_like(work.sent)
     yield comm.all_to_all(received, work.sent, "split")
-    record_stream(work.message_words, work.rounding_error, received)
-    work.reduce(received)
+    record_stream(*work.kept, received)
+    work.reduce(received, sum_limit(dtype, divisor))
     everyone = torch.empty(comm.size, work.part.shape[1], dtype=torch.uint8, device=gradient.device)
     yield comm.all_gather(everyone, work.part, "gather")
-    record_stream(work.message_words, work.rounding_error, everyone)
+    record_stream(*work.kept, everyone)
     work.finish(everyone, divisor)
     state.step += 1
     state.fresh = False
@@ -55,9 +59,9 @@ def triton_exchange(
 class TritonStep:
     """One step of one bucket on one rank: its messages, and the launches between them.
 
-    ``message_words`` is the memory of all messages: a row to each owner (``sent``), one to everyone (``part``), and a
-    counter. ``region_buffer`` is where this owner adds: zeros of its own, or the gradient's memory where gradients
-    were accumulated in place and left it zero.
+    ``row_words`` is the memory of all rows of pairs: one to each owner, one to everyone, and a counter. ``sent`` and
+    ``part`` are the messages: the rows themselves, or packed. ``region_buffer`` is where this owner adds: zeros of its
+    own, or the gradient's memory where gradients were accumulated in place and left it zero.
     """
 
     def __init__(self, gradient: torch.Tensor, state: BucketState, comm: Communicator, sizes: Sizes) -> None:
@@ -69,19 +73,26 @@ class TritonStep:
         self.region_buffer = (
             gradient if state.accumulates_in_place else region_buffer(len(gradient), comm, gradient.device)
         )
-        self.row_words = sizes.message_nbytes // 4
-        rows = self.ranks + 1
-        self.message_words = torch.empty(rows * self.row_words + 1, dtype=torch.int32, device=gradient.device)
-        messages = self.message_words[:-1].view(torch.uint8).view(rows, -1)
-        self.sent, self.part = messages[:-1], messages[-1:]
-        self.counter = self.message_words[-1:]
-        self.rounding_error = torch.empty(
-            sizes.capacity if sizes.encoding.rounds else 0, dtype=torch.float32, device=gradient.device
+        device, rows, rounds = gradient.device, self.ranks + 1, sizes.encoding.rounds
+        self.words_per_row = 2 * (sizes.capacity + 1)
+        self.row_words = torch.empty(rows * self.words_per_row + 1, dtype=torch.int32, device=device)
+        self.sent_rows, self.part_row, self.counter = self.row_words.split(
+            [self.ranks * self.words_per_row, self.words_per_row, 1]
         )
-        self.encoding = {"first": sizes.encoding.first, "last": sizes.encoding.last}
+        self.messages = (
+            torch.empty(rows, sizes.message_nbytes, dtype=torch.uint8, device=device) if rounds
+            else self.row_words[:-1].view(torch.uint8).view(rows, -1)
+        )  # fmt: skip
+        self.sent, self.part = self.messages[:-1], self.messages[-1:]
+        self.rounding_error = torch.empty(sizes.capacity if rounds else 0, dtype=torch.float32, device=device)
         self.rows = triton.next_power_of_2(self.ranks)
-        grid = triton.cdiv(self.row_words, 1024), rows
-        message.reset[grid](self.message_words, self.counter, self.row_words, block=1024)
+        grid = triton.cdiv(self.words_per_row, 1024), rows
+        message.reset[grid](self.row_words, self.counter, self.words_per_row, block=1024)
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What is needed from one part of the step to the next."""
+        return self.row_words, self.messages, self.rounding_error
 
     def local_threshold(self) -> None:
         """``state.local_threshold`` ← about the k-th largest magnitude of residual + gradient, from a sample."""
@@ -101,31 +112,38 @@ class TritonStep:
         """Pack what passes the local threshold into ``sent``."""
         step.offer[(triton.cdiv(len(self.gradient), BLOCK),)](
             self.gradient, self.state.residual, self.state.local_threshold, self.state.boundaries,
-            *self._views(self.sent), len(self.gradient), self.ranks, self.sizes.capacity, self.row_words,
-            **self.encoding, rows=self.rows, block=BLOCK, num_warps=WARPS,
+            *_views(self.sent_rows), len(self.gradient), self.ranks, self.sizes.capacity, self.words_per_row,
+            rows=self.rows, block=BLOCK, num_warps=WARPS,
         )  # fmt: skip
+        if self.sizes.encoding.rounds:
+            self._pack(self.sent_rows, self.sent)
 
-    def reduce(self, received: torch.Tensor) -> None:
-        """Add what arrived, and pack the sums that pass this owner's threshold into ``part``."""
+    def reduce(self, received: torch.Tensor, limit: float) -> None:
+        """Add what arrived, and pack the sums that pass this owner's threshold into ``part``.
+
+        A sum that is not below ``limit`` poisons the step.
+        """
         capacity, most = self.sizes.capacity, self.ranks * self.sizes.capacity
         sums, positions = torch.empty(2, most, dtype=torch.int32, device=received.device)
-        heads, pairs = self._views(received)
+        heads, pairs = self._unpack(received)
         buffer = self.region_buffer
-        step.add[self._grid](pairs, buffer, capacity, **self.encoding, block=PAIRS)
+        step.add[self._grid](pairs, buffer, capacity, block=PAIRS)
         step.collect[self._grid](
-            pairs, buffer.view(torch.int32), self.counter, sums, positions, capacity, **self.encoding, block=PAIRS
-        )
-        self._owner_threshold(sums)
-        head, pairs = self._views(self.part)
-        step.select_sums[(triton.cdiv(most, PAIRS),)](
-            sums, positions, self.counter, heads, self.state.threshold_bias, head, pairs, self.rounding_error,
-            self.ranks, capacity, self.row_words, **self.encoding, rows=self.rows, block=PAIRS,
+            pairs, buffer.view(torch.int32), self.counter, sums, positions, capacity, block=PAIRS
         )  # fmt: skip
+        self._owner_threshold(sums)
+        head, pairs = _views(self.part_row)
+        step.select_sums[(triton.cdiv(most, PAIRS),)](
+            sums, positions, self.counter, heads, self.state.threshold_bias, head, pairs, limit,
+            self.ranks, capacity, self.words_per_row, rows=self.rows, block=PAIRS,
+        )  # fmt: skip
+        if self.sizes.encoding.rounds:
+            self._pack(self.part_row, self.part, keeps_error=True)
 
     def _owner_threshold(self, sums: torch.Tensor) -> None:
-        """The second word of ``part`` ← the threshold of this owner's share of k among its sums."""
+        """The second word of ``part_row`` ← the threshold of this owner's share of k among its sums."""
         if self.sizes.selects_all:
-            return  # a reset message has 0 there
+            return  # a reset row has 0 there
         numel, share = len(sums), -(-self.sizes.k // self.ranks)
         if share >= numel:
             return
@@ -135,23 +153,23 @@ class TritonStep:
         threshold.sample_sums[(len(seen) // PAIRS,)](
             sums, self.counter, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS
         )
-        kth_magnitude(seen, thresholds.sample_rank(numel, share), self._views(self.part)[0][1].view(torch.float32))
+        kth_magnitude(seen, thresholds.sample_rank(numel, share), self.part_row[1].view(torch.float32))
 
     def finish(self, everyone: torch.Tensor, divisor: float) -> None:
         """Write gradient and residual after the step, and record the step in the state."""
         state, numel, capacity = self.state, len(self.gradient), self.sizes.capacity
-        heads, pairs = self._views(everyone)
-        common = {"ranks": self.ranks, "row_words": self.row_words, "rows": self.rows}
-        on_pairs = {"capacity": capacity, "block": PAIRS, **common, **self.encoding}
+        heads, pairs = self._unpack(everyone)
+        common = {"ranks": self.ranks, "row_words": self.words_per_row, "rows": self.rows}
+        on_pairs = {"capacity": capacity, "block": PAIRS, **common}
         step.accumulate[(triton.cdiv(numel, BLOCK),)](
             heads, self.gradient, state.residual, numel, **common, block=BLOCK, num_warps=WARPS
         )
         applied = self.gradient.view(torch.int32)
         step.apply[self._grid](heads, pairs, state.boundaries, applied, divisor, **on_pairs)
-        sent_heads, sent_pairs = self._views(self.sent)
+        sent_heads, sent_pairs = _views(self.sent_rows)
         step.subtract_applied[self._grid](heads, sent_pairs, state.boundaries, applied, state.residual, **on_pairs)
         if self.sizes.encoding.rounds:
-            _, own = self._views(self.part)
+            _, own = _views(self.part_row)
             start = state.boundaries[self.rank :]
             step.keep_rounding_error[self._grid[:1]](heads, own, self.rounding_error, start, state.residual, **on_pairs)
         step.record_step[(1,)](
@@ -167,10 +185,45 @@ class TritonStep:
     def _grid(self) -> tuple[int, int]:
         return triton.cdiv(self.sizes.capacity, PAIRS), self.ranks
 
-    def _views(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory of messages as the kernels need it: as int32 for heads, and as int64 or int16 for pairs."""
-        flat = messages.view(-1)
-        return flat.view(torch.int32), flat.view(torch.int16 if self.sizes.encoding.rounds else torch.int64)
+    def _pack(self, rows: torch.Tensor, messages: torch.Tensor, keeps_error: bool = False) -> None:
+        """``messages`` ← rows of pairs, encoded; in the rows, values ← as they will be decoded."""
+        encoding, capacity, number = self.sizes.encoding, self.sizes.capacity, len(messages)
+        sizes = [number * encoding.chunks, number * encoding.groups]
+        counts, largest = torch.zeros(sum(sizes), dtype=torch.int32, device=rows.device).split(sizes)
+        orders = torch.empty(number * capacity, dtype=torch.int32, device=rows.device)
+        heads, pairs = _views(rows)
+        words, halves, raw = (messages.view(-1).view(dtype) for dtype in (torch.int32, torch.int16, torch.uint8))
+        table = {"capacity": capacity, "chunks": encoding.chunks, "groups": encoding.groups}
+        grouped = {**table, "group_bits": encoding.group_bits, "block": PAIRS}
+        scaled = {"scaled": encoding.groups > 0, "enable_fp_fusion": False}
+        grid, row_words = (self._grid[0], number), len(words) // number
+        packing.count[grid](pairs, orders, counts, largest, **grouped, **scaled)
+        packing.tables[(number,)](
+            heads, counts, largest, words, halves, row_words=row_words, **table, **scaled, block=TABLE
+        )  # fmt: skip
+        packing.entries[grid](
+            pairs, orders, counts, largest, words, raw, self.rounding_error, row_words=row_words,
+            keeps_error=keeps_error, **grouped, **scaled,
+        )  # fmt: skip
+
+    def _unpack(self, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The views of rows of pairs from such messages, one from each rank."""
+        encoding, capacity = self.sizes.encoding, self.sizes.capacity
+        if not encoding.rounds:
+            return _views(messages.view(-1).view(torch.int32))
+        rows = torch.empty(self.ranks * self.words_per_row, dtype=torch.int32, device=messages.device)
+        words, halves, raw = (messages.view(-1).view(dtype) for dtype in (torch.int32, torch.int16, torch.uint8))
+        packing.unpack[self._grid](
+            words, halves, raw, *_views(rows), capacity, encoding.chunks, encoding.groups, encoding.group_bits,
+            len(words) // self.ranks, (encoding.chunks - 1).bit_length(), scaled=encoding.groups > 0, block=PAIRS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        return _views(rows)
+
+
+def _views(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory of rows (int32) as the kernels need it: for heads, and as int64 for pairs."""
+    return rows, rows.view(torch.int64)
 
 
 def kth_magnitude(seen: torch.Tensor, rank: int, found: torch.Tensor) -> None:

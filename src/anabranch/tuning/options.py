@@ -144,5 +144,5 @@ class TuningOptions:
                     raise PlanError(
                         f"the plan sends {bucket.names[0]} ({', '.join(map(str, dtypes))}) by {bucket.collective!r}: "
                         f"expected one of {known}"
-                        + ("; sparse kinds are for float32 alone" if ":" in bucket.collective else "")
+                        + ("; sparse kinds are for float32, bfloat16 and float16" if ":" in bucket.collective else "")
                     )

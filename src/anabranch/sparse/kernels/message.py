@@ -1,10 +1,9 @@
-"""Messages in Triton: how kernels load and store pairs, and count them in the message's own head."""
+"""Rows of pairs in Triton: how kernels load and store them, and count them in the row's own head."""
 
 import triton
 import triton.language as tl
 
 MAGNITUDE = tl.constexpr(2**31 - 1)  # all bits but the sign
-INFINITE = tl.constexpr(0x7F800000)  # magnitudes from here on are not finite
 SUMMABLE_BELOW = tl.constexpr(0x757FFFFF)  # the bits of comm.dense.SUMMABLE_BELOW
 SIGN = tl.constexpr(-(2**31))
 SIZES = [
@@ -15,47 +14,24 @@ SIZES = [
     "row_words",
     "wanted",
     "shift",
+    "chunks",
+    "groups",
+    "group_bits",
 ]  # arguments that kernels are not specialised for: one compilation serves all sizes
-HALVES = tl.constexpr(4)  # a head, in int16
 
 
 @triton.jit
-def round_bits(bits):
-    """A finite float32's bits rounded to bfloat16, ties to even. In integers, so every compiler gives the same bits."""
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+def store_pairs(pairs, row, slot, bits, position, mask, capacity):
+    """Store pairs; ``pairs`` is the rows' memory as int64."""
+    low = bits.to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.store(pairs + row * (capacity + 1) + 1 + slot, (position.to(tl.int64) << 32) | low, mask=mask)
 
 
 @triton.jit
-def store_pairs(pairs, row, slot, bits, position, mask, capacity, first: tl.constexpr, last: tl.constexpr):
-    """Store pairs; ``pairs`` is the messages' memory as int64 (float32 values) or int16 (rounded values)."""
-    if first == 0:
-        low = bits.to(tl.uint32, bitcast=True).to(tl.int64)
-        tl.store(pairs + row * (capacity + 1) + 1 + slot, (position.to(tl.int64) << 32) | low, mask=mask)
-    else:
-        at = pairs + row * (HALVES + capacity * (last - first)) + HALVES + slot.to(tl.int64) * (last - first)
-        tl.store(at, (bits >> 16).to(tl.int16), mask=mask)
-        tl.store(at + 1, position.to(tl.int16), mask=mask)
-        if last == 4:
-            tl.store(at + 2, (position >> 16).to(tl.int16), mask=mask)
-
-
-@triton.jit
-def load_pairs(pairs, row, slot, capacity, first: tl.constexpr, last: tl.constexpr):
+def load_pairs(pairs, row, slot, capacity):
     """Bits and positions (−1: unused) of a row's slots; slots beyond the capacity read as unused."""
-    inside = slot < capacity
-    if first == 0:
-        word = tl.load(pairs + row * (capacity + 1) + 1 + slot, mask=inside, other=-1)
-        bits = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-        position = (word >> 32).to(tl.int32)
-    else:
-        at = pairs + row * (HALVES + capacity * (last - first)) + HALVES + slot.to(tl.int64) * (last - first)
-        bits = tl.load(at, mask=inside, other=0).to(tl.int32) << 16
-        low = tl.load(at + 1, mask=inside, other=-1).to(tl.int32) & 0xFFFF
-        if last == 4:
-            position = (tl.load(at + 2, mask=inside, other=-1).to(tl.int32) << 16) | low
-        else:
-            position = tl.where(low == 0xFFFF, -1, low)
-    return bits, position
+    word = tl.load(pairs + row * (capacity + 1) + 1 + slot, mask=slot < capacity, other=-1)
+    return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True), (word >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -67,20 +43,20 @@ def reserve_slots(counter, counts):
 
 @triton.jit
 def least_count(heads, ranks, row_words, rows: tl.constexpr):
-    """The smallest of the messages' counts: negative if any message is poisoned."""
+    """The smallest of the rows' counts: negative if any is poisoned."""
     row = tl.arange(0, rows)
     return tl.min(tl.load(heads + row.to(tl.int64) * row_words, mask=row < ranks, other=0))
 
 
 @triton.jit
 def valid_pairs(heads, position, ranks, row_words, rows: tl.constexpr):
-    """Which slots hold a valid pair: those in use, and none if any message is poisoned."""
+    """Which slots hold a valid pair: those in use, and none if any row is poisoned."""
     return tl.where(least_count(heads, ranks, row_words, rows) < 0, -1, position) >= 0
 
 
 @triton.jit(do_not_specialize=SIZES)
 def reset(words, counter, row_words, block: tl.constexpr):
-    """Empty messages: heads 0 and pairs −1 in every row; ``counter`` ← 0."""
+    """Empty rows: heads 0 and pairs −1; ``counter`` ← 0."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     row = tl.program_id(1)
     tl.store(words + row.to(tl.int64) * row_words + at, tl.where(at < 2, 0, -1), mask=at < row_words)

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from anabranch.sparse.kernels.message import (
-    INFINITE,
     MAGNITUDE,
     SIGN,
     SIZES,
@@ -12,7 +11,6 @@ from anabranch.sparse.kernels.message import (
     least_count,
     load_pairs,
     reserve_slots,
-    round_bits,
     store_pairs,
     valid_pairs,
 )
@@ -45,7 +43,7 @@ def bit_count(word):
 @triton.jit(do_not_specialize=SIZES)
 def offer(
     gradient, residual, threshold, boundaries, heads, pairs, numel, ranks, capacity, row_words,
-    first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Pack what passes, as ``select.offer`` does, without accumulating: eight bytes per element are read.
 
@@ -77,9 +75,8 @@ def offer(
             new = tl.load(gradient + at, mask=there, other=0.0)
             worst = tl.maximum(worst, new.to(tl.int32, bitcast=True) & MAGNITUDE)
             bits = (tl.load(residual + at, mask=there, other=0.0) + new).to(tl.int32, bitcast=True)
-            value = bits if first == 0 else round_bits(bits)
             stored = there & (slot < capacity)
-            store_pairs(pairs, message, slot, value, at - begin.to(tl.int32), stored, capacity, first, last)
+            store_pairs(pairs, message, slot, bits, at - begin.to(tl.int32), stored, capacity)
             slot += 1
             word = word & (word - 1)
     if tl.max(worst) >= SUMMABLE_BELOW:
@@ -87,20 +84,18 @@ def offer(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def add(pairs, buffer, capacity, first: tl.constexpr, last: tl.constexpr, block: tl.constexpr):
+def add(pairs, buffer, capacity, block: tl.constexpr):
     """buffer[position] += value, in any order. Subnormal sums become 0, so they are not applied and stay residuals."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
-    bits, position = load_pairs(pairs, tl.program_id(1).to(tl.int64), slot, capacity, first, last)
+    bits, position = load_pairs(pairs, tl.program_id(1).to(tl.int64), slot, capacity)
     tl.atomic_add(buffer + position, bits.to(tl.float32, bitcast=True), mask=position >= 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=SIZES)
-def collect(
-    pairs, buffer, counter, sums, positions, capacity, first: tl.constexpr, last: tl.constexpr, block: tl.constexpr
-):
+def collect(pairs, buffer, counter, sums, positions, capacity, block: tl.constexpr):
     """List each position's sum once, as bits and position: the first lane to read a sum leaves 0 in the buffer."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
-    _, position = load_pairs(pairs, tl.program_id(1).to(tl.int64), slot, capacity, first, last)
+    _, position = load_pairs(pairs, tl.program_id(1).to(tl.int64), slot, capacity)
     there = position >= 0
     bits = tl.atomic_xchg(buffer + position, tl.zeros([block], tl.int32), mask=there, sem="relaxed")
     there = there & ((bits & MAGNITUDE) != 0)
@@ -109,10 +104,10 @@ def collect(
     tl.store(positions + at, position, mask=there)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=[*SIZES, "limit"])
 def select_sums(
-    sums, positions, counter, received, threshold_bias, head, pairs, rounding_error, ranks, capacity, row_words,
-    first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+    sums, positions, counter, received, threshold_bias, head, pairs, limit, ranks, capacity, row_words,
+    rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Pack the sums that pass, as ``select.select_sums`` does.
 
@@ -122,20 +117,17 @@ def select_sums(
     inside = at < tl.load(counter)
     bits = tl.load(sums + at, mask=inside, other=0)
     position = tl.load(positions + at, mask=inside, other=-1)
-    poisoned = tl.max(bits & MAGNITUDE) >= INFINITE
+    largest = tl.max(bits & MAGNITUDE).to(tl.float32, bitcast=True)
+    poisoned = (largest < limit) == 0  # also if it is NaN
     if tl.program_id(0) == 0:
         poisoned = poisoned | (least_count(received, ranks, row_words, rows) < 0)
     if poisoned:
         tl.atomic_or(head, SIGN)
     found = tl.load(head + 1).to(tl.float32, bitcast=True) * tl.exp(tl.load(threshold_bias))
-    value = bits if first == 0 else round_bits(bits)
-    chosen = ((bits & MAGNITUDE) >= found.to(tl.int32, bitcast=True)) & ((value & MAGNITUDE) != 0)
+    size = bits & MAGNITUDE
+    chosen = (size >= found.to(tl.int32, bitcast=True)) & (size != 0)
     slot = reserve_slots(head, chosen.to(tl.int32)) - 1
-    stored = chosen & (slot < capacity)
-    store_pairs(pairs, 0, slot, value, position, stored, capacity, first, last)
-    if first > 0:
-        lost = bits.to(tl.float32, bitcast=True) - value.to(tl.float32, bitcast=True)
-        tl.store(rounding_error + slot, lost, mask=stored)
+    store_pairs(pairs, 0, slot, bits, position, chosen & (slot < capacity), capacity)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -161,12 +153,15 @@ def accumulate(heads, gradient, residual, numel, ranks, row_words, rows: tl.cons
 @triton.jit(do_not_specialize=SIZES)
 def apply(
     heads, pairs, boundaries, gradient, divisor, ranks, capacity, row_words,
-    first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """gradient (as int32) ← gathered values / divisor; −0 where that underflows, so ``subtract_applied`` sees it."""
+    """gradient (as int32) ← gathered values / divisor; −0 where that underflows, so ``subtract_applied`` sees it.
+
+    A value that rounding has made 0 is not applied.
+    """
     row = tl.program_id(1).to(tl.int64)
-    bits, position = load_pairs(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
-    applied = valid_pairs(heads, position, ranks, row_words, rows)
+    bits, position = load_pairs(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity)
+    applied = valid_pairs(heads, position, ranks, row_words, rows) & ((bits & MAGNITUDE) != 0)
     value = bits.to(tl.float32, bitcast=True)
     new = tl.div_rn(value, tl.zeros_like(value) + divisor).to(tl.int32, bitcast=True)
     new = tl.where((new & MAGNITUDE) == 0, SIGN, new)
@@ -176,11 +171,11 @@ def apply(
 @triton.jit(do_not_specialize=SIZES)
 def subtract_applied(
     heads, pairs, boundaries, gradient, residual, ranks, capacity, row_words,
-    first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """residual ← residual − what this rank offered, where the gradient (as int32) shows that it was applied."""
     row = tl.program_id(1).to(tl.int64)
-    bits, position = load_pairs(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity, first, last)
+    bits, position = load_pairs(pairs, row, tl.program_id(0) * block + tl.arange(0, block), capacity)
     offered = valid_pairs(heads, position, ranks, row_words, rows)
     at = tl.load(boundaries + row) + position
     offered = offered & (tl.load(gradient + at, mask=offered, other=0) != 0)
@@ -191,11 +186,11 @@ def subtract_applied(
 @triton.jit(do_not_specialize=SIZES)
 def keep_rounding_error(
     heads, pairs, rounding_error, start, residual, ranks, capacity, row_words,
-    first: tl.constexpr, last: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Add the rounding error of an owner's packed sums to its residual."""
     slot = tl.program_id(0) * block + tl.arange(0, block)
-    _, position = load_pairs(pairs, 0, slot, capacity, first, last)
+    _, position = load_pairs(pairs, 0, slot, capacity)
     kept = valid_pairs(heads, position, ranks, row_words, rows)
     at = tl.load(start) + position
     new = tl.load(residual + at, mask=kept, other=0.0) + tl.load(rounding_error + slot, mask=kept, other=0.0)

@@ -1,4 +1,4 @@
-"""Words and messages that each rank sent and received: the measure by which sparse exchanges are compared."""
+"""Bytes and messages that each rank sent and received: the measure by which sparse exchanges are compared."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -6,12 +6,11 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-WORD_NBYTES = 4
 FloatArray = npt.NDArray[np.float64]
 
 
-class WordCounts:
-    """Words of 4 bytes and messages, per rank and phase. What a rank keeps for itself is not counted.
+class ByteCounts:
+    """Bytes and messages, per rank and phase. What a rank keeps for itself is not counted.
 
     Collectives count as their usual algorithms send them: an all-to-all directly, an all-gather around the ring (a rank
     passes on everything except its successor's own part), an all-reduce twice around the ring.
@@ -29,11 +28,11 @@ class WordCounts:
         return list(self._sent)
 
     def sent(self, phases: Iterable[str] | None = None) -> FloatArray:
-        """Words sent by each rank, in these phases or in all."""
+        """Bytes sent by each rank, in these phases or in all."""
         return self._total(self._sent, phases)
 
     def received(self, phases: Iterable[str] | None = None) -> FloatArray:
-        """Words received by each rank."""
+        """Bytes received by each rank."""
         return self._total(self._received, phases)
 
     def messages(self, phases: Iterable[str] | None = None) -> FloatArray:
@@ -41,7 +40,7 @@ class WordCounts:
         return self._total(self._messages, phases)
 
     def volume(self, phases: Iterable[str] | None = None) -> float:
-        """The most words that any rank sent, or received: links are full duplex, so the larger of the two counts."""
+        """The most bytes that any rank sent, or received: links are full duplex, so the larger of the two counts."""
         wanted = None if phases is None else list(phases)
         return float(np.maximum(self.sent(wanted), self.received(wanted)).max(initial=0.0))
 
@@ -52,7 +51,7 @@ class WordCounts:
 
     def add_pairs(self, phase: str, nbytes: FloatArray) -> None:
         """Messages of ``nbytes[i, j]`` from rank i to rank j, sent directly."""
-        between = nbytes / WORD_NBYTES
+        between = nbytes.copy()
         np.fill_diagonal(between, 0.0)
         self._sent[phase] += between.sum(axis=1)
         self._received[phase] += between.sum(axis=0)
@@ -60,16 +59,15 @@ class WordCounts:
 
     def add_ring_gather(self, phase: str, nbytes: FloatArray) -> None:
         """An all-gather around a ring; the part of rank i has ``nbytes[i]``."""
-        words = nbytes / WORD_NBYTES
-        self._sent[phase] += words.sum() - np.roll(words, -1)
-        self._received[phase] += words.sum() - words
+        self._sent[phase] += nbytes.sum() - np.roll(nbytes, -1)
+        self._received[phase] += nbytes.sum() - nbytes
         self._messages[phase] += self.size - 1
 
     def add_ring_reduce(self, phase: str, nbytes: float) -> None:
         """An all-reduce of ``nbytes`` around a ring."""
-        words = 2 * (nbytes / WORD_NBYTES) * (self.size - 1) / self.size
-        self._sent[phase] += words
-        self._received[phase] += words
+        passed_on = 2 * nbytes * (self.size - 1) / self.size
+        self._sent[phase] += passed_on
+        self._received[phase] += passed_on
         self._messages[phase] += 2 * (self.size - 1)
 
     @staticmethod
