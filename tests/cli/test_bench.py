@@ -34,7 +34,10 @@ def test_without_ranks_it_says_how_to_get_them(capsys: pytest.CaptureFixture[str
         (["--trace", "resnet50", "--lanes", "0"], "--lanes is '0': expected positive numbers"),
         (["--trace", "resnet50", "--lanes", "2.5"], "--lanes is '2.5': expected whole numbers from 1 to"),
         (["--trace", "resnet50", "--lanes", "inf"], "--lanes is 'inf': expected positive numbers"),
-        (["--trace", "resnet50", "--compress", "zip"], "--compress is 'zip': expected bf16, int8, int4, oktopk"),
+        (
+            ["--trace", "resnet50", "--compress", "zip"],
+            "--compress is 'zip': expected bf16, int8, int4, auto",
+        ),
         (["--trace", "resnet50", "--compress", "gtopk"], "--compress is 'gtopk': expected a density in (0, 1]"),
         (["--trace", "resnet50", "--model", "resnet50"], "run them apart"),
         (["--trace", "resnet50", "--report", "/nowhere/report.md"], "/nowhere: no such folder"),

@@ -7,8 +7,8 @@ import pytest
 from anabranch import plan, save, simulate
 from anabranch.cli import network_text
 from anabranch.cli.main import main
+from anabranch.planners.compressed import compressed_if_faster
 from anabranch.planners.fixed import HOROVOD_CAP_NBYTES
-from anabranch.planners.sparse import sparse_if_faster
 from anabranch.scaling.compression import priced
 from anabranch.sim import lower_bound_s
 from cli.nouns import RING, error_of, json_of, measured, small_trace, trace_file
@@ -43,7 +43,7 @@ def test_every_way_to_compress_is_priced(tmp_path: Path, capsys: pytest.CaptureF
     assert list(rows) == ["bf16", "int8", "int4", "oktopk:0.01"]
     trace, network = small_trace(), priced(network_text.network(RING), rows)
     for name, row in rows.items():
-        expected = simulate(trace, sparse_if_faster(trace, network, [name]), network)
+        expected = simulate(trace, compressed_if_faster(trace, network, name), network)
         assert row["iteration_s"] == expected.iteration_s and row["speedup"] > 1
     assert rows["bf16"]["iteration_s"] > rows["int8"]["iteration_s"] > rows["int4"]["iteration_s"]
     assert document["best"] in ROWS  # of what sends everything in full

@@ -50,6 +50,6 @@ def largest_batches(
 
 def _mode(compression: Compression) -> tuple[str, float]:
     """The mode whose memory a strategy needs, and the highest density that it may choose; 1 if it has none."""
-    density = density_of(compression.kinds[-1])
+    density = max((density_of(kind) or 0.0 for kind in compression.kinds), default=0.0)
     way = Way(OKTOPK if density else compression.kinds[0], compression.lean)
     return next(mode for mode, known in WAYS.items() if known == way), density or 1.0

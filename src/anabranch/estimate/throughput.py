@@ -7,7 +7,7 @@ from anabranch.alpha_beta import AlphaBeta
 from anabranch.estimate.account import DDP, NAIVE, OKTOPK, WAYS
 from anabranch.network import Network
 from anabranch.planners import by_bytes
-from anabranch.planners.sparse import sparse_if_faster
+from anabranch.planners.compressed import compressed_if_faster
 from anabranch.scaling.compression import dense_only, priced
 from anabranch.scaling.sweep import recorded_batch
 from anabranch.sim import finish_s
@@ -79,4 +79,4 @@ def naive_s(numel: int, network: Network, density: float) -> float:
 
 def _compressed_s(trace: Trace, network: Network, kind: str) -> float:
     here = priced(network, [kind])
-    return finish_s(trace, sparse_if_faster(trace, here, [kind], dense_only(trace)), here)
+    return finish_s(trace, compressed_if_faster(trace, here, kind, dense_only(trace)), here)

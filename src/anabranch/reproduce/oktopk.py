@@ -7,7 +7,7 @@ from typing import NamedTuple
 from anabranch import planners
 from anabranch.alpha_beta import AlphaBeta
 from anabranch.network import Network
-from anabranch.planners.sparse import sparse_if_faster
+from anabranch.planners.compressed import compressed_if_faster
 from anabranch.reproduce.measurements import measurements
 from anabranch.reproduce.oktopk_counts import DENSITY, FIXED, NUMEL, RANKS, WORD_NBYTES, selected_count, words_sent
 from anabranch.reproduce.stand_in import StandIn, bundled
@@ -143,7 +143,7 @@ def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
 def _planned(trace: Trace, network: Network) -> float:
     """How many times as fast as the exact dense plan a step with sparse buckets is."""
     network = exchange_of(DENSITY).priced(network)
-    dense, sparse = planners.optimal(trace, network), sparse_if_faster(trace, network, [kind_of(DENSITY)])
+    dense, sparse = planners.optimal(trace, network), compressed_if_faster(trace, network, kind_of(DENSITY))
     return (trace.forward_s + finish_s(trace, dense, network)) / (trace.forward_s + finish_s(trace, sparse, network))
 
 

@@ -6,23 +6,27 @@ from functools import partial
 from typing import NamedTuple
 
 from anabranch.exchange_cost import BETWEEN_NODES, Exchange
+from anabranch.fidelity import LADDER, error_of
 from anabranch.kinds import COMPRESSED, DENSE
 from anabranch.network import Network
-from anabranch.planners.sparse import sparse_if_faster
+from anabranch.planners.compressed import compressed_if_faster
+from anabranch.planners.ladder import least_lossy
 from anabranch.quantised.cost_model import exchange_of as quantised_exchange
 from anabranch.scaling.result import Kind
 from anabranch.scaling.sweep import Planner
 from anabranch.sparse.cost_model import exchange_of as sparse_exchange
-from anabranch.sparse.naming import KIND, LADDER, density_of, given_density, kind_of
+from anabranch.sparse.naming import KIND, density_of, given_density, kind_of
+from anabranch.sparse.naming import LADDER as DENSITIES
 from anabranch.trace import TensorSpec, Trace
 
+AUTO = "auto"
 LEAN = "lean"  # sends the messages of Ok-Topk, or of the kind behind the colon, from an engine that holds less memory
 
 
 class Compression(NamedTuple):
     """What the name of a strategy says, such as "int8", "oktopk:0.01@nodes" or "lean:int4".
 
-    kinds           the exchanges that it chooses from: one, or the densities of Ok-Topk from the lowest to the highest
+    kinds           the exchanges that it chooses from: one, all densities of Ok-Topk, or ("auto") all kinds
     lean            whether the Lean engine runs them
     between_nodes   whether they run between nodes alone
     """
@@ -40,24 +44,35 @@ class Compression(NamedTuple):
         kind = rest if lean and rest in COMPRESSED else what
         if kind in COMPRESSED:
             return cls((kind,), lean, between_nodes)
+        if what == AUTO:
+            return cls(LADDER[1:], between_nodes=between_nodes)
         if family not in (KIND, LEAN):
             raise ValueError(
-                f"--compress is {name!r}: expected {', '.join(COMPRESSED)}, {KIND} (as dense as is hidden) or "
-                f"{KIND}:0.01; on Lean {LEAN}:int8, {LEAN} or {LEAN}:0.01; between nodes alone int8{BETWEEN_NODES}"
+                f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden), {', '.join(COMPRESSED)}, {KIND} "
+                f"(as dense as is hidden) or {KIND}:0.01; on Lean {LEAN}:int8, {LEAN} or {LEAN}:0.01; between nodes "
+                f"alone int8{BETWEEN_NODES}"
             )
-        return cls(tuple(map(kind_of, [given_density(what)] if rest else LADDER)), lean, between_nodes)
+        return cls(tuple(map(kind_of, [given_density(what)] if rest else DENSITIES)), lean, between_nodes)
 
     @property
     def strategy_kind(self) -> Kind:
         """The kind of strategy that this is in a result."""
         if self.lean:
             return "lean"
-        return "quantised" if self.kinds[0] in COMPRESSED else "sparse"
+        return "quantised" if len(self.kinds) == 1 and self.kinds[0] in COMPRESSED else "sparse"
 
     @property
     def collectives(self) -> list[str]:
         """The names of ``kinds`` in the buckets of a plan."""
         return [kind + BETWEEN_NODES * self.between_nodes for kind in self.kinds]
+
+    def planner(self, dense: Sequence[str]) -> Planner:
+        """The planner that chooses among these kinds; the gradients named ``dense`` travel so."""
+        names = self.collectives
+        if len(names) == 1:
+            return partial(compressed_if_faster, collective=names[0], dense=dense)
+        errors = {DENSE: 0, **dict(zip(names, map(error_of, self.kinds), strict=True))}
+        return partial(least_lossy, errors=errors, excluded=dict.fromkeys(names, dense))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +95,7 @@ def compressed_strategies(names: Sequence[str], trace: Trace, network: Network) 
     """A strategy for each name. What exchanges compute is taken from ``network`` where they were measured there."""
     dense = dense_only(trace)
     wanted = {name: Compression.named(name) for name in names}
-    planners = {
-        name: partial(sparse_if_faster, collectives=compression.collectives, dense=dense)
-        for name, compression in wanted.items()
-    }
+    planners = {name: compression.planner(dense) for name, compression in wanted.items()}
     exchanges = exchanges_on(network, (kind for compression in wanted.values() for kind in compression.collectives))
     return CompressedStrategies(planners, exchanges, _assumptions(wanted.values(), exchanges, network))
 

@@ -9,8 +9,8 @@ from anabranch.fidelity import error_of
 from anabranch.kinds import DENSE, EVERY_ELEMENT
 from anabranch.network import Network
 from anabranch.plan import Plan
+from anabranch.planners.compressed import compressed
 from anabranch.planners.ladder import least_lossy
-from anabranch.planners.sparse import sparse
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.trace import Trace
 from anabranch.tuning.options import TuningOptions
@@ -47,11 +47,11 @@ def _compressed(
     kind = options.kinds[0]
     excluded = options.excluded.get(kind, frozenset())
     if kind in EVERY_ELEMENT:  # any bucket of any plan can use it
-        compressed = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in plain]
+        rounded = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in plain]
         if options.planner == "optimal":  # this planner can use the costs of that kind
-            compressed[0] = (compressed[0][0], planners.optimal(trace, network, collective=kind))
-        return [(label, _with_dense(plan, excluded)) for label, plan in compressed]
-    return [(kind, sparse(trace, network, kind, excluded))]
+            rounded[0] = (rounded[0][0], planners.optimal(trace, network, collective=kind))
+        return [(label, _with_dense(plan, excluded)) for label, plan in rounded]
+    return [(kind, compressed(trace, network, kind, excluded))]
 
 
 def _with_dense(plan: Plan, names: Collection[str]) -> Plan:

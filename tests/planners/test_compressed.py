@@ -1,14 +1,10 @@
-"""Sparse plans: what goes sparse, what stays dense, and how dense the sparse may be for nothing."""
+"""Plans of one compressed kind: what is compressed, and what stays dense."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from anabranch import Curve, Network, NetworkError, Plan, TensorSpec, Trace, planners
-from anabranch.planners.sparse import FREE, densest, sparse, sparse_if_faster
+from anabranch.planners.compressed import compressed, compressed_if_faster
 from anabranch.sim import finish_s
-
-LADDER = ["s:0.01", "s:0.1"]
 
 
 def network(**starts_and_slopes: tuple[float, float]) -> Network:
@@ -29,62 +25,42 @@ def kinds(plan: Plan) -> dict[str, str]:
 
 
 def test_large_buckets_go_sparse_and_small_ones_dense() -> None:
-    plan = sparse(trace(10 << 20, 100, apart_s=1.0), SLOW, "s:0.01")
+    plan = compressed(trace(10 << 20, 100, apart_s=1.0), SLOW, "s:0.01")
     assert kinds(plan) == {"t0": "s:0.01", "t1": "dense"}
 
 
 def test_gradients_that_must_stay_dense_do_and_every_gradient_travels_once() -> None:
     told = trace(10 << 20, 4096, 10 << 20, 4096)
-    plan = sparse(told, SLOW, "s:0.01", dense={"t1", "t3"}).check(told)
+    plan = compressed(told, SLOW, "s:0.01", dense={"t1", "t3"}).check(told)
     assert kinds(plan)["t1"] == kinds(plan)["t3"] == "dense" and kinds(plan)["t0"] == "s:0.01"
     ready = {tensor.name: tensor.ready_s for tensor in told.tensors}
     last = [max(ready[name] for name in bucket.names) for bucket in plan.buckets]
     assert last == sorted(last)
-    assert kinds(sparse(told, SLOW, "s:0.01", dense={"t0", "t1", "t2", "t3"})) == dict.fromkeys(ready, "dense")
+    assert kinds(compressed(told, SLOW, "s:0.01", dense={"t0", "t1", "t2", "t3"})) == dict.fromkeys(ready, "dense")
 
 
 def test_without_dense_gradients_it_is_the_exact_plan_for_that_collective() -> None:
     told = trace(*[10 << 20] * 6)
-    assert sparse(told, SLOW, "s:0.01") == planners.optimal(told, SLOW, collective="s:0.01")
-
-
-def test_what_backward_hides_is_sent_denser() -> None:
-    told = trace(10 << 20, 10 << 20, apart_s=0.2)  # 0.02 s at ten per cent, 0.1 s dense
-    plan = densest(told, SLOW, LADDER)
-    assert kinds(plan) == {"t0": "dense", "t1": "s:0.01"}  # the last gradient has nothing to hide behind
-
-
-def test_on_a_wire_bound_network_the_lowest_density_stays() -> None:
-    told = trace(*[50 << 20] * 4, apart_s=1e-4)
-    assert set(kinds(densest(told, SLOW, LADDER)).values()) == {"s:0.01"}
-
-
-@given(st.lists(st.integers(1, 20 << 20), min_size=1, max_size=8), st.floats(1e-4, 0.3))
-def test_density_never_costs_more_than_what_is_free(sizes: list[int], apart_s: float) -> None:
-    told = trace(*sizes, apart_s=apart_s)
-    lowest, chosen = sparse(told, SLOW, LADDER[0]), densest(told, SLOW, LADDER).check(told)
-    before, after = (told.forward_s + finish_s(told, plan, SLOW) for plan in (lowest, chosen))
-    assert after <= before * (1 + FREE) * (1 + 1e-9)
+    assert compressed(told, SLOW, "s:0.01") == planners.optimal(told, SLOW, collective="s:0.01")
 
 
 def test_an_unknown_collective_is_named() -> None:
     with pytest.raises(NetworkError, match="no cost for the collective 's:0\\.5'"):
-        sparse(trace(10), SLOW, "s:0.5")
+        compressed(trace(10), SLOW, "s:0.5")
 
 
 def test_sparse_where_it_gains_and_dense_where_it_does_not() -> None:
     told = trace(*[10 << 20] * 4)
-    assert sparse_if_faster(told, SLOW, ["s:0.01"], ["t1"]) == sparse(told, SLOW, "s:0.01", ["t1"])
-    assert sparse_if_faster(told, SLOW, LADDER) == densest(told, SLOW, LADDER)
+    assert compressed_if_faster(told, SLOW, "s:0.01", ["t1"]) == compressed(told, SLOW, "s:0.01", ["t1"])
     fast = network(dense=(1e-6, 1e-12), s_01=(2e-3, 1e-13))
-    assert sparse_if_faster(told, fast, ["s:0.01"]) == planners.optimal(told, fast)
+    assert compressed_if_faster(told, fast, "s:0.01") == planners.optimal(told, fast)
 
 
 def test_many_start_ups_can_cost_more_than_sparse_buckets_save() -> None:
     """Each bucket gains by itself, but what must stay dense then travels apart, with a start-up of its own."""
     told = trace(1 << 20, 1 << 20, apart_s=1e-5)
     expensive = network(dense=(1e-2, 1e-9), s_01=(9.9e-3, 1e-10))
-    assert finish_s(told, sparse(told, expensive, "s:0.01", ["t1"]), expensive) > finish_s(
+    assert finish_s(told, compressed(told, expensive, "s:0.01", ["t1"]), expensive) > finish_s(
         told, planners.optimal(told, expensive), expensive
     )
-    assert sparse_if_faster(told, expensive, ["s:0.01"], ["t1"]) == planners.optimal(told, expensive)
+    assert compressed_if_faster(told, expensive, "s:0.01", ["t1"]) == planners.optimal(told, expensive)
