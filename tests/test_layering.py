@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checks": {"errors"},
     "extras": {"errors"},
     "kinds": set(),
-    "trace": BASE,
+    "trace": {*BASE, "kinds"},
     "timeline": BASE,
     "alpha_beta": BASE,
     "curve": BASE,

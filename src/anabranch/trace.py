@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from anabranch.checks import STRICT, Meta, check_nbytes, check_positive, check_seconds, frozen_meta
+from anabranch.kinds import DENSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,14 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Size of the gradient in bytes."""
         return self.numel * self.itemsize
+
+    def cost_nbytes(self, collective: str) -> int:
+        """The size at which the curve of a collective gives this gradient's cost.
+
+        Curves of compressed kinds are those of float32 gradients. Of a 16-bit one with as many elements they send as
+        much, and compute as long.
+        """
+        return 2 * self.nbytes if self.itemsize == 2 and collective != DENSE else self.nbytes
 
     @property
     def kind(self) -> tuple[str, int]:

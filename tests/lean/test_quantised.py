@@ -20,13 +20,19 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
-def trained(rank: int, options: ab.Quantised, residuals: Any) -> dict[str, Any]:
+def plan_for(options: ab.Quantised | ab.Auto) -> ab.Plan:
+    """Two buckets of one kind; or, if all are allowed, a mix."""
+    parts: dict[tuple[str, ...], str]
+    if isinstance(options, ab.Quantised):
+        parts = {("2.bias", "2.weight"): options.kind, ("0.bias", "0.weight"): options.kind}
+    else:
+        parts = {("2.weight",): "oktopk:0.1", ("2.bias", "0.bias"): "int8", ("0.weight",): "int4"}
+    return ab.Plan(tuple(ab.Bucket(names, collective=kind) for names, kind in parts.items()))
+
+
+def trained(rank: int, options: ab.Quantised | ab.Auto, residuals: Any) -> dict[str, Any]:
     """The weights after some steps, by DataParallel and SGD, and by Lean."""
-    kind = options.kind
-    plan = ab.Plan((
-        ab.Bucket(("2.bias", "2.weight"), collective=kind),
-        ab.Bucket(("0.bias", "0.weight"), collective=kind),
-    ))  # fmt: skip
+    plan = plan_for(options)
     make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     plain = ab.DataParallel(model(), compress=options, plan=plan, profile_steps=0)
     optimizer = make(plain.parameters())
@@ -49,12 +55,13 @@ OPTIONS = [
     ab.Quantised("bf16", residual=True),
     ab.Quantised("int8", "stochastic", residual=True),
     ab.Quantised("int4", residual=False),
+    ab.Auto(),
 ]
 
 
 @pytest.mark.parametrize("residuals", ["in place", "host"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_trains_as_dataparallel(options: ab.Quantised, residuals: str) -> None:
+def test_trains_as_dataparallel(options: ab.Quantised | ab.Auto, residuals: str) -> None:
     answers = on_ranks(trained, 2, options, residuals)
     for answer in answers:
         torch.testing.assert_close(answer["lean"], answer["plain"], rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -119,6 +120,21 @@ def test_dtypes_travel_apart_and_a_dtype_that_may_use_nothing_else_travels_dense
     kinds = {name: bucket.collective for bucket in plan.buckets for name in bucket.names}
     assert {kinds[name] for name in doubles} == {"dense"}
     assert any(":" in kind for kind in kinds.values())
+
+
+def test_a_compressed_bucket_of_16_bit_gradients_costs_what_as_many_float32_values_cost() -> None:
+    wide = random_trace(random.Random(11), 9)
+    half = Trace(tuple(replace(t, itemsize=2, dtype="bfloat16") for t in wide.tensors), wide.forward_s)
+    told = network(2.0)
+    for kind in ("bf16", "int8", "oktopk:0.01"):
+        plan = planners.optimal(half, told, collective=kind)
+        assert plan == planners.optimal(wide, told, collective=kind)
+        assert finish_s(half, plan, told) == finish_s(wide, plan, told)
+    dense = planners.optimal(wide, told)
+    assert finish_s(half, dense, told) < finish_s(wide, dense, told)
+    # rounding to 16 bits gains nothing then, so nobody chooses it
+    chosen = {bucket.collective for bucket in least_lossy(half, told, ERRORS).buckets}
+    assert "bf16" not in chosen
 
 
 def test_on_a_fast_network_all_is_exact_and_on_a_slow_one_all_is_sparse() -> None:

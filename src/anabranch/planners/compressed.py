@@ -20,10 +20,13 @@ def compressed(trace: Trace, network: Network, collective: str, dense: Collectio
     compressible = [tensor for tensor in trace.tensors if tensor.name not in dense]
     buckets: list[Bucket] = []
     if compressible:
-        nbytes = {tensor.name: tensor.nbytes for tensor in compressible}
+        tensors = {tensor.name: tensor for tensor in compressible}
         for bucket in optimal(replace(trace, tensors=tuple(compressible)), network, collective=collective).buckets:
-            size = sum(nbytes[name] for name in bucket.names)
-            gains = network.seconds(collective, size) < network.seconds(DENSE, size)
+            seconds, dense_s = (
+                network.seconds(kind, sum(tensors[name].cost_nbytes(kind) for name in bucket.names))
+                for kind in (collective, DENSE)
+            )
+            gains = seconds < dense_s
             buckets.append(bucket if gains else replace(bucket, collective=DENSE))
     if always_dense:
         buckets += optimal(replace(trace, tensors=tuple(always_dense)), network).buckets

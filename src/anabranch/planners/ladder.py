@@ -100,16 +100,17 @@ class _Part:
         self._groups = _grouped(tensors)
         self._kinds = sorted(errors, key=errors.__getitem__)
         self._errors = np.array([errors[kind] for kind in self._kinds], dtype=np.int64)
-        self._curves = [network.curve(kind) for kind in self._kinds]
         self._ready = np.array([0.0, *(group[-1].ready_s for group in self._groups)])
-        self._nbytes = np.cumsum([0, *(sum(t.nbytes for t in group) for group in self._groups)])
         self._numel = np.cumsum([0, *(sum(t.numel for t in group) for group in self._groups)])
         # _costs[kind, i, j]: of one message with the groups i … j−1
-        sizes = np.maximum(self._nbytes[None, :] - self._nbytes[:, None], 0)
-        self._costs = np.stack([_seconds(curve, sizes) for curve in self._curves])
+        self._costs = np.stack([self._cost_table(network.curve(kind), kind) for kind in self._kinds])
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def _cost_table(self, curve: Curve, kind: str) -> Floats:
+        nbytes = np.cumsum([0, *(sum(t.cost_nbytes(kind) for t in group) for group in self._groups)])
+        return _seconds(curve, np.maximum(nbytes[None, :] - nbytes[:, None], 0))
 
     def fastest_s(self) -> float:
         """The earliest instant at which everything can have travelled, by any kinds."""

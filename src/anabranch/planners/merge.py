@@ -38,7 +38,8 @@ def optimal(trace: Trace, network: Network, cap_nbytes: int | None = None, colle
     parts: list[Sequence[TensorSpec]] = []
     kinds = trace.by_kind()
     for tensors in kinds:
-        cuts = best_cuts([t.ready_s for t in tensors], [t.nbytes for t in tensors], segments, cap_nbytes)
+        nbytes = [tensor.cost_nbytes(collective) for tensor in tensors]
+        cuts = best_cuts([tensor.ready_s for tensor in tensors], nbytes, segments, cap_nbytes)
         parts += runs(tensors, cuts)
     best = using(in_ready_order(trace, parts), collective)
     if len(kinds) == 1:

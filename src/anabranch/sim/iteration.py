@@ -54,7 +54,7 @@ def messages(trace: Trace, plan: Plan, network: Network) -> list[Message]:
     for bucket in plan.buckets:
         curve = network.curve(bucket.collective)
         members = [tensors[name] for name in bucket.names]
-        cost_s = curve.seconds(sum(tensor.nbytes for tensor in members))
+        cost_s = curve.seconds(sum(tensor.cost_nbytes(bucket.collective) for tensor in members))
         ready_s = max(tensor.ready_s for tensor in members)
         result.append(Message(ready_s, bucket.lane, curve.start_s, cost_s - curve.start_s))
     return result

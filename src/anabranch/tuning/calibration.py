@@ -76,12 +76,13 @@ def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Se
     Each kind of exchange is fitted to its own buckets. Compressed kinds that no plan has used yet get the correction
     of those that this one uses: otherwise they would look faster, just because nobody tried them.
     """
-    nbytes = {tensor.name: tensor.nbytes for tensor in trace.tensors}
+    tensors = {tensor.name: tensor for tensor in trace.tensors}
     curves, notes = dict(network.curves), {}
     fits = []  # of compressed kinds
     for kind in dict.fromkeys(bucket.collective for bucket in plan.buckets):
         own = [i for i, bucket in enumerate(plan.buckets) if bucket.collective == kind]
-        expected = [network.seconds(kind, sum(nbytes[name] for name in plan.buckets[i].names)) for i in own]
+        sizes = [sum(tensors[name].cost_nbytes(kind) for name in plan.buckets[i].names) for i in own]
+        expected = [network.seconds(kind, nbytes) for nbytes in sizes]
         factor, extra_s = _fit(np.array(expected), np.array([took_s[i] for i in own]))
         curves[kind] = _scaled(network.curve(kind), factor, extra_s)
         fits += [(factor, extra_s)] if kind != DENSE else []

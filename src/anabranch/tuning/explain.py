@@ -143,7 +143,9 @@ def _buckets(
         ready = f"{max(tensor.ready_s for tensor in members) * 1e3:9.2f}" if members else f"{'-':>9}"
         costs = f"{'-':>9} {'-':>9}"
         if members and network is not None and bucket.collective in network.curves:
-            seconds, plain_s = network.seconds(bucket.collective, nbytes), network.seconds("dense", nbytes)
+            kind = bucket.collective
+            seconds = network.seconds(kind, sum(tensor.cost_nbytes(kind) for tensor in members))
+            plain_s = network.seconds("dense", nbytes)
             costs = f"{seconds * 1e3:9.2f} {plain_s * 1e3:9.2f}"
             if bucket.collective != "dense":
                 taken_s, dense_s = taken_s + seconds, dense_s + plain_s
