@@ -76,7 +76,10 @@ def test_the_commands_print_the_same_fields(capsys: pytest.CaptureFixture[str]) 
 
 def test_scale_prints_the_same_points(capsys: pytest.CaptureFixture[str]) -> None:
     old, new = document("scale"), json_of(capsys, "scale", *INPUTS, *SCALE)
-    assert new["points"] == near(old["points"])
+    # "lean" chooses among densities by a better planner since
+    before, after = ([p for p in document["points"] if p["planner"] != "lean"] for document in (old, new))
+    assert after == near(before)
+    assert [point.keys() for point in new["points"]] == [point.keys() for point in old["points"]]
     assert new.keys() == old.keys()
     for field in ("model", "scaling", "strategies", "jitter", "seed", "fixed_share", "command", "version"):
         assert new[field] == old[field]

@@ -1,6 +1,7 @@
 """What ``compress=`` may be, and the exchanges that it stands for."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
@@ -41,9 +42,12 @@ def settings_of(compress: object) -> Settings:
 
 def name_of(settings: Settings) -> str:
     """What a user would write, without details."""
-    if isinstance(settings, Quantised) and settings == Quantised(settings.kind):
-        return repr(settings.kind)
-    return f"{type(settings).__name__}(...)"
+    return repr(settings.kind) if _is_plain(settings) else f"{type(settings).__name__}(...)"
+
+
+def described(settings: Settings) -> str:
+    """A line that must be the same on all ranks, and in the key of a cached plan."""
+    return f"compress {settings.kind if _is_plain(settings) else settings}"
 
 
 def keeps_residuals(settings: Settings) -> bool:
@@ -101,6 +105,11 @@ def collectives_for(
     families = [OkTopkExchanges(sparse, options, memory)] if sparse else []
     quantised = QuantisedExchanges(rounded, memory.begin_exchange)
     return Collectives(*families, quantised, DenseExchanges(), memory=memory, excluded=excluded)
+
+
+def _is_plain(settings: Settings) -> TypeGuard[Quantised]:
+    """Whether a kind's name says it all."""
+    return isinstance(settings, Quantised) and settings == Quantised(settings.kind)
 
 
 def _quantised(settings: Settings) -> tuple[Quantised, ...]:

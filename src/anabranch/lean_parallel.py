@@ -20,7 +20,7 @@ from anabranch.comm.agree import all_or_none, check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.comm.model import ignored_names, model_parts
-from anabranch.compression import Compress, Settings, collectives_for, settings_of
+from anabranch.compression import Compress, Settings, collectives_for, described, settings_of
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
@@ -79,7 +79,7 @@ class LeanDataParallel(Tuned, nn.Module):
         if reason := no_clone_reason(group):
             raise ValueError(f"DataParallel with memory=Lean(...) cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
-        settings = [f"compress {compress}", f"{policy}", *memory.described(), of_ddp]
+        settings = [described(compress), f"{policy}", *memory.described(), of_ddp]
         tuning = tuning.agreed(model_parts(module), group, *settings, by_name=True)
         self.module = module
         self.memory = memory

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.model import model_parts
-from anabranch.compression import Compress, Settings, collectives_for, keeps_residuals, name_of, settings_of
+from anabranch.compression import Compress, Settings, collectives_for, described, keeps_residuals, name_of, settings_of
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
 from anabranch.lean.options import Lean
@@ -92,7 +92,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         if group is not None and reason and needs_plan:
             what = "a plan" if tuning.plan is not None else f"compress={name_of(compress)}"
             raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
-        settings = [f"compress {compress}", f"{policy}"]
+        settings = [described(compress), f"{policy}"]
         agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
         if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
             tuning = agree(tuning)
