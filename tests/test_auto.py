@@ -3,9 +3,13 @@
 import re
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from anabranch import Auto, OkTopk, Quantised
-from anabranch.compression import keeps_residuals, kinds_of, settings_of
+from anabranch.comm.collectives import Collectives
+from anabranch.compression import Settings, collectives_for, keeps_residuals, kinds_of, settings_of
 from anabranch.fidelity import LADDER
 
 
@@ -52,3 +56,27 @@ def test_residuals_are_kept_where_some_kind_needs_them() -> None:
 def test_what_cannot_be_chosen_from_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Auto(**options)  # type: ignore[arg-type]
+
+
+def made(settings: Settings) -> Collectives:
+    parameters = {"weight": torch.zeros(4, 4), "half": torch.zeros(4, 4, dtype=torch.float16), "bias": torch.zeros(4)}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        return collectives_for(settings, parameters, group, lambda: True)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_few_multiprocessors_are_for_plans_that_send_little_alone() -> None:
+    for little in (Quantised("int8"), Quantised("int4"), OkTopk(0.01)):
+        assert made(little).send_little
+    for much in (None, Quantised("bf16"), Auto(), Auto(kinds=["int8"])):
+        assert not made(much).send_little
+
+
+def test_what_each_kind_must_not_carry() -> None:
+    excluded = made(Auto(kinds=["bf16", "int8", "oktopk:0.01"])).excluded
+    # bf16 would send float16 dense
+    assert excluded == {"bf16": {"half"}, "int8": frozenset(), "oktopk:0.01": {"bias"}}

@@ -87,8 +87,9 @@ def collectives_for(
     sparse = tuple(kind for kind in kinds if density_of(kind) is not None)
     rounded = _quantised(settings)
     excluded = {kind: _excluded(kind, parameters) for kind in kinds}
+    mixes = isinstance(settings, Auto) or len(kinds) > 1
     if not keeps_residuals(settings):
-        return Collectives(QuantisedExchanges(rounded), DenseExchanges(), excluded=excluded)
+        return Collectives(QuantisedExchanges(rounded), DenseExchanges(), excluded=excluded, mixes=mixes)
     _check_residual_dtypes(rounded, parameters)
     options = settings if isinstance(settings, OkTopk) else settings.oktopk if isinstance(settings, Auto) else OkTopk()
     memory = ResidualMemory(
@@ -104,7 +105,7 @@ def collectives_for(
     )
     families = [OkTopkExchanges(sparse, options, memory)] if sparse else []
     quantised = QuantisedExchanges(rounded, memory.begin_exchange)
-    return Collectives(*families, quantised, DenseExchanges(), memory=memory, excluded=excluded)
+    return Collectives(*families, quantised, DenseExchanges(), memory=memory, excluded=excluded, mixes=mixes)
 
 
 def _is_plain(settings: Settings) -> TypeGuard[Quantised]:
@@ -131,8 +132,12 @@ def _excluded(kind: str, parameters: Mapping[str, torch.Tensor]) -> list[str]:
     Those of more precision than float32 travel dense. Vectors (biases, norms) never travel sparse: they are few, and
     delay hurts them most.
     """
-    sparse = density_of(kind) is not None
-    return [name for name, p in parameters.items() if p.dtype not in DTYPES or (sparse and p.dim() < 2)]
+
+    def may_use(parameter: torch.Tensor) -> bool:
+        fits = parameter.dtype in DTYPES and not sent_dense(kind, parameter.dtype)
+        return fits and (parameter.dim() > 1 or density_of(kind) is None)
+
+    return [name for name, parameter in parameters.items() if not may_use(parameter)]
 
 
 def _check_residual_dtypes(given: Iterable[Quantised], parameters: Mapping[str, torch.Tensor]) -> None:

@@ -37,6 +37,9 @@ class EighthsExchanges:
         self.exchanged.append(bucket.names)
         return eighths(buffer, group, divisor)
 
+    def sends_little(self, kind: str) -> bool:
+        return self.handles(kind)
+
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
         return Traffic(numel * ranks, numel, 0.5) if self.supports(bucket.collective, dtype) else None
 

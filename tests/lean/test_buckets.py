@@ -107,7 +107,7 @@ class _State:
 
 def _live(parameter: nn.Parameter, state: Any) -> buckets.LiveBucket:
     planned = ab.Bucket(("p",), collective="oktopk:0.1")
-    return buckets.LiveBucket(planned, [parameter], mock.Mock(), True, state, {"p": state.residual})
+    return buckets.LiveBucket(planned, [parameter], mock.Mock(), state, {"p": state.residual})
 
 
 def huge(rank: int) -> None:

@@ -41,11 +41,12 @@ def test_other_names_are_refused(name: str) -> None:
         Compression.named(name)
 
 
-def test_only_float32_travels_compressed() -> None:
+def test_only_float32_and_its_halves_travel_compressed() -> None:
     trace = small_trace()
     assert dense_only(trace) == []
-    first = replace(trace.tensors[0], dtype="bfloat16", itemsize=2)
-    assert dense_only(replace(trace, tensors=(first, *trace.tensors[1:]))) == [first.name]
+    for dtype, itemsize, dense in (("bfloat16", 2, False), ("float16", 2, False), ("float64", 8, True), ("", 8, True)):
+        first = replace(trace.tensors[0], dtype=dtype, itemsize=itemsize)
+        assert dense_only(replace(trace, tensors=(first, *trace.tensors[1:]))) == [first.name] * dense
 
 
 def test_every_exchange_that_may_be_chosen_has_a_cost() -> None:

@@ -114,7 +114,7 @@ def test_gradients_of_16_bits_lose_nothing_but_the_rounding_of_averages(name: st
 
 
 @pytest.mark.parametrize("name", OK_TOPK)
-def test_an_average_that_float16_cannot_hold_leaves_no_trace(name: str) -> None:
+def test_what_float16_cannot_hold_of_an_average_comes_later(name: str) -> None:
     check_overflow(EXCHANGES[name], torch.device("cpu"))
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.residual_flush import ResidualFlush
 from anabranch.sparse.state import SparseState
 from sparse.worlds import EXCHANGES, gradients, step
 
@@ -117,6 +118,22 @@ def test_states_of_different_checkpoints_are_refused() -> None:
     states[1].bucket(["a"], [5]).boundaries[1] = 3
     with pytest.raises(ValueError, match="bucket to a: step 7, regions"):
         SparseState(0, 1).load_state_dict(*(state.state_dict() for state in states))
+
+
+def test_what_a_gradient_could_not_hold_of_a_flush_waits_for_the_next() -> None:
+    state = SparseState(0, 1)
+    state.unbucketed["a"] = torch.tensor([70_000.0, 1.0])
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    flush = ResidualFlush(state, {"a": parameter}, averaged=lambda: True, applied=lambda names: names)
+    flush.set_sparse_names(())
+    sent = torch.zeros(2)
+    for _ in range(3):
+        parameter.grad = None
+        (parameter * torch.tensor([8.0, 8.0], dtype=torch.float16)).sum().backward()
+        assert parameter.grad is not None and bool(parameter.grad.isfinite().all())
+        sent += parameter.grad.float()
+    torch.testing.assert_close(sent, torch.tensor([70_024.0, 25.0]), rtol=2e-3, atol=0.1)
+    assert state.unbucketed == {} and state.flushing == {}
 
 
 def test_a_flushed_residual_is_gone_or_a_residual_again() -> None:

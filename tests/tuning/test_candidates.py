@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from anabranch import Network, Plan, TensorSpec, Trace, planners
+from anabranch import Curve, Network, Plan, TensorSpec, Trace, planners
 from anabranch.tuning.candidates import candidates, lower_bound_step_s, predicted_s
 from anabranch.tuning.options import TuningOptions
 
@@ -30,6 +30,18 @@ def test_compressed_and_dense_are_both_offered() -> None:
     offered = candidates(options(compress="bf16"), TRACE, both)
     assert [label for label, _ in offered] == ["optimal, bf16", "optimal"]
     assert {bucket.collective for bucket in offered[0][1].buckets} == {"bf16"}
+
+
+def test_where_kinds_are_mixed_one_kind_is_mixed_with_dense() -> None:
+    """As under Auto(at_least="bf16"): what is hidden anyway stays exact."""
+    curves = {"dense": Curve.linear(1e-6, 5e-9), "bf16": Curve.linear(1e-6, 3e-9)}
+    asked = replace(options(compress="bf16"), mixes=True)
+    (label, mixed), *_ = candidates(asked, TRACE, Network(4, curves, SHARED.contention))
+    assert label == "as faithful as is hidden"
+    assert {bucket.collective for bucket in mixed.buckets} == {"dense", "bf16"}
+    fast = {kind: Curve.linear(1e-6, 1e-12) for kind in curves}
+    (_, exact), *_ = candidates(asked, TRACE, Network(4, fast, SHARED.contention))
+    assert {bucket.collective for bucket in exact.buckets} == {"dense"}
 
 
 def test_a_planner_of_ones_own() -> None:

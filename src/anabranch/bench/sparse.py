@@ -48,6 +48,9 @@ class BaselineExchanges:
     def supports(self, kind: str, dtype: torch.dtype) -> bool:  # noqa: ARG002 - what is not float32 goes dense
         return kind == self._kind
 
+    def sends_little(self, kind: str) -> bool:
+        return kind == self._kind
+
     def on_side_stream(self, kind: str) -> bool:
         return kind == self._kind
 

@@ -154,7 +154,7 @@ def _oktopk_on_one_rank(setup: TrainingSetup) -> Generator[None, None, None]:
             if buffer.data_ptr() not in states:
                 states[buffer.data_ptr()] = BucketState.of(torch.zeros_like(buffer), ranks)
             run = fixed_size_version(buffer, options)
-            for work in run(buffer, states[buffer.data_ptr()], comm, float(ranks), density, options, torch.float32):
+            for work in run(buffer, states[buffer.data_ptr()], comm, float(ranks), density, options):
                 work.wait()
         rebuilt = rebuilt or bucket.is_last()
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None

@@ -113,6 +113,7 @@ class Collectives:
 
     ``families`` come in order of preference. ``memory`` holds residuals and checkpoints, of one family or shared by
     several; None if no family keeps anything. ``excluded``: by kind, the parameters whose gradients must not use it.
+    ``mixes``: plans choose for each bucket between all kinds and dense.
     """
 
     def __init__(
@@ -120,12 +121,14 @@ class Collectives:
         *families: ExchangeFamily,
         memory: ExchangeMemory | None = None,
         excluded: Mapping[str, Collection[str]] = NOTHING,
+        mixes: bool = False,
     ) -> None:
         self._families = families
         self._family_of_kind: dict[str, ExchangeFamily] = {}  # of kinds asked for so far
         self._memory = memory
         self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)
         self.excluded = {kind: frozenset(names) for kind, names in excluded.items()}
+        self.mixes = mixes
         self.warmup_steps = 0 if memory is None else memory.warmup_steps
         self._errors = ErrorSamples()
         self.keep_memory = memory is not None  # then ``on_step_end`` must be called after every step
@@ -142,6 +145,16 @@ class Collectives:
         if bucket.collective == DENSE or (self._memory is not None and not self._memory.averages_buffer(bucket)):
             return exchange
         return self._errors.watched(exchange, bucket, buffer, group, divisor)
+
+    @property
+    def send_little(self) -> bool:
+        """Whether plans compress all that is large, so that their messages need few of a GPU's multiprocessors."""
+        kinds = self.kinds
+        return bool(kinds) and not self.mixes and all(self._family(kind).sends_little(kind) for kind in kinds)
+
+    def postpone_samples(self) -> None:
+        """Sample no errors in the next steps, since they are timed."""
+        self._errors.postpone()
 
     def relative_errors(self) -> Mapping[tuple[str, ...], float]:
         """Measured errors of the averages of compressed buckets, by their names; waits for the device."""

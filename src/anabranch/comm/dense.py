@@ -41,6 +41,9 @@ class DenseExchanges:
     def on_side_stream(self, kind: str) -> bool:  # noqa: ARG002 - it sends at once
         return False
 
+    def sends_little(self, kind: str) -> bool:  # noqa: ARG002 - it sends everything
+        return False
+
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG002
         return dense(buffer, group, divisor)
 

@@ -9,7 +9,7 @@ from anabranch.comm.dense import dense
 from anabranch.comm.exchange import Group, Steps, record_stream
 from anabranch.plan import Bucket
 
-FIRST = 50  # exchanges of a bucket before its first sample: trials of plans are over then
+FIRST = 50  # exchanges of a bucket before its first sample, so that no step of a trial has one
 PERIOD = 200  # exchanges between two samples
 SLICE_NUMEL = 1 << 18  # elements of a sample: a message of 1 MiB, so that sampling costs next to nothing
 MEMORY = 0.8  # share of the former samples that counts beside the newest
@@ -46,8 +46,14 @@ class ErrorSamples:
         for names, samples in self._samples.items():
             if samples.squares is not None:
                 error, exact = samples.squares.tolist()
-                found[names] = (error / exact) ** 0.5 if exact > 0 else 0.0
+                if exact > 0:
+                    found[names] = (error / exact) ** 0.5
         return found
+
+    def postpone(self) -> None:
+        """Begin to count exchanges anew; what was sampled stays."""
+        for samples in self._samples.values():
+            samples.exchanges = 0
 
     def clear(self) -> None:
         """Forget all samples, since the plan has changed."""

@@ -49,7 +49,7 @@ class BucketExchange(Protocol):
 class ExchangeFamily(BucketExchange, Protocol):
     """Exchanges of one algorithm, such as all dense ones, or Ok-Topk at several densities.
 
-    kinds   the kinds to measure and to plan with, cheapest first
+    kinds   the kinds to measure and to plan with
     """
 
     kinds: tuple[str, ...]
@@ -60,6 +60,10 @@ class ExchangeFamily(BucketExchange, Protocol):
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
         """Whether a bucket of this dtype may name this kind."""
+        ...
+
+    def sends_little(self, kind: str) -> bool:
+        """Whether this kind sends a fourth of the bytes, or less."""
         ...
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:

@@ -36,7 +36,6 @@ class LiveBucket:
     planned: Bucket
     parameters: Sequence[nn.Parameter]
     optimizer: BucketOptimizer
-    sparse: bool
     state: ResidualState | None = None
     residual_views: Mapping[str, torch.Tensor] | None = None
     finite_flags: list[torch.Tensor] = field(default_factory=list)

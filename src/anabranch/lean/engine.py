@@ -68,7 +68,7 @@ class Engine:
         self._on_averaged = on_averaged
         optimizers.forget_buckets()
         self._buckets = [
-            LiveBucket(bucket, own, optimizers.for_bucket(own), collectives.on_side_stream(bucket.collective))
+            LiveBucket(bucket, own, optimizers.for_bucket(own))
             for bucket in launcher.plan.buckets
             if (own := [parameters[name] for name in bucket.names])
         ]

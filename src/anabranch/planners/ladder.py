@@ -17,8 +17,9 @@ can have travelled at t with error e, and leads to
     (max(t, r[j]) + T_k(S[j] − S[i]),  e + error_k · elements)      for every later j and every kind k.
 
 Of the states of one i only those matter that no other one beats in both numbers, and of those only the ones that can
-still finish in time, which a pass from the end tells (``_latest``). The search is exact while no i has more states, and
-the trace no more gradients, than ``MOST_STATES`` and ``MOST_GRADIENTS`` allow; beyond that, neighbours are merged.
+still finish in time, which a pass from the end tells (``_latest``). Up to a dozen gradients that is exact. Beyond
+``MOST_STATES`` states are thinned out (on the 148 gradients of GPT-2 the error was up to 4 % above that of 30 times as
+many), and beyond ``MOST_GRADIENTS`` neighbouring gradients are merged.
 
 Gradients of several dtypes, or that may not use the same kinds, are planned apart, as if the others took no time; the
 simulator then tells by how much each must hurry. That is good, and not proven best.

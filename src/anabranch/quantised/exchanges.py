@@ -56,6 +56,9 @@ class QuantisedExchanges:
     def on_side_stream(self, kind: str) -> bool:
         return self.handles(kind)
 
+    def sends_little(self, kind: str) -> bool:
+        return kind != BF16 and self.handles(kind)
+
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         if sent_dense(bucket.collective, buffer.dtype):
             return dense(buffer, group, divisor)

@@ -119,8 +119,9 @@ def sent_nbytes(kind: str, tensors: Sequence[TensorSpec], ranks: int) -> int | N
 
 
 def dense_only(trace: Trace) -> list[str]:
-    """Names of the gradients that are not float32: they always travel dense."""
-    return [tensor.name for tensor in trace.tensors if tensor.dtype not in ("", "float32") or tensor.itemsize != 4]
+    """Names of the gradients that always travel dense: those that are not float32, bfloat16 or float16."""
+    known = {("", 4), ("float32", 4), ("bfloat16", 2), ("float16", 2)}
+    return [tensor.name for tensor in trace.tensors if tensor.kind not in known]
 
 
 def _with_costs(network: Network, exchanges: Iterable[Exchange]) -> Network:
@@ -173,5 +174,5 @@ def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], n
     return [
         *said,
         "what compressed buckets compute does not slow the backward pass",
-        "any float32 gradient may travel compressed, and does where that is predicted to gain",
+        "any gradient of float32, bfloat16 or float16 may travel compressed, and does where that is predicted to gain",
     ]

@@ -44,8 +44,9 @@ def scale(
     world_sizes     numbers of ranks, rising
     planners        names of ``scaling.line_up``: strategies that send every value
     compress        further strategies with compressed buckets where they gain: "bf16", "int8" and "int4" round every
-                    element, "oktopk:0.01" sends 1 % of them, "oktopk" chooses the density; "lean:int8", "lean:0.01" and
-                    "lean" do so on the Lean engine; "int8@nodes" does so between nodes that are dense inside
+                    element, "oktopk:0.01" sends 1 % of them, "oktopk" chooses the density, "auto" among all of these;
+                    "lean:int8", "lean:0.01" and "lean" do so on the Lean engine; "int8@nodes" does so between nodes
+                    that are dense inside
     scaling         "weak" keeps the batch of each rank, "strong" the global batch
     batch           that batch, for all strategies or by name of the strategy; as recorded unless given. The trace's
                     meta must then say for which batch it was recorded.

@@ -18,7 +18,7 @@ from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import regions, select
 from anabranch.sparse.encoding import join_bodies, message_head, split_bodies
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.phases import owner_threshold, record_step, region_buffer, regions_due, sum_limit
+from anabranch.sparse.phases import SUM_LIMIT, owner_threshold, record_step, region_buffer, regions_due
 from anabranch.sparse.sizes import Encoding, Sizes
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import kth_magnitude, sampled_magnitude
@@ -60,7 +60,6 @@ def exact_exchange(
     divisor: float,
     density: float,
     options: OkTopk | None = None,
-    dtype: torch.dtype = torch.float32,
 ) -> Steps:
     """``oktopk.exchange`` at this density. The host learns the counts in every step."""
     options = options or OkTopk()
@@ -80,7 +79,7 @@ def exact_exchange(
     offered, received = yield from _split(offered, state.boundaries, comm, sizes.encoding, poison)
     record_stream(*offered, passed, poison, local)
     sums, threshold, found = yield from _sums(received, state, comm, sizes, exact, options.deterministic)
-    applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes, sum_limit(dtype, divisor))
+    applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes, SUM_LIMIT)
 
     poisoned = heads[:, 0].amin() < 0
     if bool(poisoned):

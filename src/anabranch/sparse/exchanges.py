@@ -38,6 +38,9 @@ class OkTopkExchanges:
     def on_side_stream(self, kind: str) -> bool:
         return self.handles(kind)
 
+    def sends_little(self, kind: str) -> bool:
+        return self.handles(kind)
+
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         state = self._memory.begin_exchange(bucket, buffer)
         density = density_of(bucket.collective)
@@ -45,10 +48,10 @@ class OkTopkExchanges:
         comm = self._comms.of(group)
 
         def exchanged(gradient: torch.Tensor) -> Steps:
-            steps = exchange(gradient, state, comm, divisor, density, self._options, buffer.dtype)
+            steps = exchange(gradient, state, comm, divisor, density, self._options)
             return self._memory.momentum.wrap(steps, gradient, state)
 
-        return in_float32(buffer, exchanged)
+        return in_float32(buffer, exchanged, state, comm, divisor)
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:  # noqa: ARG002
         """Bytes of the last exchange: exact exchanges send what was selected, fixed ones all their slots.

@@ -12,7 +12,7 @@ from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import select
 from anabranch.sparse.encoding import frame_messages, message_head, unframe_messages
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.phases import owner_threshold, rebalance_regions, record_step, region_buffer, sum_limit
+from anabranch.sparse.phases import SUM_LIMIT, owner_threshold, rebalance_regions, record_step, region_buffer
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import sampled_magnitude
@@ -25,7 +25,6 @@ def fixed_exchange(
     divisor: float,
     density: float,
     options: OkTopk | None = None,
-    dtype: torch.dtype = torch.float32,
 ) -> Steps:
     """``oktopk.exchange`` at this density, in one all-to-all and one all-gather of sizes known beforehand."""
     options = options or OkTopk()
@@ -45,7 +44,7 @@ def fixed_exchange(
     buffer = region_buffer(len(gradient), comm, gradient.device)
     sums = select.sums_at_owner(pairs, buffer, options.deterministic)
     found, threshold = owner_threshold(sums, sizes, state, comm.size)
-    selected = select.select_sums(sums, threshold, sizes.capacity, sum_limit(dtype, divisor))
+    selected = select.select_sums(sums, threshold, sizes.capacity, SUM_LIMIT)
     poison = selected.poison | (heads[:, 0] < 0).any()
     part = frame_messages(message_head(selected.passed, poison, found)[None], selected.packed[None], encoding)
     everyone = torch.empty(comm.size, part.shape[1], dtype=torch.uint8, device=part.device)

@@ -31,7 +31,7 @@ from anabranch.sparse.fixed import fixed_exchange
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.state import BucketState
 
-Version = Callable[[torch.Tensor, BucketState, Communicator, float, float, OkTopk, torch.dtype], Steps]
+Version = Callable[[torch.Tensor, BucketState, Communicator, float, float, OkTopk], Steps]
 
 
 def exchange(
@@ -41,14 +41,13 @@ def exchange(
     divisor: float,
     density: float,
     options: OkTopk,
-    dtype: torch.dtype = torch.float32,
 ) -> Steps:
     """The exchange of one float32 bucket in one step, as steps for a lane.
 
     ``density`` is the bucket's final density; ``options`` may start from a higher one. Afterwards ``gradient`` holds,
     with the same bits on every rank, the sum over the ranks of what was offered and applied, divided by ``divisor``,
-    and ``state.residual`` what is still to be sent. If any rank's gradient is not finite, or an average would not be in
-    ``dtype``, all gradients are NaN and all residuals as they were.
+    and ``state.residual`` what is still to be sent. If any rank's gradient is not finite, all gradients are NaN and all
+    residuals as they were.
     """
     if gradient.dtype != torch.float32:
         raise ValueError(
@@ -59,18 +58,32 @@ def exchange(
         return
     state.record_norms(gradient)
     run = version_for(gradient, options)
-    yield from run(gradient, state, comm, divisor, options.density_at(state.step, density), options, dtype)
+    yield from run(gradient, state, comm, divisor, options.density_at(state.step, density), options)
 
 
-def in_float32(buffer: torch.Tensor, exchange: Callable[[torch.Tensor], Steps]) -> Steps:
-    """An exchange on a float32 copy of a buffer of another dtype, to which averages are rounded once."""
+def in_float32(
+    buffer: torch.Tensor,
+    exchange: Callable[[torch.Tensor], Steps],
+    state: BucketState,
+    comm: Communicator,
+    divisor: float,
+) -> Steps:
+    """An exchange on a float32 copy of a buffer of another dtype, to which averages are rounded once.
+
+    Of an average that float16 cannot hold, the rest goes to the residual of rank 0 and is sent in a later step. An
+    infinite one would be lost, or, if all were put back, be infinite in every step to come.
+    """
     if buffer.dtype == torch.float32:
         yield from exchange(buffer)
         return
     wide = buffer.float()
     yield from exchange(wide)
     record_stream(wide)
-    buffer.copy_(wide)
+    largest = torch.finfo(buffer.dtype).max
+    fitting = wide.clamp(-largest, largest)
+    if comm.rank == 0 and buffer.dtype == torch.float16:
+        state.residual.add_(torch.where(wide.isfinite(), wide - fitting, 0.0), alpha=divisor)
+    buffer.copy_(fitting)
 
 
 def version_for(gradient: torch.Tensor, options: OkTopk) -> Version:

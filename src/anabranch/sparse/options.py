@@ -15,7 +15,7 @@ class OkTopk:
     """How gradients are sparsified.
 
     density             share of a bucket's elements to send per step; "auto": the highest the backward pass hides
-    warmup_steps        first steps in which all values are sent, as bf16 where that is faster, because early gradients
+    warmup_steps        first steps in which all values are sent, rounded where that is faster, because early gradients
                         change too fast to be delayed. A plan that the user gives runs from the first step on
     start_density       density right after warm-up, from which it falls geometrically over ``decay_steps``
     momentum            of each rank's own gradients, before they are sent, such as 0.9: then give the optimizer none

@@ -10,6 +10,9 @@ from anabranch.sparse.sizes import Sizes, widest_numel
 from anabranch.sparse.state import BucketState
 from anabranch.sparse.thresholds import next_threshold_bias, sampled_magnitude
 
+# Sums of this magnitude count as not finite: rounding may raise a sum by 1/256 before it is sent.
+SUM_LIMIT = torch.finfo(torch.float32).max * (1 - 2**-7)
+
 
 def rebalance_regions(
     gradient: torch.Tensor, state: BucketState, comm: Communicator, sizes: Sizes, options: OkTopk
@@ -44,15 +47,6 @@ def owner_threshold(
     values = sums[:, 0].contiguous().view(torch.float32)
     found = sampled_magnitude((values,), -(-sizes.k // ranks), state.step)
     return found, found * state.threshold_bias.exp()
-
-
-def sum_limit(dtype: torch.dtype, divisor: float) -> float:
-    """Sums of this magnitude count as not finite: their averages might not be finite in ``dtype``.
-
-    A hundredth below the largest number, because rounding may raise a sum by 1/256 before it is sent.
-    """
-    largest = min(torch.finfo(torch.float32).max, torch.finfo(dtype).max * divisor)
-    return largest * (1 - 2**-7)
 
 
 def record_step(

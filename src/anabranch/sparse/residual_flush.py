@@ -67,7 +67,21 @@ class ResidualFlush:
         piece = self._state.begin_flush(name)
         if piece is None:
             return gradient
-        return (gradient + shaped(piece.to(gradient.device), self._parameters[name])).to(gradient.dtype)
+        added = gradient + shaped(piece.to(gradient.device), self._parameters[name])
+        if gradient.dtype != torch.float16:
+            return added.to(gradient.dtype)
+        return self._fitting(name, added, gradient)
+
+    def _fitting(self, name: str, added: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """What float16 can hold of a sum. The rest waits: an infinite sum would never be sent."""
+        largest = torch.finfo(gradient.dtype).max
+        fitting = added.clamp(-largest, largest)
+        rest = torch.where(gradient.isfinite(), added - fitting, 0.0)
+        if bool(rest.any()):
+            whole = torch.empty_like(self._state.flushing[name], device=rest.device)
+            shaped(whole, self._parameters[name]).copy_(rest)
+            self._state.put_back(name, whole)
+        return fitting.to(gradient.dtype)
 
     def _check(self) -> None:
         """Residuals that were added count as sent if they were applied; under no_sync() a later pass decides."""

@@ -146,6 +146,11 @@ class SparseState:
             self.flushing[name] = piece + self.flushing[name].to(piece.device) if name in self.flushing else piece
         return piece
 
+    def put_back(self, name: str, rest: torch.Tensor) -> None:
+        """Of what is being flushed of a parameter, ``rest`` was not added to its gradient, and waits for the next."""
+        self.flushing[name] = self.flushing[name] - rest.to(self.flushing[name].device)
+        self.unbucketed[name] = rest
+
     def end_flush(self, sent: Collection[str]) -> None:
         """The flushed residuals of these parameters were sent; those of the others become residuals again."""
         flushed, self.flushing = self.flushing, {}

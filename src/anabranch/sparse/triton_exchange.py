@@ -19,7 +19,7 @@ from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse import thresholds
 from anabranch.sparse.kernels import message, packing, step, threshold
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.phases import rebalance_regions, region_buffer, sum_limit
+from anabranch.sparse.phases import SUM_LIMIT, rebalance_regions, region_buffer
 from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
 
@@ -37,7 +37,6 @@ def triton_exchange(
     divisor: float,
     density: float,
     options: OkTopk,
-    dtype: torch.dtype = torch.float32,
 ) -> Steps:
     """``oktopk.exchange`` at this density, with the messages of ``fixed_exchange``. Not for deterministic runs."""
     work = TritonStep(gradient, state, comm, Sizes.of(len(gradient), comm.size, density, options))
@@ -47,7 +46,7 @@ def triton_exchange(
     received = torch.empty_like(work.sent)
     yield comm.all_to_all(received, work.sent, "split")
     record_stream(*work.kept, received)
-    work.reduce(received, sum_limit(dtype, divisor))
+    work.reduce(received, SUM_LIMIT)
     everyone = torch.empty(comm.size, work.part.shape[1], dtype=torch.uint8, device=gradient.device)
     yield comm.all_gather(everyone, work.part, "gather")
     record_stream(*work.kept, everyone)

@@ -41,7 +41,7 @@ def _compressed(
     """The plans with compressed buckets, if ``compress`` was given."""
     if not options.kinds:
         return []
-    if len(options.kinds) > 1:
+    if options.mixes:
         errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
         return [(MIXED, least_lossy(trace, network, errors, options.excluded))]
     kind = options.kinds[0]

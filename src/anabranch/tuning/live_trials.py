@@ -111,7 +111,7 @@ class LiveTrials:
     def _verdict(self, found: Comparison, min_gain: float, to_the_end: bool) -> Verdict:
         over = self._in_a_hurry() or (self._budget.left_s <= 0 and not to_the_end)
         if found.verdict == "undecided" and over:
-            likely = found.gain > max(min_gain, found.uncertainty / 2)
+            likely = found.gain > (max(min_gain, found.uncertainty / 2) if min_gain > 0 else min_gain)
             return "faster" if likely else "not faster"
         return found.verdict
 

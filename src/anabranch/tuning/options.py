@@ -22,8 +22,9 @@ Planner = Callable[[Trace, Network], Plan]
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """The arguments of DataParallel that are not DDP's; ``kinds`` and ``excluded`` are those of ``Collectives``.
+    """The arguments of DataParallel that are not DDP's.
 
+    ``kinds``, ``excluded`` and ``mixes``: as in ``Collectives``.
     ``no_plan_reason``: what ranks found when they compared their models, if they cannot plan together.
     """
 
@@ -34,6 +35,7 @@ class TuningOptions:
     profile_steps: int
     kinds: tuple[str, ...] = ()
     excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    mixes: bool = False
     cache: str | os.PathLike[str] | bool | None = None
     no_plan_reason: str = ""
 

@@ -92,8 +92,7 @@ class PlanRunner:
         self.layout = layout
         self.parameters = layout.trained()
         self.device = next(iter(self.parameters.values())).device
-        single_cta = any(collectives.on_side_stream(kind) for kind in collectives.kinds)  # they send little data
-        self.lanes = Lanes(group, self.device, single_cta)
+        self.lanes = Lanes(group, self.device, single_cta=collectives.send_little)
         self.timer = StepTimer(clock_for(self.device), after_step)
         layout.report_averaged(self.timer.gradients_averaged)
         self.stale = False

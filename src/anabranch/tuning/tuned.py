@@ -58,7 +58,7 @@ class Tuned:
         ``settings`` are the lines of a cached plan's key that are not in ``options``; ``agree_later`` is the tuner's.
         """
         self._collectives = collectives
-        options = replace(options, kinds=collectives.kinds, excluded=collectives.excluded)
+        options = replace(options, kinds=collectives.kinds, excluded=collectives.excluded, mixes=collectives.mixes)
         group = self.process_group
         options.check_fits(parameters, group.size(), collectives)
         if options.uses_cache:

@@ -438,7 +438,6 @@ class Tuner:
         """Compare a layout with the best so far, unless it was tried already or no gain is predicted."""
         assert self._best is not None
         expected, simulated = self._expected_gain(plan), self._simulated_gain(plan)
-        # A plan that is more faithful than the best so far may be a little slower.
         more_faithful = self._error(plan) < self._error(self._best.plan)
         if more_faithful and expected >= -FREE:
             expected += FREE + self._policy.min_predicted_gain
@@ -446,13 +445,22 @@ class Tuner:
             return
         self.stage = f"trying {label}"
         before = self._best
-        min_gain = -FREE if more_faithful else self._policy.min_gain
+        min_gain = self._allowed_loss(before) if more_faithful else self._policy.min_gain
         best, tried, faster = yield from self._live.challenge(before, label, plan, min_gain=min_gain)
         if more_faithful or (1 - tried.step_s / best.step_s) / 2 < simulated < math.inf:
             tried = replace(tried, doubtful=False)  # what was measured had been predicted, or noise does no harm
         self._beaten = best if faster else self._beaten
         self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), tried]
         self._best = tried if faster else best
+
+    def _allowed_loss(self, best: Trial) -> float:
+        """The least gain, mostly below 0, for a plan that is more faithful than the best so far.
+
+        It may be a little slower than the fastest of all trials, but not slower than the layout's own buckets.
+        """
+        fastest_s = min(trial.step_s for trial in self.trials)
+        own_s = min((trial.step_s for trial in self.trials if trial.plan is None), default=math.inf)
+        return 1 - min(fastest_s * (1 + FREE), max(fastest_s, own_s)) / best.step_s
 
     def _error(self, plan: Plan | None) -> float:
         """How lossy a layout is; the layout's own buckets are exact."""
@@ -482,6 +490,7 @@ class Tuner:
 
     def _profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """Record the trace under the layout in force; its step time is the one that plans must beat."""
+        self.collectives.postpone_samples()
         with Recorder(self._timer, self.runner.parameters) as recorder:
             trial = yield from self._live.timed(label, plan, self._options.profile_steps)
         self.trials = [trial]
