@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch import DataParallel, Network, simulate
+from anabranch import Bucket, Curve, DataParallel, Network, Plan, simulate
 from anabranch.ddp.reducer import reduced_parameters
 from anabranch.planners.ladder import FREE
 from anabranch.tuning.comparison import Comparison, Verdict
 from anabranch.tuning.live_trials import LiveTrials
-from anabranch.tuning.tuner import Tuner
+from anabranch.tuning.trial import StepTimes, Trial
+from anabranch.tuning.tuner import Tuner, allowed_loss
 from ddp.inspection import layout_in_force
 from parallel.twins import (
     SCENARIOS,
@@ -110,7 +111,7 @@ def test_explains_prediction_and_measurement_of_every_layout(scenario: str) -> N
 
 
 def faithful_run(rank: int) -> dict[str, Any]:
-    """An int8 plan wins, and the same plan dense, which is predicted to take as long, is tried after it."""
+    """An int8 plan wins, and the same plan dense, which is predicted to be a little slower, is tried after it."""
     asked: list[float] = []
 
     def verdict(self: LiveTrials, found: Comparison, min_gain: float, to_the_end: bool) -> Verdict:
@@ -118,9 +119,8 @@ def faithful_run(rank: int) -> dict[str, Any]:
         return "faster"
 
     LiveTrials._verdict = verdict  # type: ignore[method-assign]
-    points = [(0, 1e-3, 0.0), (1 << 20, 1e-2, 0.0)]
-    network = Network.measured(2, {"dense": points, "int8": points})
-    policy = replace(SCENARIOS["keeps the plan"], min_gain=0.05, min_predicted_gain=0.02)
+    network = Network(2, {"dense": Curve.linear(1e-3, 1e-9), "int8": Curve.linear(0.995e-3, 1e-9)})
+    policy = replace(SCENARIOS["keeps the plan"], min_gain=0.05, min_predicted_gain=-0.001)
     model = DataParallel(mlp(), compress="int8", planner="single", network=network, lanes=1, policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in steps(model):
@@ -132,7 +132,20 @@ def faithful_run(rank: int) -> dict[str, Any]:
 
 def test_a_plan_that_is_more_faithful_may_be_a_little_slower() -> None:
     answer = on_ranks(faithful_run, 2)[0]
-    assert answer["asked"][:2] == [0.05, -FREE] and answer["kinds"] == {"dense"}
+    assert answer["asked"][0] == 0.05 != answer["asked"][1] and answer["kinds"] == {"dense"}
+
+
+def test_what_fidelity_may_cost_does_not_add_up_and_never_loses_to_ddp() -> None:
+    def trial(step_s: float, kind: str = "int8") -> Trial:
+        plan = Plan((Bucket(("a",), collective=kind),)) if kind else None
+        return Trial("", plan, (StepTimes(step_s, 0.0, step_s),), ())
+
+    own, fastest, slower = trial(0.2, ""), trial(0.1), trial(0.1005)
+    assert allowed_loss(fastest, [own, fastest]) == pytest.approx(-FREE)
+    # after one such step only the rest of it is left
+    assert allowed_loss(slower, [own, fastest, slower]) == pytest.approx(1 - 0.101 / 0.1005)
+    assert allowed_loss(fastest, [trial(0.1004, ""), fastest]) == pytest.approx(-0.004)
+    assert allowed_loss(fastest, [fastest]) == pytest.approx(-FREE)
 
 
 def doubtful_run(rank: int, again: Verdict) -> dict[str, Any]:

@@ -9,7 +9,7 @@ that depends on a measurement is decided by rank 0 and sent to the others before
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -445,22 +445,13 @@ class Tuner:
             return
         self.stage = f"trying {label}"
         before = self._best
-        min_gain = self._allowed_loss(before) if more_faithful else self._policy.min_gain
+        min_gain = allowed_loss(before, self.trials) if more_faithful else self._policy.min_gain
         best, tried, faster = yield from self._live.challenge(before, label, plan, min_gain=min_gain)
         if more_faithful or (1 - tried.step_s / best.step_s) / 2 < simulated < math.inf:
             tried = replace(tried, doubtful=False)  # what was measured had been predicted, or noise does no harm
         self._beaten = best if faster else self._beaten
         self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), tried]
         self._best = tried if faster else best
-
-    def _allowed_loss(self, best: Trial) -> float:
-        """The least gain, mostly below 0, for a plan that is more faithful than the best so far.
-
-        It may be a little slower than the fastest of all trials, but not slower than the layout's own buckets.
-        """
-        fastest_s = min(trial.step_s for trial in self.trials)
-        own_s = min((trial.step_s for trial in self.trials if trial.plan is None), default=math.inf)
-        return 1 - min(fastest_s * (1 + FREE), max(fastest_s, own_s)) / best.step_s
 
     def _error(self, plan: Plan | None) -> float:
         """How lossy a layout is; the layout's own buckets are exact."""
@@ -594,3 +585,13 @@ class Tuner:
         if self.replan_requested:
             return "replan() was called"
         return f"steps take {moved[1] * 1e3:.1f} ms instead of {moved[0] * 1e3:.1f} ms" if moved is not None else ""
+
+
+def allowed_loss(best: Trial, trials: Sequence[Trial]) -> float:
+    """The least gain over ``best``, mostly below 0, with which a more faithful plan replaces it.
+
+    It may be a little slower than the fastest of all trials, but not slower than the layout's own buckets.
+    """
+    fastest_s = min(trial.step_s for trial in trials)
+    own_s = min((trial.step_s for trial in trials if trial.plan is None), default=math.inf)
+    return 1 - min(fastest_s * (1 + FREE), own_s) / best.step_s
