@@ -1,7 +1,4 @@
-"""The communication state of every rank as files in the folder of a checkpoint, one per rank.
-
-    anabranch_rank3.pt   {"ranks": 8, "state": what ``comm_state_dict()`` returned on rank 3}
-"""
+"""The communication state of every rank in the folder of a checkpoint: a file per rank, such as anabranch_rank3.pt."""
 
 import logging
 import os
@@ -23,7 +20,7 @@ def save_rank_file(model: Model, folder: str | os.PathLike[str], name: str = "an
     path = _path(folder, name, dist.get_rank(model.process_group))
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")  # a crash leaves no half of a file under the name that is loaded
-    torch.save({"ranks": dist.get_world_size(model.process_group), "state": model.comm_state_dict()}, unfinished)
+    torch.save(model.comm_state_dict(), unfinished)
     unfinished.replace(path)
 
 
@@ -32,17 +29,17 @@ def load_rank_files(model: Model, folder: str | os.PathLike[str], name: str = "a
 
     A checkpoint without files of ours, such as one of a training with DistributedDataParallel, has nothing to load.
     """
-    rank, ranks = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
-    nearest = [path for path in (_path(folder, name, rank), _path(folder, name, 0)) if path.is_file()]
-    if not nearest:
+    own, first = (_path(folder, name, rank) for rank in (dist.get_rank(model.process_group), 0))
+    if not own.is_file() and not first.is_file():
         if model.comm_state_dict():
-            log.warning("anabranch: %s has no file %s_rank….pt: training goes on without residuals", folder, name)
+            log.warning("anabranch: %s has no file %s: training goes on without residuals", folder, own.name)
         return
-    saved_by = _read(nearest[0])["ranks"]
-    wanted = [rank] if saved_by == ranks else range(saved_by)
-    states = [_read(_path(folder, name, number))["state"] for number in wanted]
-    if any(states):
-        model.load_comm_state_dict(*states)
+    # Rank 0's file says how many count: others may be older, of more ranks. Nodes may not share the folder.
+    state = _read(first if first.is_file() else own)
+    if state and state["world_size"] != dist.get_world_size(model.process_group):
+        model.load_comm_state_dict(*(_read(_path(folder, name, rank)) for rank in range(state["world_size"])))
+    elif state:
+        model.load_comm_state_dict(_read(own))
 
 
 def _path(folder: str | os.PathLike[str], name: str, rank: int) -> Path:
@@ -52,7 +49,7 @@ def _path(folder: str | os.PathLike[str], name: str, rank: int) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileError(f"{path} is missing: expected one of every rank; load a checkpoint that all ranks have saved")
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(content, dict) or content.keys() != {"ranks", "state"}:
-        raise FileError(f"{path} holds {brief(content)}: expected the state of a rank that anabranch has saved")
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(content, dict) or (content and not isinstance(content.get("world_size"), int)):
+        raise FileError(f"{path} holds {brief(content)}: expected what comm_state_dict() returned on a rank")
     return content
