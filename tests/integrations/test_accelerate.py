@@ -1,4 +1,4 @@
-"""Accelerate with anabranch, on real ranks and with the real package: trains, saves, resumes and unwraps as with DDP."""
+"""Accelerate with anabranch, on real ranks and with the real package: trains, resumes and unwraps as with DDP."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +39,11 @@ def accelerator(rank: int, options: dict[str, Any] | None, **settings: Any) -> A
     return made
 
 
+def batches_of_4() -> torch.utils.data.DataLoader[Any]:
+    examples: Any = rows()  # a list is dataset enough
+    return torch.utils.data.DataLoader(examples, batch_size=4)
+
+
 def train(
     rank: int,
     options: dict[str, Any] | None,
@@ -54,7 +59,7 @@ def train(
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=2 * STEPS)
-    loader = torch.utils.data.DataLoader(rows(), batch_size=4)
+    loader = batches_of_4()
     model, optimizer, scheduler, loader = helper.prepare(model, optimizer, scheduler, loader)
     assert isinstance(model, DistributedDataParallel)
     assert isinstance(model, ab.DataParallel) == (options is not None)
@@ -83,7 +88,8 @@ def train(
 
 
 def with_and_without(rank: int) -> list[Any]:
-    return [[train(rank, options), train(rank, options, steps=6, mixed_precision="bf16")] for options in (None, {})]
+    kinds: tuple[dict[str, Any] | None, ...] = (None, {})
+    return [[train(rank, kind), train(rank, kind, steps=6, mixed_precision="bf16")] for kind in kinds]
 
 
 def test_losses_are_those_of_ddp_with_accumulation_and_clipping() -> None:
@@ -146,18 +152,19 @@ def wrapped_before(rank: int, folder: str) -> None:
     helper = accelerator(rank, {})
     mine = ab.DataParallel(linear())
     inner = mine.module
-    model, optimizer = helper.prepare(mine, torch.optim.SGD(mine.parameters(), lr=0.1))
+    model, _ = helper.prepare(mine, torch.optim.SGD(mine.parameters(), lr=0.1))
     assert model is mine and helper.prepare(model) is mine
     assert helper.unwrap_model(model) is inner
     helper.save_state(f"{folder}/before")
+    helper.wait_for_everyone()  # rank 0 writes the model
     assert (Path(folder) / "before" / "model.safetensors").is_file()
     assert not (Path(folder) / "before" / "model_1.safetensors").is_file()
 
     made = helper.prepare(linear())
     assert isinstance(made, ab.DataParallel) and helper.prepare(made) is made
     helper.save_state(f"{folder}/two")  # two models: each rank's state by the number of the model
-    helper.load_state(f"{folder}/two")
     helper.wait_for_everyone()
+    helper.load_state(f"{folder}/two")
     names = [f"anabranch{model}_rank{rank}.pt" for model in ("", "_1") for rank in range(2)]
     assert files_of_ranks(Path(folder) / "two") == sorted(names)
     helper.save_model(made, f"{folder}/model")
@@ -247,7 +254,7 @@ def lean(rank: int, memory: bool) -> list[float]:
     helper = accelerator(rank, options, gradient_accumulation_steps=ACCUMULATED)
     model = gpt2().eval()  # no dropout
     if memory:
-        with pytest.raises(ValueError, match="prepare the model first, then model.optimizer"):
+        with pytest.raises(ValueError, match=r"prepare the model first, then model\.optimizer"):
             helper.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
         model = helper.prepare(model)
         assert isinstance(model, ab.LeanDataParallel) and helper.unwrap_model(model) is model.module
@@ -260,7 +267,7 @@ def lean(rank: int, memory: bool) -> list[float]:
     else:
         model, optimizer = helper.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     losses = []
-    for batch in helper.prepare(torch.utils.data.DataLoader(rows(), batch_size=4)):
+    for batch in helper.prepare(batches_of_4()):
         with helper.accumulate(model):
             loss = model(**batch).loss
             helper.backward(loss)

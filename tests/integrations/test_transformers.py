@@ -52,7 +52,8 @@ def losses_and_weights(made: Any) -> tuple[list[float], torch.Tensor]:
 
 def with_and_without(rank: int, folder: str) -> list[Any]:
     answers = []
-    for options in (None, {}):
+    kinds: tuple[dict[str, Any] | None, ...] = (None, {})
+    for options in kinds:
         made = trainer(rank, folder, options, max_steps=STEPS, eval_strategy="steps", eval_steps=50)
         made.train()
         assert type(made.model_wrapped).__module__.startswith("anabranch") == (options is not None)

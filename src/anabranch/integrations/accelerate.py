@@ -123,7 +123,9 @@ class Wrappers:
         """Clip as Accelerate does. Under Lean it is refused; only to ask for the norm is not, and the answer None."""
         parameters = list(parameters)
         if (lean := self._lean_of(parameters)) is not None:
-            return None if math.isinf(max_norm) else lean.clip_grad_norm_()
+            if not math.isinf(max_norm):
+                lean.clip_grad_norm_()  # raises RuntimeError
+            return None
         norm: torch.Tensor = self._stock["clip_grad_norm_"](parameters, max_norm, norm_type)
         return norm
 

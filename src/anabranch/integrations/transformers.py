@@ -7,7 +7,6 @@
 A Trainer gives callbacks neither itself nor its Accelerator, so this is a function that takes the Trainer.
 """
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -94,15 +93,14 @@ class AnabranchTraining:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The Trainer's optimizer; under Lean the model's own, so the model is wrapped here."""
         trainer = self._trainer
-        if self._options.get("memory") is None:
-            made: torch.optim.Optimizer = self._stock["create_optimizer"](*args, **kwargs)
-            return made
-        if (wrapper := self._wrappers.of(trainer.model)) is None:
-            trainer.model_wrapped = wrapper = trainer.accelerator.prepare_model(trainer.model)
-        if isinstance(wrapper, LeanDataParallel):
-            trainer.optimizer = wrapper.optimizer
-            return wrapper.optimizer
-        return self._stock["create_optimizer"](*args, **kwargs)  # one process: nothing was wrapped
+        if self._options.get("memory") is not None:
+            if self._wrappers.of(trainer.model) is None:
+                trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
+            if isinstance(wrapper := trainer.model_wrapped, LeanDataParallel):  # not with one process
+                trainer.optimizer = wrapper.optimizer
+                return wrapper.optimizer
+        made: torch.optim.Optimizer = self._stock["create_optimizer"](*args, **kwargs)
+        return made
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log with the means of the steps since the last log, if these are the logs of steps."""
@@ -120,7 +118,7 @@ class AnabranchTraining:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         self._stock["_load_optimizer_and_scheduler"](checkpoint)
         wrapper = self._wrappers.of(self._trainer.model)
-        if checkpoint is not None and wrapper is not None and os.path.isdir(checkpoint):
+        if checkpoint is not None and wrapper is not None:
             load_rank_files(wrapper, checkpoint)
 
     def _use_accelerator(self) -> None:
@@ -142,8 +140,6 @@ class MeansSinceLog:
 
     def taken(self) -> dict[str, float]:
         """The mean of each value that is known, by the name it is logged under; then begins anew."""
-        known = {
-            name: [value for step in self._steps if (value := getattr(step, name)) is not None] for name in LOGGED
-        }
+        known = {name: [value for step in self._steps if (value := getattr(step, name)) is not None] for name in LOGGED}
         self._steps.clear()
         return {f"anabranch/{name}": sum(values) / len(values) for name, values in known.items() if values}
