@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import DEFAULT, patch
 
@@ -115,7 +116,9 @@ def losses_of(ranks: int, folder: Path, *program: str | Path) -> tuple[list[floa
 def test_examples_are_short_and_change_one_line(example: str) -> None:
     text = (EXAMPLES / example).read_text()
     assert len(text.splitlines()) < MAX_LINES
-    assert text.count("anabranch.DataParallel(model") == text.count("# the one line") == 1
+    (line,) = [line for line in text.splitlines() if "# the one line" in line]
+    wrap = "use_anabranch(" if "use_anabranch" in text else "anabranch.DataParallel(model"
+    assert wrap in line and text.count(wrap) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,13 +156,19 @@ def test_a_killed_run_resumes_to_the_losses_of_one_that_was_not(
     assert resumed == pytest.approx(whole, rel=rounding, abs=0.0)
 
 
-def test_a_killed_sparse_run_resumes_bit_by_bit(tmp_path: Path) -> None:
-    """What waits on each rank is in the checkpoint: with a plan and deterministic sums, as if nothing had happened."""
-    killer, checkpoint, plan = tmp_path / "killer.py", tmp_path / "run.pt", tmp_path / "plan.json"
-    killer.write_text(KILLER)
+def sparse_plan(folder: Path) -> Path:
+    """A file with a plan for CharTransformer: one sparse bucket of matrices, one dense bucket of all else."""
     parameters = list(reversed(list(CharTransformer().named_parameters())))
     parts = [[name for name, p in parameters if (p.dim() > 1) == large] for large in (True, False)]
-    ab.save(ab.Plan((ab.Bucket(tuple(parts[0]), collective="oktopk:0.05"), ab.Bucket(tuple(parts[1])))), plan)
+    plan = ab.Plan((ab.Bucket(tuple(parts[0]), collective="oktopk:0.05"), ab.Bucket(tuple(parts[1]))))
+    ab.save(plan, folder / "plan.json")
+    return folder / "plan.json"
+
+
+def test_a_killed_sparse_run_resumes_bit_by_bit(tmp_path: Path) -> None:
+    """What waits on each rank is in the checkpoint: with a plan and deterministic sums, as if nothing had happened."""
+    killer, checkpoint, plan = tmp_path / "killer.py", tmp_path / "run.pt", sparse_plan(tmp_path)
+    killer.write_text(KILLER)
     program = (EXAMPLES / "char_transformer.py", "--steps", "25", "--every", "10", "--compress", "0.05", "--plan", plan)
     whole, _ = losses_of(3, tmp_path, *program)
     killed = torchrun(3, killer, "1", "17", *program, "--checkpoint", checkpoint)
@@ -170,3 +179,32 @@ def test_a_killed_sparse_run_resumes_bit_by_bit(tmp_path: Path) -> None:
     assert resumed == whole
     fewer, out = losses_of(2, tmp_path, *program[:1], "--steps", "30", *program[3:], "--checkpoint", checkpoint)
     assert "30 steps on 2 ranks" in out and fewer[:20] == whole[:20] and len(fewer) == 30
+
+
+# With frameworks, where they are installed.
+
+FRAMEWORKS = [("transformers_trainer.py", "transformers"), ("accelerate_loop.py", "accelerate")]
+
+
+@pytest.mark.parametrize(("example", "package"), FRAMEWORKS)
+def test_the_losses_of_a_framework_are_those_of_ddp(example: str, package: str, tmp_path: Path) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    program = (EXAMPLES / example, "--steps", "20", "--wrap")
+    ddp, _ = losses_under_torchrun(2, tmp_path, *program, "ddp")
+    ours, out = losses_under_torchrun(2, tmp_path, *program, "anabranch")
+    assert "after 20 steps" in out and "DDP's own buckets" in out
+    assert ours == ddp and ours[-1] < ours[0]
+
+
+def test_accelerate_resumes_a_sparse_run_bit_by_bit(tmp_path: Path) -> None:
+    """Stopped after 10 of 16 steps, and started again."""
+    if find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    plan = sparse_plan(tmp_path)
+    program = (EXAMPLES / "accelerate_loop.py", "--compress", "0.05", "--plan", plan, "--steps")
+    whole, out = losses_under_torchrun(2, tmp_path, *program, "16")
+    assert "sparse bucket to" in out
+    losses_under_torchrun(2, tmp_path, *program, "10", "--checkpoint", tmp_path / "run")
+    resumed, _ = losses_under_torchrun(2, tmp_path, *program, "16", "--checkpoint", tmp_path / "run")
+    assert resumed == whole[-12:]

@@ -1,0 +1,219 @@
+"""Accelerate with anabranch: ``prepare()`` makes a DataParallel where it would have made a DistributedDataParallel.
+
+    accelerator = Accelerator()
+    use_anabranch(accelerator, compress="int8")  # the added line
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+Everything else of the Accelerator stays as it is, since a DataParallel is a DistributedDataParallel. A
+LeanDataParallel is none: it is unwrapped here, and what it cannot do is refused.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch.integrations.rank_files import load_rank_files, save_rank_file
+from anabranch.integrations.seams import check_seams, unsupported
+from anabranch.lean_parallel import LeanDataParallel
+from anabranch.parallel import DataParallel
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+TESTED = "1.15.0"
+SEAMS = {
+    "prepare_model": ("model", "device_placement", "evaluation_mode"),
+    "prepare_optimizer": ("optimizer", "device_placement"),
+    "unwrap_model": ("model",),
+    "clip_grad_norm_": ("parameters", "max_norm"),
+    "clip_grad_value_": ("parameters", "clip_value"),
+    "register_save_state_pre_hook": ("hook",),
+    "register_load_state_pre_hook": ("hook",),
+}
+REPLACED = ("NO", "MULTI_CPU", "MULTI_GPU")  # types of distributed training with DDP, or with one process and nothing
+
+Wrapper = DataParallel | LeanDataParallel
+
+
+def use_anabranch(accelerator: "Accelerator", **options: Any) -> "Wrappers":
+    """Have this Accelerator wrap models in ``DataParallel(model, **options)`` from now on.
+
+    Call it before ``prepare()``, on every rank. ``options`` are arguments of ``DataParallel``; arguments of
+    DistributedDataParallel also come from Accelerate's ``DistributedDataParallelKwargs``. ``save_state()`` and
+    ``load_state()`` then include every rank's ``comm_state_dict()``. A model that is already a DataParallel is not
+    wrapped again. Returns the wrappers, by model.
+    """
+    check_seams("accelerate", TESTED, accelerator, SEAMS)
+    if isinstance(getattr(accelerator.prepare_model, "__self__", None), Wrappers):
+        raise ValueError("use_anabranch() was called twice with this Accelerator: call it once, with all options")
+    kind = getattr(accelerator.distributed_type, "name", str(accelerator.distributed_type))
+    if kind not in REPLACED:
+        raise ValueError(
+            f"the Accelerator's distributed_type is {kind}: expected {' or '.join(REPLACED)}, since anabranch takes "
+            "the place of DistributedDataParallel only; leave use_anabranch() out"
+        )
+    return Wrappers(accelerator, options)
+
+
+class Wrappers:
+    """The wrappers of one Accelerator's models: makes them, and saves and loads what they keep between steps."""
+
+    def __init__(self, accelerator: "Accelerator", options: dict[str, Any]) -> None:
+        self._accelerator = accelerator
+        self._options = options
+        self._made: WeakValueDictionary[int, Wrapper] = WeakValueDictionary()  # by id of the module inside
+        self.on_wrap: Callable[[Wrapper], None] | None = None  # called with each new wrapper
+        self._stock = {name: getattr(accelerator, name) for name in SEAMS}
+        for name in SEAMS:
+            if not name.startswith("register_"):
+                setattr(accelerator, name, getattr(self, name))
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._load)
+
+    def of(self, module: nn.Module) -> Wrapper | None:
+        """The wrapper around this module; None if there is none."""
+        return self._made.get(id(module))
+
+    # In place of the Accelerator's methods of these names.
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The model, prepared by Accelerate and wrapped by anabranch."""
+        stock = self._stock["prepare_model"]
+        if isinstance(model, Wrapper):
+            return self._prepare_wrapped(model)
+        with _instead_of_ddp(self._wrap):
+            prepared: nn.Module = stock(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        inner = getattr(prepared, "_orig_mod", prepared)  # torch.compile() comes last
+        if isinstance(inner, DistributedDataParallel) and not isinstance(inner, Wrapper):
+            raise unsupported("accelerate", TESTED, "prepare_model() makes a DistributedDataParallel of its own")
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """The optimizer, prepared by Accelerate; under Lean only the model's own."""
+        leans = [wrapper for wrapper in self._made.values() if isinstance(wrapper, LeanDataParallel)]
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        of_lean = any(id(parameter) in held for lean in leans for parameter in lean.parameters())
+        known = (getattr(optimizer, "optimizer", optimizer), optimizer)  # one that was prepared before has ours inside
+        if (self._options.get("memory") or of_lean) and not any(lean.optimizer in known for lean in leans):
+            raise ValueError(
+                f"prepare() was given a {type(optimizer).__name__}, and under Lean every bucket is updated in "
+                "backward, by the optimizer of Lean(optimizer=...): prepare the model first, then model.optimizer"
+            )
+        return self._stock["prepare_optimizer"](optimizer, device_placement=device_placement)
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The user's model without wrappers."""
+        unwrapped: nn.Module = self._stock["unwrap_model"](
+            model.module if isinstance(model, LeanDataParallel) else model, *args, **kwargs
+        )
+        return unwrapped
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """Clip as Accelerate does. Under Lean it is refused; only to ask for the norm is not, and the answer None."""
+        parameters = list(parameters)
+        if (lean := self._lean_of(parameters)) is not None:
+            if not math.isinf(max_norm):
+                lean.clip_grad_norm_()  # raises RuntimeError
+            return None
+        norm: torch.Tensor = self._stock["clip_grad_norm_"](parameters, max_norm, norm_type)
+        return norm
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip as Accelerate does; refused under Lean."""
+        parameters = list(parameters)
+        if self._lean_of(parameters) is not None:
+            raise RuntimeError(
+                "clip_grad_value_() under Lean: every bucket was updated in backward; use Lean(clip_norm=...), which "
+                "clips each bucket by its norm"
+            )
+        self._stock["clip_grad_value_"](parameters, clip_value)
+
+    # Wrappers.
+
+    def _wrap(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **of_ddp: Any) -> Wrapper:
+        """Called by Accelerate in place of DDP's constructor, with its arguments."""
+        if (old := self.of(module)) is not None:  # the module is prepared again, such as for another batch size
+            old.close()
+        if self._options.get("memory") is None:  # Lean takes neither
+            of_ddp |= {"device_ids": device_ids, "output_device": output_device}
+        return self._take(DataParallel(module, **{**of_ddp, **self._options}))
+
+    def _prepare_wrapped(self, wrapper: Wrapper) -> Wrapper:
+        """Prepare a model that is wrapped already: autocast, but no second wrapper, and no other device."""
+        module = wrapper.module
+        if self.of(module) is wrapper:
+            return wrapper
+        prepared = self._stock["prepare_model"](module, device_placement=False, evaluation_mode=True)
+        if prepared is not module:
+            raise ValueError(
+                f"Accelerate's torch.compile() cannot reach the {type(module).__name__} inside a DataParallel: leave "
+                "wrapping to prepare(), or compile the model before you wrap it and not in Accelerate"
+            )
+        return self._take(wrapper)
+
+    def _take(self, wrapper: Wrapper) -> Wrapper:
+        scaler = self._accelerator.scaler
+        if scaler is not None and isinstance(wrapper, LeanDataParallel):
+            raise ValueError(
+                "mixed_precision='fp16' under Lean: Accelerate's optimizer calls GradScaler.step(), which needs "
+                "gradients after backward, and Lean has freed them; use mixed_precision='bf16'"
+            )
+        if scaler is not None:
+            wrapper.follow(scaler)
+        self._made[id(wrapper.module)] = wrapper
+        if self.on_wrap is not None:
+            self.on_wrap(wrapper)
+        return wrapper
+
+    def _lean_of(self, parameters: list[torch.Tensor]) -> LeanDataParallel | None:
+        """The LeanDataParallel that trains one of these parameters; None if there is none."""
+        wanted = set(map(id, parameters))
+        for wrapper in self._made.values():
+            if isinstance(wrapper, LeanDataParallel) and any(id(p) in wanted for p in wrapper.parameters()):
+                return wrapper
+        return None
+
+    # Checkpoints. Accelerate's list of models holds the modules inside.
+
+    def _save(self, modules: list[nn.Module], _weights: Any, folder: str | os.PathLike[str]) -> None:
+        for wrapper, name in self._named(modules):
+            save_rank_file(wrapper, folder, name)
+
+    def _load(self, modules: list[nn.Module], folder: str | os.PathLike[str]) -> None:
+        for wrapper, name in self._named(modules):
+            load_rank_files(wrapper, folder, name)
+
+    def _named(self, modules: list[nn.Module]) -> Iterator[tuple[Wrapper, str]]:
+        for index, module in enumerate(modules):
+            if (wrapper := self.of(module)) is not None:
+                yield wrapper, f"anabranch_{index}" if index else "anabranch"
+
+
+@contextmanager
+def _instead_of_ddp(wrap: Callable[..., Wrapper]) -> Iterator[None]:
+    """A context in which ``torch.nn.parallel.DistributedDataParallel(...)`` calls ``wrap(...)``.
+
+    prepare_model() looks that name up when it wraps, and has no other way in; everything that it does before and
+    after, such as autocast and torch.compile, stays its own.
+    """
+
+    class InsteadOfDDP(DistributedDataParallel):  # a class, since a function would break isinstance()
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return wrap(*args, **kwargs)
+
+    torch.nn.parallel.DistributedDataParallel = InsteadOfDDP  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]

@@ -1,0 +1,32 @@
+"""Places where a framework lets anabranch in; other versions of it may have moved them."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+
+def check_seams(package: str, tested: str, owner: object, seams: Mapping[str, Sequence[str]]) -> None:
+    """Raise RuntimeError unless ``owner`` has each of these methods, with arguments of these names.
+
+    package   the package that ``owner`` is from
+    tested    the version of it that anabranch is tested with
+    seams     the names of arguments by name of method
+    """
+    for name, arguments in seams.items():
+        method = getattr(owner, name, None)
+        if not callable(method):
+            raise unsupported(package, tested, f"{type(owner).__name__} has no {name}()")
+        for argument in arguments:
+            if argument not in inspect.signature(method).parameters:
+                raise unsupported(package, tested, f"{type(owner).__name__}.{name}() takes no {argument}")
+
+
+def unsupported(package: str, tested: str, what: str) -> RuntimeError:
+    """Returns the error that says what is different in the installed version of a package."""
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        found = "of an unknown version"
+    return RuntimeError(
+        f"anabranch does not fit {package} {found}: {what}; it is tested with {tested}: pip install {package}=={tested}"
+    )
