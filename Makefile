@@ -13,7 +13,7 @@ CASE ?=
 READY := $(VENV)/.ready-$(subst =,,$(TORCH))
 CLUSTER := ring:ranks=16,alpha=30us,rate=10gbit
 
-.PHONY: demo test quick torch-suite soak static check format docs clean
+.PHONY: demo test quick frameworks torch-suite soak static check format docs clean
 
 demo: $(READY)
 	mkdir -p demo
@@ -36,6 +36,11 @@ test: $(READY)
 
 quick: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup --quick --durations 10 --durations-min 3
+
+# With Transformers, Accelerate and Lightning themselves, which `make test` leaves out where they are not installed.
+frameworks: $(READY)
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test-frameworks]'
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup tests/integrations tests/test_examples.py
 
 torch-suite: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m torch_suite
