@@ -27,7 +27,7 @@ TRAINED_ON = 1500  # of 1797 images; the rest is for validation
 BATCH = 25  # images per rank and step
 
 
-class Digits(lightning.LightningModule):
+class Digits(lightning.LightningModule):  # type: ignore[misc]
     """A small convolutional network with BatchNorm."""
 
     def __init__(self) -> None:

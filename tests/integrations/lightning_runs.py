@@ -44,10 +44,13 @@ def strategy(**options: Any) -> Any:
     return import_module("anabranch.integrations.lightning").AnabranchStrategy(**options)
 
 
-def classifier(pl: Any, manual: bool = False) -> Any:
-    """A module that notes its losses, what its progress bar shows, and how it was wrapped."""
+def classifier(pl: Any, manual: bool = False, fails_in: int | None = None) -> Any:
+    """A module that notes its losses, what its progress bar shows, and how it was wrapped.
 
-    class Classifier(pl.LightningModule):  # type: ignore[misc, name-defined]
+    ``manual``: it makes two steps of every batch, by manual optimization.
+    """
+
+    class Classifier(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
@@ -57,17 +60,20 @@ def classifier(pl: Any, manual: bool = False) -> Any:
             self.shown: set[str] = set()
             self.wrapper = ""
 
-        def training_step(self, batch: Any, index: int) -> Any:  # noqa: ARG002
-            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-            self.losses.append(loss.item())
-            if manual:
-                optimizer = self.optimizers()
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
+        def training_step(self, batch: Any, index: int) -> Any:
+            if index == fails_in:
+                raise RuntimeError("no such batch")
+            for _ in range(2 if manual else 1):
+                loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+                self.losses.append(loss.item())
+                if manual:
+                    optimizer = self.optimizers()
+                    optimizer.zero_grad()
+                    self.manual_backward(loss)
+                    optimizer.step()
             return loss
 
-        def validation_step(self, batch: Any, index: int) -> None:  # noqa: ARG002
+        def validation_step(self, batch: Any, index: int) -> None:
             self.log("validation", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
 
         def on_train_batch_end(self, *_: Any) -> None:

@@ -1,6 +1,10 @@
 """anabranch.integrations.lightning with the real Lightning, on two ranks."""
 
+import io
+import re
 import sys
+from contextlib import redirect_stdout
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +15,22 @@ import torch
 
 import anabranch as ab
 from anabranch.integrations.distributed_checkpoint import unpacked
-from integrations.lightning_runs import BATCHES, DENSE_PLAN, batches, fit, lightning, sparse, strategy, weights
+from integrations.lightning_runs import (
+    BATCHES,
+    DENSE_PLAN,
+    batches,
+    classifier,
+    fit,
+    lightning,
+    sparse,
+    strategy,
+    weights,
+)
 from ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 
+PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 IMPORTS_S = 120.0  # two ranks import Lightning, on a machine that others use, too
 
 
@@ -39,14 +54,14 @@ def losses_of(rank: int, ways: list[str], epochs: int, manual: bool, options: di
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_losses_are_those_of_ddp(manual: bool) -> None:
-    """100 steps: 200 batches of which two make a step, or 100 of which each makes one. With BatchNorm's buffers."""
-    options = {} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-    epochs = 5 if manual else 10
+    """100 steps: 200 batches of which two make a step, or 50 of which each makes two. With BatchNorm's buffers."""
+    options = {"limit_train_batches": 10} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    epochs, backwards = (5, 100) if manual else (10, 200)
     ways = ["ddp", "anabranch", "a plan"]
     for answers in on_ranks(losses_of, 2, ways, epochs, manual, options, timeout_s=IMPORTS_S):
         ddp = answers.pop("ddp")
         assert ddp["wrapper"] == "DistributedDataParallel"
-        assert len(ddp["losses"]) == epochs * BATCHES and ddp["validation"] < ddp["losses"][0] / 5
+        assert len(ddp["losses"]) == backwards and ddp["validation"] < ddp["losses"][0] / 2
         for answer in answers.values():
             assert answer["wrapper"] == "DataParallel"
             assert answer["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
@@ -80,7 +95,7 @@ def alone(rank: int) -> list[int]:
 
 
 def test_one_rank_trains_without_sending_anything() -> None:
-    assert on_ranks(alone, 1, timeout_s=IMPORTS_S) == [[BATCHES, BATCHES]]
+    assert on_ranks(alone, 1, timeout_s=IMPORTS_S) == [[BATCHES, 2 * BATCHES]]
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints
@@ -147,7 +162,7 @@ def test_residuals_follow_the_loss_scaler(manual: bool, tmp_path: Path) -> None:
     scales = on_ranks(saved, 2, str(tmp_path / "one.ckpt"), manual, timeout_s=IMPORTS_S)
     states = [unpacked(part) for part in torch.load(tmp_path / "one.ckpt", weights_only=True)["anabranch"]]
     assert scales == [256.0, 256.0] == [state["scale"] for state in states]
-    assert [state["step"] for state in states] == [BATCHES, BATCHES]
+    assert [state["step"] for state in states] == [BATCHES * (2 if manual else 1)] * 2
 
 
 def taken_over(rank: int, path: str) -> dict[str, Any]:
@@ -224,3 +239,47 @@ def test_what_cannot_work_is_refused_in_one_sentence() -> None:
         "pip install 'lightning==2.6.*'"
     )
     assert answers["missing"].startswith("anabranch.integrations.lightning needs lightning, which is not installed")
+
+
+def failed(rank: int) -> list[str | int]:
+    pl = lightning(rank)
+    trainer = pl.Trainer(
+        strategy=strategy(**sparse()), accelerator="cpu", devices=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = classifier(pl, fails_in=7)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(module, batches())
+    trainer, again = fit(pl, strategy(**sparse()), 1)
+    return [str(caught.value), len(module.losses), len(again.losses)]
+
+
+def test_an_error_in_a_step_is_the_users_and_another_fit_may_follow() -> None:
+    assert on_ranks(failed, 2, timeout_s=IMPORTS_S) == [["no such batch", 7, BATCHES]] * 2
+
+
+# ------------------------------------------------------------------------------------------------- the page
+
+
+def snippets_run(rank: int, snippets: list[str]) -> list[str]:
+    """The wrappers under which each snippet of the page has trained."""
+    pl = lightning(rank)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    wrappers = []
+    for snippet in snippets:
+        names = {"ab": ab, "module": classifier(pl), "loader": batches()}
+        names["Trainer"] = partial(pl.Trainer, accelerator="cpu", devices=2, **quiet)
+        with redirect_stdout(io.StringIO()):
+            exec(snippet, names)
+        wrappers.append(names["module"].wrapper)
+    return wrappers
+
+
+def test_snippets_of_the_page_run() -> None:
+    snippets = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert on_ranks(snippets_run, 2, snippets, timeout_s=IMPORTS_S) == [["DataParallel"] * 2] * 2
