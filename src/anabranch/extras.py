@@ -1,6 +1,7 @@
 """Optional libraries: a clear error where one is missing that an extra of this package brings."""
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from anabranch.errors import MissingExtraError
@@ -17,4 +18,17 @@ def require(library: str, extra: str, what: str, pin: str = "") -> None:
         requirements = f"'anabranch[{extra}]'" + (f" '{pin}'" if pin else "")
         raise MissingExtraError(
             f"{what} needs {library}, which is not installed: pip install {requirements}", name=library
+        )
+
+
+def require_version(library: str, found: str, tested: Sequence[str], what: str) -> None:
+    """Raise MissingExtraError unless the version ``found`` belongs to one of the ``tested`` series, such as "2.6".
+
+    For libraries whose private names are used, which may change from one series to the next.
+    """
+    if not any(f"{found}.".startswith(f"{series}.") for series in tested):
+        raise MissingExtraError(
+            f"{what} was tested with {library} {', '.join(tested)}, and {found} is installed: "
+            f"pip install '{library}=={tested[-1]}.*'",
+            name=library,
         )
