@@ -29,6 +29,7 @@ from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import CLOSED, Tuned
 from anabranch.tuning.tuner import Agree
+from anabranch.wrapping import check_outermost, check_unwrapped, dtensor_reason
 
 log = logging.getLogger("anabranch")
 
@@ -80,6 +81,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         memory: Lean | None = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
         **options: Any,
     ) -> None:
+        check_unwrapped(module)
         compress = settings_of(compress)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
@@ -88,10 +90,11 @@ class DataParallel(Tuned, ExtensibleDDP):
         given = bound.arguments
         group = _group_of(given)
         reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
+        reason = dtensor_reason(module, given["device_mesh"]) or reason
         needs_plan = tuning.plan is not None or keeps_residuals(compress)
         if group is not None and reason and needs_plan:
             what = "a plan" if tuning.plan is not None else f"compress={name_of(compress)}"
-            raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
+            raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {_instead(group)}")
         settings = [described(compress), f"{policy}"]
         agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
         if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
@@ -150,8 +153,9 @@ class DataParallel(Tuned, ExtensibleDDP):
     def _make_collectives(self, compress: Settings) -> Collectives:
         if keeps_residuals(compress) and self.find_unused_parameters and not self._no_plan_reason:
             raise ValueError(
-                f"{name_of(compress)} with find_unused_parameters=True: DDP drops the averages of parameters that no "
-                "rank used, and with them residuals that were sent; leave one of the two out"
+                f"compress={name_of(compress)} with find_unused_parameters=True: DDP drops the averages of parameters "
+                "that no rank used, and with them residuals that were sent: set find_unused_parameters=False (in "
+                "Transformers' TrainingArguments ddp_find_unused_parameters=False), or leave compress out"
             )
         owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
         return collectives_for(
@@ -188,6 +192,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
         if self._no_plan_reason == CLOSED:
             raise RuntimeError("this DataParallel was closed: wrap the module again")
+        check_outermost(self)
         if self._tuner is not None and self._layout is not None:
             if torch.is_grad_enabled():
                 self._follow_scale()
@@ -251,6 +256,11 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = "it is a copy"
         self._alone = False  # the copy may be in a process group of several ranks
         self.require_backward_grad_sync = True
+
+
+def _instead(group: dist.ProcessGroup) -> str:
+    """What to do where neither a plan nor residuals can be used."""
+    return USE_A_TORCH_GROUP if no_clone_reason(group) else "Leave that argument out: DDP's own buckets run"
 
 
 def _unplannable(given: Mapping[str, Any]) -> list[str]:
