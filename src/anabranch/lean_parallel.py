@@ -84,6 +84,7 @@ class LeanDataParallel(Tuned, nn.Module):
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
         settings = [described(compress), f"{policy}", *memory.described(), of_ddp]
         tuning = tuning.agreed(model_parts(module), group, *settings, by_name=True)
+        compress = None if tuning.turned_off else compress
         self.module = module
         self.memory = memory
         self.process_group = group

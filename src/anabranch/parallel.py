@@ -27,6 +27,7 @@ from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
+from anabranch.tuning.switches import timeline_path, write_timeline
 from anabranch.tuning.tuned import CLOSED, Tuned
 from anabranch.tuning.tuner import Agree
 from anabranch.wrapping import check_outermost, check_unwrapped, dtensor_reason
@@ -99,6 +100,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
         if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
             tuning = agree(tuning)
+            compress = None if tuning.turned_off else compress
         super().__init__(module, *args, **options)
         self._no_plan_reason = self._find_no_plan_reason(given, tuning, reason, keeps_residuals(compress))
         alone = self.process_group.size() == 1
@@ -113,7 +115,9 @@ class DataParallel(Tuned, ExtensibleDDP):
             agree_later = None if given["init_sync"] else agree
             key = [*settings, *of_ddp]
             self._plan_buckets(tuning, policy, self._make_collectives(compress), key, agree_later)
-        elif alone:
+            return
+        write_timeline(None, timeline_path(self.process_group.rank()), self._no_plan_reason)
+        if alone:
             self._collectives = self._make_collectives(compress)
             replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)
 
