@@ -74,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reproduce": {*LIBRARY, "estimate", "bench"},  # whatever a paper's figures need
     "demo": EVERYTHING,
     "cli": EVERYTHING,
+    "run": {"cli"},
 }
 TORCH_AT_MODULE_LEVEL = {
     "comm",

@@ -226,6 +226,8 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     def _stop_planning(self, reason: str) -> None:
         """Be a DDP with the buckets in force from now on."""
+        assert self._tuner is not None
+        self._tuner.stage = f"no longer planning: {reason}"
         self._release()
         self._tuner = None
         self._cache = None
