@@ -38,7 +38,7 @@ if _TYPE_CHECKING:
     from anabranch.integrations.distributed_checkpoint import CommState
     from anabranch.lean.options import Lean
     from anabranch.lean_parallel import LeanDataParallel
-    from anabranch.observe.loggers import JsonLines, Progress, TensorBoard
+    from anabranch.observe.loggers import JsonLines, Progress, TensorBoard, WandB
     from anabranch.observe.metrics import Logger, Metrics
     from anabranch.parallel import DataParallel
     from anabranch.quantised.options import Quantised
@@ -81,6 +81,7 @@ __all__ = [
     "TuningPolicy",
     "TwoLevel",
     "UpdateError",
+    "WandB",
     "__version__",
     "load",
     "plan",
@@ -106,6 +107,7 @@ _WITH_TORCH = {
     "Quantised": "anabranch.quantised.options",
     "TensorBoard": "anabranch.observe.loggers",
     "TuningPolicy": "anabranch.tuning.policy",
+    "WandB": "anabranch.observe.loggers",
 }
 
 
