@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.comm.collectives import Collectives
-from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
+from anabranch.comm.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.comm.model import model_parts
 from anabranch.compression import Compress, Settings, collectives_for, described, keeps_residuals, name_of, settings_of
 from anabranch.ddp.layout import DdpLayout
@@ -103,7 +103,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             compress = None if tuning.turned_off else compress
         super().__init__(module, *args, **options)
         self._no_plan_reason = self._find_no_plan_reason(given, tuning, reason, keeps_residuals(compress))
-        alone = self.process_group.size() == 1
+        alone = _is_alone(self.process_group)
         runs_as_ddp = self.static_graph or _unplannable(given)  # the first step of a static graph must synchronise
         if alone and not runs_as_ddp:
             self.require_backward_grad_sync = False  # as under no_sync()
@@ -125,7 +125,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         self, given: Mapping[str, Any], tuning: TuningOptions, no_clone_reason: str, compressed: bool
     ) -> str:
         """Why there is nothing to plan here; empty if there is, or if a checkpoint may hold residuals to send."""
-        if self.process_group.size() == 1:
+        if _is_alone(self.process_group):
             return "there is one rank, so nothing to send"
         if reason := no_clone_reason or tuning.no_plan_reason:
             return reason
@@ -262,6 +262,11 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = "it is a copy"
         self._alone = False  # the copy may be in a process group of several ranks
         self.require_backward_grad_sync = True
+
+
+def _is_alone(group: dist.ProcessGroup) -> bool:
+    """Whether there is one rank, for good: ranks may join a group in Python later (torchft)."""
+    return group.size() == 1 and not is_in_python(group)
 
 
 def _instead(group: dist.ProcessGroup) -> str:

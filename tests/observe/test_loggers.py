@@ -1,4 +1,4 @@
-"""Loggers: lines of JSON, TensorBoard, Weights & Biases and the terminal, with hostile texts, torn files, missing libraries."""
+"""Loggers: lines of JSON, TensorBoard, Weights & Biases the terminal; hostile texts, torn files, missing libraries."""
 
 import io
 import json
