@@ -35,6 +35,7 @@ from anabranch.version import __version__
 if _TYPE_CHECKING:
     from anabranch.activations.policy import Activations
     from anabranch.auto import Auto
+    from anabranch.integrations.comm_hooks import CommHookState, oktopk_hook, quantised_hook
     from anabranch.integrations.distributed_checkpoint import CommState
     from anabranch.lean.options import Lean
     from anabranch.lean_parallel import LeanDataParallel
@@ -52,6 +53,7 @@ __all__ = [
     "Auto",
     "Bucket",
     "CollectiveError",
+    "CommHookState",
     "CommState",
     "Contention",
     "Curve",
@@ -84,8 +86,10 @@ __all__ = [
     "WandB",
     "__version__",
     "load",
+    "oktopk_hook",
     "plan",
     "planners",
+    "quantised_hook",
     "save",
     "simulate",
 ]
@@ -95,6 +99,7 @@ __all__ = [
 _WITH_TORCH = {
     "Activations": "anabranch.activations.policy",
     "Auto": "anabranch.auto",
+    "CommHookState": "anabranch.integrations.comm_hooks",
     "CommState": "anabranch.integrations.distributed_checkpoint",
     "DataParallel": "anabranch.parallel",
     "JsonLines": "anabranch.observe.loggers",
@@ -108,6 +113,8 @@ _WITH_TORCH = {
     "TensorBoard": "anabranch.observe.loggers",
     "TuningPolicy": "anabranch.tuning.policy",
     "WandB": "anabranch.observe.loggers",
+    "oktopk_hook": "anabranch.integrations.comm_hooks",
+    "quantised_hook": "anabranch.integrations.comm_hooks",
 }
 
 
