@@ -17,7 +17,8 @@ def check_unwrapped(module: nn.Module) -> None:
     """Raise ValueError if this module, or a part of it whose gradients would be averaged here, is wrapped already."""
     averaged = {name for name, _ in module.named_parameters()}.difference(ignored_names(module))
     for name, part in module.named_modules():
-        if isinstance(part, WRAPPERS) and any(parameter.startswith(f"{name}." * bool(name)) for parameter in averaged):
+        inside_part = f"{name}." if name else ""
+        if isinstance(part, WRAPPERS) and any(parameter.startswith(inside_part) for parameter in averaged):
             what, inside = (f"its part {name}", "the part") if name else ("the module", "model")
             raise ValueError(
                 f"{what} is a {type(part).__name__} already, and gradients would be averaged twice: wrap it once; wrap "
