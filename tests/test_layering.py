@@ -19,7 +19,7 @@ EVERYTHING = {"*"}
 LIBRARY = {
     *NOUNS, "exchange_cost", "version", "files", "network_presets", "profiler_trace", "sim", "planners", "scaling",
     "comm", "observe", "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp", "tuning",
-    "parallel", "lean_parallel", "integrations",
+    "wrapping", "parallel", "lean_parallel", "integrations",
 }  # fmt: skip
 MODELS_OF_KINDS = {  # no torch in them
     "sparse.naming", "sparse.sizes", "sparse.cost_model", "sparse.options", "quantised.block_format",
@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ddp": {*NOUNS, "comm", "observe"},
     "lean": {*NOUNS, "comm", "observe", "activations"},
     "tuning": {*NOUNS, "version", "files", "planners", "sim", "comm", "observe"},  # cached plans note the version
+    "wrapping": {*NOUNS, "comm", "ddp", "tuning"},
     "parallel": LIBRARY,  # the composition roots
     "lean_parallel": LIBRARY,
     "integrations": LIBRARY,
@@ -73,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reproduce": {*LIBRARY, "estimate", "bench"},  # whatever a paper's figures need
     "demo": EVERYTHING,
     "cli": EVERYTHING,
+    "run": {"cli"},
 }
 TORCH_AT_MODULE_LEVEL = {
     "comm",
@@ -84,6 +86,7 @@ TORCH_AT_MODULE_LEVEL = {
     "ddp",
     "lean",
     "tuning",
+    "wrapping",
     "parallel",
     "lean_parallel",
     "integrations",

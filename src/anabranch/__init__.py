@@ -35,10 +35,11 @@ from anabranch.version import __version__
 if _TYPE_CHECKING:
     from anabranch.activations.policy import Activations
     from anabranch.auto import Auto
+    from anabranch.integrations.comm_hooks import CommHookState, oktopk_hook, quantised_hook
     from anabranch.integrations.distributed_checkpoint import CommState
     from anabranch.lean.options import Lean
     from anabranch.lean_parallel import LeanDataParallel
-    from anabranch.observe.loggers import JsonLines, Progress, TensorBoard
+    from anabranch.observe.loggers import JsonLines, Progress, TensorBoard, WandB
     from anabranch.observe.metrics import Logger, Metrics
     from anabranch.parallel import DataParallel
     from anabranch.quantised.options import Quantised
@@ -52,6 +53,7 @@ __all__ = [
     "Auto",
     "Bucket",
     "CollectiveError",
+    "CommHookState",
     "CommState",
     "Contention",
     "Curve",
@@ -81,10 +83,13 @@ __all__ = [
     "TuningPolicy",
     "TwoLevel",
     "UpdateError",
+    "WandB",
     "__version__",
     "load",
+    "oktopk_hook",
     "plan",
     "planners",
+    "quantised_hook",
     "save",
     "simulate",
 ]
@@ -94,6 +99,7 @@ __all__ = [
 _WITH_TORCH = {
     "Activations": "anabranch.activations.policy",
     "Auto": "anabranch.auto",
+    "CommHookState": "anabranch.integrations.comm_hooks",
     "CommState": "anabranch.integrations.distributed_checkpoint",
     "DataParallel": "anabranch.parallel",
     "JsonLines": "anabranch.observe.loggers",
@@ -106,6 +112,9 @@ _WITH_TORCH = {
     "Quantised": "anabranch.quantised.options",
     "TensorBoard": "anabranch.observe.loggers",
     "TuningPolicy": "anabranch.tuning.policy",
+    "WandB": "anabranch.observe.loggers",
+    "oktopk_hook": "anabranch.integrations.comm_hooks",
+    "quantised_hook": "anabranch.integrations.comm_hooks",
 }
 
 

@@ -7,7 +7,7 @@
     ├── DisagreementError  ranks that do not hold the same thing
     ├── CollectiveError    a message that did not get through
     ├── UpdateError        an optimizer that failed inside backward, on this rank
-    ├── MissingExtraError  a library that is not installed, and the extra that brings it
+    ├── MissingExtraError  a library that is not installed, or cannot be imported
     └── LabError           a cluster that cannot be made on this machine
 
 A bad argument is a plain ``ValueError``, as everywhere in Python.
@@ -43,7 +43,7 @@ class UpdateError(AnabranchError):
 
 
 class MissingExtraError(AnabranchError, ModuleNotFoundError):
-    """An optional library is not installed; the message names the extra of this package that brings it."""
+    """An optional library is not installed, or cannot be imported; the message says what to install."""
 
 
 class LabError(AnabranchError):

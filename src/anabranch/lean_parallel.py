@@ -33,6 +33,7 @@ from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import Tuned
 from anabranch.tuning.tuner import Tuner
+from anabranch.wrapping import check_outermost, check_unwrapped, dtensor_reason
 
 BROADCAST_NBYTES = 250 << 20  # bytes per message of the initial broadcast, as in DDP
 COPIED = "it is a copy"
@@ -71,6 +72,8 @@ class LeanDataParallel(Tuned, nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
+        check_unwrapped(module)
+        dtensor_reason(module)
         compress = settings_of(compress)
         _check_arguments(unnamed, others, compress, memory)
         check_policy(policy)
@@ -81,6 +84,7 @@ class LeanDataParallel(Tuned, nn.Module):
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
         settings = [described(compress), f"{policy}", *memory.described(), of_ddp]
         tuning = tuning.agreed(model_parts(module), group, *settings, by_name=True)
+        compress = None if tuning.turned_off else compress
         self.module = module
         self.memory = memory
         self.process_group = group
@@ -227,6 +231,7 @@ class LeanDataParallel(Tuned, nn.Module):
         if self._no_plan_reason == COPIED and not torch.is_grad_enabled():
             return
         tuner = self._running_tuner()
+        check_outermost(self)
         if torch.is_grad_enabled():
             if not in_backward():
                 self._averaging_now = self._sync_enabled

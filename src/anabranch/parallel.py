@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.comm.collectives import Collectives
-from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
+from anabranch.comm.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.comm.model import model_parts
 from anabranch.compression import Compress, Settings, collectives_for, described, keeps_residuals, name_of, settings_of
 from anabranch.ddp.layout import DdpLayout
@@ -27,8 +27,10 @@ from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
+from anabranch.tuning.switches import timeline_path, write_timeline
 from anabranch.tuning.tuned import CLOSED, Tuned
 from anabranch.tuning.tuner import Agree
+from anabranch.wrapping import check_outermost, check_unwrapped, dtensor_reason
 
 log = logging.getLogger("anabranch")
 
@@ -80,6 +82,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         memory: Lean | None = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
         **options: Any,
     ) -> None:
+        check_unwrapped(module)
         compress = settings_of(compress)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
@@ -88,17 +91,19 @@ class DataParallel(Tuned, ExtensibleDDP):
         given = bound.arguments
         group = _group_of(given)
         reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
+        reason = dtensor_reason(module, given["device_mesh"]) or reason
         needs_plan = tuning.plan is not None or keeps_residuals(compress)
         if group is not None and reason and needs_plan:
             what = "a plan" if tuning.plan is not None else f"compress={name_of(compress)}"
-            raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
+            raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {_instead(group)}")
         settings = [described(compress), f"{policy}"]
         agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
         if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
             tuning = agree(tuning)
+            compress = None if tuning.turned_off else compress
         super().__init__(module, *args, **options)
         self._no_plan_reason = self._find_no_plan_reason(given, tuning, reason, keeps_residuals(compress))
-        alone = self.process_group.size() == 1
+        alone = _is_alone(self.process_group)
         runs_as_ddp = self.static_graph or _unplannable(given)  # the first step of a static graph must synchronise
         if alone and not runs_as_ddp:
             self.require_backward_grad_sync = False  # as under no_sync()
@@ -110,7 +115,9 @@ class DataParallel(Tuned, ExtensibleDDP):
             agree_later = None if given["init_sync"] else agree
             key = [*settings, *of_ddp]
             self._plan_buckets(tuning, policy, self._make_collectives(compress), key, agree_later)
-        elif alone:
+            return
+        write_timeline(None, timeline_path(self.process_group.rank()), self._no_plan_reason)
+        if alone:
             self._collectives = self._make_collectives(compress)
             replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)
 
@@ -118,7 +125,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         self, given: Mapping[str, Any], tuning: TuningOptions, no_clone_reason: str, compressed: bool
     ) -> str:
         """Why there is nothing to plan here; empty if there is, or if a checkpoint may hold residuals to send."""
-        if self.process_group.size() == 1:
+        if _is_alone(self.process_group):
             return "there is one rank, so nothing to send"
         if reason := no_clone_reason or tuning.no_plan_reason:
             return reason
@@ -150,8 +157,9 @@ class DataParallel(Tuned, ExtensibleDDP):
     def _make_collectives(self, compress: Settings) -> Collectives:
         if keeps_residuals(compress) and self.find_unused_parameters and not self._no_plan_reason:
             raise ValueError(
-                f"{name_of(compress)} with find_unused_parameters=True: DDP drops the averages of parameters that no "
-                "rank used, and with them residuals that were sent; leave one of the two out"
+                f"compress={name_of(compress)} with find_unused_parameters=True: DDP drops the averages of parameters "
+                "that no rank used, and with them residuals that were sent: set find_unused_parameters=False (in "
+                "Transformers' TrainingArguments ddp_find_unused_parameters=False), or leave compress out"
             )
         owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
         return collectives_for(
@@ -188,6 +196,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
         if self._no_plan_reason == CLOSED:
             raise RuntimeError("this DataParallel was closed: wrap the module again")
+        check_outermost(self)
         if self._tuner is not None and self._layout is not None:
             if torch.is_grad_enabled():
                 self._follow_scale()
@@ -217,6 +226,8 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     def _stop_planning(self, reason: str) -> None:
         """Be a DDP with the buckets in force from now on."""
+        assert self._tuner is not None
+        self._tuner.stage = f"no longer planning: {reason}"
         self._release()
         self._tuner = None
         self._cache = None
@@ -251,6 +262,16 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = "it is a copy"
         self._alone = False  # the copy may be in a process group of several ranks
         self.require_backward_grad_sync = True
+
+
+def _is_alone(group: dist.ProcessGroup) -> bool:
+    """Whether there is one rank, for good: ranks may join a group in Python later (torchft)."""
+    return group.size() == 1 and not is_in_python(group)
+
+
+def _instead(group: dist.ProcessGroup) -> str:
+    """What to do where neither a plan nor residuals can be used."""
+    return USE_A_TORCH_GROUP if no_clone_reason(group) else "Leave that argument out: DDP's own buckets run"
 
 
 def _unplannable(given: Mapping[str, Any]) -> list[str]:

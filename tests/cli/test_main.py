@@ -15,7 +15,7 @@ from anabranch.cli.main import app, main
 from anabranch.cli.output import PROSE_WIDTH
 from cli.nouns import HOSTILE, RING, error_of, small_trace, trace_file
 
-VERBS = ["record", "measure", "plan", "simulate", "compare", "scale", "list", "show", "cache", "demo", "lab"]
+VERBS = ["record", "measure", "plan", "simulate", "compare", "scale", "list", "show", "cache", "demo", "lab", "run"]
 EVERY_VERB = sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
 

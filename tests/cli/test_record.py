@@ -137,6 +137,32 @@ def test_a_library_that_is_not_installed(
     )
 
 
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        "raise RuntimeError('operator torchvision::nms does not exist\\nand more')",
+        "raise ImportError('libtorch.so: undefined symbol')",
+        "",  # a package without the model
+    ],
+)
+def test_a_library_that_does_not_match_torch(
+    breaks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "torchvision"
+    library.mkdir()
+    (library / "__init__.py").write_text(breaks)
+    (library / "models.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    error = error_of(capsys, "record", "resnet50", "-o", str(tmp_path / "t.json"), "--device", "cpu")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    assert "the model resnet50 needs torchvision, which is installed and cannot be imported (" in error
+    assert "Traceback" not in error and "and more" not in error
+    assert "--force-reinstall torchvision 'torch==" in error
+
+
 def test_a_device_that_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

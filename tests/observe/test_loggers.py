@@ -1,4 +1,4 @@
-"""Loggers: lines of JSON, TensorBoard and the progress line, with hostile texts, torn files and missing libraries."""
+"""Loggers: lines of JSON, TensorBoard, Weights & Biases the terminal; hostile texts, torn files, missing libraries."""
 
 import io
 import json
@@ -6,11 +6,12 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from anabranch import JsonLines, Metrics, Progress, TensorBoard
+from anabranch import JsonLines, Metrics, MissingExtraError, Progress, TensorBoard, WandB
 from anabranch.observe import loggers
 
 STEP = Metrics(7, 0, 0.05, 0.04, 0.03, 0.02, 0.5, 3 << 20, 3 << 20, 0.25, "0123456789ab", 2, 1, "running [red]x\x1b[2J")
@@ -95,6 +96,62 @@ def test_without_tensorboard_there_is_a_clear_error(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'anabranch\[tensorboard\]'"):
         TensorBoard(tmp_path)
+
+
+class FakeRun:
+    """A run of wandb, as far as it is used."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.rows: list[tuple[dict[str, Any], bool]] = []
+        self.defined: list[tuple[str, str]] = []
+        self.finished = 0
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.defined.append((name, step_metric))
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        assert step is None, "it would have to rise with the program's own"
+        assert commit is not None
+        self.rows.append((data, commit))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.mark.parametrize("started_before", [False, True])
+def test_wandb_has_a_run_of_its_own_or_joins_the_programs(
+    started_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[FakeRun] = []
+    module: Any = ModuleType("wandb")
+    module.run = FakeRun() if started_before else None
+    module.init = lambda **options: made.append(FakeRun(**options)) or made[0]  # type: ignore[func-returns-value]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    logger = WandB(project="mine")
+    assert made == [], "every rank makes loggers, one logs"
+    logger.log(STEP)
+    logger.log(replace(STEP, step=8, predicted_s=None))
+    logger.close()
+    logger.close()
+    run = module.run if started_before else made[0]
+    assert len(made) == (0 if started_before else 1)
+    assert run.options == ({} if started_before else {"project": "mine"})
+    assert run.defined == [("anabranch/*", "anabranch/step")]
+    first, second = (row for row, _ in run.rows)
+    assert [commit for _, commit in run.rows] == [not started_before] * 2, (
+        "rows of the program's own run are ended by the program"
+    )
+    assert first["anabranch/step"] == 7 and first["anabranch/exposed_s"] == 0.02
+    assert first["anabranch/stage"] == STEP.stage and first["anabranch/predicted_s"] == 0.04
+    assert second["anabranch/step"] == 8 and "anabranch/predicted_s" not in second
+    assert run.finished == (0 if started_before else 1)
+
+
+def test_without_wandb_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtraError, match=r"WandB\(...\) needs wandb, .*: pip install wandb$"):
+        WandB(project="mine")
 
 
 def test_progress_on_a_terminal_and_elsewhere() -> None:

@@ -138,4 +138,4 @@ def refused_run(rank: int) -> str:
 
 
 def test_with_unused_parameters_it_is_refused_by_name() -> None:
-    assert on_ranks(refused_run, 2)[0].startswith("Auto(...) with find_unused_parameters=True")
+    assert on_ranks(refused_run, 2)[0].startswith("compress=Auto(...) with find_unused_parameters=True")

@@ -157,18 +157,18 @@ def test_a_model_in_each_thread() -> None:
 
 
 class PythonWork(dist.Work):
-    """A work that is a Python object."""
+    """A work that is a Python object; without a real one, it is done."""
 
-    def __init__(self, real: dist.Work, tensors: object) -> None:
+    def __init__(self, real: dist.Work | None, tensors: object) -> None:
         super().__init__()
         self._real = real
         self._tensors = tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return self._real.wait(timeout)
+        return self._real is None or self._real.wait(timeout)
 
     def get_future(self) -> Any:
-        self._real.wait()
+        self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
@@ -218,6 +218,59 @@ def test_groups_in_python(python_works: bool) -> None:
         assert answer["explained"].startswith("No plan: its process group is a PythonGroup, a Python class")
         for what, message in answer["refusals"].items():
             assert what in message and "PythonGroup" in message and "new_group" in message
+
+
+class ManagedGroup(PythonGroup):
+    """As torchft makes its managed group: one rank for torch, and a size that is 1 until other replicas have joined.
+
+    It averages by the number of replicas itself, in works of its own, since torch divides by the size that it knows.
+    """
+
+    def __init__(self, real: dist.ProcessGroup) -> None:
+        dist.ProcessGroup.__init__(self, 0, 1)  # type: ignore[call-arg]
+        self._real = real
+        self._python_works = True
+        self.joined = 1
+
+    def size(self) -> int:
+        return self.joined
+
+    def rank(self) -> int:
+        return self._real.rank() if self.joined > 1 else 0
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "managed"
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        for tensor in tensors:
+            tensor.div_(self._real.size())
+        return super().allreduce(tensors, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for parts, own in zip(outputs, inputs, strict=True):
+            (part,) = parts  # one rank, as far as torch knows
+            part.copy_(own)
+        return PythonWork(None, outputs)
+
+
+def managed(rank: int, loose: bool) -> dict[str, Any]:
+    """Replicas start alone, with the same weights, and join after the model was wrapped."""
+    assert dist.group.WORLD is not None
+    group = ManagedGroup(dist.group.WORLD)
+    pair = Twins(ddp={"process_group": group, "init_sync": not loose}, compress="int8")
+    group.joined = 2
+    pair.train(GIVEN_STEPS)
+    mine = torch.cat([parameter.detach().flatten() for parameter in pair.ours.parameters()])
+    everyones = [torch.zeros_like(mine) for _ in range(2)]
+    dist.all_gather(everyones, mine)
+    return {**pair.close(), "averaged": torch.equal(*everyones)}
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_groups_whose_ranks_join_later(loose: bool) -> None:
+    for answer in on_ranks(managed, 2, loose):
+        assert answer["apart"] == [] and answer["averaged"] and not answer["planned"]
+        assert answer["explained"].startswith("No plan: its process group is a ManagedGroup, a Python class")
 
 
 def errors_of(construct: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import anabranch as ab
-from anabranch.tuning.explain import Findings, explanation
+from anabranch.tuning.explain import Findings, explanation, in_short
 from anabranch.tuning.trial import StepTimes, Trial
 
 TENSORS = (ab.TensorSpec("bias", 1000, 4, 0.1), ab.TensorSpec("weight", 1_000_000, 4, 0.2))
@@ -58,3 +58,27 @@ def test_a_given_network_without_a_cost_for_a_given_plan_leaves_the_prediction_o
     text = explanation(replace(NOTHING, trace=TRACE, network=NETWORK, trials=[trial], plan=given))
     (line,) = [line for line in text.splitlines() if line.startswith(" the plan it was given")]
     assert line.split()[-7:] == ["-", "300.00", "ms", "-", "100.00", "ms", "1.00×"]
+
+
+OWN = Trial("DDP's own buckets", None, (StepTimes(0.4, 0.1, 0.3),))
+OTHER = Trial("optimal", PLAN, (StepTimes(0.32, 0.02, 0.2),))
+
+
+def test_in_short_a_gain_is_measured_and_predicted() -> None:
+    found = replace(NOTHING, trace=TRACE, network=NETWORK, trials=[OWN, OTHER], kept=OTHER, plan=PLAN)
+    assert in_short(found) == (
+        "1.25× as fast. DDP's own buckets 400.00 ms a step, optimal 320.00 ms (predicted 306.00 ms); from the start of "
+        "forward to averaged gradients."
+    )
+    assert "predicted" not in in_short(replace(found, network=None))
+
+
+def test_in_short_no_gain_has_its_reason() -> None:
+    found = replace(NOTHING, stage="no plan was clearly faster", trials=[OWN], kept=OWN)
+    alone = "nothing was gained (no plan was clearly faster); DDP's own buckets 400.00 ms a step."
+    assert in_short(found) == alone
+    assert in_short(replace(found, trials=[OWN, OTHER])) == f"{alone} Tried: optimal 320.00 ms."
+
+
+def test_in_short_before_a_choice_there_is_the_stage() -> None:
+    assert in_short(NOTHING).startswith("nothing was chosen before training ended (settling)")

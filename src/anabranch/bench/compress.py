@@ -26,16 +26,25 @@ def compression(text: str) -> str | OkTopk | Auto | Rival:
     """What "int8", "auto" (as faithful as is hidden), "auto:int8" (at least int8), "oktopk", "oktopk:0.01",
     "oktopk:0.01:bf16" or "gtopk:0.01" means.
     """
+    ours = of_ours(text, OkTopk(warmup_steps=0))  # nothing is trained here
+    if ours is not None:
+        return ours
+    name = text.partition(":")[0]
+    if name not in OTHERS:
+        raise ValueError(f"--compress is {text!r}: expected {ALLOWED}")
+    return Rival(name, given_density(text))
+
+
+def of_ours(text: str, oktopk: OkTopk) -> str | OkTopk | Auto | None:
+    """The same without rivals, of which it returns None; ``oktopk`` has the settings that the text does not name."""
     if text in COMPRESSED:
         return text
     name, _, rest = text.partition(":")
     if name == "auto":
-        return Auto(at_least=rest or None, oktopk=OkTopk(warmup_steps=0))
-    if name not in (KIND, *OTHERS):
-        raise ValueError(f"--compress is {text!r}: expected {ALLOWED}")
+        return Auto(at_least=rest or None, oktopk=oktopk)
     if name != KIND:
-        return Rival(name, given_density(text))
-    options, plain = OkTopk(warmup_steps=0), text  # nothing is trained here
+        return None
+    options, plain = oktopk, text
     for wire in ENTRY_NBYTES:
         if text.endswith(f":{wire}"):
             options, plain = replace(options, wire=wire), text.removesuffix(f":{wire}")

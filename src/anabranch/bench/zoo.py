@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from anabranch.checks import Scalar
+from anabranch.errors import MissingExtraError
 from anabranch.extras import require
 
 # Default batch per rank: images, or sequences and their length; the sizes of the literature and of our lab.
@@ -39,6 +40,13 @@ SIZES: dict[str, dict[str, Any]] = {  # that differ from the defaults of the mod
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+}
+
+NO_CACHE = {"use_cache": False}
+LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, bool]]] = {  # by the begin of a name: classes of transformers
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", NO_CACHE),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", NO_CACHE),
+    "bert": ("BertForMaskedLM", "BertConfig", {}),
 }
 
 MODELS = (*IMAGES, *SEQUENCES)
@@ -94,10 +102,10 @@ def trace_meta(name: str, half: bool = False, batch: int | None = None) -> dict[
 
 
 def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
-    models = _imported("torchvision.models", name)
+    make = _imported("torchvision.models", name, name)
     side = 299 if name == "inception_v3" else 224
     options = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    model: nn.Module = getattr(models, name)(weights=None, **options).to(device).train()
+    model: nn.Module = make(weights=None, **options).to(device).train()
     images = torch.randn(batch, 3, side, side, device=device)
     labels = torch.randint(1000, (batch,), device=device)
 
@@ -110,15 +118,11 @@ def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module
 
 
 def _language_model(name: str, device: torch.device, batch: int, length: int) -> tuple[nn.Module, Loss]:
-    transformers: Any = _imported("transformers", name)
-    size = SIZES.get(name, {})
+    family = next(family for family in LANGUAGE_MODELS if name.startswith(family))
+    model_name, settings_name, options = LANGUAGE_MODELS[family]
+    make, settings = (_imported("transformers", attribute, name) for attribute in (model_name, settings_name))
     with device:  # initialises large models on the GPU, which is fast
-        if name.startswith("gpt2"):
-            model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, use_cache=False))
-        elif name.startswith("qwen2"):
-            model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**size, use_cache=False))
-        else:
-            model = transformers.BertForMaskedLM(transformers.BertConfig(**size))
+        model = make(settings(**SIZES.get(name, {}), **options))
     model = model.to(device).train()
     tokens = torch.randint(30_000, (batch, length), device=device)
 
@@ -129,8 +133,16 @@ def _language_model(name: str, device: torch.device, batch: int, length: int) ->
     return model, loss
 
 
-def _imported(library: str, name: str) -> Any:
-    require(
-        library.partition(".")[0], "models", f"the model {name}", pin=f"torch=={torch.__version__.partition('+')[0]}"
-    )
-    return import_module(library)
+def _imported(library: str, attribute: str, model: str) -> Any:
+    """This attribute of a library, which ``model`` needs; transformers imports the file behind it only now."""
+    package = library.partition(".")[0]
+    torch_version = torch.__version__.partition("+")[0]
+    require(package, "models", f"the model {model}", pin=f"torch=={torch_version}")
+    try:
+        return getattr(import_module(library), attribute)
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:  # as a build for another torch raises them
+        first_line = str(error).strip().partition("\n")[0]
+        raise MissingExtraError(
+            f"the model {model} needs {package}, which is installed and cannot be imported ({first_line}): install one "
+            f"that matches torch {torch_version}: pip install --force-reinstall {package} 'torch=={torch_version}'"
+        ) from error

@@ -20,6 +20,7 @@ from anabranch.cli.plan import plan
 from anabranch.cli.record import record
 from anabranch.cli.report import report
 from anabranch.cli.reproduce import reproduce
+from anabranch.cli.run import Program, run
 from anabranch.cli.scale import scale
 from anabranch.cli.show import show
 from anabranch.cli.simulate import simulate
@@ -57,8 +58,9 @@ for verb in (
 ):
     app.command()(verb)
 app.command("list")(list_)
-# Options after the first word of its program are the program's, also where "--" is left out.
-app.command(context_settings={"allow_interspersed_args": False})(lab)
+# Options after the first word of their program are the program's, also where "--" is left out.
+for launcher in (lab, run):
+    app.command(context_settings={"allow_interspersed_args": False})(launcher)
 
 
 def _version(wanted: bool) -> None:
@@ -88,7 +90,18 @@ def _start(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 after an error, 130 after Ctrl-C, 1 if the reader went away."""
+    """Run one command and return its exit code: 0, 2 after an error, 130 after Ctrl-C, 1 if the reader went away.
+
+    A program of the user's runs last, where its exceptions and its exit are its own.
+    """
+    result = _command(argv)
+    if isinstance(result, Program):
+        result.run()
+        return 0
+    return result
+
+
+def _command(argv: list[str] | None) -> int | Program:
     if sys.stdout is None:  # closed by the parent process
         return PIPE_CLOSED
     for stream in (sys.stdout, sys.stderr):
@@ -97,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         code = get_command(app).main(args=argv, prog_name="anabranch", standalone_mode=False)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        return code if isinstance(code, int | Program) else 0
     except SystemExit as stop:  # rich and click leave this way when the reader of a pipe has gone
         return stop.code if isinstance(stop.code, int) else FAILED
     except BrokenPipeError:

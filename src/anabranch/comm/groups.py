@@ -60,12 +60,17 @@ def clone_group(group: Group, backend: str, description: str, options: Any = Non
     return made
 
 
+def is_in_python(group: Group) -> bool:
+    """Whether the group is a Python class, whose size may change and whose clones torch does not know how to make."""
+    return type(group) is not dist.ProcessGroup and not getattr(group, "is_cloned_by_torch", False)
+
+
 def no_clone_reason(group: Group) -> str:
     """Why this group cannot be cloned, as the end of a sentence; empty if it can.
 
     A Python class (torchft) may do more than send, such as replacing ranks that died, which a clone would not do.
     """
-    if type(group) is not dist.ProcessGroup and not getattr(group, "is_cloned_by_torch", False):
+    if is_in_python(group):
         return f"its process group is a {type(group).__name__}, a Python class, and more groups like it cannot be made"
     if group not in c10d._world.pg_map:
         return "its process group is not known to torch.distributed, so that more groups like it cannot be made"

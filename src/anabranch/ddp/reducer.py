@@ -142,6 +142,13 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return {names[parameter]: parameter for parameter in ddp._build_params_for_reducer()[0]}
 
 
+def running_ddp_of(parameter: nn.Parameter | None) -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward is running now, if it averages this parameter."""
+    running: Any = DistributedDataParallel._active_ddp_module
+    averaged = running is not None and any(known is parameter for known in running._module_parameters)
+    return running if averaged else None
+
+
 def relayout(ddp: Any, layout: BucketIndices | None, hook: Hook | None) -> None:
     """Give a live DDP these buckets and this comm hook from its next step on; None restores DDP's own.
 

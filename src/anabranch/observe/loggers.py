@@ -1,4 +1,4 @@
-"""Loggers for the metrics of live steps: lines of JSON, TensorBoard, the terminal.
+"""Loggers for the metrics of live steps: lines of JSON, TensorBoard, Weights & Biases, the terminal.
 
 A logger opens its file only when it logs the first step: every rank creates loggers, but usually only rank 0 logs.
 """
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -81,6 +82,36 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+class WandB:
+    """Curves under ``anabranch/`` in Weights & Biases; needs the package wandb.
+
+    If the program has started a run, values join the rows that it logs, so that its own steps stay in order. If not, a
+    run is started with these options of ``wandb.init``, such as ``project=``, and finished when the logger is closed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        require("wandb", None, "WandB(...)")
+        self._options = options
+        self._run: Any = None
+        self._owned = False
+
+    def log(self, metrics: Metrics) -> None:
+        """Add a point to each curve whose value is known."""
+        if self._run is None:
+            wandb: Any = import_module("wandb")
+            self._owned = wandb.run is None
+            self._run = wandb.init(**self._options) if self._owned else wandb.run
+            self._run.define_metric("anabranch/*", step_metric="anabranch/step")
+        values = {name: value for name in CURVES if (value := getattr(metrics, name)) is not None}
+        row = {"step": metrics.step, **values, "stage": metrics.stage}
+        self._run.log({f"anabranch/{name}": value for name, value in row.items()}, commit=self._owned)
+
+    def close(self) -> None:
+        if self._run is not None and self._owned:
+            self._run.finish()
+        self._run = None
 
 
 class Progress:

@@ -74,6 +74,27 @@ def explanation(found: Findings) -> str:
     return "\n".join(lines)
 
 
+def in_short(found: Findings) -> str:
+    """What was gained over the layout's own buckets, or that nothing was, and why: one or two lines."""
+    own = next((trial for trial in found.trials if trial.plan is None), None)
+    kept = found.kept
+    if kept is None or own is None:
+        return f"nothing was chosen before training ended ({found.stage}): a search takes some 60 steps."
+    took = f"{own.label} {own.step_s * 1e3:.2f} ms a step"
+    if kept.plan is None:
+        others = [f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in found.trials if trial is not own]
+        tried = f" Tried: {'; '.join(others)}." if others else ""
+        return f"nothing was gained ({found.stage}); {took}.{tried}"
+    predicted = ""
+    if found.trace is not None and found.network is not None:
+        seconds = prediction_s(found.trace, kept.plan, found.network)
+        predicted = f" (predicted {seconds * 1e3:.2f} ms)" if seconds is not None else ""
+    return (
+        f"{own.step_s / kept.step_s:.2f}× as fast. {took}, {kept.label} {kept.step_s * 1e3:.2f} ms{predicted}; from "
+        "the start of forward to averaged gradients."
+    )
+
+
 def _exposed_bound(trace: Trace, network: Network) -> str:
     """The least exposed time of any plan on one lane, and its reason."""
     first, last = trace.tensors[0], trace.tensors[-1]

@@ -16,6 +16,7 @@ from anabranch.network import Network
 from anabranch.plan import MAX_LANES, Plan
 from anabranch.planners import PLANNERS
 from anabranch.trace import Trace
+from anabranch.tuning.switches import TURNED_OFF, is_off
 
 Planner = Callable[[Trace, Network], Plan]
 
@@ -62,6 +63,11 @@ class TuningOptions:
             )
 
     @property
+    def turned_off(self) -> bool:
+        """Whether ``ANABRANCH=off`` was found on rank 0."""
+        return self.no_plan_reason == TURNED_OFF
+
+    @property
     def uses_cache(self) -> bool:
         """Whether ranks ask rank 0 for a cached plan; rank 0's folder and environment may still turn the cache off.
 
@@ -87,10 +93,14 @@ class TuningOptions:
     def agreed(self, parts: Mapping[str, str], group: Group, *further: str, by_name: bool) -> "TuningOptions":
         """These options, with the plan that rank 0 reads if ``plan`` is a path. Collective.
 
+        If rank 0 finds ``ANABRANCH=off``, they are options for DDP's own buckets, and nothing is compared.
+
         Raises DisagreementError on all ranks if models (``parts``), options or ``further`` lines differ between ranks.
         DDP pairs parameters by position, and plans pair them by name: without ``by_name``, ranks whose parameters
         differ in their names alone can train, but not plan.
         """
+        if is_off(group):
+            return replace(self, plan=None, no_plan_reason=TURNED_OFF)
         lines = [f"{name} {part}" for name, part in parts.items()]
         if not same_on_all_ranks(list(parts.values()), group):
             check_same("the model", lines, group)

@@ -43,6 +43,7 @@ from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout, PlanRunner
+from anabranch.tuning.switches import timeline_path, write_timeline
 from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.trial import Trial
 
@@ -107,6 +108,7 @@ class Tuner:
         self._patience = 1  # number of the first drift check that may start another search
         self._search_cost_s = 0.0  # of the last search
         self._first_step_at_s: float | None = None
+        self._timeline_path = timeline_path(group.rank())
         try:
             self._schedule = self._tuning()
             next(self._schedule, None)
@@ -143,6 +145,8 @@ class Tuner:
             self._schedule.close()
         self._timer.close()
         self.runner.close()
+        if self.kept is None:
+            write_timeline(self._best.timeline if self._best is not None else None, self._timeline_path)
 
     # Read by observers and explain().
 
@@ -293,7 +297,7 @@ class Tuner:
         self.runner.use_plan(plan)
         yield from steps(self._policy.warmup_steps)
         if self._options.profile_steps:
-            self.kept = yield from self._profiled(GIVEN, plan)
+            self._keep((yield from self._profiled(GIVEN, plan)))
         while not self.hold_requested:
             yield from self._watched(self._policy.drift_check_steps)
         self.stage = f"running {GIVEN}, held"
@@ -542,11 +546,15 @@ class Tuner:
     def _calibrate(self, several_lanes: bool) -> bool:
         return self._live_network.calibrate(self._trace, self.trials, several_lanes)
 
+    def _keep(self, trial: Trial) -> None:
+        self.kept = trial
+        write_timeline(trial.timeline, self._timeline_path)
+
     def _conclude(self, reason: str, origin: str = "") -> None:
         """Keep the best layout, which is in force; also for the next start of this training, if this one found it."""
         best = self._best
         assert best is not None
-        self.kept = best
+        self._keep(best)
         own = [trial.step_s for trial in self.trials if trial.plan is None]
         self._default_step_s = own[0] if own else self._default_step_s
         settled = not origin and not self.failure and not best.doubtful

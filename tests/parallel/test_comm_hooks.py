@@ -1,0 +1,244 @@
+"""Compressed exchanges as comm hooks of stock DDP: nothing is lost, ranks have the same bits, states are restored."""
+
+import warnings
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch import Auto, CommHookState, DisagreementError, OkTopk, Quantised, oktopk_hook, quantised_hook
+from parallel.given_gradients import GivenGradients, gradients
+from parallel.twins import batch, mlp
+from ranks import on_ranks
+
+SMALL_BUCKETS = 1e-3  # MiB: a matrix is larger, and DDP rebuilds in another order
+STEPS = 9
+
+
+def settings(what: str) -> OkTopk | Quantised:
+    kinds: dict[str, OkTopk | Quantised] = {
+        "oktopk": OkTopk(0.1, warmup_steps=0, deterministic=True, region_period=4),
+        "oktopk after a warm-up": OkTopk(0.1, warmup_steps=3, region_period=4),
+        "int4": Quantised("int4"),
+        "int8": Quantised("int8"),
+        "bf16": Quantised("bf16"),
+    }
+    return kinds[what]
+
+
+def wrapped(what: str, cap_mb: float | None = None) -> tuple[GivenGradients, Any, CommHookState]:
+    model = GivenGradients()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+    state = CommHookState(ddp, settings(what))
+    ddp.register_comm_hook(state, oktopk_hook if what.startswith("oktopk") else quantised_hook)
+    return model, ddp, state
+
+
+def step(model: GivenGradients, ddp: Any, number: int, rank: int, exact_vector: bool) -> torch.Tensor:
+    """The average gradients of both matrices; Ok-Topk sends that of the vector whole."""
+    model.zero_grad()
+    ddp(*gradients(number, rank)).backward()
+    assert model.first.grad is not None and model.second.grad is not None and model.bias.grad is not None
+    if exact_vector:
+        torch.testing.assert_close(model.bias.grad, torch.ones_like(model.bias))
+    return torch.stack([model.first.grad, model.second.grad]).clone()
+
+
+def residuals(state: CommHookState) -> torch.Tensor:
+    kept = state.state_dict().get("residuals", {})
+    zeros = torch.zeros(GivenGradients().first.numel())
+    return torch.stack([kept.get(name, zeros) for name in ("first", "second")])
+
+
+def run(rank: int, what: str, cap_mb: float | None) -> dict[str, torch.Tensor]:
+    model, ddp, state = wrapped(what, cap_mb)
+    averages = torch.stack([step(model, ddp, number, rank, what.startswith("oktopk")) for number in range(STEPS)])
+    computed = torch.stack([torch.stack(gradients(number, rank)) for number in range(STEPS)])
+    kept = residuals(state)
+    state.close()
+    return {"averages": averages, "computed": computed, "kept": kept.view_as(computed[0])}
+
+
+@pytest.mark.parametrize("cap_mb", [None, SMALL_BUCKETS])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("what", ["oktopk", "oktopk after a warm-up", "int4", "int8", "bf16"])
+def test_nothing_is_lost_and_all_ranks_have_the_same_bits(what: str, ranks: int, cap_mb: float | None) -> None:
+    answers = on_ranks(run, ranks, what, cap_mb)
+    for answer in answers[1:]:
+        assert torch.equal(answer["averages"], answers[0]["averages"])
+    averages = answers[0]["averages"].double()
+    exact = torch.stack([answer["computed"].double() for answer in answers]).mean(0)
+    kept = torch.stack([answer["kept"].double() for answer in answers]).mean(0)
+    if what in ("int8", "bf16"):
+        assert not kept.any()
+        error = (averages - exact).norm() / exact.norm()
+        assert 0 < error < 0.02
+        return
+    torch.testing.assert_close(averages.sum(0) + kept, exact.sum(0), rtol=1e-4, atol=1e-5)
+    assert kept.abs().max() > 0
+    if what == "oktopk after a warm-up":
+        torch.testing.assert_close(averages[:3], exact[:3], rtol=1e-5, atol=1e-6)
+    if what.startswith("oktopk"):
+        assert (averages[-1] == 0).double().mean() > 0.7, "only the largest values are sent"
+
+
+def resumed(rank: int, what: str) -> tuple[bool, float, float]:
+    """What was kept is sent after a restart, with gradients of zero: what is lost of it, and what is still kept."""
+    model, ddp, state = wrapped(what)
+    for number in range(3):
+        step(model, ddp, number, rank, what == "oktopk")
+    saved = state.state_dict()
+    state.close()
+    model, ddp, state = wrapped(what)
+    state.load_state_dict(saved)
+    restored = bool(torch.equal(residuals(state), residuals_in(saved)))
+    total = residuals(state).double()
+    dist.all_reduce(total)
+    arrived = torch.zeros_like(total)
+    for _ in range(60):
+        model.zero_grad()
+        nothing = torch.zeros_like(model.first)
+        ddp(nothing, nothing).backward()
+        assert model.first.grad is not None and model.second.grad is not None
+        arrived += torch.stack([model.first.grad.flatten(), model.second.grad.flatten()]).double()
+    with pytest.raises(RuntimeError, match="load before the first"):
+        state.load_state_dict(saved)
+    left = residuals(state).double()
+    dist.all_reduce(left)
+    arrived *= dist.get_world_size()
+    return restored, float((arrived + left - total).norm() / total.norm()), float(left.norm() / total.norm())
+
+
+class Scaler:
+    """A loss scaler whose scale doubles every three steps."""
+
+    scale = 4.0
+
+    def get_scale(self) -> float:
+        return self.scale
+
+
+def scaled(rank: int, static_graph: bool) -> dict[str, torch.Tensor]:
+    model = GivenGradients()
+    ddp = DistributedDataParallel(model, static_graph=static_graph)
+    state, scaler = CommHookState(ddp, settings("oktopk")), Scaler()
+    ddp.register_comm_hook(state, oktopk_hook)
+    state.follow(scaler)
+    applied = torch.zeros(2, model.first.numel())
+    for number in range(STEPS):
+        scaler.scale = 4.0 * 2 ** (number // 3)
+        model.zero_grad()
+        (scaler.scale * ddp(*gradients(number, rank))).backward()
+        assert model.first.grad is not None and model.second.grad is not None
+        applied += torch.stack([model.first.grad.flatten(), model.second.grad.flatten()]) / scaler.scale
+    computed = torch.stack([torch.stack(gradients(number, rank)) for number in range(STEPS)]).sum(0).view_as(applied)
+    return {"applied": applied, "computed": computed, "kept": residuals(state) / scaler.scale}
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_residuals_follow_a_scaler(static_graph: bool) -> None:
+    answers = on_ranks(scaled, 2, static_graph)
+    computed, kept = (torch.stack([answer[what] for answer in answers]).mean(0) for what in ("computed", "kept"))
+    torch.testing.assert_close(answers[0]["applied"] + kept, computed, rtol=1e-4, atol=1e-5)
+    assert kept.abs().max() > 0
+
+
+def residuals_in(saved: dict[str, Any]) -> torch.Tensor:
+    return torch.stack([saved["residuals"][name] for name in ("first", "second")])
+
+
+@pytest.mark.parametrize("what", ["oktopk", "int4"])
+def test_residuals_survive_a_restart(what: str) -> None:
+    for restored, lost, left in on_ranks(resumed, 2, what):
+        assert restored and lost < 1e-5 and left < 0.1
+
+
+def trained(rank: int, accumulate: bool) -> list[float]:
+    """Losses of a small network under int8, with BatchNorm's buffers, beside those of stock DDP."""
+    losses = []
+    for hooked in (False, True):
+        torch.manual_seed(1)
+        ddp = DistributedDataParallel(nn.Sequential(mlp(), nn.BatchNorm1d(6)))
+        state = CommHookState(ddp, "int8")
+        if hooked:
+            ddp.register_comm_hook(state, quantised_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for number in range(20):
+            optimizer.zero_grad()
+            if accumulate:
+                with ddp.no_sync():
+                    ddp(batch(3 * number)).square().mean().backward()
+            loss = ddp(batch(number)).sub(1).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(float(loss.detach()))
+        state.close()
+    return losses
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_training_by_int8_follows_ddp(accumulate: bool) -> None:
+    for plain, hooked in on_ranks(trained, 2, accumulate):
+        assert hooked == pytest.approx(plain, rel=0.02) and hooked != plain
+
+
+def mistakes(rank: int) -> list[str]:
+    model, found = mlp(), []
+    for compress in ("auto", Auto(), OkTopk("auto"), ["int8", "int4"]):
+        with pytest.raises(ValueError) as caught:
+            CommHookState(model, compress)  # type: ignore[arg-type]
+        found.append(str(caught.value))
+    unused = DistributedDataParallel(mlp(), find_unused_parameters=True)
+    with pytest.raises(ValueError, match="set find_unused_parameters=False"):
+        CommHookState(unused, OkTopk(0.1))
+    CommHookState(unused, "int8")
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(CommHookState(ddp, "int8"), oktopk_hook)
+    with pytest.raises(ValueError) as caught:
+        ddp(batch(0)).sum().backward()
+    return [*found, str(caught.value)]
+
+
+def test_mistakes_are_named() -> None:
+    for *kinds, wrong_hook in on_ranks(mistakes, 2):
+        assert all("a comm hook sends every bucket by one kind" in said for said in kinds)
+        assert wrong_hook.startswith(
+            "the state of this comm hook is a CommHookState of 'int8': expected CommHookState("
+        )
+
+
+def other_settings(rank: int) -> str:
+    ddp = DistributedDataParallel(mlp())
+    ddp.register_comm_hook(CommHookState(ddp, "int8" if rank else "bf16"), quantised_hook)
+    with pytest.raises(DisagreementError) as caught:
+        ddp(batch(0)).sum().backward()
+    return str(caught.value)
+
+
+def test_ranks_compare_their_settings() -> None:
+    for said in on_ranks(other_settings, 2):
+        assert "the state of the comm hook is not the same on all ranks" in said and "compress int8" in said
+
+
+def registered_by_lightning(rank: int) -> tuple[str, int]:
+    """By the function that DDPStrategy(ddp_comm_state=..., ddp_comm_hook=...) calls, on GPUs only."""
+    warnings.simplefilter("ignore")  # Lightning's own, about the future of torch
+    lightning: Any = import_module("lightning.pytorch.overrides.distributed")
+    model = mlp()
+    state = CommHookState(model, OkTopk(0.1, warmup_steps=0))  # before it is wrapped
+    ddp = DistributedDataParallel(model)
+    lightning._register_ddp_comm_hook(model=ddp, ddp_comm_state=state, ddp_comm_hook=oktopk_hook)
+    for number in range(3):
+        ddp(batch(number)).sum().backward()
+    saved = state.state_dict()
+    state.close()
+    return sorted(saved["residuals"])[0], saved["steps_trained"]
+
+
+def test_lightning_registers_hook_and_state() -> None:
+    pytest.importorskip("lightning")
+    assert on_ranks(registered_by_lightning, 2, timeout_s=120.0) == [("0.weight", 3)] * 2
