@@ -17,8 +17,8 @@ from anabranch.ddp.reducer import reduced_parameters
 from anabranch.planners.ladder import FREE
 from anabranch.tuning.comparison import Comparison, Verdict
 from anabranch.tuning.live_trials import LiveTrials
-from anabranch.tuning.trial import StepTimes, Trial
-from anabranch.tuning.tuner import Tuner, allowed_loss
+from anabranch.tuning.trial import StepTimes, Trial, allowed_loss
+from anabranch.tuning.tuner import Tuner
 from ddp.inspection import layout_in_force
 from parallel.twins import (
     SCENARIOS,

@@ -9,7 +9,7 @@ that depends on a measurement is decided by rank 0 and sent to the others before
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout, PlanRunner
 from anabranch.tuning.switches import timeline_path, write_timeline
 from anabranch.tuning.training_cache import TrainingCache
-from anabranch.tuning.trial import Trial
+from anabranch.tuning.trial import Trial, allowed_loss
 
 log = logging.getLogger("anabranch")
 
@@ -593,13 +593,3 @@ class Tuner:
         if self.replan_requested:
             return "replan() was called"
         return f"steps take {moved[1] * 1e3:.1f} ms instead of {moved[0] * 1e3:.1f} ms" if moved is not None else ""
-
-
-def allowed_loss(best: Trial, trials: Sequence[Trial]) -> float:
-    """The least gain over ``best``, mostly below 0, with which a more faithful plan replaces it.
-
-    It may be a little slower than the fastest of all trials, but not slower than the layout's own buckets.
-    """
-    fastest_s = min(trial.step_s for trial in trials)
-    own_s = min((trial.step_s for trial in trials if trial.plan is None), default=math.inf)
-    return 1 - min(fastest_s * (1 + FREE), own_s) / best.step_s
