@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ranks import patience
 
-DEADLINE_S = 80
+DEADLINE_S = 150  # frameworks take half a minute to be imported where cores are busy
 
 # Runs a program, and kills its own rank on the way into the n-th backward, unless torchrun has restarted it; one that
 # ends says how many there were: python killer.py RANK N PROGRAM ...
@@ -57,6 +57,7 @@ def torchrun(ranks: int, *program: str | Path, restarts: int = 0) -> subprocess.
         out, err = process.communicate(timeout=DEADLINE_S * patience())
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()  # else Python warns, in another test, of a process that nobody waited for
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
