@@ -15,8 +15,7 @@ from anabranch.quantised.options import Quantised
 from anabranch.sparse.exchanges import OkTopkExchanges
 from anabranch.sparse.memory import NO_PARAMETERS, ResidualMemory
 from anabranch.sparse.momentum import Momentum
-from anabranch.sparse.naming import LADDER as DENSITIES
-from anabranch.sparse.naming import density_of, kind_of
+from anabranch.sparse.naming import DENSITIES, density_of, kind_of
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.residual_flush import Applied
 

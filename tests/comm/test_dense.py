@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.comm.dense import all_finite, dense, dense_traffic
+from comm.values import values_of_ranks
 from parallel.twins import bits
 from ranks import on_ranks
 
@@ -17,14 +18,9 @@ def average(rank: int, dtype: str) -> dict[str, Any]:
     """Every size, against float64 sums of everyone's values; values of very different magnitude."""
     world_size = dist.get_world_size()
     assert dist.group.WORLD is not None
-    kind = getattr(torch, dtype)
     found, exact, size = [], [], []
     for numel in SIZES:
-        values = []
-        for other in range(world_size):
-            chance = torch.Generator().manual_seed(100 * numel + other)
-            scale = torch.randint(-10, 10, (numel,), generator=chance).double().exp2()
-            values.append((torch.randn(numel, generator=chance).double() * scale).to(kind))
+        values = values_of_ranks(numel, world_size, getattr(torch, dtype))
         buffer = values[rank].clone()
         for work in dense(buffer, dist.group.WORLD, world_size):
             work.wait()

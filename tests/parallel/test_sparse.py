@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import anabranch as ab
-from anabranch.sparse.naming import LADDER, kind_of
+from anabranch.sparse.naming import DENSITIES, kind_of
 from anabranch.tuning.comparison import Verdict
 from anabranch.tuning.live_trials import LiveTrials
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
@@ -102,7 +102,7 @@ def tuned_run(rank: int, density: float | str, scenario: str) -> dict[str, Any]:
     options = ab.OkTopk(density=density, warmup_steps=6)  # type: ignore[arg-type]
     kinds, decided = set(), 0
     # Where bytes cost so much, sparse is worth trying even on buckets of some kilobytes.
-    sparse = [density] if isinstance(density, float) else LADDER
+    sparse = [density] if isinstance(density, float) else DENSITIES
     curves = {kind_of(d): ab.Curve.linear(1e-3, 1e-6 * d) for d in sparse}
     network = ab.Network(2, {"dense": ab.Curve.linear(1e-3, 1e-6), **curves})
     parallel = ab.DataParallel(model, compress=options, network=network, profile_steps=2, policy=SCENARIOS[scenario])

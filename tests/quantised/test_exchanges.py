@@ -9,6 +9,7 @@ import torch.distributed as dist
 from anabranch import Bucket
 from anabranch.quantised.exchanges import QuantisedExchanges
 from anabranch.quantised.options import Quantised
+from comm.values import values_of_ranks
 from parallel.twins import bits
 from ranks import on_ranks
 
@@ -29,11 +30,7 @@ def average(rank: int, dtype: str, rounding: Any) -> dict[str, Any]:
     family = QuantisedExchanges((Quantised("bf16", rounding),))
     found, exact, size = [], [], []
     for numel in SIZES:
-        values = []
-        for other in range(world_size):
-            chance = torch.Generator().manual_seed(100 * numel + other)
-            scale = torch.randint(-10, 10, (numel,), generator=chance).double().exp2()
-            values.append((torch.randn(numel, generator=chance).double() * scale).to(getattr(torch, dtype)))
+        values = values_of_ranks(numel, world_size, getattr(torch, dtype))
         found.append(exchanged(family, values[rank].clone(), world_size))
         exact.append(torch.stack(values).double().sum(dim=0) / world_size)
         size.append(torch.stack(values).double().abs().sum(dim=0) / world_size)

@@ -105,6 +105,8 @@ class _Part:
         self._numel = np.cumsum([0, *(sum(t.numel for t in group) for group in self._groups)])
         # _costs[kind, i, j]: of one message with the groups i … j−1
         self._costs = np.stack([self._cost_table(network.curve(kind), kind) for kind in self._kinds])
+        self._least = self._costs.min(axis=0)
+        self._fastest_s = self._earliest_s()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -113,17 +115,16 @@ class _Part:
         nbytes = np.cumsum([0, *(sum(t.cost_nbytes(kind) for t in group) for group in self._groups)])
         return _seconds(curve, np.maximum(nbytes[None, :] - nbytes[:, None], 0))
 
-    def fastest_s(self) -> float:
+    def _earliest_s(self) -> float:
         """The earliest instant at which everything can have travelled, by any kinds."""
-        least = self._costs.min(axis=0)
         earliest = np.zeros(len(self) + 1)
         for j in range(1, len(self) + 1):
-            earliest[j] = (np.maximum(earliest[:j], self._ready[j]) + least[:j, j]).min()
+            earliest[j] = (np.maximum(earliest[:j], self._ready[j]) + self._least[:j, j]).min()
         return float(earliest[-1])
 
     def within(self, limit_s: float) -> list[Choice]:
         """The buckets with the smallest error that finish by ``limit_s``, or as early as any do."""
-        limit_s = max(limit_s, self.fastest_s()) * ROUNDING
+        limit_s = max(limit_s, self._fastest_s) * ROUNDING
         latest = self._latest(limit_s)
         most = max(2, MOST_STATES // (len(self) + 1))
         times, totals = np.zeros(1), np.zeros(1, dtype=np.int64)  # of all states so far
@@ -169,11 +170,10 @@ class _Part:
 
     def _latest(self, limit_s: float) -> Floats:
         """For each i, the latest instant by which the groups before it must have travelled to finish in time."""
-        least = self._costs.min(axis=0)
         latest = np.full(len(self) + 1, -inf)
         latest[-1] = limit_s
         for i in range(len(self) - 1, -1, -1):
-            starts = latest[i + 1 :] - least[i, i + 1 :]
+            starts = latest[i + 1 :] - self._least[i, i + 1 :]
             in_time = starts * ROUNDING >= self._ready[i + 1 :]
             latest[i] = starts[in_time].max(initial=-inf)
         return latest * ROUNDING

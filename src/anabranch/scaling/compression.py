@@ -15,8 +15,7 @@ from anabranch.quantised.cost_model import exchange_of as quantised_exchange
 from anabranch.scaling.result import Kind
 from anabranch.scaling.sweep import Planner
 from anabranch.sparse.cost_model import exchange_of as sparse_exchange
-from anabranch.sparse.naming import KIND, density_of, given_density, kind_of
-from anabranch.sparse.naming import LADDER as DENSITIES
+from anabranch.sparse.naming import DENSITIES, KIND, density_of, given_density, kind_of
 from anabranch.trace import TensorSpec, Trace
 
 AUTO = "auto"

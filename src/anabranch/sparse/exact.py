@@ -79,7 +79,7 @@ def exact_exchange(
     offered, received = yield from _split(offered, state.boundaries, comm, sizes.encoding, poison)
     record_stream(*offered, passed, poison, local)
     sums, threshold, found = yield from _sums(received, state, comm, sizes, exact, options.deterministic)
-    applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes, SUM_LIMIT)
+    applied, heads = yield from _gather(sums, threshold, found, state, comm, sizes)
 
     poisoned = heads[:, 0].amin() < 0
     if bool(poisoned):
@@ -177,17 +177,16 @@ def _gather(
     state: BucketState,
     comm: Communicator,
     sizes: Sizes,
-    limit: float,
 ) -> Generator[dist.Work, None, tuple[Pairs, torch.Tensor]]:
     """The sums of all owners that pass, with their positions in the bucket, and the heads of all owners.
 
-    Sums that rounding has made 0 are left out. A sum that is not below ``limit`` poisons the step.
+    Sums that rounding has made 0 are left out. A sum that is not below ``SUM_LIMIT`` poisons the step.
     """
     nothing = Pairs(state.boundaries[:0], state.residual[:0])
     selected, poison = nothing, torch.tensor(sums is None, device=found.device)
     if sums is not None:
         kept = select.passing(sums.values, threshold)
-        selected, poison = Pairs(sums.positions[kept], sums.values[kept]), ~all_finite(sums.values, below=limit)
+        selected, poison = Pairs(sums.positions[kept], sums.values[kept]), ~all_finite(sums.values, below=SUM_LIMIT)
     mine = message_head(torch.tensor(len(selected.values), device=found.device), poison, found)
     heads = torch.empty(comm.size, 2, dtype=torch.int32, device=mine.device)
     yield comm.all_gather(heads, mine[None], "counts")

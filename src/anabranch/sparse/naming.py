@@ -1,7 +1,7 @@
 """Names of sparse collectives as a bucket gives them: the exchange and its density, such as "oktopk:0.01"."""
 
 KIND = "oktopk"
-LADDER = (0.01, 0.02, 0.05, 0.1, 0.2)  # the densities that OkTopk(density="auto") chooses from
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)  # the densities that OkTopk(density="auto") chooses from
 
 
 def kind_of(density: float) -> str:

@@ -35,12 +35,7 @@ Version = Callable[[torch.Tensor, BucketState, Communicator, float, float, OkTop
 
 
 def exchange(
-    gradient: torch.Tensor,
-    state: BucketState,
-    comm: Communicator,
-    divisor: float,
-    density: float,
-    options: OkTopk,
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float, options: OkTopk
 ) -> Steps:
     """The exchange of one float32 bucket in one step, as steps for a lane.
 
