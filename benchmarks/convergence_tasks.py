@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from sklearn.datasets import load_digits
+from benchmarks.fidelity_tasks import digit_reader, digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -91,16 +91,11 @@ class Digits:
         if device != "cpu":
             raise ValueError(f"device is {device!r}: the digits are read on the cpu")
         self._seed, self._batch = seed, batch
-        pixels, labels = load_digits(return_X_y=True)
-        self._images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
-        self._labels = torch.tensor(labels)
+        self._images, self._labels = digits()
         order = torch.randperm(len(self._images), generator=torch.Generator().manual_seed(0))
         self._training, self._test = order[:TRAINED_ON], order[TRAINED_ON:]
         torch.manual_seed(seed)
-        self.model: nn.Module = nn.Sequential(
-            *_block(1, 32), *_block(32, 64), nn.MaxPool2d(2), *_block(64, 128), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-            nn.Linear(128, 10),
-        )  # fmt: skip
+        self.model: nn.Module = digit_reader()
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=lr or 0.05, momentum=0.9)
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
@@ -143,10 +138,6 @@ def sources() -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(  # type: ignore[return-value]  # two of them
         torch.frombuffer(bytearray(text[:CORPUS_NBYTES]), dtype=torch.uint8).long() for text in texts
     )
-
-
-def _block(before: int, after: int) -> list[nn.Module]:
-    return [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
 
 
 TASKS: dict[str, Callable[[int, float | None, str], Task]] = {

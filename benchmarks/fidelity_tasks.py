@@ -142,10 +142,7 @@ class Digits:
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         self._training, self._test = order[: self.trained_on], order[self.trained_on :]
         torch.manual_seed(seed)
-        self.model: nn.Module = nn.Sequential(
-            *_block(1, 32), *_block(32, 64), nn.MaxPool2d(2), *_block(64, 128), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-            nn.Linear(128, 10),
-        ).to(device)  # fmt: skip
+        self.model: nn.Module = digit_reader().to(device)
 
     def optimizer(self, has_momentum: bool) -> torch.optim.Optimizer:
         # A velocity of torch is a sum, and that of OkTopk a mean: ten times the rate for the same effect.
@@ -173,6 +170,14 @@ class Digits:
         self.model.train()
         right = (guesses.argmax(dim=1) == self._labels[mine]).float().mean()
         return {"loss": float(cross_entropy(guesses, self._labels[mine])), "accuracy": float(right)}
+
+
+def digit_reader() -> nn.Module:
+    """The classifier with BatchNorm of examples/digits.py."""
+    return nn.Sequential(
+        *_block(1, 32), *_block(32, 64), nn.MaxPool2d(2), *_block(64, 128), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(128, 10),
+    )  # fmt: skip
 
 
 def _block(before: int, after: int) -> list[nn.Module]:
