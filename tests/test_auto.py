@@ -69,11 +69,12 @@ def made(settings: Settings) -> Collectives:
         dist.destroy_process_group()
 
 
-def test_few_multiprocessors_are_for_plans_that_send_little_alone() -> None:
+def test_plans_that_send_less_occupy_fewer_multiprocessors() -> None:
+    assert made(None).max_ctas is None
     for little in (Quantised("int8"), Quantised("int4"), OkTopk(0.01)):
-        assert made(little).send_little
-    for much in (None, Quantised("bf16"), Auto(), Auto(kinds=["int8"])):
-        assert not made(much).send_little
+        assert made(little).max_ctas == 1
+    for more in (Quantised("bf16"), Auto(), Auto(kinds=["int8"])):
+        assert made(more).max_ctas == 2
 
 
 def test_what_each_kind_must_not_carry() -> None:

@@ -1,8 +1,9 @@
 """What only a GPU can show: stream lanes, event clocks and the plan's hook on NCCL, one rank on one device.
 
-Run where there is one: pytest -m gpu tests/runtime/test_gpu.py
+Run where there is one: pytest -m gpu tests/parallel/test_gpu.py
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,6 +61,34 @@ def test_collectives_on_a_stream_lane(device: torch.device, kind: str) -> None:
         steps = probe_of(kind)(buffer, lanes[lane].group, 1)
         result = lanes[lane].submit(Message(steps, buffer, "a test")).wait()
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    lanes.close()
+
+
+def streams_of(profiled: torch.profiler.profile, path: Path) -> set[int]:
+    """The streams on which kernels and copies ran."""
+    profiled.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    return {e["args"]["stream"] for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+def test_an_exchange_that_computes_runs_on_one_stream(device: torch.device, kind: str, tmp_path: Path) -> None:
+    assert dist.group.WORLD is not None
+    lanes = Lanes(dist.group.WORLD, device, max_ctas=1)
+    lanes.grow(1)
+    buffers = [torch.randn(100_000, device=device) for _ in range(3)]
+
+    def exchange(buffer: torch.Tensor) -> None:
+        steps = probe_of(kind)(buffer, lanes[0].group, 1)
+        lanes[0].submit(Message(steps, buffer, "a test", on_side_stream=True)).wait()
+
+    exchange(buffers[0])  # compiles kernels
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        for buffer in buffers[1:]:
+            exchange(buffer)
+        torch.cuda.synchronize()
+    assert len(streams_of(profiled, tmp_path / "trace.json")) == 1
     lanes.close()
 
 

@@ -147,10 +147,11 @@ class Collectives:
         return self._errors.watched(exchange, bucket, buffer, group, divisor)
 
     @property
-    def send_little(self) -> bool:
-        """Whether plans compress all that is large, so that their messages need few of a GPU's multiprocessors."""
-        kinds = self.kinds
-        return bool(kinds) and not self.mixes and all(self._family(kind).sends_little(kind) for kind in kinds)
+    def max_ctas(self) -> int | None:
+        """How many of a GPU's multiprocessors messages may occupy: fewer the less is sent; None: NCCL decides."""
+        if not self.kinds:
+            return None
+        return 1 if not self.mixes and all(self._family(kind).sends_little(kind) for kind in self.kinds) else 2
 
     def postpone_samples(self) -> None:
         """Sample no errors in the next steps, since they are timed."""

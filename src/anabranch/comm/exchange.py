@@ -79,10 +79,10 @@ class ExchangeFamily(BucketExchange, Protocol):
         ...
 
 
-def all_gather(output: torch.Tensor, part: torch.Tensor, group: Group) -> dist.Work | None:
+def all_gather(output: torch.Tensor, part: torch.Tensor, group: Group, async_op: bool = True) -> dist.Work | None:
     """Start an all-gather of equal parts into one tensor; torch 2.13 renamed the function that does it."""
     operation = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = operation(output, part, group=group, async_op=True)
+    work: dist.Work | None = operation(output, part, group=group, async_op=async_op)
     return work
 
 

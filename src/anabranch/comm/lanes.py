@@ -123,12 +123,13 @@ class HostLane:
 
 
 class StreamLane:
-    """A side stream that waits for collectives; the host never waits.
+    """A side stream on which exchanges run, or that waits for them; the host never waits.
 
-    The first step is issued from the caller's stream, so that the communicator can start the next message at once:
-    issued from the side stream, it would start only after that stream has waited for the message before. For the same
-    reason nothing else is put on the side stream, not even an event: with few hardware queues (under MPS, or
-    CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can delay the computation behind it.
+    An exchange that computes runs on the side stream from its first step to its last (see ``GroupCommunicator``). One
+    that only sends is issued from the caller's stream and runs on the group's own, so that the communicator can start
+    the next message at once; nothing is put on the side stream but the wait for its end, not even an event: with few
+    hardware queues (under MPS, or CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can delay the computation behind
+    it.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -161,15 +162,16 @@ class Lanes:
 
     A host lane issues from its own thread, at no fixed point of the program, so it needs a group of its own: on the
     user's group, a loss that the program all-reduces after backward could be paired with a bucket. A stream lane issues
-    from the caller's thread, and the first one uses the user's group, as DDP does. ``single_cta`` lanes have
-    communicators of their own that run on one multiprocessor each: little data needs no more, and NCCL's blocks occupy
-    theirs while they wait for the network, so a full all-to-all would take multiprocessors away from backward.
+    from the caller's thread, and the first one uses the user's group, as DDP does. With
+    ``max_ctas`` lanes have communicators of their own that run on so many multiprocessors each: less data needs fewer,
+    and NCCL's blocks occupy theirs while they wait for the network, so a full all-to-all would take multiprocessors
+    away from backward.
     """
 
-    def __init__(self, group: Group, device: torch.device, single_cta: bool = False) -> None:
+    def __init__(self, group: Group, device: torch.device, max_ctas: int | None = None) -> None:
         self._group = group
         self._device = device
-        self._single_cta = single_cta
+        self._max_ctas = max_ctas
         self._own_groups: list[Group] = []
         self._control: Group | None = None
         self._closed = False
@@ -217,7 +219,7 @@ class Lanes:
         while len(self._lanes) < count:
             number = len(self._lanes)
             if self._device.type == "cuda":
-                shared = number == 0 and not (self._single_cta and self.max_lanes > 1)
+                shared = number == 0 and (self._max_ctas is None or self.max_lanes == 1)
                 group = self._group if shared else self._new_group(number)
                 self._lanes.append(StreamLane(group, self._device))
             else:
@@ -244,16 +246,18 @@ class Lanes:
     def _new_group(self, number: int) -> Group:
         on_gpu = self._device.type == "cuda"
         backend = dist.get_backend(self._group) if on_gpu else "gloo"
-        options = _single_cta_options(timeout_of(self._group)) if on_gpu and self._single_cta else None
+        options = None
+        if on_gpu and self._max_ctas is not None:
+            options = _options(self._max_ctas, timeout_of(self._group))
         group = clone_group(self._group, backend, f"anabranch lane {number}", options)
         self._own_groups.append(group)
         return group
 
 
-def _single_cta_options(timeout: timedelta | None) -> Any:
-    """Options of an NCCL communicator that runs on one multiprocessor."""
+def _options(max_ctas: int, timeout: timedelta | None) -> Any:
+    """Options of an NCCL communicator that runs on so many multiprocessors."""
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = 1
+    options.config.max_ctas = max_ctas
     if timeout is not None:
         options._timeout = timeout  # torch warns if it differs from the group's
     return options

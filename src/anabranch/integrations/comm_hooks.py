@@ -131,7 +131,7 @@ class _Running:
         sparse = tuple(name for name in trained if name not in self._collectives.excluded.get(kind, ()))
         if sparse:  # residuals that are loaded wait for their buckets
             self._collectives.use_plan(Plan((Bucket(sparse, 0, kind),)))
-        self._lanes = Lanes(group, next(iter(trained.values())).device, self._collectives.on_side_stream(kind))
+        self._lanes = Lanes(group, next(iter(trained.values())).device, self._collectives.max_ctas)
         self._steps_done = 0
         self._in_step = False
 

@@ -92,7 +92,7 @@ class PlanRunner:
         self.layout = layout
         self.parameters = layout.trained()
         self.device = next(iter(self.parameters.values())).device
-        self.lanes = Lanes(group, self.device, single_cta=collectives.send_little)
+        self.lanes = Lanes(group, self.device, collectives.max_ctas)
         self.timer = StepTimer(clock_for(self.device), after_step)
         layout.report_averaged(self.timer.gradients_averaged)
         self.stale = False
