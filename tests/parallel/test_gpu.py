@@ -77,16 +77,16 @@ def test_an_exchange_that_computes_runs_on_one_stream(device: torch.device, kind
     lanes = Lanes(dist.group.WORLD, device, max_ctas=1)
     lanes.grow(1)
     buffers = [torch.randn(100_000, device=device) for _ in range(3)]
-
-    def exchange(buffer: torch.Tensor) -> None:
-        steps = probe_of(kind)(buffer, lanes[0].group, 1)
-        lanes[0].submit(Message(steps, buffer, "a test", on_side_stream=True)).wait()
-
-    exchange(buffers[0])  # compiles kernels
+    # Made here: the probe of int4 fills its residual on the current stream.
+    exchanges = [probe_of(kind)(buffer, lanes[0].group, 1) for buffer in buffers]
+    messages = [
+        Message(steps, buffer, "a test", on_side_stream=True) for steps, buffer in zip(exchanges, buffers, strict=True)
+    ]
+    lanes[0].submit(messages[0]).wait()  # compiles kernels
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        for buffer in buffers[1:]:
-            exchange(buffer)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiled:
+        for message in messages[1:]:
+            lanes[0].submit(message).wait()
         torch.cuda.synchronize()
     assert len(streams_of(profiled, tmp_path / "trace.json")) == 1
     lanes.close()
