@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from benchmarks.fidelity_tasks import digit_reader, digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -138,6 +137,26 @@ def sources() -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(  # type: ignore[return-value]  # two of them
         torch.frombuffer(bytearray(text[:CORPUS_NBYTES]), dtype=torch.uint8).long() for text in texts
     )
+
+
+def digit_reader() -> nn.Module:
+    """The classifier with BatchNorm of examples/digits.py."""
+    return nn.Sequential(
+        *_block(1, 32), *_block(32, 64), nn.MaxPool2d(2), *_block(64, 128), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def _block(before: int, after: int) -> list[nn.Module]:
+    return [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels and labels of 1797 digits."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
 
 
 TASKS: dict[str, Callable[[int, float | None, str], Task]] = {

@@ -49,14 +49,12 @@ def equal_steps(curves: Sequence[Curve]) -> str:
     runs = by_contestant(curves)
     rows = []
     for name, own in runs.items():
-        row = [name, str(len(own)), " / ".join(sorted({str(run.steps) for run in own})),
-               spread([run.final() for run in own], ".4f"),
-               *(_percent(ratios(own, runs.get(rival, []))) for rival in (DENSE, SIXTEEN))]  # fmt: skip
-        if "validation_accuracy" in own[0].points[-1]:
-            row.append(spread([100 * run.final("validation_accuracy") for run in own], ".2f"))
-        rows.append(row)
-    head = ["", "seeds", "steps", "final loss", "above dense", "above bf16", "accuracy, %"]
-    return table(head[: len(rows[0])], rows)
+        rows.append([
+            name, str(len(own)), " / ".join(sorted({str(run.steps) for run in own})),
+            spread([run.final() for run in own], ".4f"),
+            *(_percent(ratios(own, runs.get(rival, []))) for rival in (DENSE, SIXTEEN)),
+        ])  # fmt: skip
+    return table(["", "seeds", "steps", "final loss", "above dense", "above bf16"], rows)
 
 
 def _percent(found: Sequence[float]) -> str:
