@@ -40,27 +40,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (
-    record,
-    import_trace,
-    measure,
-    plan,
-    simulate,
-    compare,
-    scale,
-    reproduce,
-    show,
-    bench,
-    memory,
-    report,
-    cache,
-    demo,
-):
-    app.command()(verb)
-app.command("list")(list_)
 # Options after the first word of their program are the program's, also where "--" is left out.
-for launcher in (lab, run):
-    app.command(context_settings={"allow_interspersed_args": False})(launcher)
+RUNS_A_PROGRAM = {"allow_interspersed_args": False}
+for panel, verbs in {
+    "Start here": (demo, run, report),
+    "Predict, on any machine": (compare, scale, memory, plan, simulate, reproduce),
+    "Measure, on yours": (record, import_trace, measure, bench, lab),
+    "Look at what there is": (list_, show, cache),
+}.items():
+    for verb in verbs:
+        settings = RUNS_A_PROGRAM if verb in (lab, run) else None
+        name = verb.__name__.strip("_").replace("_", "-")
+        app.command(name, rich_help_panel=panel, context_settings=settings)(verb)
 
 
 def _version(wanted: bool) -> None:
