@@ -4,7 +4,7 @@
 
 With ``--wrap ddp`` it is an ordinary loop of Accelerate; anabranch is one added line, which is marked. ``--compress``
 sends the largest values of each gradient only and keeps the rest, the residual, for later steps; the residuals are then
-in the checkpoints, too. The same command with more ``--steps`` goes on from the checkpoint.
+in the checkpoints, too. The same command goes on from the last checkpoint, after a crash or with more ``--steps``.
 """
 
 import argparse
@@ -28,7 +28,8 @@ def main() -> None:
     parser.add_argument("--compress", type=float, help="send this share of each larger gradient, the rest later")
     parser.add_argument("--plan", type=Path, help="run this plan, whatever comes of it, instead of looking for one")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--checkpoint", type=Path, help="save in this folder in the end, and resume from it")
+    parser.add_argument("--checkpoint", type=Path, help="save in this folder, and go on from it")
+    parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
     parser.add_argument("--losses", type=Path, help="write the losses to this file, as JSON")
     options = parser.parse_args()
 
@@ -41,13 +42,13 @@ def main() -> None:
     text, model = StandardLibrary(), CharTransformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
-    done = 0
-    if options.checkpoint and (options.checkpoint / "steps.json").is_file():
-        done = json.loads((options.checkpoint / "steps.json").read_text())
-        accelerator.load_state(options.checkpoint)
-
     losses: list[float] = []
-    for number in range(ACCUMULATED * done, ACCUMULATED * options.steps):
+    last = options.checkpoint and options.checkpoint / "last.json"
+    if last and last.is_file():
+        losses = json.loads(last.read_text())
+        accelerator.load_state(options.checkpoint / f"step-{len(losses) // ACCUMULATED}")
+
+    for number in range(len(losses), ACCUMULATED * options.steps):
         batch = text.batch(number, accelerator.process_index, accelerator.num_processes).to(accelerator.device)
         with accelerator.accumulate(model):
             loss = model(batch)
@@ -57,16 +58,18 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        step, rest = divmod(number + 1, ACCUMULATED)
+        if last and rest == 0 and (step % options.every == 0 or step == options.steps):
+            accelerator.save_state(options.checkpoint / f"step-{step}")
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:  # in one move, when all ranks have written theirs
+                last.with_suffix(".new").write_text(json.dumps(losses))
+                last.with_suffix(".new").replace(last)
 
-    if options.checkpoint:
-        accelerator.save_state(options.checkpoint)
-        accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} after {options.steps} steps")
         if isinstance(model, anabranch.DataParallel):
             print(model.explain())
-        if options.checkpoint:
-            (options.checkpoint / "steps.json").write_text(json.dumps(options.steps))
         if options.losses:
             options.losses.write_text(json.dumps(losses))
     accelerator.end_training()

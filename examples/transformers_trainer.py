@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py --steps 60 --output run
 
 With ``--wrap ddp`` it is an ordinary Trainer; anabranch is one added line, which is marked. ``--compress int8`` and the
-like send less. Nothing is downloaded: the weights are random, and characters are the tokens. The same command with
-more ``--steps`` goes on from the last checkpoint in ``run``.
+like send less. Nothing is downloaded: the weights are random, and characters are the tokens. The same command goes on
+from the last checkpoint in ``run``, after a crash or with more ``--steps``.
 """
 
 import argparse
@@ -42,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--wrap", choices=["ddp", "anabranch"], default="anabranch")
     parser.add_argument("--compress", help="bf16, int8, int4 or auto: what is sent is rounded, and smaller")
+    parser.add_argument("--plan", type=Path, help="run this plan, whatever comes of it, instead of looking for one")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output", type=Path, help="keep checkpoints here, and go on from the last one")
     parser.add_argument("--losses", type=Path, help="write the losses to this file, as JSON")
@@ -70,7 +71,7 @@ def main() -> None:
     )
     trainer = Trainer(model, arguments, train_dataset=Passages(4000), eval_dataset=Passages(32))
     if options.wrap == "anabranch":
-        use_anabranch(trainer, compress=options.compress)  # the one line
+        use_anabranch(trainer, compress=options.compress, plan=options.plan)  # the one line
     trainer.train(resume_from_checkpoint=last)
 
     evaluated = trainer.evaluate()["eval_loss"]

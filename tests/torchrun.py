@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ranks import patience
@@ -56,8 +57,12 @@ def torchrun(ranks: int, *program: str | Path, restarts: int = 0) -> subprocess.
     try:
         out, err = process.communicate(timeout=DEADLINE_S * patience())
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()  # else Python warns, in another test, of a process that nobody waited for
+        process.terminate()  # torchrun then ends its ranks, which have sessions of their own
+        try:
+            process.communicate(timeout=45)  # else Python warns, in another test, of a process that nobody waited for
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
