@@ -77,6 +77,7 @@ def collectives_for(
     averaged: Callable[[], bool],
     applied: Applied | None = None,
     frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+    skipped: Callable[[], bool] | None = None,
 ) -> Collectives:
     """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``ResidualMemory``.
 
@@ -101,6 +102,7 @@ def collectives_for(
         warmup_steps=options.warmup_steps if sparse else 0,
         momentum=Momentum(options.momentum, rounds=options.wire != "fp32"),
         sample_period=options.region_period,
+        skipped=skipped,
     )
     families = [OkTopkExchanges(sparse, options, memory)] if sparse else []
     quantised = QuantisedExchanges(rounded, memory.begin_exchange)

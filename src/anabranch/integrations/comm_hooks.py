@@ -7,24 +7,21 @@ No ``from __future__ import annotations`` here: DDP refuses hooks whose annotati
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.comm.agree import check_same
-from anabranch.comm.collectives import Collectives, Scaler
-from anabranch.comm.exchange import Steps, record_stream
+from anabranch.comm.collectives import Scaler
 from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.comm.lanes import Lane, Lanes, Message
-from anabranch.compression import Settings, collectives_for, described, keeps_residuals, kinds_of, name_of, settings_of
-from anabranch.kinds import DENSE
-from anabranch.plan import Bucket, Plan
+from anabranch.compression import Settings, keeps_residuals, name_of, settings_of
+from anabranch.integrations.one_kind import OneKindExchanges, only_kind
 from anabranch.quantised.options import Quantised
 from anabranch.sparse.options import OkTopk
 
@@ -41,8 +38,7 @@ class CommHookState:
         self, module: nn.Module, compress: str | Quantised | OkTopk, process_group: dist.ProcessGroup | None = None
     ) -> None:
         settings = settings_of(compress)
-        kinds = kinds_of(settings)
-        if not isinstance(settings, Quantised | OkTopk) or len(kinds) != 1:
+        if not isinstance(settings, Quantised | OkTopk) or only_kind(settings) is None:
             raise ValueError(
                 f"compress is {compress!r}: a comm hook sends every bucket by one kind: expected bf16, int8, int4, "
                 "Quantised(...), or OkTopk(...) with one density; DataParallel can choose among several"
@@ -54,7 +50,6 @@ class CommHookState:
                 "that no rank used, and with them residuals that were sent: set find_unused_parameters=False"
             )
         self.settings: Settings = settings
-        (self._kind,) = kinds
         self._module: nn.Module = module if ddp is None else ddp.module
         self._group = process_group
         self._running: _Running | None = None
@@ -87,7 +82,7 @@ class CommHookState:
 
     def _started(self) -> "_Running":
         if self._running is None:
-            self._running = _Running(self._module, self.settings, self._kind, self._group or default_group())
+            self._running = _Running(self._module, self.settings, self._group or default_group())
             self._release = weakref.finalize(self, self._running.close)
         return self._running
 
@@ -114,93 +109,41 @@ def _check_settings(state: object, expected: type) -> None:
 
 
 class _Running:
-    """The exchanges of one model, from the first use on."""
+    """The exchanges of one model on a lane, from the first use on."""
 
-    def __init__(self, module: nn.Module, settings: Settings, kind: str, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, settings: Settings, group: dist.ProcessGroup) -> None:
         if reason := no_clone_reason(group):
             raise ValueError(f"compress={name_of(settings)} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         named = dict(module.named_parameters())
         trained = {name: p for name, p in named.items() if p.requires_grad}
         frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named.items()}
-        self._numels = {name: parameter.numel() for name, parameter in named.items()}
-        self._settings = settings
-        self._kind = kind
-        self._ranks = group.size()
-        self._collectives: Collectives = collectives_for(settings, trained, group, lambda: True, frozen=frozen)
-        sparse = tuple(name for name in trained if name not in self._collectives.excluded.get(kind, ()))
-        if sparse:  # residuals that are loaded wait for their buckets
-            self._collectives.use_plan(Plan((Bucket(sparse, 0, kind),)))
-        self._lanes = Lanes(group, next(iter(trained.values())).device, self._collectives.max_ctas)
-        self._steps_done = 0
-        self._in_step = False
+        self._exchanges = OneKindExchanges(settings, trained, group, frozen)
+        self._lanes = Lanes(group, next(iter(trained.values())).device, self._exchanges.collectives.max_ctas)
+        self.state_dict = self._exchanges.state_dict
 
     def exchange(self, bucket: GradBucket, scaler: Scaler | None) -> torch.futures.Future[torch.Tensor]:
         lane = self._lane()
-        if not self._in_step:
-            self._in_step = True
-            if scaler is not None:
-                self._collectives.rescale(float(scaler.get_scale()))
-            # Callbacks run in order when backward ends. One queued by a callback runs after DDP's, which averages.
-            queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._step_over))
         names = [self._names[parameter] for parameter in bucket.parameters()]
         buffer = bucket.buffer()
-        warm = self._steps_done >= self._collectives.warmup_steps
-        kind = self._kind if warm and self._collectives.supports(self._kind, buffer.dtype) else DENSE
+        kind = self._exchanges.kind_of(buffer.dtype)
         label = f"the bucket to {names[-1]} ({len(names)} gradients, {kind})"
-        steps = self._steps(names, buffer, kind, lane)
-        return lane.submit(Message(steps, buffer, label, on_side_stream=self._collectives.on_side_stream(kind)))
-
-    def _steps(self, names: Sequence[str], buffer: torch.Tensor, kind: str, lane: Lane) -> Steps:
-        """The exchange of a bucket. It begins now, also where its first message is sent later, by the lane."""
-        excluded = self._collectives.excluded.get(kind, frozenset())
-        whole = [name for name in names if name in excluded]
-        if len(whole) in (0, len(names)):
-            kind = DENSE if whole else kind
-            return self._collectives.steps(Bucket(tuple(names), 0, kind), buffer, lane.group, self._ranks)
-        pieces = dict(zip(names, buffer.split([self._numels[name] for name in names]), strict=True))
-        parts = [([name for name in names if name not in excluded], kind), (whole, DENSE)]
-        gathered = [torch.cat([pieces[name] for name in members]) for members, _ in parts]
-        exchanges = [
-            self._collectives.steps(Bucket(tuple(members), 0, by), part, lane.group, self._ranks)
-            for (members, by), part in zip(parts, gathered, strict=True)
-        ]
-
-        def exchanged() -> Steps:
-            record_stream(*gathered)
-            for steps in exchanges:
-                yield from steps
-            for (members, _), part in zip(parts, gathered, strict=True):
-                averages = part.split([self._numels[name] for name in members])
-                for name, average in zip(members, averages, strict=True):
-                    pieces[name].copy_(average)
-
-        return exchanged()
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self._collectives.state_dict()
-        return {**state, "steps_trained": self._steps_done} if state else {}
+        steps = self._exchanges.steps(names, buffer, lane.group, scaler)
+        on_side_stream = self._exchanges.collectives.on_side_stream(kind)
+        return lane.submit(Message(steps, buffer, label, on_side_stream=on_side_stream))
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         if len(self._lanes):
             raise RuntimeError("load_state_dict() of a comm hook's state after steps were made: load before the first")
-        self._collectives.load_state_dict(*states)
-        self._steps_done = max((state.get("steps_trained", 0) for state in states), default=0)
+        self._exchanges.load_state_dict(*states)
 
     def close(self) -> None:
-        self._collectives.close()
+        self._exchanges.close()
         self._lanes.close()
 
     def _lane(self) -> Lane:
         """The lane; made in the first backward pass, where all ranks are. Ranks compare what they were given then."""
         if not len(self._lanes):
             self._lanes.grow(1)
-            lines = [described(self._settings), *self._collectives.loaded()]
-            check_same("the state of the comm hook", lines, self._lanes[0].group)
+            check_same("the state of the comm hook", self._exchanges.agreed(), self._lanes[0].group)
         return self._lanes[0]
-
-    def _step_over(self) -> None:
-        self._in_step = False
-        self._steps_done += 1
-        self._collectives.on_step_end()

@@ -28,6 +28,7 @@ class ResidualMemory:
     frozen           the model's other parameters; a checkpoint may hold their residuals, which are kept
     warmup_steps     as in ``ExchangeMemory``
     momentum         velocities, which are saved with the residuals
+    skipped          whether a loss scaler will skip the step that ends; by default, whether a gradient is not finite
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class ResidualMemory:
         warmup_steps: int = 0,
         momentum: Momentum | None = None,
         sample_period: int = SAMPLE_PERIOD,
+        skipped: Callable[[], bool] | None = None,
     ) -> None:
         self.warmup_steps = warmup_steps
         self.momentum = momentum or Momentum(0.0)
         self.keeps_residual = keeps_residual
+        self._skipped = skipped or self._any_not_finite
         self._parameters = parameters
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         self._known_numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
@@ -84,8 +87,7 @@ class ResidualMemory:
         exchanged, self._exchanged = self._exchanged, []
         if self._state.scale is None or not exchanged:
             return
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if gradients and not bool(all_finite(*gradients)):
+        if self._skipped():
             for state, average in exchanged:
                 state.residual.add_(torch.where(average.isfinite(), average, 0.0))
 
@@ -147,6 +149,10 @@ class ResidualMemory:
         self._state.clear()
         self.momentum.clear()
         self._exchanged = []
+
+    def _any_not_finite(self) -> bool:
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        return bool(gradients) and not bool(all_finite(*gradients))
 
     def _order(self, name: str) -> list[int]:
         """The strides of a parameter and of its residual; empty if it is row-major."""

@@ -1,0 +1,119 @@
+"""Buckets that somebody else made, DDP's or those of sharded models, exchanged all by one kind."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from anabranch.comm.collectives import Collectives, Scaler
+from anabranch.comm.exchange import Group, Steps, record_stream
+from anabranch.compression import Settings, collectives_for, described, kinds_of
+from anabranch.kinds import DENSE
+from anabranch.plan import Bucket, Plan
+from anabranch.sparse.memory import NO_PARAMETERS
+
+
+def only_kind(settings: Settings) -> str | None:
+    """The one kind that these settings name; None if a planner would have to choose."""
+    kinds = kinds_of(settings)
+    return None if len(kinds) > 1 else kinds[0] if kinds else DENSE
+
+
+class OneKindExchanges:
+    """The exchanges of one model, and what they keep between steps.
+
+    settings   name one kind (``only_kind``)
+    trained    what is averaged, by name: tensors of the sizes and dtypes that buckets have
+    group      of the ranks among which they are averaged
+    skipped    as in ``ResidualMemory``
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        trained: Mapping[str, torch.Tensor],
+        group: Group,
+        frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+        skipped: Callable[[], bool] | None = None,
+    ) -> None:
+        kind = only_kind(settings)
+        assert kind is not None
+        self.kind = kind
+        self._settings = settings
+        self._numels = {name: tensor.numel() for name, tensor in trained.items()}
+        self._ranks = group.size()
+        self.collectives: Collectives = collectives_for(
+            settings, trained, group, lambda: True, frozen=frozen, skipped=skipped
+        )
+        self._excluded = self.collectives.excluded.get(kind, frozenset())
+        compressed = tuple(name for name in trained if name not in self._excluded)
+        if compressed and kind != DENSE:  # residuals that are loaded wait for their buckets
+            self.collectives.use_plan(Plan((Bucket(compressed, 0, kind),)))
+        self._steps_done = 0
+        self._in_step = False
+
+    def agreed(self) -> list[str]:
+        """Lines that must be the same on all ranks."""
+        return [described(self._settings), *self.collectives.loaded()]
+
+    def kind_of(self, dtype: torch.dtype) -> str:
+        """By which kind a bucket of this dtype travels in this step."""
+        warm = self._steps_done >= self.collectives.warmup_steps
+        return self.kind if warm and self.collectives.supports(self.kind, dtype) else DENSE
+
+    def steps(self, names: Sequence[str], buffer: torch.Tensor, group: Group, scaler: Scaler | None) -> Steps:
+        """The exchange of a bucket: ``names`` one after another in ``buffer``. Call it inside backward."""
+        self._begin_step(scaler)
+        kind = self.kind_of(buffer.dtype)
+        whole = [name for name in names if name in self._excluded] if kind != DENSE else []
+        if len(whole) in (0, len(names)):
+            kind = DENSE if whole else kind
+            return self.collectives.steps(Bucket(tuple(names), 0, kind), buffer, group, self._ranks)
+        pieces = dict(zip(names, buffer.split([self._numels[name] for name in names]), strict=True))
+        parts = [([name for name in names if name not in self._excluded], kind), (whole, DENSE)]
+        gathered = [torch.cat([pieces[name] for name in members]) for members, _ in parts]
+        exchanges = [
+            self.collectives.steps(Bucket(tuple(members), 0, by), part, group, self._ranks)
+            for (members, by), part in zip(parts, gathered, strict=True)
+        ]
+
+        def exchanged() -> Steps:
+            record_stream(*gathered)
+            for steps in exchanges:
+                yield from steps
+            for (members, _), part in zip(parts, gathered, strict=True):
+                averages = part.split([self._numels[name] for name in members])
+                for name, average in zip(members, averages, strict=True):
+                    pieces[name].copy_(average)
+
+        return exchanged()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state; {} if nothing is kept between steps."""
+        state = self.collectives.state_dict()
+        return {**state, "steps_trained": self._steps_done} if state else {}
+
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Load the state of this rank, or those of all ranks; before the first step."""
+        self.collectives.load_state_dict(*states)
+        self._steps_done = max((state.get("steps_trained", 0) for state in states), default=0)
+
+    def close(self) -> None:
+        """Free what was kept between steps."""
+        self.collectives.close()
+
+    def _begin_step(self, scaler: Scaler | None) -> None:
+        if self._in_step:
+            return
+        self._in_step = True
+        if scaler is not None:
+            self.collectives.rescale(float(scaler.get_scale()))
+        # Callbacks run in order when backward ends. One queued by a callback runs after those that average.
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._step_over))
+
+    def _step_over(self) -> None:
+        self._in_step = False
+        self._steps_done += 1
+        self.collectives.on_step_end()
