@@ -25,7 +25,7 @@ from torchrun import DEADLINE_S, KILLER, aborted_at_its_end, torchrun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MAX_LINES = 140
-WRAPS = ("anabranch.DataParallel(model", "use_anabranch(", "AnabranchStrategy(")
+WRAPS = ("anabranch.DataParallel(model", "use_anabranch(", "AnabranchStrategy(", "ab.replicate(model")
 
 
 def losses_under_torchrun(ranks: int, folder: Path, *program: str | Path, restarts: int = 0) -> tuple[list[float], str]:
@@ -154,6 +154,19 @@ def test_torchrun_restarts_a_sparse_run_bit_by_bit(tmp_path: Path) -> None:
     final, expected = (torch.load(path, weights_only=True) for path in (restarted, whole))
     assert final["losses"] == expected["losses"] == losses and len(losses) == 25
     assert all(torch.equal(final["model"][name], weight) for name, weight in expected["model"].items())
+
+
+def test_the_sharded_example_resumes_bit_by_bit_and_on_fewer_ranks(tmp_path: Path) -> None:
+    """Two nodes of two ranks; 10 of 14 steps, then the rest, then four more on two nodes of one rank."""
+    program = (EXAMPLES / "sharded.py", "--compress", "0.05", "--steps")
+    whole, out = losses_under_torchrun(4, tmp_path, *program, "14")
+    assert "after 14 steps on 4 ranks" in out and "between 2 nodes, by oktopk:0.05" in out
+    kept = ("--checkpoint", tmp_path / "run")
+    first, _ = losses_under_torchrun(4, tmp_path, *program, "10", *kept)
+    resumed, _ = losses_under_torchrun(4, tmp_path, *program, "14", *kept)
+    assert first + resumed == whole
+    fewer, _ = losses_under_torchrun(2, tmp_path, *program, "18", *kept)
+    assert len(fewer) == 4 and max(fewer) < whole[0]
 
 
 # With frameworks, where they are installed.

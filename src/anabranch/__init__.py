@@ -37,6 +37,8 @@ if _TYPE_CHECKING:
     from anabranch.auto import Auto
     from anabranch.integrations.comm_hooks import CommHookState, oktopk_hook, quantised_hook
     from anabranch.integrations.distributed_checkpoint import CommState
+    from anabranch.integrations.sharded import Replication, replicate
+    from anabranch.integrations.sharded_checkpoint import ReplicationState
     from anabranch.lean.options import Lean
     from anabranch.lean_parallel import LeanDataParallel
     from anabranch.observe.loggers import JsonLines, Progress, TensorBoard, WandB
@@ -75,6 +77,8 @@ __all__ = [
     "PlanError",
     "Progress",
     "Quantised",
+    "Replication",
+    "ReplicationState",
     "Span",
     "TensorBoard",
     "TensorSpec",
@@ -90,6 +94,7 @@ __all__ = [
     "plan",
     "planners",
     "quantised_hook",
+    "replicate",
     "save",
     "simulate",
 ]
@@ -110,11 +115,14 @@ _WITH_TORCH = {
     "OkTopk": "anabranch.sparse.options",
     "Progress": "anabranch.observe.loggers",
     "Quantised": "anabranch.quantised.options",
+    "Replication": "anabranch.integrations.sharded",
+    "ReplicationState": "anabranch.integrations.sharded_checkpoint",
     "TensorBoard": "anabranch.observe.loggers",
     "TuningPolicy": "anabranch.tuning.policy",
     "WandB": "anabranch.observe.loggers",
     "oktopk_hook": "anabranch.integrations.comm_hooks",
     "quantised_hook": "anabranch.integrations.comm_hooks",
+    "replicate": "anabranch.integrations.sharded",
 }
 
 

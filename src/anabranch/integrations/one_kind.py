@@ -65,29 +65,35 @@ class OneKindExchanges:
     def steps(self, names: Sequence[str], buffer: torch.Tensor, group: Group, scaler: Scaler | None) -> Steps:
         """The exchange of a bucket: ``names`` one after another in ``buffer``. Call it inside backward."""
         self._begin_step(scaler)
-        kind = self.kind_of(buffer.dtype)
-        whole = [name for name in names if name in self._excluded] if kind != DENSE else []
-        if len(whole) in (0, len(names)):
-            kind = DENSE if whole else kind
-            return self.collectives.steps(Bucket(tuple(names), 0, kind), buffer, group, self._ranks)
+        parts = self._parts(names, buffer.dtype)
+        if len(parts) == 1:
+            return self.collectives.steps(parts[0], buffer, group, self._ranks)
         pieces = dict(zip(names, buffer.split([self._numels[name] for name in names]), strict=True))
-        parts = [([name for name in names if name not in self._excluded], kind), (whole, DENSE)]
-        gathered = [torch.cat([pieces[name] for name in members]) for members, _ in parts]
+        gathered = [torch.cat([pieces[name] for name in part.names]) for part in parts]
         exchanges = [
-            self.collectives.steps(Bucket(tuple(members), 0, by), part, group, self._ranks)
-            for (members, by), part in zip(parts, gathered, strict=True)
+            self.collectives.steps(part, tensor, group, self._ranks)
+            for part, tensor in zip(parts, gathered, strict=True)
         ]
 
         def exchanged() -> Steps:
             record_stream(*gathered)
             for steps in exchanges:
                 yield from steps
-            for (members, _), part in zip(parts, gathered, strict=True):
-                averages = part.split([self._numels[name] for name in members])
-                for name, average in zip(members, averages, strict=True):
+            for part, tensor in zip(parts, gathered, strict=True):
+                averages = tensor.split([self._numels[name] for name in part.names])
+                for name, average in zip(part.names, averages, strict=True):
                     pieces[name].copy_(average)
 
         return exchanged()
+
+    def sent_nbytes(self, names: Sequence[str], dtype: torch.dtype) -> int:
+        """Bytes that this rank sent in the last exchange of this bucket, as far as they are known."""
+        sent = 0
+        for part in self._parts(names, dtype):
+            numel = sum(self._numels[name] for name in part.names)
+            traffic = self.collectives.traffic(part, numel, dtype, self._ranks)
+            sent += 0 if traffic is None else traffic.sent_nbytes
+        return sent
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; {} if nothing is kept between steps."""
@@ -102,6 +108,13 @@ class OneKindExchanges:
     def close(self) -> None:
         """Free what was kept between steps."""
         self.collectives.close()
+
+    def _parts(self, names: Sequence[str], dtype: torch.dtype) -> list[Bucket]:
+        """The bucket, or two: what must not travel by this kind travels dense."""
+        kind = self.kind_of(dtype)
+        whole = tuple(name for name in names if kind != DENSE and name in self._excluded)
+        rest = tuple(name for name in names if name not in whole)
+        return [Bucket(part, 0, by) for part, by in ((rest, kind), (whole, DENSE)) if part]
 
     def _begin_step(self, scaler: Scaler | None) -> None:
         if self._in_step:

@@ -1,0 +1,270 @@
+"""Models that FSDP2 shards inside each node: what travels between the nodes, by any kind of exchange.
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    replication = ab.replicate(model, mesh, compress="int8")
+
+FSDP2 reduces the gradients of a unit inside the node, so that each rank has the sum of its shard, and calls a hook. The
+hook averages that shard among the ranks that have the same one in other nodes. Residuals are as small as shards.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
+
+from anabranch.comm.agree import check_same
+from anabranch.comm.collectives import Scaler
+from anabranch.comm.dense import all_finite, dense
+from anabranch.comm.exchange import Group, Steps
+from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
+from anabranch.comm.lanes import Lanes, Message
+from anabranch.compression import Compress, name_of, settings_of
+from anabranch.integrations.one_kind import OneKindExchanges, only_kind
+from anabranch.integrations.seams import check_seams
+
+TESTED = "2.13.0"
+SEAMS = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}
+MIB = 1 << 20
+
+
+class Unit(NamedTuple):
+    """A unit of FSDP2's: the module, and of its trained parameters the names and the shards as its buffer has them."""
+
+    label: str
+    module: FSDPModule
+    shards: Mapping[str, torch.Tensor]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, if every parameter has a gradient."""
+        return sum(shard.numel() for shard in self.shards.values())
+
+
+def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> "Replication":
+    """Average the gradients of a sharded model between nodes, in every backward pass from now on. Collective.
+
+    model      sharded by ``fully_shard(..., mesh=mesh["shard"])``, the same on every rank
+    mesh       of two dimensions: nodes, and the ranks in a node among which the model is sharded
+    compress   "bf16", "int8", "int4", ``Quantised(...)`` or ``OkTopk(...)``; by default all is sent exactly
+
+    Every node starts with the weights of the first one. Keep the result: checkpoints need its state.
+    """
+    settings = settings_of(compress)
+    if only_kind(settings) is None:
+        raise ValueError(
+            f"compress is {compress!r}: between nodes every unit travels by one kind: expected bf16, int8, int4, "
+            "Quantised(...), or OkTopk(...) with one density"
+        )
+    units = _units(model)
+    nodes, inside = _groups(mesh, units)
+    if reason := no_clone_reason(nodes):
+        raise ValueError(f"replicate() cannot run here: {reason}. {USE_A_TORCH_GROUP}")
+    lines = [name_of(settings), *(f"{unit.label}: {list(unit.shards)}, {unit.numel} elements" for unit in units)]
+    check_same("the sharded model", lines, nodes)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
+    exchanges = OneKindExchanges(settings, _joined(units), nodes, skipped=_Skipped(model, inside))
+    return Replication(model, units, exchanges, nodes, inside)
+
+
+class Replication:
+    """The exchange of one sharded model between nodes; ``replicate`` makes it.
+
+    node         and ``node_count``, ``shard``, ``shard_count``: where this rank is
+    parameters   those that are averaged, by name
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], exchanges: OneKindExchanges, nodes: Group, inside: Group
+    ) -> None:
+        self.node, self.node_count = nodes.rank(), nodes.size()
+        self.shard, self.shard_count = inside.rank(), inside.size()
+        self._shards = _joined(units)
+        self.parameters: dict[str, DTensor] = {
+            name: parameter  # type: ignore[misc]
+            for name, parameter in model.named_parameters()
+            if name in self._shards
+        }
+        self._units, self._exchanges, self._inside = units, exchanges, inside
+        self._device = next(iter(units[0].shards.values())).device
+        self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas)
+        self._lanes.grow(1)
+        self._scaler: Scaler | None = None
+        self._compared = False
+        self._dtypes: dict[str, torch.dtype] = {}  # of buffers, by unit
+        # A stream of ours: FSDP2 would run the hook on the one that reduces inside the node, which then waited for it.
+        stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
+        for unit in units:
+            unit.module.set_all_reduce_hook(partial(self._average, unit), stream=stream)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank to save in a checkpoint beside the model; {} if nothing is kept between steps."""
+        return self._exchanges.state_dict()
+
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned on this rank, on every rank, before the first step.
+
+        If the number of nodes has changed, give every rank the states of all old ranks with the same shard.
+        """
+        if self._compared:
+            raise RuntimeError("load_state_dict() of a Replication after steps were made: load before the first")
+        self._exchanges.load_state_dict(*states)
+
+    def padded(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        """A flat shard of this parameter, with zeros at its end so that all ranks have shards of one size."""
+        return pad(shard, (0, self._shards[name].numel() - shard.numel()))
+
+    def any_in_node(self, here: bool) -> bool:
+        """Whether any rank of this node says so. Collective in the node."""
+        flag = torch.tensor(int(here), device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._inside)
+        return bool(flag)
+
+    def follow(self, scaler: Scaler) -> None:
+        """Scale residuals with this GradScaler; call it on every rank."""
+        self._scaler = scaler
+
+    def explain(self) -> str:
+        """What is sent between the nodes, and what waits to be sent."""
+        nodes = self._lanes[0].group.size()
+        sent_nbytes = sum(
+            self._exchanges.sent_nbytes(list(unit.shards), self._dtypes[unit.label])
+            for unit in self._units
+            if unit.label in self._dtypes
+        )
+        dense_nbytes = sum(2 * (nodes - 1) * unit.numel * 4 // nodes for unit in self._units)
+        lines = [
+            f"anabranch: {len(self._units)} units between {nodes} nodes, by {self._exchanges.kind}.",
+            f"This rank sends {sent_nbytes / MIB:.3f} MiB to other nodes in a step; all of it in float32 "
+            f"would be {dense_nbytes / MIB:.3f} MiB.",
+            *self._exchanges.collectives.summary(),
+        ]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Remove the hooks, and release threads and groups; nothing is averaged between nodes any more."""
+        for unit in self._units:
+            unit.module.set_all_reduce_hook(_nothing)
+        self._exchanges.close()
+        self._lanes.close()
+
+    def _average(self, unit: Unit, buffer: torch.Tensor) -> None:
+        """FSDP2's hook: returns when ``buffer`` holds the average over the nodes, or will on the current stream."""
+        lane = self._lanes[0]
+        if not self._compared:
+            check_same("the state of the replication", self._exchanges.agreed(), lane.group)
+            self._compared = True
+        steps = self._steps(unit, buffer, lane.group)
+        if buffer.is_cuda:
+            for work in steps:
+                work.wait()  # the current stream does, the host does not
+        else:
+            kind = self._exchanges.kind_of(buffer.dtype)
+            lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()
+        self._dtypes[unit.label] = buffer.dtype
+
+    def _steps(self, unit: Unit, buffer: torch.Tensor, group: Group) -> Steps:
+        if buffer.numel() != unit.numel:  # some parameters have no gradient, and FSDP2 does not say which
+            return dense(buffer, group, group.size())
+        return self._exchanges.steps(list(unit.shards), buffer, group, self._scaler)
+
+
+def _nothing(buffer: torch.Tensor) -> None:
+    """A hook that does nothing."""
+
+
+class _Skipped:
+    """Whether a loss scaler will skip this step: it does on all ranks of a node if a shard on one is not finite."""
+
+    def __init__(self, model: nn.Module, inside: Group) -> None:
+        self._model, self._inside = model, inside
+
+    def __call__(self) -> bool:
+        shards: list[torch.Tensor] = [
+            parameter.grad.to_local()  # type: ignore[attr-defined]
+            for parameter in self._model.parameters()
+            if parameter.grad is not None
+        ]
+        finite = all_finite(*shards).to(torch.int32) if shards else torch.ones((), dtype=torch.int32)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self._inside)
+        return not bool(finite)
+
+
+def _joined(units: Sequence[Unit]) -> dict[str, torch.Tensor]:
+    return {name: shard for unit in units for name, shard in unit.shards.items()}
+
+
+def _units(model: nn.Module) -> list[Unit]:
+    """The units that FSDP2 made of the model, each with its trained parameters in the order of its buffer."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    units, sharded = [], set[nn.Parameter]()
+    for path, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        check_seams("torch", TESTED, module, SEAMS)
+        for group in _parameter_groups(module):
+            if group._is_hsdp:
+                raise ValueError(
+                    f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "
+                    'nodes itself, in full: give fully_shard() the inner dimension, mesh=mesh["shard"]'
+                )
+            shards = {}
+            for one in group.fsdp_params:
+                sharded.add(one.sharded_param)
+                if one.sharded_param.requires_grad:
+                    shards[names[one.sharded_param]] = _shard(one, group.mp_policy)
+            if shards:
+                units.append(Unit(f"the unit {path}" if path else "the root unit", module, shards))
+    if not units:
+        raise ValueError(
+            'the model has no unit that is trained: call fully_shard(block, mesh=mesh["shard"]) for its blocks and for '
+            "itself first, then replicate(model, mesh)"
+        )
+    if alone := [name for parameter, name in names.items() if parameter not in sharded]:
+        raise ValueError(
+            f"{alone[0]} is in no unit of fully_shard(), and would not be averaged between nodes: call "
+            'fully_shard(model, mesh=mesh["shard"]) for the whole model, too'
+        )
+    return units
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """FSDP2's own record of a unit; before torch 2.13 a unit has at most one."""
+    state: Any = module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)
+    return [one for one in (found if found is not None else [state._fsdp_param_group]) if one is not None]
+
+
+def _shard(one: Any, policy: Any) -> torch.Tensor:
+    """A tensor of the size, dtype and dimensions that this parameter's shard has in a unit's buffer; without memory."""
+    dtype = policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype
+    return torch.empty(1, dtype=dtype, device=one.sharded_param.device).expand(one.padded_sharded_param_size)
+
+
+def _groups(mesh: DeviceMesh, units: Sequence[Unit]) -> tuple[Group, Group]:
+    """The ranks that have this rank's shard, one in each node, and the ranks of this node."""
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimension{'s' * (mesh.ndim > 1)}: expected two, nodes and the ranks in a node, as "
+            'init_device_mesh(device, (nodes, ranks), mesh_dim_names=("replicate", "shard")) makes them'
+        )
+    nodes, inside = mesh.get_group(0), mesh.get_group(1)
+    for unit in units:
+        (group, *_) = _parameter_groups(unit.module)
+        found = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
+        if found != dist.get_process_group_ranks(inside):
+            raise ValueError(
+                f"{unit.label} is sharded among ranks {found}, and the second dimension of mesh has ranks "
+                f"{dist.get_process_group_ranks(inside)}: give replicate() the mesh whose second dimension "
+                "fully_shard() was given"
+            )
+    return nodes, inside

@@ -1,0 +1,73 @@
+"""A small model that FSDP2 shards inside each of two nodes, trained through ``ab.replicate`` or as stock HSDP."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import anabranch as ab
+
+WIDTH, BLOCKS, BATCH = 24, 3, 6
+
+
+def two_nodes() -> DeviceMesh:
+    """Nodes of as many ranks as there are, halved."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+class Block(nn.Module):
+    """Sizes that two ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = (
+            nn.Linear(WIDTH, WIDTH + 1),
+            nn.LayerNorm(WIDTH + 1),
+            nn.Linear(WIDTH + 1, WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.as_tensor(self.down(torch.relu(self.norm(self.up(x)))))
+
+
+def model_of(mesh: DeviceMesh, seed: int = 0, policy: MixedPrecisionPolicy | None = None) -> nn.Sequential:
+    """A unit per block, and one for the rest."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, WIDTH), *(Block() for _ in range(BLOCKS)))
+    options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
+    for block in list(model)[1:]:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def batch_of(step: int) -> torch.Tensor:
+    """This rank's."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randn(BATCH, 7, generator=generator)
+
+
+def train(model: nn.Module, steps: Sequence[int], optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    """Train some steps by SGD; losses of this rank."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in steps:
+        loss = model(batch_of(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's shards."""
+    return {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def oktopk(density: float = 0.1, **options: Any) -> ab.OkTopk:
+    return ab.OkTopk(density=density, warmup_steps=0, deterministic=True, **options)

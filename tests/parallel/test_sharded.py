@@ -1,0 +1,329 @@
+"""ab.replicate: two nodes of two ranks, a model that FSDP2 shards inside each; between them every kind of exchange."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+import anabranch as ab
+from parallel.sharded_runs import batch_of, model_of, oktopk, train, two_nodes, weights
+from ranks import on_ranks
+
+STEPS = range(5)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+def dense_and_hsdp(rank: int) -> bool:
+    mesh = two_nodes()
+    ours, stock = model_of(mesh["shard"], seed=mesh.get_local_rank(0)), model_of(mesh)  # other nodes start elsewhere
+    replication = ab.replicate(ours, mesh)
+    equal = train(ours, STEPS) == train(stock, STEPS)
+    replication.close()
+    return equal and same(weights(ours), weights(stock))
+
+
+def test_dense_is_stock_hsdp_bit_by_bit() -> None:
+    assert all(on_ranks(dense_and_hsdp, 4))
+
+
+def accumulated_and_clipped(rank: int) -> bool:
+    """Two batches a step, the first without any reduction, and gradients clipped by their norm over all ranks."""
+    mesh = two_nodes()
+    models = [model_of(mesh["shard"]), model_of(mesh)]
+    ab.replicate(models[0], mesh)
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in STEPS:
+            for half in range(2):
+                model.set_requires_gradient_sync(half == 1)  # type: ignore[operator]
+                model(batch_of(2 * step + half)).square().mean().backward()
+            clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return same(weights(models[0]), weights(models[1]))
+
+
+def test_accumulation_and_clipping_are_those_of_hsdp() -> None:
+    assert all(on_ranks(accumulated_and_clipped, 4))
+
+
+KINDS: list[tuple[Any, float]] = [("bf16", 1e-2), ("int8", 2e-2), ("int4", 0.2), (oktopk(), 0.5)]
+
+
+def compressed(rank: int) -> list[dict[str, Any]]:
+    """Every kind beside HSDP: losses, and whether nodes have the same weights."""
+    mesh = two_nodes()
+    found = []
+    for compress, _ in [(None, 0.0), *KINDS]:
+        model = model_of(mesh["shard"])
+        replication = ab.replicate(model, mesh, compress=compress)
+        losses = train(model, range(30))
+        mine = torch.cat([weight.flatten() for weight in weights(model).values()])
+        others = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(others, mine, group=mesh.get_group(0))
+        found.append({
+            "losses": losses, "same": all(torch.equal(other, mine) for other in others), "text": replication.explain(),
+            "weights": mine,
+        })  # fmt: skip
+        replication.close()
+    return found
+
+
+def test_every_kind_trains_and_nodes_keep_the_same_weights() -> None:
+    for dense, *others in on_ranks(compressed, 4):
+        for (compress, near), found in zip(KINDS, others, strict=True):
+            assert found["same"], compress
+            moved = (found["weights"] - dense["weights"]).norm() / dense["weights"].norm()
+            assert 0 < moved < near, (compress, moved)
+            assert sum(found["losses"][-5:]) < 0.8 * sum(found["losses"][:5]), compress
+        sent = [float(found["text"].split("sends ")[1].split(" MiB")[0]) for found in (dense, *others)]
+        assert all(0 < less < sent[0] for less in sent[1:]), sent
+
+
+def conserved(rank: int) -> list[float]:
+    """What was applied, and what waits on all nodes, beside the sum of the gradients of all ranks."""
+    mesh = two_nodes()
+    model, stock = model_of(mesh["shard"]), model_of(mesh)
+    replication = ab.replicate(model, mesh, compress=oktopk(0.05))
+    applied = {name: torch.zeros_like(weight) for name, weight in weights(model).items()}
+    whole = {name: torch.zeros_like(weight) for name, weight in applied.items()}
+    for step in range(20):
+        for one, total in ((model, applied), (stock, whole)):
+            one(batch_of(step)).square().mean().backward()
+            for name, parameter in one.named_parameters():
+                assert parameter.grad is not None
+                total[name] += parameter.grad.to_local()  # type: ignore[attr-defined]
+                parameter.grad = None
+    residuals = replication.state_dict()["residuals"]
+    off = []
+    for name, expected in whole.items():
+        waiting = residuals.get(name, torch.zeros(expected.numel()))[: expected.numel()].clone()
+        dist.all_reduce(waiting, group=mesh.get_group(0))
+        off.append(float((applied[name].flatten() + waiting / 2 - expected.flatten()).abs().max()))
+    assert residuals and any(residual.any() for residual in residuals.values())
+    return off
+
+
+def test_nothing_is_lost_between_nodes() -> None:
+    for off in on_ranks(conserved, 4):
+        assert max(off) < 1e-5
+
+
+def resumed(rank: int) -> bool:
+    mesh = two_nodes()
+    whole = model_of(mesh["shard"])
+    ab.replicate(whole, mesh, compress=oktopk())
+    train(whole, range(10))
+    first = model_of(mesh["shard"])
+    replication = ab.replicate(first, mesh, compress=oktopk())
+    train(first, range(6))
+    state, kept = replication.state_dict(), weights(first)
+    replication.close()
+    second = model_of(mesh["shard"], seed=3)
+    with torch.no_grad():
+        for name, parameter in second.named_parameters():
+            parameter.to_local().copy_(kept[name])  # type: ignore[attr-defined]
+    ab.replicate(second, mesh, compress=oktopk()).load_state_dict(state)
+    train(second, range(6, 10))
+    return same(weights(second), weights(whole))
+
+
+def test_a_resumed_run_is_as_if_it_had_not_been_stopped() -> None:
+    assert all(on_ranks(resumed, 4))
+
+
+def not_finite(rank: int) -> list[Any]:
+    """A NaN on one rank reaches all, in that step alone; under a scaler nothing of that step is lost."""
+    mesh = two_nodes()
+    model = model_of(mesh["shard"])
+    replication = ab.replicate(model, mesh, compress=oktopk(0.05))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    replication.follow(scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    before: dict[str, torch.Tensor] = {}
+    for step in range(4):
+        inputs = batch_of(step)
+        if step == 2:
+            before = {name: piece.clone() for name, piece in replication.state_dict()["residuals"].items()}
+            if rank == 3:
+                inputs[0, 0] = float("nan")
+        scaler.scale(model(inputs).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    finite = all(bool(weight.isfinite().all()) for weight in weights(model).values())
+    state = replication.state_dict()["residuals"]
+    return [finite, scaler.get_scale(), bool(before), all(bool(piece.isfinite().all()) for piece in state.values())]
+
+
+def test_a_nan_on_one_rank_skips_the_step_on_all_and_poisons_nothing() -> None:
+    assert on_ranks(not_finite, 4) == [[True, 2.0, True, True]] * 4
+
+
+def half_precision(rank: int) -> bool:
+    mesh = two_nodes()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ours, stock = model_of(mesh["shard"], policy=policy), model_of(mesh, policy=policy)
+    ab.replicate(ours, mesh)
+    train(ours, STEPS), train(stock, STEPS)
+    return same(weights(ours), weights(stock))
+
+
+def test_mixed_precision_is_that_of_hsdp() -> None:
+    assert all(on_ranks(half_precision, 4))
+
+
+class PartlyUsed(nn.Module):
+    """Three blocks, of which it uses two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.blocks[1](self.blocks[0](x)))
+
+
+def frozen_and_unused(rank: int) -> bool:
+    """A frozen block, and one that no loss depends on, whose unit FSDP2 leaves out."""
+    mesh = two_nodes()
+    results = []
+    for hsdp in (False, True):
+        torch.manual_seed(0)
+        model = PartlyUsed()
+        model.blocks[0].requires_grad_(False)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh if hsdp else mesh["shard"])
+        fully_shard(model, mesh=mesh if hsdp else mesh["shard"])
+        if not hsdp:
+            ab.replicate(model, mesh, compress=None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in STEPS:
+            model(batch_of(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(weights(model))
+    return same(*results)
+
+
+def test_frozen_and_unused_parts_are_left_alone() -> None:
+    assert all(on_ranks(frozen_and_unused, 4))
+
+
+def refusals(rank: int) -> list[str]:
+    mesh = two_nodes()
+    loose = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    fully_shard(loose[0], mesh=mesh["shard"])
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    attempts: list[tuple[nn.Module, Any, Any]] = [
+        (nn.Linear(7, 7), mesh, None),
+        (model_of(mesh), mesh, None),
+        (loose, mesh, None),
+        (model_of(mesh["shard"]), flat, None),
+        (model_of(mesh["replicate"]), mesh, None),
+        (model_of(mesh["shard"]), mesh, "auto"),
+        (model_of(mesh["shard"]), mesh, "int9"),
+        (model_of(mesh["shard"]), mesh, "int8" if rank < 2 else "int4"),
+    ]
+    said = []
+    for model, given, compress in attempts:
+        with pytest.raises((ValueError, ab.DisagreementError)) as caught:
+            ab.replicate(model, given, compress=compress)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_work_is_refused_with_a_sentence() -> None:
+    expected = [
+        "has no unit that is trained: call fully_shard",
+        "sharded over a mesh of two dimensions",
+        "1.weight is in no unit",
+        "mesh has 1 dimension: expected two",
+        "is sharded among ranks",
+        "every unit travels by one kind",
+        "int9",
+        "not the same on all ranks",
+    ]
+    for said in on_ranks(refusals, 4):
+        for text, words in zip(said, expected, strict=True):
+            assert words in text
+
+
+def saved(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    """Train and save; the sums of the residuals of both nodes, whole parameters by name."""
+    mesh = two_nodes()
+    model = model_of(mesh["shard"])
+    replication = ab.replicate(model, mesh, compress=oktopk())
+    train(model, range(6))
+    save({"model": model.state_dict(), "comm": ab.ReplicationState(replication)}, checkpoint_id=folder)
+    whole = sums(replication, mesh)
+    train(model, range(6, 10))
+    return {**whole, **{f"weight of {name}": weight for name, weight in weights(model).items()}}
+
+
+def sums(replication: ab.Replication, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """The sum over the nodes of what waits for each parameter, whole."""
+    found = {}
+    residuals = replication.state_dict()["residuals"]
+    for name, parameter in replication.parameters.items():
+        local = parameter.to_local()
+        waiting = residuals.get(name, torch.zeros(local.numel()))[: local.numel()].clone().view(local.shape)
+        dist.all_reduce(waiting, group=mesh.get_group(0))
+        shard = DTensor.from_local(
+            waiting, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+        found[name] = shard.full_tensor()
+    return found
+
+
+def loaded(rank: int, folder: str, nodes: int) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("replicate", "shard"))
+    model = model_of(mesh["shard"], seed=5)
+    replication = ab.replicate(model, mesh, compress=oktopk())
+    weights_read = model.state_dict()
+    comm = ab.ReplicationState(replication, folder)
+    load({"model": weights_read, "comm": comm}, checkpoint_id=folder)
+    model.load_state_dict(weights_read)
+    whole = sums(replication, mesh)
+    train(model, range(6, 10))
+    return {**whole, **{f"weight of {name}": weight for name, weight in weights(model).items()}}
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 4), (4, 4), (2, 2), (1, 2), (3, 3)])
+def test_a_checkpoint_is_loaded_by_other_nodes_of_other_sizes(nodes: int, ranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    before = on_ranks(saved, 4, folder)
+    after = on_ranks(loaded, ranks, folder, nodes)
+    names = [name for name in before[0] if not name.startswith("weight of ")]
+    assert any(before[0][name].any() for name in names)
+    for name in names:
+        torch.testing.assert_close(after[0][name], before[0][name], rtol=0, atol=1e-6)
+    if (nodes, ranks) == (2, 4):
+        assert all(same(one, other) for one, other in zip(before, after, strict=True)), "bit by bit"
+
+
+def other_checkpoint(rank: int, folder: str) -> str:
+    mesh = two_nodes()
+    model = model_of(mesh["shard"])
+    replication = ab.replicate(model, mesh, compress=oktopk())
+    save({"model": model.state_dict()}, checkpoint_id=folder)
+    with pytest.raises(ValueError) as caught:
+        load({"comm": ab.ReplicationState(replication, folder)}, checkpoint_id=folder)
+    return str(caught.value)
+
+
+def test_a_checkpoint_without_the_state_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    for said in on_ranks(other_checkpoint, 4, str(tmp_path / "checkpoint")):
+        assert "has no entry anabranch/node" in said
