@@ -77,6 +77,8 @@ def test_real_links_have_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, ["a", "b"], ["a,b"] * 4),
         (2, ["a", "b", "c", "d"], ["a,b", "c,d", "a,b", "c,d"]),
         (2, ["a", "b", "c"], ["a,b", "c,a", "b,c", "a,b"]),
+        (2, ["a"], [None] * 4),
+        (3, ["a", "b"], ["a", "b", "a", "b"]),
     ],
 )
 def test_gpus_are_dealt_out_in_turn(ranks_per_host: int, gpus: list[str], expected: list[str | None]) -> None:

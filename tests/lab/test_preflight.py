@@ -87,16 +87,15 @@ def test_namespaces_without_the_right_to_make_interfaces(monkeypatch: pytest.Mon
 
 
 @needs_namespaces
-def test_more_ranks_per_host_than_gpus() -> None:
-    assert "(found 1)" in missing(Cluster([1e9], 2, "nccl"), ["GPU-1"])
-
-
-@needs_namespaces
 def test_mps_is_needed_where_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     cluster = Cluster([1e9] * 2, backend="nccl")
     assert "nvidia-cuda-mps-control" in missing(cluster, ["GPU-1"])
     preflight.check(cluster, ["GPU-1", "GPU-2"])
+
+
+def test_the_link_inside_a_host_is_a_note() -> None:
+    assert "over its loopback, unshaped" in str(preflight.caveats(Cluster([1e9], ranks_per_host=2)))
 
 
 def test_few_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from anabranch.errors import LabError
 from anabranch.lab.cluster import Cluster
 from anabranch.lab.rank_process import RankProcess, start_process
-from anabranch.lab.run import run
+from anabranch.lab.run import ALONE, run
 from lab.lab_process import alive, descriptors, lab, needs_namespaces, outcome, pids, until
 
 REAL = pytest.param(Cluster([1e9] * 3), id="namespaces", marks=needs_namespaces)
@@ -256,3 +257,12 @@ def test_a_failing_rank_under_torchrun(capfd: pytest.CaptureFixture[str]) -> Non
     assert shell(Cluster([1e9], 2), "[ $RANK = 1 ] && { echo cause >&2; exit 9; }; sleep 60", 100) == 1
     err = capfd.readouterr().err
     assert "host 0 failed first (exit code 1)" in err and "cause" in err
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [("", "lab0-1 0"), ("a", "lab0-1 0"), ("a,b", "lab0 1")])
+def test_ranks_that_share_a_gpu_look_like_ranks_of_several_hosts(gpus: str, expected: str) -> None:
+    """As NCCL and programs see them, for the second rank of a host."""
+    environment = {**os.environ, "NCCL_HOSTID": "lab0", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": gpus}
+    program = ["sh", "-c", ALONE, "sh", "sh", "-c", 'echo "$NCCL_HOSTID $LOCAL_RANK"']
+    said = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == expected

@@ -60,12 +60,16 @@ def host_environment(cluster: Cluster, host: Host, master: Host, master_port: in
 def gpu_environment(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Mapping[str, str]:
     """The variable that gives a host as many GPUs as it has ranks, in turn; hosts share where there are too few.
 
+    A host with more ranks than there are GPUs gets one, for all of its ranks.
+
     On a machine with one GPU nothing is set: every rank finds it as number 0. But where the user has chosen one of
     several by its number, the variable gives its id, because an MPS daemon counts GPUs anew.
     """
     if not gpus or (len(gpus) == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ):
         return {}
     first = host.index * ranks_per_host
+    if ranks_per_host > len(gpus):  # they share one, each as number 0
+        return {"CUDA_VISIBLE_DEVICES": gpus[host.index % len(gpus)]}
     mine = [gpus[(first + rank) % len(gpus)] for rank in range(ranks_per_host)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
 

@@ -27,6 +27,8 @@ def caveats(cluster: Cluster) -> str | None:
     found = []
     if cluster.emulated:
         found.append("links are emulated by delays inside the ranks: times are not those of a real network")
+    if cluster.ranks_per_host > 1:
+        found.append("ranks of one host talk over its loopback, unshaped: NVLink and shared memory would be faster")
     cores = len(os.sched_getaffinity(0))
     if cluster.world_size > cores:
         found.append(
@@ -101,11 +103,6 @@ def _gpu_problems(cluster: Cluster, gpus: list[str]) -> list[str]:
     if not gpus:
         problems.append(
             "--backend nccl needs an NVIDIA GPU, and neither nvidia-smi nor /dev/nvidia0 shows one: use --backend gloo"
-        )
-    elif cluster.ranks_per_host > len(gpus):
-        problems.append(
-            f"{cluster.ranks_per_host} ranks per host need as many GPUs (found {len(gpus)}), because NCCL refuses two "
-            "ranks of one host on one GPU: use more --hosts and fewer --ranks-per-host"
         )
     if shares_gpus(cluster, gpus) and shutil.which(MPS_CONTROL) is None:
         problems.append(

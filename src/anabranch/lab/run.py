@@ -16,6 +16,16 @@ from anabranch.lab.janitor import Janitor, LabResources
 from anabranch.lab.rank_process import start_process
 from anabranch.lab.supervisor import Outcome, SignalReceiver, Supervisor, report_failure
 
+# Ranks of a host that share a GPU: NCCL refuses that unless they look like ranks of several hosts, and each finds the
+# GPU as number 0. Where a host has a GPU for each of its ranks, nothing changes.
+ALONE = """
+case "$CUDA_VISIBLE_DEVICES" in
+  *,*) ;;
+  *) export NCCL_HOSTID="$NCCL_HOSTID-$LOCAL_RANK" LOCAL_RANK=0 ;;
+esac
+exec "$@"
+"""
+
 
 def run(cluster: Cluster, command: Sequence[str], timeout_s: float | None = None) -> int:
     """Run ``command`` on every host; returns 0, or the exit code of the first rank that failed.
@@ -92,7 +102,8 @@ def _program(cluster: Cluster, host: Host, environment: Mapping[str, str], comma
         "--local-addr": host.address,  # else torchrun asks a name server, which a namespace does not have
     }
     flat = [part for option in options.items() for part in option]
-    return [sys.executable, "-m", "torch.distributed.run", *flat, "--no-python", *command]
+    alone = ["sh", "-c", ALONE, "sh"] if cluster.backend == "nccl" else []
+    return [sys.executable, "-m", "torch.distributed.run", *flat, "--no-python", *alone, *command]
 
 
 def _check_command(command: Sequence[str]) -> None:
