@@ -1,0 +1,134 @@
+"""Steps of a transformer that FSDP2 shards inside nodes: stock HSDP beside ``ab.replicate``, in turns; prints Markdown.
+
+    anabranch lab --hosts 2 --ranks-per-host 2 --rate 10gbit --backend nccl -- python -m benchmarks.sharded
+
+Every contestant trains its own copy of the model. A step is forward, backward and an SGD update; the time is that of
+the slowest rank. Ratios are medians over rounds of the ratio to HSDP in the same round.
+"""
+
+import argparse
+import os
+import platform
+from collections.abc import Callable
+from datetime import UTC, datetime
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.fidelity_tasks import LENGTH, SYMBOLS, Transformer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+import anabranch as ab
+from anabranch.lab.environment import LAB
+
+HSDP, SHARDED, COMPUTING = "HSDP", "FSDP2, a shard on every rank", "nothing between nodes"
+KINDS: dict[str, Any] = {
+    "replicate": None,
+    "replicate, bf16": "bf16",
+    "replicate, int8": "int8",
+    "replicate, int4": "int4",
+    "replicate, Ok-Topk 1 %": ab.OkTopk(density=0.01, warmup_steps=0),
+    "replicate, Ok-Topk 1 %, bf16": ab.OkTopk(density=0.01, warmup_steps=0, wire="bf16"),
+}
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """A unit per block, and one for the rest."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def contestant(name: str, build: Callable[[], nn.Module], mesh: DeviceMesh, batch: int) -> Callable[[], None]:
+    """A function that trains one step."""
+    if name == HSDP:
+        model = sharded(build(), mesh)
+    elif name == SHARDED:
+        model = sharded(build(), init_device_mesh(mesh.device_type, (dist.get_world_size(),)))
+    else:
+        model = sharded(build(), mesh["shard"])
+    if name in KINDS:
+        ab.replicate(model, mesh, compress=KINDS[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    text = torch.randint(SYMBOLS, (batch, LENGTH + 1), generator=generator).to(mesh.device_type)
+
+    def step() -> None:
+        logits = model(text[:, :-1])
+        cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timed(step: Callable[[], None], steps: int, device: str) -> float:
+    """Milliseconds of a step on the slowest rank."""
+    settle(device)
+    begun = perf_counter()
+    for _ in range(steps):
+        step()
+    settle(device)
+    took = torch.tensor((perf_counter() - begun) / steps * 1e3, device=device)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+def settle(device: str) -> None:
+    """All ranks begin together, and nothing is under way."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def options_of() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=16, help="passages of 128 bytes per rank")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train in turns, and print a table on rank 0."""
+    options, device = options_of(), "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    half = dist.get_world_size() // 2
+    mesh = init_device_mesh(device, (2, half), mesh_dim_names=("replicate", "shard"))
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Transformer(options.width, options.layers, 8, causal=True).to(device)
+
+    numel = sum(parameter.numel() for parameter in build().parameters())
+    steps = {name: contestant(name, build, mesh, options.batch) for name in (COMPUTING, HSDP, SHARDED, *KINDS)}
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    rounds = [{name: timed(step, options.steps, device) for name, step in steps.items()} for _ in range(options.rounds)]
+    if dist.get_rank() == 0:
+        processor = (
+            torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores, {platform.machine()}"
+        )
+        print(f"# A sharded transformer of {numel / 1e6:.0f} million parameters\n")
+        print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')}, batch "
+              f"{options.batch} × {LENGTH}; {options.rounds} rounds of {options.steps} steps each, in turns.\n")  # fmt: skip
+        print("| | ms per step | from – to | HSDP / it |\n|---|---:|---:|---:|")
+        for name in steps:
+            took = [one[name] for one in rounds]
+            ratio = median(one[HSDP] / one[name] for one in rounds)
+            print(f"| {name} | {median(took):.1f} | {min(took):.1f} – {max(took):.1f} | {ratio:.2f} |")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
