@@ -120,8 +120,8 @@ def main() -> None:
             torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores, {platform.machine()}"
         )
         print(f"# A sharded transformer of {numel / 1e6:.0f} million parameters\n")
-        print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')}, batch "
-              f"{options.batch} × {LENGTH}; {options.rounds} rounds of {options.steps} steps each, in turns.\n")  # fmt: skip
+        print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')},")
+        print(f"batch {options.batch} × {LENGTH}; {options.rounds} rounds of {options.steps} steps each, in turns.\n")
         print("| | ms per step | from – to | HSDP / it |\n|---|---:|---:|---:|")
         for name in steps:
             took = [one[name] for one in rounds]
