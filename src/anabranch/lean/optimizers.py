@@ -108,6 +108,11 @@ class BucketOptimizer:
         """For each parameter, whether its part of the bucket's average has an element that is not 0."""
         return torch.stack([piece.any() for piece in average.split(self._numels)])
 
+    def parts(self, average: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
+        """The part of the bucket's average that belongs to each parameter; not of those that are frozen."""
+        pieces = zip(self._parameters, average.split(self._numels), strict=True)
+        return {parameter: piece for parameter, piece in pieces if parameter.requires_grad}
+
     def step(
         self, average: torch.Tensor, found_inf: torch.Tensor | None = None, used: Sequence[bool] | None = None
     ) -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 from typing import Any, Literal
 
 import torch
 
 from anabranch.activations.policy import Activations
+from anabranch.lean.clipping import Clipping
 
 KEPT = Activations(mode="keep")
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -24,14 +26,19 @@ class Lean:
                   (in pinned host memory, fetched while the bucket before is computed)
     activations   where activations are until backward: kept, or Activations(mode="offload"), "recompute", or "auto"
                   within a budget
-    clip_norm     each bucket's average gradient is scaled down to this norm; the norm over all buckets cannot be
-                  clipped, since it is known only when most of them have been updated
+    clip_norm     the average gradients are scaled down to this norm over all of them, as by
+                  ``torch.nn.utils.clip_grad_norm_`` under DDP: updates are held until it is known, so averages live
+                  until the end of backward; infinite: the norm is only computed, and nothing is held
+    norm_type     of that norm: 2, inf or any other number above 0
+    error_if_nonfinite   raise an error on every rank if that norm is not finite, and update nothing
     """
 
     optimizer: OptimizerFactory
     residuals: ResidualPlacement = "in place"
     activations: Activations = KEPT
     clip_norm: float | None = None
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -46,14 +53,30 @@ class Lean:
             raise ValueError(f"Lean residuals is {self.residuals!r}: expected 'in place' or 'host'")
         if not isinstance(self.activations, Activations):
             raise ValueError(f"Lean activations is {self.activations!r}: expected Activations(mode=...)")
-        clip_norm = self.clip_norm
-        is_number = isinstance(clip_norm, Real) and not isinstance(clip_norm, bool)
-        if clip_norm is not None and not (is_number and clip_norm > 0):
+        if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise ValueError(f"Lean clip_norm is {self.clip_norm!r}: expected more than 0, or None")
+        if not _is_positive(self.norm_type):
+            raise ValueError(f"Lean norm_type is {self.norm_type!r}: expected more than 0, such as 2 or inf")
+        if self.clip_norm is None and (self.norm_type != 2.0 or self.error_if_nonfinite):
+            raise ValueError(
+                f"Lean norm_type is {self.norm_type} and error_if_nonfinite {self.error_if_nonfinite} without a "
+                "clip_norm: give clip_norm, too; clip_norm=math.inf computes the norm and clips nothing"
+            )
+
+    @property
+    def clipping(self) -> Clipping | None:
+        """How gradients are clipped; None if not at all, and nobody asked for their norm."""
+        if self.clip_norm is None:
+            return None
+        return Clipping(float(self.clip_norm), float(self.norm_type), self.error_if_nonfinite)
 
     def described(self) -> list[str]:
         """Return a line per setting. Ranks with equal lines have equal options."""
-        return [f"Lean residuals {self.residuals}", f"Lean clip_norm {self.clip_norm}", f"Lean {self.activations}"]
+        return [f"Lean residuals {self.residuals}", f"Lean clipping {self.clipping}", f"Lean {self.activations}"]
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, Real) and not isinstance(number, bool) and 0 < number <= inf
 
 
 def check_lean(memory: Any) -> None:

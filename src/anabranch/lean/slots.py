@@ -1,7 +1,7 @@
 """Slots: the only memory in which a bucket's gradient, or its residual, is one tensor on the device."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.futures import Future
@@ -14,6 +14,22 @@ class Slot(NamedTuple):
 
     number: int
     tensor: torch.Tensor
+
+
+class Slots(Protocol):
+    """Hands out memory for buckets."""
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Slot:
+        """Return memory for a bucket of ``numel`` elements."""
+        ...
+
+    def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:
+        """Note when a bucket's exchange is over."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for all exchanges, and raise the exception of one that failed."""
+        ...
 
 
 class SlotRing:
@@ -51,3 +67,26 @@ class SlotRing:
             if last is not None:
                 last.wait()
             self._last_use[index] = None
+
+
+class FreshSlots:
+    """A slot of its own for every bucket of a step, for averages that live until all are known.
+
+    Memory is taken when a bucket is complete, when activations of the layers behind it are gone, and is freed with the
+    last reference to its slot.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._uses: list[Future[torch.Tensor]] = []  # of this step
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Slot:
+        return Slot(len(self._uses), torch.empty(numel, dtype=dtype, device=self._device))
+
+    def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:  # noqa: ARG002 - none is used again
+        self._uses.append(last_use)
+
+    def wait(self) -> None:
+        uses, self._uses = self._uses, []
+        for last in uses:
+            last.wait()
