@@ -46,7 +46,8 @@ class LeanDataParallel(Tuned, nn.Module):
     """Data-parallel training that frees each gradient after its bucket's exchange.
 
     Every bucket is updated inside backward, by an optimizer of its own. ``optimizer`` represents all of them, for
-    learning-rate schedulers and checkpoints; its ``step()`` does nothing. This class is no DistributedDataParallel.
+    learning-rate schedulers and checkpoints; its ``step()`` only runs a closure, if it is given one. This class is no
+    DistributedDataParallel.
 
     memory: the settings of Lean, with the optimizer. The other arguments are those of ``DataParallel``, and
     ``process_group``, ``broadcast_buffers`` and ``find_unused_parameters`` of DistributedDataParallel.
@@ -193,13 +194,9 @@ class LeanDataParallel(Tuned, nn.Module):
 
         Raises RuntimeError unless ``Lean`` has clipped so. An infinite ``max_norm`` only asks for the norm.
         """
-        clipping = self.memory.clipping
-        wanted = Clipping(float(max_norm), float(norm_type))
-        if (
-            clipping is None
-            or clipping.norm_type != wanted.norm_type
-            or wanted.max_norm not in (clipping.max_norm, inf)
-        ):
+        clipping, wanted = self.memory.clipping, Clipping(float(max_norm), float(norm_type))
+        fits = clipping is not None and wanted.max_norm in (clipping.max_norm, inf)
+        if clipping is None or not fits or clipping.norm_type != wanted.norm_type:
             raise RuntimeError(
                 f"clip_grad_norm_() of max_norm {max_norm} and norm_type {norm_type} under Lean, with clip_norm "
                 f"{self.memory.clip_norm} and norm_type {self.memory.norm_type}: every bucket was updated in backward, "
@@ -354,7 +351,10 @@ class LeanDataParallel(Tuned, nn.Module):
             "_undo_activations",
             "process_group",
         )
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        if isinstance(self.memory.optimizer, torch.optim.Optimizer):  # of this model's parameters, with all its state
+            state["memory"] = replace(self.memory, optimizer=None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

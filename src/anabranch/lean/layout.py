@@ -100,7 +100,7 @@ class LeanLayout(StepObserver):
         self._engine = None
         self._frozen.close()
         self.updates.forget_buckets()
-        self.optimizers.forget_buckets()
+        self.optimizers.close()
         self.exchange.buckets = {}
         self.residuals = self.exchange.residuals = DeviceResiduals()  # frees the slots of residuals in host memory
 

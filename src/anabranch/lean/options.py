@@ -12,6 +12,7 @@ from anabranch.activations.policy import Activations
 from anabranch.lean.clipping import Clipping
 
 KEPT = Activations(mode="keep")
+GIVEN_CLASSES = "torch.optim."  # where classes are defined whose optimizers can be taken over
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 ResidualPlacement = Literal["in place", "host"]
 
@@ -21,7 +22,9 @@ class Lean:
     """How training saves memory.
 
     optimizer     makes an optimizer for the parameters it is given, such as ``lambda p: torch.optim.AdamW(p, lr=0.1)``:
-                  each bucket has its own and is updated inside backward, so its gradient need not live any longer
+                  each bucket has its own and is updated inside backward, so its gradient need not live any longer. Or
+                  an optimizer of torch.optim over the model's parameters, which is taken over. None: that of the
+                  framework, where an integration says so
     residuals     where residuals of sparse buckets are: "in place" (on the device, where gradients add up) or "host"
                   (in pinned host memory, fetched while the bucket before is computed)
     activations   where activations are until backward: kept, or Activations(mode="offload"), "recompute", or "auto"
@@ -33,7 +36,7 @@ class Lean:
     error_if_nonfinite   raise an error on every rank if that norm is not finite, and update nothing
     """
 
-    optimizer: OptimizerFactory
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None
     residuals: ResidualPlacement = "in place"
     activations: Activations = KEPT
     clip_norm: float | None = None
@@ -41,13 +44,15 @@ class Lean:
     error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.optimizer, torch.optim.Optimizer):
+        given = type(self.optimizer)
+        is_optimizer = isinstance(self.optimizer, torch.optim.Optimizer)
+        if is_optimizer and not given.__module__.startswith(GIVEN_CLASSES):
             raise ValueError(
-                f"Lean optimizer is a {type(self.optimizer).__name__}: expected a function that makes one for the "
-                "parameters it is given, since every bucket has its own; such as "
-                f"lambda params: torch.optim.{type(self.optimizer).__name__}(params, ...)"
+                f"Lean optimizer is a {given.__name__} of {given.__module__}: expected one of torch.optim, or a "
+                "function that makes one for the parameters it is given, since every bucket has its own; such as "
+                f"lambda params: {given.__name__}(params, ...)"
             )
-        if not callable(self.optimizer):
+        if self.optimizer is not None and not is_optimizer and not callable(self.optimizer):
             raise ValueError(f"Lean optimizer is {self.optimizer!r}: expected a function (parameters) -> optimizer")
         if self.residuals not in ("in place", "host"):
             raise ValueError(f"Lean residuals is {self.residuals!r}: expected 'in place' or 'host'")

@@ -1,8 +1,9 @@
-"""Calls of torch that would do nothing, or harm, under Lean: clipping after backward, and scaling the loss unannounced.
+"""Calls of torch that take a model under Lean for another: for one with gradients, or for one that is no wrapper.
 
-``torch.nn.utils.clip_grad_norm_`` finds no gradients after backward, and a GradScaler that Lean does not follow makes
-every update too large. Programs and frameworks call both themselves, by names they have imported earlier. So, once there
-is a model under Lean, the parts of torch that those calls go through come by here; for all others they do what they did.
+``torch.nn.utils.clip_grad_norm_`` finds no gradients after backward, a GradScaler that Lean does not follow makes every
+update too large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a parameter's name.
+Programs and frameworks call them by names that they have imported before. So, once there is a model under Lean, the
+parts of torch that those calls go through come by here; for other models they do what they did.
 """
 
 import logging
@@ -14,6 +15,7 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.nn.utils import clip_grad
 
 from anabranch.observe.step_timer import tensors_in
@@ -22,11 +24,15 @@ log = logging.getLogger("anabranch")
 
 TOTAL_NORM, CLIP = "_get_total_norm", "_clip_grads_with_norm_"  # of torch: what clip_grad_norm_() calls, in this order
 NORM_TYPE = "_anabranch_norm_type"
+NAMES = "_get_fqns"  # of torch.distributed.checkpoint: the names under which an entry of a model's state_dict is saved
+PREFIX = "module."  # of all parameters of a wrapper
 CONCURRENT_PASSES = 64  # backward passes that run at the same time, at most
 
 
 class ModelUnderLean(Protocol):
     """The part of a ``LeanDataParallel`` that is used here."""
+
+    module: nn.Module
 
     def trained_parameters(self) -> Collection[nn.Parameter]:
         """The parameters that it updates in backward; none if it is closed."""
@@ -60,15 +66,16 @@ def _install() -> None:
         return
     _installed = True
     torch.amp.GradScaler.scale = _noting_passes(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
-    if not (hasattr(clip_grad, TOTAL_NORM) and hasattr(clip_grad, CLIP)):
-        log.warning(
-            "anabranch: torch %s clips in another way than the versions known: clip_grad_norm_() after backward does "
-            "nothing under Lean; use Lean(clip_norm=...)",
-            torch.__version__,
-        )
-        return
-    setattr(clip_grad, TOTAL_NORM, _noting_norm_type(getattr(clip_grad, TOTAL_NORM)))
-    setattr(clip_grad, CLIP, _clipping(getattr(clip_grad, CLIP)))
+    parts = [(clip_grad, TOTAL_NORM, _noting_norm_type), (clip_grad, CLIP, _clipping), (checkpoint, NAMES, _naming)]
+    for owner, name, ours in parts:
+        if not hasattr(owner, name):
+            log.warning(
+                "anabranch: torch %s has no %s.%s: under Lean, clip with Lean(clip_norm=...) only, and give "
+                "torch.distributed.checkpoint model.module",
+                torch.__version__, owner.__name__, name,
+            )  # fmt: skip
+            return
+        setattr(owner, name, ours(getattr(owner, name)))
 
 
 def _noting_norm_type(stock: Any) -> Any:
@@ -107,6 +114,21 @@ def _clipping(stock: Any) -> Any:
         stock(given, max_norm, total_norm, *args, **kwargs)
 
     return clip
+
+
+def _naming(stock: Any) -> Any:
+    """torch's names of an entry; for a model under Lean those that it has for DDP."""
+
+    @wraps(stock)
+    def names(model: Any, name: str, *args: Any, skip_ddp_prefix: bool = True, **kwargs: Any) -> set[str]:
+        inside = name.removeprefix(PREFIX)
+        if inside == name or model not in _models:
+            found: set[str] = stock(model, name, *args, skip_ddp_prefix=skip_ddp_prefix, **kwargs)
+            return found
+        found = stock(model.module, inside, *args, skip_ddp_prefix=skip_ddp_prefix, **kwargs)
+        return found if skip_ddp_prefix else {f"{PREFIX}{one}" for one in found}
+
+    return names
 
 
 def _noting_passes(stock: Any) -> Any:
