@@ -290,8 +290,9 @@ class LeanDataParallel(Tuned, nn.Module):
     def _check_scaler(self) -> None:
         """Raise RuntimeError if the loss of this backward pass was scaled by a GradScaler that is not followed."""
         scaler, followed = scaler_of_this_pass(), self._scaler
-        strange = scaler is not None and scaler is not followed
-        if strange and (followed is None or isinstance(followed, torch.amp.GradScaler)):
+        if scaler is None or scaler is followed:
+            return
+        if followed is None or isinstance(followed, torch.amp.GradScaler):  # another class may have this one inside
             raise RuntimeError(
                 f"the loss was scaled by a GradScaler whose scale is {scaler.get_scale()}, and this DataParallel under "
                 f"Lean follows {'none' if followed is None else 'another one'}: its updates would be as much too "

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, swa_utils
 
@@ -150,7 +151,7 @@ def scaled_unannounced(rank: int, in_a_list: bool) -> list[str]:
     def refused() -> None:
         before = copy.deepcopy(model.state_dict())
         loss = lean(tokens(0, rank))
-        scaled: Any = scaler.scale([loss])[0] if in_a_list else scaler.scale(loss)  # type: ignore[index]
+        scaled: Any = scaler.scale([loss])[0] if in_a_list else scaler.scale(loss)
         with pytest.raises(RuntimeError) as caught:
             scaled.backward()
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -206,7 +207,7 @@ def no_false_alarm(rank: int) -> None:
     lean.close()
     hiding = wrapped(Hiding())
     with pytest.raises(RuntimeError, match="follows none"):
-        scaler.scale(hiding(tokens(0, rank)).loss).backward()  # type: ignore[union-attr]
+        scaler.scale(hiding(tokens(0, rank)).loss).backward()
     hiding.module.zero_grad()
     hiding(tokens(0, rank)).loss.backward()
     assert hiding._tuner.steps_done == 1
@@ -234,14 +235,14 @@ def checkpoints(rank: int, folder: str) -> None:
     assert saved[0][1]["state"].keys() == saved[1][1]["state"].keys()  # type: ignore[union-attr]
     assert saved[0][1]["param_groups"] == saved[1][1]["param_groups"]
     for index, (of_model, of_optimizer) in enumerate(saved):
-        dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=f"{folder}/{index}")
+        save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=f"{folder}/{index}")
 
     new_ours, new_theirs = Tied(), Tied()
     new_lean, new_ddp = wrapped(new_ours), DistributedDataParallel(new_theirs)
     new_stepped = adamw([p for p in new_theirs.parameters() if p.requires_grad])
     for model, optimizer, index in ((new_lean, new_lean.optimizer, 1), (new_ddp, new_stepped, 0)):
         of_model, of_optimizer = checkpoint.get_state_dict(model, optimizer)
-        dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=f"{folder}/{index}")
+        load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=f"{folder}/{index}")
         checkpoint.set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
     every = [(lean, lean.optimizer), (ddp, stepped), (new_lean, new_lean.optimizer), (new_ddp, new_stepped)]
     for model, optimizer in every:
@@ -275,7 +276,8 @@ def scheduled(rank: int, name: str, optimizer: str) -> None:
             train(model, each, rank, range(step, step + 1))
             schedule.step(*([1.0] if name == "plateau" else []))
         same_weights(ours, theirs)
-    assert [group["lr"] for group in optimizers[0].param_groups] == [group["lr"] for group in optimizers[1].param_groups]
+    rates = [[group["lr"] for group in each.param_groups] for each in optimizers]
+    assert rates[0] == rates[1]
     lean.close()
 
 
@@ -304,7 +306,8 @@ def averaged(rank: int, by: str) -> None:
     with torch.no_grad():
         assert torch.equal(means[0](tokens(9, rank)), means[1](tokens(9, rank)))
     if by == "optimizer":
-        assert means[0].module.memory.optimizer is None  # not copied with all its state
+        copied: Any = means[0].module
+        assert copied.memory.optimizer is None  # not copied with all its state
     assert not torch.equal(next(means[0].parameters()), next(ours.parameters()))
     lean.close()
 
@@ -339,14 +342,15 @@ def with_adapters(rank: int, taken: bool, compress: bool) -> None:
     """Only adapters are trained, and have a state; the base keeps its bits."""
     ours, theirs = adapted(), adapted()
     frozen = {name: p.detach().clone() for name, p in ours.named_parameters() if not p.requires_grad}
-    options = {"compress": ab.OkTopk(density=0.2, warmup_steps=0, deterministic=True)} if compress else {}
+    options: Any = {"compress": ab.OkTopk(density=0.2, warmup_steps=0, deterministic=True)} if compress else {}
     plan = ab.Plan(tuple(
         ab.Bucket((name,), collective="oktopk:0.2" if compress else "dense")
         for name, p in reversed(list(ours.named_parameters())) if p.requires_grad
     ))  # fmt: skip
     memory = ab.Lean(adamw(ours.parameters()) if taken else adamw, clip_norm=0.5)
-    lean: Any = ab.DataParallel(ours, profile_steps=0, plan=plan, memory=memory, **options)  # type: ignore[arg-type]
-    ddp = ab.DataParallel(theirs, profile_steps=0, plan=plan, **options) if compress else DistributedDataParallel(theirs)  # type: ignore[arg-type]
+    lean: Any = ab.DataParallel(ours, profile_steps=0, plan=plan, memory=memory, **options)
+    planned: Any = {"profile_steps": 0, "plan": plan} if compress else {}
+    ddp: Any = (ab.DataParallel if compress else DistributedDataParallel)(theirs, **options, **planned)
     stepped = adamw(theirs.parameters())
     for step in range(STEPS):
         for model, optimizer in ((lean, lean.optimizer), (ddp, stepped)):
@@ -369,16 +373,17 @@ def with_compiled_blocks(rank: int, in_place: bool) -> None:
     """Blocks that are compiled one by one: each is a graph of its own, so gradients come as backward goes."""
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's own, in dynamo
     ours, theirs = made(), made()
-    for model in (ours, theirs):
-        for index, block in enumerate(model.inner):
+    for each in (ours, theirs):
+        blocks: Any = each.inner
+        for index, block in enumerate(blocks):
             if in_place:
                 block.compile(backend="aot_eager")
             else:
-                model.inner[index] = torch.compile(block, backend="aot_eager")
+                blocks[index] = torch.compile(block, backend="aot_eager")
     lean, ddp = wrapped(ours, clip_norm=0.1), DistributedDataParallel(theirs)
-    stepped = adamw([p for p in theirs.parameters() if p.requires_grad])
+    pairs: list[Any] = [(lean, lean.optimizer), (ddp, adamw([p for p in theirs.parameters() if p.requires_grad]))]
     for step in range(3):
-        for model, optimizer in ((lean, lean.optimizer), (ddp, stepped)):
+        for model, optimizer in pairs:
             model(tokens(step, rank)).backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()

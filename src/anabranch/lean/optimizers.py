@@ -1,10 +1,9 @@
 """One optimizer per bucket, all with one shared state: each parameter keeps its own state whatever the buckets are.
 
 The user sees one optimizer of the class that was asked for, over all parameters, or the one that the user gave.
-Learning-rate schedulers change its groups, and its ``state_dict`` is an ordinary one. Its ``step`` runs a closure, if it
-is given one, and nothing else, since backward has updated every bucket.
-A bucket's optimizer has the bucket's parameters, in the groups of the user's optimizer, with their current settings and
-the same ``state``.
+Learning-rate schedulers change its groups, and its ``state_dict`` is an ordinary one. Its ``step`` only runs a closure,
+if it is given one, since backward has updated every bucket. A bucket's optimizer has the bucket's parameters, in the
+groups of the user's optimizer, with their current settings and the same ``state``.
 """
 
 import inspect

@@ -81,7 +81,7 @@ class Lean:
 
 
 def _is_positive(number: Any) -> bool:
-    return isinstance(number, Real) and not isinstance(number, bool) and 0 < number <= inf
+    return isinstance(number, Real) and not isinstance(number, bool) and 0 < float(number) <= inf
 
 
 def check_lean(memory: Any) -> None:
