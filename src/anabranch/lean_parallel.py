@@ -189,6 +189,10 @@ class LeanDataParallel(Tuned, nn.Module):
         """
         return self.layout.updates.grad_norm
 
+    def _grad_norm_source(self) -> Callable[[], torch.Tensor | None]:
+        updates = self.layout.updates
+        return lambda: updates.grad_norm
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Return ``grad_norm`` of the last step, which was clipped in backward; 0 before the first.
 
