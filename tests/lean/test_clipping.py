@@ -303,3 +303,30 @@ def test_values_that_are_not_zero_are_the_whole() -> None:
     whole[5] = math.nan
     kept = NonzeroValues.of(whole)
     assert torch.equal(kept.whole().nan_to_num(7.0), whole.nan_to_num(7.0)) and kept.nbytes == 8 * 29
+
+
+def freed(rank: int) -> list[int]:
+    """How much memory of averages there is in backward, at most, and after the step."""
+    model = made()
+    lean = lean_of(model, "adamw", {"clip_norm": CLIP})
+    slots, most = lean._layout._engine._dense_slots, 0
+    apply = lean._layout.updates.finish_step
+    tensors: list[torch.Tensor] = []
+
+    def finish_step() -> Any:
+        nonlocal most
+        tensors.extend(slots._tensors)
+        most = max(most, sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+        return apply()
+
+    lean._layout.updates.finish_step = finish_step
+    for step in range(3):
+        lean(tokens(step, rank)).backward()
+    left = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    lean.close()
+    return [most, left, sum(p.nbytes for p in model.parameters() if p.requires_grad)]
+
+
+def test_averages_are_freed_when_they_are_applied() -> None:
+    for most, left, gradients in on_ranks(freed, 2):
+        assert most == gradients and left == 0

@@ -219,6 +219,7 @@ class Engine:
         self._slots.wait()
         self._dense_slots.wait()
         refusal = self._updates.finish_step()
+        self._dense_slots.free()
         for bucket in self._buckets:
             bucket.arrived.clear()
         self._launched = 0

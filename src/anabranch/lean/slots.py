@@ -31,6 +31,10 @@ class Slots(Protocol):
         """Wait for all exchanges, and raise the exception of one that failed."""
         ...
 
+    def free(self) -> None:
+        """Free what need not be kept between steps: the step is over."""
+        ...
+
 
 class SlotRing:
     """``SLOTS`` slots, each as large as the largest bucket, used in turn.
@@ -68,20 +72,24 @@ class SlotRing:
                 last.wait()
             self._last_use[index] = None
 
+    def free(self) -> None:
+        pass
+
 
 class FreshSlots:
     """A slot of its own for every bucket of a step, for averages that live until all are known.
 
-    Memory is taken when a bucket is complete, when activations of the layers behind it are gone, and is freed with the
-    last reference to its slot.
+    Memory is taken when a bucket is complete, so when the activations of the layers behind it are gone.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._tensors: list[torch.Tensor] = []  # of this step
         self._uses: list[Future[torch.Tensor]] = []  # of this step
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Slot:
-        return Slot(len(self._uses), torch.empty(numel, dtype=dtype, device=self._device))
+        self._tensors.append(torch.empty(numel, dtype=dtype, device=self._device))
+        return Slot(len(self._tensors) - 1, self._tensors[-1])
 
     def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:  # noqa: ARG002 - none is used again
         self._uses.append(last_use)
@@ -90,3 +98,8 @@ class FreshSlots:
         uses, self._uses = self._uses, []
         for last in uses:
             last.wait()
+
+    def free(self) -> None:
+        tensors, self._tensors = self._tensors, []
+        for tensor in tensors:  # to drop the tensor is not enough: a lane keeps its last works, and these what they sent
+            tensor.untyped_storage().resize_(0)
