@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
+from anabranch.errors import UpdateError
 from anabranch.lean.held_updates import NonzeroValues
 from lean.test_lean_parallel import OPTIMIZERS, made, planned, tokens
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients
@@ -67,6 +68,107 @@ def test_dense_training_is_that_of_ddp(
     optimizer: str, accumulate: int, norm_type: float, dtype: str, lanes: int
 ) -> None:
     on_ranks(beside_ddp, 2, optimizer, accumulate, norm_type, dtype, lanes)
+
+
+def on_three_ranks(rank: int) -> None:
+    """Where the order of sums is not the same: to rounding."""
+    ours, theirs = made(), made()
+    lean, ddp = lean_of(ours, "momentum", {"clip_norm": CLIP}), DistributedDataParallel(theirs)
+    stepped = OPTIMIZERS["momentum"]([p for p in theirs.parameters() if p.requires_grad])
+    for step in range(STEPS):
+        for model in (lean, ddp):
+            model(tokens(step, rank)).backward()
+        torch.testing.assert_close(nn.utils.clip_grad_norm_(ddp.parameters(), CLIP), lean.grad_norm)
+        stepped.step()
+        stepped.zero_grad()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    lean.close()
+
+
+def test_three_ranks_and_one() -> None:
+    on_ranks(on_three_ranks, 3)
+    on_ranks(beside_ddp, 1, "adamw", 2, 2.0)
+
+
+def through_the_course(rank: int) -> None:
+    """Buckets change while the training is profiled, measured and planned: the bits stay DDP's."""
+    ours, theirs = made(), made()
+    memory = ab.Lean(OPTIMIZERS["momentum"], clip_norm=CLIP)
+    lean: Any = ab.DataParallel(ours, profile_steps=2, memory=memory)
+    ddp = DistributedDataParallel(theirs)
+    stepped = OPTIMIZERS["momentum"]([p for p in theirs.parameters() if p.requires_grad])
+    for step in range(40):
+        for model in (lean, ddp):
+            model(tokens(step, rank)).backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), CLIP)
+        stepped.step()
+        stepped.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)), step
+    assert lean.trace is not None and lean.network is not None
+    lean.close()
+
+
+def test_clipping_does_not_depend_on_the_buckets() -> None:
+    on_ranks(through_the_course, 2)
+
+
+class Either(nn.Module):
+    """Two branches, of which each forward uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *used: int) -> torch.Tensor:
+        return torch.stack([self.branches[index](x) for index in used]).sum()
+
+
+def unused(rank: int) -> None:
+    """A branch that one rank uses, and one that none does, which has no momentum then."""
+    ours, theirs = Either(), Either()
+    lean = lean_of(ours, "momentum", {"clip_norm": CLIP}, find_unused_parameters=True)
+    ddp = DistributedDataParallel(theirs, find_unused_parameters=True)
+    stepped = OPTIMIZERS["momentum"](theirs.parameters())
+    for step in range(STEPS):
+        given = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        for model in (lean, ddp):
+            model(given, *([0, 1] if step < 2 else [rank] if step < 4 else [1])).backward()
+        torch.testing.assert_close(nn.utils.clip_grad_norm_(ddp.parameters(), CLIP), lean.grad_norm)
+        stepped.step()
+        stepped.zero_grad()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    lean.close()
+
+
+def test_unused_parameters_are_left_alone() -> None:
+    on_ranks(unused, 2)
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ArithmeticError("no step today")
+
+
+def failing(rank: int) -> list[str]:
+    model = made()
+    memory = ab.Lean(lambda parameters: Failing(parameters, lr=0.1), clip_norm=CLIP)
+    lean: Any = ab.DataParallel(model, profile_steps=0, memory=memory)
+    said = []
+    for call in (lambda: lean(tokens(0, rank)).backward(), lambda: lean(tokens(1, rank))):
+        with pytest.raises((RuntimeError, UpdateError)) as caught:
+            call()
+        said.append(str(caught.value))
+    lean.close()
+    return said
+
+
+def test_a_step_that_fails_is_named() -> None:
+    for failed, afterwards in on_ranks(failing, 2):
+        assert "the optimizer's step failed on this rank" in failed and "no step today" in failed
+        assert "a backward pass was broken off by an exception" in afterwards
 
 
 def beside_oktopk(rank: int, optimizer: str, residuals: str, accumulate: int, compress: str) -> None:

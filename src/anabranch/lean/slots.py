@@ -101,5 +101,7 @@ class FreshSlots:
 
     def free(self) -> None:
         tensors, self._tensors = self._tensors, []
-        for tensor in tensors:  # to drop the tensor is not enough: a lane keeps its last works, and these what they sent
+        for (
+            tensor
+        ) in tensors:  # to drop the tensor is not enough: a lane keeps its last works, and these what they sent
             tensor.untyped_storage().resize_(0)
