@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
@@ -145,7 +145,7 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for optimizer, way in WAYS:
             with tempfile.TemporaryDirectory() as folder:
-                mp.spawn(run, (ranks, optimizer, way, arguments, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+                spawn(run, (ranks, optimizer, way, arguments, folder), nprocs=ranks)
                 found[optimizer, way].append(torch.load(f"{folder}/answer.pt", weights_only=True))
     print(f"{ranks} ranks on {arguments.device}, all gradients {gradients:.0f} MiB, batch {arguments.batch}")
     print("| optimizer | way | peak, MiB | step, ms | weights differ from DDP's by |")

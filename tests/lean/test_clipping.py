@@ -1,6 +1,7 @@
 """Clipping by the norm over all gradients under Lean: the weights, and the norm, of DDP and torch's clip_grad_norm_."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -157,7 +158,8 @@ def failing(rank: int) -> list[str]:
     memory = ab.Lean(lambda parameters: Failing(parameters, lr=0.1), clip_norm=CLIP)
     lean: Any = ab.DataParallel(model, profile_steps=0, memory=memory)
     said = []
-    for call in (lambda: lean(tokens(0, rank)).backward(), lambda: lean(tokens(1, rank))):
+    calls: list[Callable[[], Any]] = [lambda: lean(tokens(0, rank)).backward(), lambda: lean(tokens(1, rank))]
+    for call in calls:
         with pytest.raises((RuntimeError, UpdateError)) as caught:
             call()
         said.append(str(caught.value))
@@ -430,5 +432,5 @@ def freed(rank: int) -> list[int]:
 
 
 def test_averages_are_freed_when_they_are_applied() -> None:
-    for most, left, gradients in on_ranks(freed, 2):
-        assert most == gradients and left == 0
+    for most, left, expected in on_ranks(freed, 2):
+        assert most == expected and left == 0

@@ -136,7 +136,7 @@ def test_a_held_average_leaves_its_slot_before_it_is_used_again(poison: bool) ->
             dense = index == 1
             slot = torch.zeros(40) if dense else next(ring).zero_()
             slot[index] = float("inf") if poison and index == 3 else 2.0 * (index + 1)
-            put_back = None if dense else back.add_
+            put_back: Any = None if dense else back.add_
             average = slot.as_subclass(OnGpu)
             assert not list(updates.exchange_and_step(iter(()), average, optimizer, put_back=put_back))
         assert updates.finish_step() is None
