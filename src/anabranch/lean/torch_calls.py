@@ -98,9 +98,9 @@ def _clipping(stock: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         without = {id(parameter) for parameter in given if parameter.grad is None}
         for model in list(_models):
-            own = [p for p in model.trained_parameters() if p.requires_grad and p.grad is None]
+            own = [parameter for parameter in model.trained_parameters() if parameter.requires_grad]
             found = sum(id(parameter) in without for parameter in own)
-            if not found:
+            if not found or any(parameter.grad is not None for parameter in own):  # these accumulate: torch clips them
                 continue
             others = len(given) - len(without)
             if found < len(own) or others:

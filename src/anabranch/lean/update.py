@@ -163,6 +163,8 @@ class BucketUpdater:
             update = held.pop()
             if on_host is False:
                 update.undo(self.loss_scale)
+                self._skipped += 1
+                continue
             average = update.average().mul_(coefficient)
             if on_host is None:
                 self._update(update.optimizer, average, finite, update.used)
