@@ -137,13 +137,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), help="this one only")
     arguments = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that memory of tensors is given back when they are freed
     gradients = 4 * arguments.layers * arguments.width**2 / 2**20
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {way: [] for way in WAYS}
+    ways = [way for way in WAYS if arguments.optimizer in (None, way[0])]
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {way: [] for way in ways}
     ranks = 1 if arguments.device == "cuda" else 2
     for _ in range(arguments.rounds):
-        for optimizer, way in WAYS:
+        for optimizer, way in ways:
             with tempfile.TemporaryDirectory() as folder:
                 spawn(run, (ranks, optimizer, way, arguments, folder), nprocs=ranks)
                 found[optimizer, way].append(torch.load(f"{folder}/answer.pt", weights_only=True))
