@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from anabranch.comm.collectives import Scaler
 from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.comm.model import ignored_names, model_parts
 from anabranch.compression import Compress, Settings, collectives_for, described, settings_of
+from anabranch.lean.clipping import Clipping
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
+from anabranch.lean.torch_calls import scaler_of_this_pass, watch
 from anabranch.network import Network
 from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
@@ -43,7 +46,8 @@ class LeanDataParallel(Tuned, nn.Module):
     """Data-parallel training that frees each gradient after its bucket's exchange.
 
     Every bucket is updated inside backward, by an optimizer of its own. ``optimizer`` represents all of them, for
-    learning-rate schedulers and checkpoints; its ``step()`` does nothing. This class is no DistributedDataParallel.
+    learning-rate schedulers and checkpoints; its ``step()`` only runs a closure, if it is given one. This class is no
+    DistributedDataParallel.
 
     memory: the settings of Lean, with the optimizer. The other arguments are those of ``DataParallel``, and
     ``process_group``, ``broadcast_buffers`` and ``find_unused_parameters`` of DistributedDataParallel.
@@ -136,13 +140,21 @@ class LeanDataParallel(Tuned, nn.Module):
             assert own is not None  # a backward pass runs
             return own._running_tuner().control
 
+        def check_pass() -> None:
+            own = owner()
+            if own is not None:
+                own._check_scaler()
+
         def make_layout() -> LeanLayout:
             with all_or_none("making Lean's optimizer", self.process_group):
-                self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, control, find_unused)
+                self._layout = LeanLayout(
+                    self.module, self.memory, collectives, plan, averaging, control, check_pass, find_unused
+                )
             return self._layout
 
         tuner = self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings)
         tuner.runner.timer.observers += [_AveragingObserver(owner), self._layout]
+        watch(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -169,10 +181,32 @@ class LeanDataParallel(Tuned, nn.Module):
             self.layout.residuals.synchronize()  # copies to host memory may still be running
         return super().comm_state_dict()
 
-    def clip_grad_norm_(self, *_: Any, **__: Any) -> None:
-        """Raise RuntimeError: after backward there are no gradients to clip."""
-        reason = "every bucket was updated in backward, before the norm over all gradients was known"
-        raise RuntimeError(f"clip_grad_norm_() under Lean: {reason}. Use Lean(clip_norm=...), which clips each bucket")
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm over all average gradients of the last step, before clipping, on the device; does not wait for it.
+
+        None without ``Lean(clip_norm=...)``, and before the first step.
+        """
+        return self.layout.updates.grad_norm
+
+    def _grad_norm_source(self) -> Callable[[], torch.Tensor | None]:
+        updates = self.layout.updates
+        return lambda: updates.grad_norm
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Return ``grad_norm`` of the last step, which was clipped in backward; 0 before the first.
+
+        Raises RuntimeError unless ``Lean`` has clipped so. An infinite ``max_norm`` only asks for the norm.
+        """
+        clipping, wanted = self.memory.clipping, Clipping(float(max_norm), float(norm_type))
+        fits = clipping is not None and wanted.max_norm in (clipping.max_norm, inf)
+        if clipping is None or not fits or clipping.norm_type != wanted.norm_type:
+            raise RuntimeError(
+                f"clip_grad_norm_() of max_norm {max_norm} and norm_type {norm_type} under Lean, with clip_norm "
+                f"{self.memory.clip_norm} and norm_type {self.memory.norm_type}: every bucket was updated in backward, "
+                f"so give {_lean_arguments(wanted)}, which clips there"
+            )
+        return torch.zeros(()) if self.grad_norm is None else self.grad_norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -257,6 +291,23 @@ class LeanDataParallel(Tuned, nn.Module):
         if self._tuner is not None:
             self._averaging_now = averaged or (self._averaging_now and self.layout.averaged_backward_running)
 
+    def _check_scaler(self) -> None:
+        """Raise RuntimeError if the loss of this backward pass was scaled by a GradScaler that is not followed."""
+        scaler, followed = scaler_of_this_pass(), self._scaler
+        if scaler is None or scaler is followed:
+            return
+        if followed is None or isinstance(followed, torch.amp.GradScaler):  # another class may have this one inside
+            raise RuntimeError(
+                f"the loss was scaled by a GradScaler whose scale is {scaler.get_scale()}, and this DataParallel under "
+                f"Lean follows {'none' if followed is None else 'another one'}: its updates would be as much too "
+                "large. Nothing was updated. Call follow(scaler) on the model once, on every rank, before training; "
+                "then only scaler.scale(loss).backward()"
+            )
+
+    def trained_parameters(self) -> Collection[nn.Parameter]:
+        """The parameters that are updated in backward; none after close() and in a copy."""
+        return self._layout.parameters() if self._tuner is not None else ()
+
     @property
     def layout(self) -> LeanLayout:
         """The bucket layout; raises RuntimeError after close() and in a copy."""
@@ -305,7 +356,10 @@ class LeanDataParallel(Tuned, nn.Module):
             "_undo_activations",
             "process_group",
         )
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        if isinstance(self.memory.optimizer, torch.optim.Optimizer):  # of this model's parameters, with all its state
+            state["memory"] = replace(self.memory, optimizer=None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -343,6 +397,12 @@ def _check_arguments(unnamed: tuple[Any, ...], others: dict[str, Any], compress:
             f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to the residual as they "
             "arrive: expected 0; use the momentum of the optimizer"
         )
+
+
+def _lean_arguments(clipping: Clipping) -> str:
+    """What to write for such a clipping."""
+    norm_type = "" if clipping.norm_type == 2.0 else f", norm_type={clipping.norm_type}"
+    return f"Lean(clip_norm={clipping.max_norm}{norm_type})"
 
 
 def _choice_of_rank_0(group: dist.ProcessGroup, message: ChoiceMessage) -> ChoiceMessage:

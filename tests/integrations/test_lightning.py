@@ -212,11 +212,8 @@ def test_metrics_are_ordinary_entries_of_loggers_and_progress_bars(tmp_path: Pat
 
 def refusals(rank: int) -> dict[str, str]:
     pl = lightning(rank)
-    own = import_module("anabranch.integrations.lightning")
+    import_module("anabranch.integrations.lightning")
     answers = {}
-    with pytest.raises(ValueError) as lean:
-        own.AnabranchStrategy(memory=ab.Lean(torch.optim.SGD))
-    answers["lean"] = str(lean.value)
     pl.__version__ = "3.1.0"
     del sys.modules["anabranch.integrations.lightning"]
     with pytest.raises(ab.MissingExtraError) as version:
@@ -233,7 +230,6 @@ def refusals(rank: int) -> dict[str, str]:
 
 def test_what_cannot_work_is_refused_in_one_sentence() -> None:
     (answers,) = on_ranks(refusals, 1, timeout_s=IMPORTS_S)
-    assert "memory=Lean(...)" in answers["lean"] and "leave memory out" in answers["lean"]
     assert answers["version"] == (
         "anabranch.integrations.lightning was tested with lightning 2.4, 2.5, 2.6, and 3.1.0 is installed: "
         "pip install 'lightning==2.6.*'"

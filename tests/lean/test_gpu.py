@@ -90,6 +90,61 @@ def test_steps_skipped_on_the_device_or_by_the_host(alone: None, training: Any, 
     training(0, "cuda", fused)
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "fused"])
+def test_clipping_is_that_of_torch(alone: None, optimizer: str) -> None:
+    ours, theirs = made("cuda"), made("cuda")
+    memory = ab.Lean(OPTIMIZERS[optimizer], clip_norm=0.05)
+    lean: Any = ab.DataParallel(ours, plan=planned(ours, "dense"), profile_steps=0, memory=memory)
+    stepped = OPTIMIZERS[optimizer]([p for p in theirs.parameters() if p.requires_grad])
+    for step in range(8):
+        lean(tokens(step, 0).cuda()).backward()
+        theirs(tokens(step, 0).cuda()).backward()
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+        stepped.step()
+        stepped.zero_grad()
+        torch.testing.assert_close(norm, lean.grad_norm)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    lean.close()
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "fused"])
+@pytest.mark.parametrize("residuals", ["in place", "host"])
+def test_updates_that_were_held_are_the_same(alone: None, optimizer: str, residuals: Any) -> None:
+    """Sparse averages wait as their values, behind slots that are used again; one step is left out as a whole."""
+    weights = []
+    for clip_norm in (None, 1e9):
+        model = made("cuda")
+        memory = ab.Lean(OPTIMIZERS[optimizer], residuals=residuals, clip_norm=clip_norm)
+        options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
+        lean: Any = ab.DataParallel(
+            model, plan=planned(model, "oktopk:0.1"), compress=options, profile_steps=0, memory=memory
+        )
+        for step in range(12):
+            lean(tokens(step, 0).cuda()).backward()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+        before = lean.skipped
+        model.embed.weight.register_hook(lambda gradient: gradient * float("nan"))
+        lean(tokens(12, 0).cuda()).backward()
+        same = [torch.equal(a, b) for a, b in zip(weights[-1], model.parameters(), strict=True)]
+        assert all(same) == (clip_norm is not None) and lean.skipped > before
+        lean.close()
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_the_host_waits_for_nothing_where_dense_updates_are_held(alone: None) -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
+    given = torch.randn(64, 512, device="cuda")
+    memory = ab.Lean(OPTIMIZERS["fused"], clip_norm=0.1)
+    lean: Any = ab.DataParallel(model, plan=planned(model, "dense"), profile_steps=0, memory=memory)
+    for _ in range(3):
+        lean(given).square().mean().backward()
+    with no_waiting():
+        for _ in range(3):
+            lean(given).square().mean().backward()
+    lean.close()
+
+
 def main() -> None:
     """Everything on the ranks of a lab: all must end with the same weights."""
     torch.cuda.set_device(0)

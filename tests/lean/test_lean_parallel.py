@@ -190,8 +190,8 @@ def test_a_bucket_that_is_not_finite_is_updated_nowhere(residuals: str, kind: st
     assert on_ranks(not_finite, 2, residuals, kind) == [{"skipped": 1}, {"skipped": 1}]
 
 
-def wrapped(model: nn.Module, optimizer: str, residuals: Any, clip_norm: float | None = None) -> Any:
-    memory = ab.Lean(OPTIMIZERS[optimizer], residuals=residuals, clip_norm=clip_norm)
+def wrapped(model: nn.Module, optimizer: str, residuals: Any) -> Any:
+    memory = ab.Lean(OPTIMIZERS[optimizer], residuals=residuals)
     options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
     return ab.DataParallel(model, plan=planned(model, "oktopk:0.1"), compress=options, profile_steps=0, memory=memory)
 
@@ -270,45 +270,6 @@ def with_activations(rank: int, mode: str, budget: int | None) -> None:
 @pytest.mark.parametrize(("mode", "budget"), [("offload", None), ("recompute", None), ("auto", 1 << 20)])
 def test_activation_modes_change_no_weight(mode: str, budget: int | None) -> None:
     on_ranks(with_activations, 2, mode, budget)
-
-
-def clipped(rank: int) -> float:
-    model = nn.Linear(WIDTH, WIDTH, bias=False)
-    nn.init.zeros_(model.weight)
-    memory = ab.Lean(lambda params: torch.optim.SGD(params, lr=1.0), clip_norm=0.25)
-    lean: Any = ab.DataParallel(model, profile_steps=0, memory=memory)
-    lean(torch.full((1, WIDTH), 1.0 + rank)).sum().backward()
-    lean.close()
-    return float(model.weight.detach().norm())
-
-
-def test_each_bucket_is_clipped() -> None:
-    assert on_ranks(clipped, 2) == [pytest.approx(0.25, rel=1e-3)] * 2
-
-
-def clipped_sparsely(rank: int, residuals: str) -> None:
-    """As if someone had clipped each bucket's averages between backward and step."""
-    plain_model, lean_model = made(), made()
-    plan, options = planned(plain_model, "oktopk:0.1"), ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
-    plain = ab.DataParallel(plain_model, plan=plan, compress=options, profile_steps=0)
-    own = OPTIMIZERS["momentum"]([p for p in plain_model.parameters() if p.requires_grad])
-    lean = wrapped(lean_model, "momentum", residuals, clip_norm=0.1)
-    for step in range(4):
-        for model in (plain, lean):
-            model(tokens(step, rank)).backward()
-        for bucket in plan.buckets:
-            nn.utils.clip_grad_norm_([plain_model.get_parameter(name) for name in bucket.names], 0.1)
-        own.step()
-        own.zero_grad()
-        for a, b in zip(plain_model.parameters(), lean_model.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
-    plain.close()
-    lean.close()
-
-
-@pytest.mark.parametrize("residuals", ["in place", "host"])
-def test_sparse_buckets_are_clipped_as_by_hand(residuals: str) -> None:
-    on_ranks(clipped_sparsely, 2, residuals)
 
 
 def unfrozen(rank: int) -> str:

@@ -18,6 +18,9 @@ import anabranch as ab
         ({"optimizer": torch.optim.SGD, "clip_norm": "1"}, "more than 0"),
         ({"optimizer": torch.optim.SGD, "clip_norm": True}, "more than 0"),
         ({"optimizer": torch.optim.SGD, "clip_norm": torch.tensor(1.0)}, "more than 0"),
+        ({"optimizer": torch.optim.SGD, "clip_norm": 1.0, "norm_type": 0}, "such as 2 or inf"),
+        ({"optimizer": torch.optim.SGD, "norm_type": 1.0}, "without a clip_norm"),
+        ({"optimizer": torch.optim.SGD, "error_if_nonfinite": True}, "without a clip_norm"),
     ],
 )
 def test_bad_settings(arguments: dict[str, Any], says: str) -> None:
@@ -25,11 +28,10 @@ def test_bad_settings(arguments: dict[str, Any], says: str) -> None:
         ab.Lean(**arguments)
 
 
-def test_an_optimizer_in_place_of_a_function() -> None:
-    with pytest.raises(ValueError, match="every bucket has its own"):
-        ab.Lean(torch.optim.SGD([torch.zeros(1)], lr=0.1))  # type: ignore[arg-type]
+class Custom(torch.optim.SGD):
+    """Of a module of its own."""
 
 
-def test_an_optimizer_is_needed() -> None:
-    with pytest.raises(TypeError, match="optimizer"):
-        ab.Lean()  # type: ignore[call-arg]
+def test_an_optimizer_that_may_not_be_split() -> None:
+    with pytest.raises(ValueError, match="every bucket has its own; such as lambda params: Custom"):
+        ab.Lean(Custom([torch.zeros(1)], lr=0.1))

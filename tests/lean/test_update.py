@@ -1,7 +1,11 @@
 """Updates of buckets: with parameters that no rank used, and with gradients that are not finite; on any device."""
 
 import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -10,8 +14,9 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.lean import update
-from anabranch.lean.optimizers import BucketOptimizers
+from anabranch.lean import clipping, held_updates, update
+from anabranch.lean.clipping import Clipping
+from anabranch.lean.optimizers import BucketOptimizer, BucketOptimizers
 from anabranch.lean.update import BucketUpdater
 from ranks import on_ranks
 
@@ -102,16 +107,72 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
+@contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """A context in which tensors that say they are on a GPU can be updated."""
+    cuda = {name: mock.MagicMock() for name in ("Event", "Stream", "stream", "current_stream")}
+    as_copied = mock.patch.object(update, "_to_host", lambda answer: answer.as_subclass(torch.Tensor).clone())
+    parts = [mock.patch.object(part, "record_stream", lambda *_: None) for part in (update, clipping, held_updates)]
+    with mock.patch.multiple(torch.cuda, **cuda), as_copied, parts[0], parts[1], parts[2]:
+        yield
+
+
+def bucket_of_each(parameters: list[nn.Parameter]) -> list[Any]:
+    made = BucketOptimizers(lambda params: Fused(params, lr=1.0), {str(i): p for i, p in enumerate(parameters)})
+    return [made.for_bucket([parameter]) for parameter in parameters]
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_a_held_average_leaves_its_slot_before_it_is_used_again(poison: bool) -> None:
+    """Sparse averages in two slots, a dense one in memory of its own; a bad one puts all sparse ones back."""
+    parameters = [nn.Parameter(torch.zeros(40)) for _ in range(5)]
+    each, back = bucket_of_each(parameters), torch.zeros(40)
+    with pretended_gpu():
+        updates = BucketUpdater(Clipping(1e9), parameters)
+        updates.loss_scale = 2.0
+        ring = cycle([torch.zeros(40), torch.zeros(40)])
+        for index, optimizer in enumerate(each):
+            updates.launch_pending(keep=1)  # as the engine does before it takes the next slot
+            dense = index == 1
+            slot = torch.zeros(40) if dense else next(ring).zero_()
+            slot[index] = float("inf") if poison and index == 3 else 2.0 * (index + 1)
+            put_back: Any = None if dense else back.add_
+            average = slot.as_subclass(OnGpu)
+            assert not list(updates.exchange_and_step(iter(()), average, optimizer, put_back=put_back))
+        assert updates.finish_step() is None
+    assert updates.skipped() == (5 if poison else 0)
+    applied = torch.stack([-parameter.detach() for parameter in parameters])
+    expected = torch.diag(torch.arange(1.0, 6.0))
+    assert torch.equal(applied[:, :5], torch.zeros(5, 5) if poison else expected) and not applied[:, 5:].any()
+    assert back[:5].tolist() == ([2.0, 0.0, 6.0, 0.0, 10.0] if poison else [0.0] * 5)
+    assert updates.grad_norm is not None
+    if not poison:
+        assert float(updates.grad_norm) == pytest.approx(math.sqrt(1 + 4 + 9 + 16 + 25))
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_held_steps_of_fused_optimizers_are_left_out_by_the_device(poison: bool) -> None:
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    with pretended_gpu(), mock.patch.object(BucketOptimizer, "step") as step:
+        updates = BucketUpdater(Clipping(1.0, error_if_nonfinite=False), parameters)
+        for index, optimizer in enumerate(bucket_of_each(parameters)):
+            average = torch.full((4,), float("nan") if poison and index == 2 else 1.0).as_subclass(OnGpu)
+            assert not list(updates.exchange_and_step(iter(()), average, optimizer))
+        assert step.call_count == 0
+        updates.finish_step()
+    assert [float(call.kwargs["found_inf"]) for call in step.call_args_list] == [float(poison)] * 3
+    assert updates.skipped() == (3 if poison else 0)
+    if not poison:
+        given = torch.cat([call.args[0] for call in step.call_args_list])
+        assert float(given.norm()) == pytest.approx(1.0, rel=1e-5)
+
+
 def test_a_slot_is_not_used_again_before_the_step_that_reads_it() -> None:
     """One bucket's step waits for the host, the next one's does not: the third gets the first one's slot."""
     parameters = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
-    made = BucketOptimizers(lambda params: Fused(params, lr=1.0), {str(i): p for i, p in enumerate(parameters)})
-    each = [made.for_bucket([parameter]) for parameter in parameters]
-    cuda = {name: mock.MagicMock() for name in ("Event", "Stream", "stream", "current_stream")}
-    as_copied = mock.patch.object(update, "_to_host", lambda answer: answer.as_subclass(torch.Tensor).clone())
-    unrecorded = mock.patch.object(update, "record_stream", lambda *_: None)
-    with mock.patch.multiple(torch.cuda, **cuda), unrecorded, as_copied:
-        updates = BucketUpdater(None)
+    each = bucket_of_each(parameters)
+    with pretended_gpu():
+        updates = BucketUpdater()
         slots = [torch.zeros(4), torch.zeros(4)]
         for index, optimizer in enumerate(each):
             updates.launch_pending(keep=1)  # as the engine does before it takes the next slot

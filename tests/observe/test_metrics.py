@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,14 +124,15 @@ def test_sparse_steps_report_density_and_bytes() -> None:
 
 def lean_steps(rank: int) -> list[int | None]:
     """The other wrapper has it, too; and one that was closed says so."""
-    kept = KeepingLogger()
-    model: Any = DataParallel(
-        mlp(), memory=Lean(optimizer=lambda params: torch.optim.SGD(params, lr=0.1)), profile_steps=0
-    )
+    kept, norms = KeepingLogger(), []
+    memory = Lean(optimizer=lambda params: torch.optim.SGD(params, lr=0.1), clip_norm=0.1)
+    model: Any = DataParallel(mlp(), memory=memory, profile_steps=0)
     model.log_to(kept)
     for step in range(3):
-        model(batch(step)).square().mean().backward()
+        (model(batch(step)).square().mean() * (math.inf if step == 2 else 1.0)).backward()
+        norms.append(float(model.grad_norm) if step < 2 else None)
     model.close()
+    assert not kept.logged or [one.grad_norm for one in kept.logged] == norms
     with pytest.raises(RuntimeError, match="closed"):
         model.log_to(kept)
     return [one.sent_nbytes for one in kept.logged]

@@ -8,7 +8,6 @@ Everything else of the Accelerator stays as it is, since a DataParallel is a Dis
 LeanDataParallel is none: it is unwrapped here, and what it cannot do is refused.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.integrations.rank_files import load_rank_files, save_rank_file
 from anabranch.integrations.seams import check_seams, unsupported
+from anabranch.integrations.wrappers import Wrapper
 from anabranch.lean_parallel import LeanDataParallel
 from anabranch.parallel import DataParallel
 
@@ -32,14 +32,11 @@ SEAMS = {
     "prepare_model": ("model", "device_placement", "evaluation_mode"),
     "prepare_optimizer": ("optimizer", "device_placement"),
     "unwrap_model": ("model",),
-    "clip_grad_norm_": ("parameters", "max_norm"),
     "clip_grad_value_": ("parameters", "clip_value"),
     "register_save_state_pre_hook": ("hook",),
     "register_load_state_pre_hook": ("hook",),
 }
 REPLACED = ("NO", "MULTI_CPU", "MULTI_GPU")  # types of distributed training with DDP, or with one process and nothing
-
-Wrapper = DataParallel | LeanDataParallel
 
 
 def use_anabranch(accelerator: "Accelerator", **options: Any) -> "Wrappers":
@@ -63,11 +60,14 @@ def use_anabranch(accelerator: "Accelerator", **options: Any) -> "Wrappers":
 
 
 class Wrappers:
-    """The wrappers of one Accelerator's models: makes them, and saves and loads what they keep between steps."""
+    """The wrappers of one Accelerator's models: makes them, and saves and loads what they keep between steps.
+
+    ``options`` are the arguments of the next DataParallel.
+    """
 
     def __init__(self, accelerator: "Accelerator", options: dict[str, Any]) -> None:
         self._accelerator = accelerator
-        self._options = options
+        self.options = options
         self._made: WeakValueDictionary[int, Wrapper] = WeakValueDictionary()  # by id of the module inside
         self.on_wrap: Callable[[Wrapper], None] | None = None  # called with each new wrapper
         self._stock = {name: getattr(accelerator, name) for name in SEAMS}
@@ -103,10 +103,13 @@ class Wrappers:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         of_lean = any(id(parameter) in held for lean in leans for parameter in lean.parameters())
         known = (getattr(optimizer, "optimizer", optimizer), optimizer)  # one that was prepared before has ours inside
-        if (self._options.get("memory") or of_lean) and not any(lean.optimizer in known for lean in leans):
+        memory = self.options.get("memory")
+        ours = [*(lean.optimizer for lean in leans), *([] if memory is None else [memory.optimizer])]
+        if (memory is not None or of_lean) and not any(one in known for one in ours):
             raise ValueError(
                 f"prepare() was given a {type(optimizer).__name__}, and under Lean every bucket is updated in "
-                "backward, by the optimizer of Lean(optimizer=...): prepare the model first, then model.optimizer"
+                "backward, by the optimizer of Lean(optimizer=...): give that this optimizer, or a function; then "
+                "prepare the model first, and model.optimizer"
             )
         return self._stock["prepare_optimizer"](optimizer, device_placement=device_placement)
 
@@ -117,25 +120,15 @@ class Wrappers:
         )
         return unwrapped
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor | None:
-        """Clip as Accelerate does. Under Lean it is refused; only to ask for the norm is not, and the answer None."""
-        parameters = list(parameters)
-        if (lean := self._lean_of(parameters)) is not None:
-            if not math.isinf(max_norm):
-                lean.clip_grad_norm_()  # raises RuntimeError
-            return None
-        norm: torch.Tensor = self._stock["clip_grad_norm_"](parameters, max_norm, norm_type)
-        return norm
-
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip as Accelerate does; refused under Lean."""
+        """Clip as Accelerate does; refused under Lean. (The way of clip_grad_norm_() is seen to in torch itself.)"""
         parameters = list(parameters)
-        if self._lean_of(parameters) is not None:
+        wanted = set(map(id, parameters))
+        leans = [wrapper for wrapper in self._made.values() if isinstance(wrapper, LeanDataParallel)]
+        if any(id(parameter) in wanted for lean in leans for parameter in lean.parameters()):
             raise RuntimeError(
                 "clip_grad_value_() under Lean: every bucket was updated in backward; use Lean(clip_norm=...), which "
-                "clips each bucket by its norm"
+                "clips by the norm over all gradients"
             )
         self._stock["clip_grad_value_"](parameters, clip_value)
 
@@ -145,9 +138,9 @@ class Wrappers:
         """Called by Accelerate in place of DDP's constructor, with its arguments."""
         if (old := self.of(module)) is not None:  # the module is prepared again, such as for another batch size
             old.close()
-        if self._options.get("memory") is None:  # Lean takes neither
+        if self.options.get("memory") is None:  # Lean takes neither
             of_ddp |= {"device_ids": device_ids, "output_device": output_device}
-        return self._take(DataParallel(module, **{**of_ddp, **self._options}))
+        return self._take(DataParallel(module, **{**of_ddp, **self.options}))
 
     def _prepare_wrapped(self, wrapper: Wrapper) -> Wrapper:
         """Prepare a model that is wrapped already: autocast, but no second wrapper, and no other device."""
@@ -175,14 +168,6 @@ class Wrappers:
         if self.on_wrap is not None:
             self.on_wrap(wrapper)
         return wrapper
-
-    def _lean_of(self, parameters: list[torch.Tensor]) -> LeanDataParallel | None:
-        """The LeanDataParallel that trains one of these parameters; None if there is none."""
-        wanted = set(map(id, parameters))
-        for wrapper in self._made.values():
-            if isinstance(wrapper, LeanDataParallel) and any(id(p) in wanted for p in wrapper.parameters()):
-                return wrapper
-        return None
 
     # Checkpoints. Accelerate's list of models holds the modules inside.
 

@@ -9,7 +9,9 @@ this module, else for ``lightning``.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +23,9 @@ from torch import nn
 from anabranch.extras import require, require_version
 from anabranch.integrations.distributed_checkpoint import packed, unpacked
 from anabranch.integrations.gathering import gathered
+from anabranch.integrations.wrappers import Wrapper, with_clip_norm
+from anabranch.lean.options import Lean, check_lean
+from anabranch.lean_parallel import LeanDataParallel
 from anabranch.observe.loggers import CURVES
 from anabranch.observe.metrics import Metrics
 from anabranch.parallel import DataParallel
@@ -49,18 +54,22 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
     """Lightning's ``DDPStrategy`` with a ``DataParallel`` in place of the ``DistributedDataParallel``.
 
     Takes the arguments of ``DataParallel`` (``compress``, ``planner``, ``plan``, ``policy``, ``cache``, …), of
-    ``DistributedDataParallel`` and of ``DDPStrategy``, by name. ``memory=Lean(...)`` is refused.
+    ``DistributedDataParallel`` and of ``DDPStrategy``, by name. With ``memory=Lean()`` the module's optimizer is taken
+    over, and gradients are clipped to the Trainer's ``gradient_clip_val``.
 
     Checkpoints of Lightning hold the residuals of all ranks, where the compression keeps any. The metrics of a step are
     logged as ``anabranch/exposed_s`` and so on, every ``log_every_n_steps`` steps of the Trainer.
     """
 
     def __init__(self, **options: Any) -> None:
-        if options.get("memory") is not None:
-            raise ValueError(
-                "AnabranchStrategy was given memory=Lean(...), which updates parameters in backward, while Lightning "
-                "updates them in optimizer.step(): leave memory out, or write the training loop yourself"
-            )
+        self._lean: Lean | None = options.pop("memory", None)
+        if self._lean is not None:
+            check_lean(self._lean)
+            if self._lean.optimizer is not None:
+                raise ValueError(
+                    "AnabranchStrategy was given Lean(optimizer=...), and Lightning has the optimizer of "
+                    "configure_optimizers(): leave Lean's optimizer out"
+                )
         super().__init__(**options)
         self._metrics = _LastMetrics()
         self._group: dist.ProcessGroup | None = None  # of the last wrapper
@@ -69,7 +78,7 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
 
     def explain(self) -> str:
         """What ``DataParallel.explain()`` says now, or said at the end of the last fit()."""
-        return self.model.explain() if isinstance(self.model, DataParallel) else self._explanation
+        return self.model.explain() if isinstance(self.model, Wrapper) else self._explanation
 
     # Overridden: wrapping and unwrapping.
 
@@ -78,9 +87,49 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
         self._group = wrapped.process_group
         return wrapped
 
+    def configure_ddp(self) -> None:
+        if self._lean is None:
+            super().configure_ddp()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers; under Lean the model is wrapped here, since it takes over its optimizer."""
+        super().setup_optimizers(trainer)
+        if self._lean is not None:
+            lean = replace(_as_trainer_clips(trainer, self._lean), optimizer=self._only_optimizer())
+            wrapped = LeanDataParallel(self.lightning_module, memory=lean, **self._ddp_kwargs)
+            self._group = wrapped.process_group
+            self.model = wrapped
+            self.precision_plugin.clip_grad_by_value = _refuse_values
+
+    def _only_optimizer(self) -> torch.optim.Optimizer:
+        """The module's optimizer; raises ValueError if Lean cannot take it over, or the module trains otherwise."""
+        if not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                "automatic_optimization is False, and under Lean a step is a backward pass behind its forward: use "
+                "automatic optimization, or leave memory=Lean(...) out"
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                'precision="16-mixed" under Lean: Lightning calls GradScaler.step(), which needs gradients after '
+                'backward, and Lean has freed them; use precision="bf16-mixed"'
+            )
+        if len(self.optimizers) != 1:
+            raise ValueError(f"configure_optimizers() returned {len(self.optimizers)} optimizers: Lean needs one")
+        only: torch.optim.Optimizer = self.optimizers[0]
+        return only
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        if isinstance(self.model, LeanDataParallel):  # Lightning looks for a DistributedDataParallel
+            with self.model.no_sync():
+                yield
+        else:
+            with super().block_backward_sync():
+                yield
+
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        if not isinstance(self.model, DataParallel):
+        if not isinstance(self.model, Wrapper):
             return
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -89,11 +138,14 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
             self.model.log_to(self._metrics)
 
     def teardown(self) -> None:
-        wrapped = self.model if isinstance(self.model, DataParallel) else None
+        wrapped = self.model if isinstance(self.model, Wrapper) else None
         self._kept = {}
         if wrapped is not None and not self.lightning_module.trainer.interrupted:
             self._kept = {name: part.cpu() for name, part in _entries(wrapped).items()}
             self._explanation = wrapped.explain()
+        if isinstance(wrapped, LeanDataParallel):
+            self.model = self.lightning_module
+            del self.precision_plugin.clip_grad_by_value
         super().teardown()
         if wrapped is not None:
             wrapped.close()
@@ -121,7 +173,7 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
     # Overridden: checkpoints. Lightning calls these on every rank.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        entries = _entries(self.model) if isinstance(self.model, DataParallel) else self._kept
+        entries = _entries(self.model) if isinstance(self.model, Wrapper) else self._kept
         if entries and self._group is not None and "optimizer_states" in checkpoint:  # not one of weights only
             states = gathered(entries, self._group)
             if self.is_global_zero:
@@ -130,7 +182,7 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if NAME in checkpoint and isinstance(self.model, DataParallel):
+        if NAME in checkpoint and isinstance(self.model, Wrapper):
             states = [unpacked(entries, f"{NAME}/rank{rank}") for rank, entries in enumerate(checkpoint[NAME])]
             group = self.model.process_group
             self.model.load_comm_state_dict(*([states[group.rank()]] if len(states) == group.size() else states))
@@ -148,7 +200,24 @@ class _LastMetrics:
         self.last = None
 
 
-def _entries(model: DataParallel) -> dict[str, torch.Tensor]:
+def _as_trainer_clips(trainer: Any, lean: Lean) -> Lean:
+    """Lean with the Trainer's ``gradient_clip_val``, by the norm; raises ValueError if it clips values."""
+    limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if not limit:
+        return lean
+    if algorithm is not None and algorithm.value != "norm":
+        _refuse_values()
+    return with_clip_norm(lean, float(limit), "Trainer gradient_clip_val")
+
+
+def _refuse_values(*_: Any) -> None:
+    raise ValueError(
+        "gradients are to be clipped by value under Lean, which clips by the norm over all gradients only: use "
+        'gradient_clip_algorithm="norm"'
+    )
+
+
+def _entries(model: Wrapper) -> dict[str, torch.Tensor]:
     """This rank's communication state as tensors by name; empty if none is kept."""
     state = model.comm_state_dict()
     return dict(packed(state)) if state else {}

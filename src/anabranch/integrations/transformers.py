@@ -7,7 +7,8 @@
 A Trainer gives callbacks neither itself nor its Accelerator, so this is a function that takes the Trainer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import nn
 
 from anabranch.compression import keeps_residuals, name_of, settings_of
 from anabranch.integrations import accelerate
-from anabranch.integrations.accelerate import Wrapper
 from anabranch.integrations.rank_files import load_rank_files, save_rank_file
 from anabranch.integrations.seams import check_seams
+from anabranch.integrations.wrappers import Wrapper, with_clip_norm
+from anabranch.lean.options import Lean
 from anabranch.lean_parallel import LeanDataParallel
 from anabranch.observe.metrics import Metrics
 
@@ -40,12 +42,15 @@ def use_anabranch(trainer: "Trainer", **options: Any) -> None:
 
     Checkpoints then hold every rank's ``comm_state_dict()``, and what the Trainer logs holds the means of
     ``Metrics`` since it logged last, on rank 0: ``anabranch/exposed_s``, ``anabranch/sent_nbytes``,
-    ``anabranch/density`` and more. With ``memory=Lean(...)`` Lean's optimizer is used, not that of TrainingArguments.
+    ``anabranch/density`` and more. With ``memory=Lean()`` the Trainer's optimizer is taken over, and gradients are
+    clipped to its ``max_grad_norm``.
     """
     check_seams("transformers", TESTED, trainer, SEAMS)
     if isinstance(getattr(trainer.log, "__self__", None), AnabranchTraining):
         raise ValueError("use_anabranch() was called twice with this Trainer: call it once, with all options")
     _check_settings(trainer, options)
+    if (lean := options.get("memory")) is not None:
+        options["memory"] = _as_trainer_clips(trainer, lean)
     AnabranchTraining(trainer, options)
 
 
@@ -65,12 +70,14 @@ def _check_settings(trainer: "Trainer", options: dict[str, Any]) -> None:
             "averages of parameters that no rank used, and with them residuals that were sent; use "
             "TrainingArguments(ddp_find_unused_parameters=False)"
         )
-    if lean is not None and arguments.max_grad_norm and arguments.max_grad_norm > 0:
-        raise ValueError(
-            f"TrainingArguments max_grad_norm is {arguments.max_grad_norm} under Lean, which updates every bucket "
-            "before the norm over all gradients is known: use max_grad_norm=0, and Lean(clip_norm=...) to clip each "
-            "bucket"
-        )
+
+
+def _as_trainer_clips(trainer: "Trainer", lean: Lean) -> Lean:
+    """Lean with the Trainer's ``max_grad_norm``; without one the norm is only computed, for the Trainer's logs."""
+    max_norm = trainer.args.max_grad_norm
+    if max_norm and max_norm > 0:
+        return with_clip_norm(lean, max_norm, "TrainingArguments max_grad_norm")
+    return lean if lean.clip_norm is not None else replace(lean, clip_norm=inf)
 
 
 class AnabranchTraining:
@@ -91,16 +98,21 @@ class AnabranchTraining:
         self._use_accelerator()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The Trainer's optimizer; under Lean the model's own, so the model is wrapped here."""
-        trainer = self._trainer
-        if self._options.get("memory") is not None:
-            if self._wrappers.of(trainer.model) is None:
-                trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
-            if isinstance(wrapper := trainer.model_wrapped, LeanDataParallel):  # not with one process
-                trainer.optimizer = wrapper.optimizer
-                return wrapper.optimizer
-        made: torch.optim.Optimizer = self._stock["create_optimizer"](*args, **kwargs)
-        return made
+        """The Trainer's optimizer; under Lean the model's own or this taken over, so the model is wrapped here."""
+        trainer, lean = self._trainer, self._options.get("memory")
+        if lean is None or lean.optimizer is None:
+            made: torch.optim.Optimizer = self._stock["create_optimizer"](*args, **kwargs)
+            if lean is None:
+                return made
+            self._wrappers.options["memory"] = replace(lean, optimizer=made)
+        if self._wrappers.of(trainer.model) is None:
+            trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
+        if isinstance(wrapper := trainer.model_wrapped, LeanDataParallel):
+            trainer.optimizer = wrapper.optimizer
+        elif lean.optimizer is not None:  # with one process nothing is wrapped
+            self._stock["create_optimizer"](*args, **kwargs)
+        used: torch.optim.Optimizer = trainer.optimizer
+        return used
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log with the means of the steps since the last log, if these are the logs of steps."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -146,7 +147,9 @@ class UpdatingExchange:
                 used[bucket.names.index(name)] = 0.0
             exchange = _then_max_reduce(exchange, used, group)
         # If nothing is missing here, every parameter was used, and this rank need not read the result.
-        return self._updates.exchange_and_step(exchange, buffer, live.optimizer, used if live.missing else None)
+        used = used if live.missing else None
+        put_back = None if live.state is None else partial(self._put_back, live.state)
+        return self._updates.exchange_and_step(exchange, buffer, live.optimizer, used, put_back)
 
     def _exchange_residual(
         self, exchange: Steps, state: ResidualState, buffer: torch.Tensor, finite: torch.Tensor | None
@@ -163,6 +166,11 @@ class UpdatingExchange:
             buffer[0] = torch.where(finite, 0.0, float("inf"))
         yield from exchange
         self.residuals.store(state)
+
+    def _put_back(self, state: ResidualState, average: torch.Tensor) -> None:
+        """Add an average that nobody applies to this rank's residual: over all ranks, what had been sent is back."""
+        self.residuals.synchronize()
+        state.residual.add_(average.to(state.residual.device))
 
 
 def _then_max_reduce(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:

@@ -19,7 +19,7 @@ from anabranch.lean.buckets import LiveBucket, UpdatingExchange
 from anabranch.lean.frozen import FrozenAgreement
 from anabranch.lean.optimizers import BucketOptimizers
 from anabranch.lean.residuals import ResidualStore
-from anabranch.lean.slots import SlotRing
+from anabranch.lean.slots import FreshSlots, SlotRing, Slots
 from anabranch.lean.update import BucketUpdater
 
 
@@ -35,6 +35,7 @@ class Engine:
     exchange      the exchange that the launcher runs; the engine sets its buckets
     averaging     whether this backward pass is averaged; under no_sync() gradients stay in ``parameter.grad``
     frozen        compares between ranks which parameters are frozen
+    check_pass    called when an averaged backward pass begins; raises if it must not update anything
     find_unused   a gradient that is missing on this rank counts as zeros, and a parameter without a gradient on any
                   rank is not updated; if False, a missing gradient is an error
     on_averaged   called inside backward when all buckets of a step are averaged
@@ -53,6 +54,7 @@ class Engine:
         residuals: ResidualStore,
         averaging: Callable[[], bool],
         frozen: FrozenAgreement,
+        check_pass: Callable[[], None],
         find_unused: bool = False,
         on_averaged: Callable[[], None] | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class Engine:
         self._residuals = residuals
         self._averaging = averaging
         self._frozen = frozen
+        self._check_pass = check_pass
         self._find_unused = find_unused
         self._on_averaged = on_averaged
         optimizers.forget_buckets()
@@ -73,8 +76,11 @@ class Engine:
             if (own := [parameters[name] for name in bucket.names])
         ]
         exchange.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
-        self._slots = SlotRing([bucket.nbytes for bucket in self._buckets], next(iter(parameters.values())).device)
         kept = [bucket for bucket in self._buckets if collectives.keeps_residual(bucket.planned.collective)]
+        device = next(iter(parameters.values())).device
+        in_ring = kept if updates.holds_updates else self._buckets
+        self._slots: Slots = SlotRing([bucket.nbytes for bucket in in_ring], device)
+        self._dense_slots: Slots = FreshSlots(device) if updates.holds_updates else self._slots
         residuals.allocate([sum(p.numel() for p in bucket.parameters) * torch.float32.itemsize for bucket in kept])
         self._launched = 0  # number of buckets launched in this backward pass
         self._any_gradient_arrived = False  # in this backward pass
@@ -95,7 +101,7 @@ class Engine:
         while self._handles:
             self._handles.pop().remove()
         # An output that the user keeps refers to the engine.
-        del self._buckets, self._slots, self._residuals, self._launcher, self._collectives
+        del self._buckets, self._slots, self._dense_slots, self._residuals, self._launcher, self._collectives
 
     def before_forward(self) -> None:
         """Raise if the last backward pass did not finish: other ranks may be at another bucket."""
@@ -125,6 +131,7 @@ class Engine:
         checkpointing: a callback queued there would run at the end of the nested pass.
         """
         if self._averaging():
+            self._check_pass()
             if steps_done != self.steps_done:
                 raise RuntimeError(
                     f"backward through a forward that is {self.steps_done - steps_done} steps old: under Lean backward "
@@ -158,9 +165,10 @@ class Engine:
 
     def _first_gradient(self) -> None:
         """Prepare all buckets when the first gradient of a backward pass arrives."""
-        self._any_gradient_arrived = True
         if not self.averaged_backward_running:
+            self._check_pass()
             Variable._execution_engine.queue_callback(self._finish)
+        self._any_gradient_arrived = True
         self._frozen.begin()
         for bucket in self._buckets:
             bucket.begin_backward()
@@ -184,7 +192,8 @@ class Engine:
             )
         self._launched += 1
         self._updates.launch_pending(keep=1)  # the next of the two slots was used by the bucket before the last one
-        slot = self._slots.acquire(bucket.numel, bucket.dtype)
+        slots = self._dense_slots if bucket.state is None else self._slots
+        slot = slots.acquire(bucket.numel, bucket.dtype)
         if bucket.state is None:
             bucket.flatten_into(slot.tensor)
         else:
@@ -192,7 +201,7 @@ class Engine:
             for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
                 bucket.add_to_residual(name, parameter)
         future = self._launcher.launch(self._launched - 1, slot.tensor)
-        self._slots.release_after(slot, future)
+        slots.release_after(slot, future)
         if bucket.state is not None:
             self._residuals.release_after(bucket.state, future)
         following = self._buckets[self._launched].state if self._launched < len(self._buckets) else None
@@ -208,7 +217,9 @@ class Engine:
         while self._launched < len(self._buckets):
             self._launch()
         self._slots.wait()
-        self._updates.launch_pending()
+        self._dense_slots.wait()
+        refusal = self._updates.finish_step()
+        self._dense_slots.free()
         for bucket in self._buckets:
             bucket.arrived.clear()
         self._launched = 0
@@ -217,3 +228,5 @@ class Engine:
         self.steps_done += 1
         if self._on_averaged is not None:
             self._on_averaged()
+        if refusal is not None:
+            raise refusal

@@ -24,6 +24,7 @@ class LeanLayout(StepObserver):
 
     averaging     whether this backward pass is averaged
     control       returns the group for small messages in host memory
+    check_pass    as in ``Engine``
     find_unused   as in ``Engine``
     """
 
@@ -37,6 +38,7 @@ class LeanLayout(StepObserver):
         default_plan: Plan,
         averaging: Callable[[], bool],
         control: Callable[[], Group],
+        check_pass: Callable[[], None],
         find_unused: bool,
     ) -> None:
         self.default_plan = default_plan
@@ -44,12 +46,13 @@ class LeanLayout(StepObserver):
         self._parameters = trained_parameters(module)
         device = next(iter(self._parameters.values())).device
         self.optimizers = BucketOptimizers(lean.optimizer, self._parameters)
-        self.updates = BucketUpdater(lean.clip_norm)
+        self.updates = BucketUpdater(lean.clipping, list(self._parameters.values()))
         self.residuals: ResidualStore = HostResiduals(device) if lean.residuals == "host" else DeviceResiduals()
         self.exchange = UpdatingExchange(collectives, self.updates, self.residuals, find_unused)
         self._collectives = collectives
         self._averaging = averaging
         self._frozen = FrozenAgreement(self._parameters, control)
+        self._check_pass = check_pass
         self._find_unused = find_unused
         self._memory_formats = {name: _memory_format(parameter) for name, parameter in self._parameters.items()}
         self._fingerprint = ModuleFingerprint(module)
@@ -87,7 +90,8 @@ class LeanLayout(StepObserver):
         with trained_only(self._module, self._parameters.values()):  # torch allows no hooks on what is frozen
             self._engine = Engine(
                 launcher, self.exchange, self._collectives, self._parameters, self.optimizers, self.updates,
-                self.residuals, self._averaging, self._frozen, self._find_unused, self._on_averaged,
+                self.residuals, self._averaging, self._frozen, self._check_pass, self._find_unused,
+                self._on_averaged,
             )  # fmt: skip
 
     def close(self) -> None:
@@ -96,12 +100,16 @@ class LeanLayout(StepObserver):
         self._engine = None
         self._frozen.close()
         self.updates.forget_buckets()
-        self.optimizers.forget_buckets()
+        self.optimizers.close()
         self.exchange.buckets = {}
         self.residuals = self.exchange.residuals = DeviceResiduals()  # frees the slots of residuals in host memory
 
     def on_forward_end(self, averaged: bool) -> Callable[[], None] | None:
         return self._engine.on_forward_end() if averaged and self._engine is not None else None
+
+    def parameters(self) -> Collection[nn.Parameter]:
+        """The parameters that are updated in backward."""
+        return self._parameters.values()
 
     @property
     def averaged_backward_running(self) -> bool:

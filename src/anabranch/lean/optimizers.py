@@ -1,13 +1,14 @@
 """One optimizer per bucket, all with one shared state: each parameter keeps its own state whatever the buckets are.
 
-The user sees one optimizer of the class that was asked for, over all parameters. Learning-rate schedulers change its
-groups, and its ``state_dict`` is an ordinary one. Its ``step`` does nothing, since backward has updated every bucket.
-A bucket's optimizer has the bucket's parameters, in the groups of the user's optimizer, with their current settings and
-the same ``state``.
+The user sees one optimizer of the class that was asked for, over all parameters, or the one that the user gave.
+Learning-rate schedulers change its groups, and its ``state_dict`` is an ordinary one. Its ``step`` only runs a closure,
+if it is given one, since backward has updated every bucket. A bucket's optimizer has the bucket's parameters, in the
+groups of the user's optimizer, with their current settings and the same ``state``.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -17,15 +18,35 @@ from torch import nn
 from anabranch.comm.flat import shaped
 from anabranch.lean.options import OptimizerFactory
 
+REPLACED = ("step", "add_param_group", "_opt_called", "_step_supports_amp_scaling")  # in the user's optimizer
+BEFORE_LEAN = "_before_lean"  # the attribute in which an optimizer that was taken over keeps what it had before
+
 
 class BucketOptimizers:
-    """Makes the optimizers of one model's buckets. ``user_optimizer`` is the one that the user sees."""
+    """Makes the optimizers of one model's buckets. ``user_optimizer`` is the one that the user sees.
 
-    def __init__(self, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._factory = factory
+    ``source`` makes optimizers, or is the one to take over; then buckets have parts of it (``_part_of``).
+    """
+
+    def __init__(
+        self, source: OptimizerFactory | torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
         self._parameters = parameters
         self._made: list[torch.optim.Optimizer] = []
-        self.user_optimizer = user = self._make(list(parameters.values()))
+        if source is None:
+            raise ValueError(
+                "Lean has no optimizer: expected Lean(optimizer=...), a function (parameters) -> optimizer or an "
+                "optimizer of torch.optim; only an integration with a framework puts in the framework's own"
+            )
+        if isinstance(source, torch.optim.Optimizer):
+            _check_taken_over(source, parameters)
+            self._before: dict[str, Any] = vars(source).setdefault(BEFORE_LEAN, dict(vars(source)))
+            self._factory: OptimizerFactory = partial(_part_of, source, self._before)
+            self.user_optimizer = user = source
+        else:
+            self._before = {}
+            self._factory = source
+            self.user_optimizer = user = self._make(list(parameters.values()))
         user.step = MethodType(_step_of_user, user)  # type: ignore[method-assign]
         user._opt_called = True  # type: ignore[attr-defined] # else schedulers warn that step() was not called
         user._step_supports_amp_scaling = True  # type: ignore[attr-defined] # so that a scaler calls our step()
@@ -50,6 +71,15 @@ class BucketOptimizers:
         """Drop the buckets' optimizers, since the plan changes; their state stays in ``user_optimizer``."""
         self._made = [self.user_optimizer]
 
+    def close(self) -> None:
+        """Drop the buckets' optimizers, and give one that was taken over back as it was."""
+        self.forget_buckets()
+        own = vars(self.user_optimizer)
+        if own.pop(BEFORE_LEAN, None) is not None:
+            for name in REPLACED:
+                own.pop(name)
+            own.update((name, self._before[name]) for name in REPLACED if name in self._before)
+
     def _make(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         made = self._factory(list(parameters))
         if not isinstance(made, torch.optim.Optimizer):
@@ -60,10 +90,7 @@ class BucketOptimizers:
                 "call, over the parameters it is given"
             )
         if _needs_closure(made):
-            raise ValueError(
-                f"{type(made).__name__} calls the model again in its step, which cannot be done inside backward: "
-                "use an optimizer whose step() needs no closure"
-            )
+            raise _closure_error(type(made).__name__)
         held = {parameter for group in made.param_groups for parameter in group["params"]}
         if held != set(parameters):
             raise ValueError(
@@ -108,6 +135,11 @@ class BucketOptimizer:
         """For each parameter, whether its part of the bucket's average has an element that is not 0."""
         return torch.stack([piece.any() for piece in average.split(self._numels)])
 
+    def parts(self, average: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
+        """The part of the bucket's average that belongs to each parameter; not of those that are frozen."""
+        pieces = zip(self._parameters, average.split(self._numels), strict=True)
+        return {parameter: piece for parameter, piece in pieces if parameter.requires_grad}
+
     def step(
         self, average: torch.Tensor, found_inf: torch.Tensor | None = None, used: Sequence[bool] | None = None
     ) -> None:
@@ -142,6 +174,34 @@ class BucketOptimizer:
         if not self._state_checked:
             self._state_checked = True
             _check_state(self._optimizer)
+
+
+def _check_taken_over(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError unless this optimizer can be split between buckets, and holds what the model trains."""
+    name = type(optimizer).__name__
+    if _needs_closure(optimizer):
+        raise _closure_error(name)
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if missing := [each for each, parameter in parameters.items() if parameter not in held]:
+        raise ValueError(
+            f"Lean optimizer is an {name} without {missing[0]}, and {len(missing)} of {len(parameters)} trained "
+            "parameters are missing in all: expected all of them; freeze the others before wrapping"
+        )
+    if others := sum(parameter.requires_grad for parameter in held.difference(parameters.values())):
+        raise ValueError(
+            f"Lean optimizer is an {name} with {others} parameters that the model does not train: expected those of "
+            "the wrapped module only, since nobody would update the others"
+        )
+
+
+def _part_of(
+    optimizer: torch.optim.Optimizer, before: Mapping[str, Any], parameters: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer like this one was ``before`` it was taken over, for some of its parameters."""
+    part: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(part).update((name, value) for name, value in before.items() if name not in ("step", "add_param_group"))
+    part.param_groups = [{"params": list(parameters)}]
+    return part
 
 
 def _check_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -185,8 +245,15 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
 
 
-def _step_of_user(self: torch.optim.Optimizer, closure: Any = None) -> None:
-    """Stand in for ``step()`` of the user's optimizer: backward has updated every bucket."""
+def _closure_error(name: str) -> ValueError:
+    return ValueError(
+        f"{name} calls the model again and again in its step, which cannot be done inside backward: use an optimizer "
+        "whose step() needs no closure"
+    )
+
+
+def _step_of_user(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Stand in for ``step()`` of the user's optimizer: backward updates every bucket, also that of a closure."""
     if hasattr(self, "found_inf"):  # set by a scaler whose step() was called
         del self.found_inf
         raise RuntimeError(
@@ -194,4 +261,19 @@ def _step_of_user(self: torch.optim.Optimizer, closure: Any = None) -> None:
             "once, then scaler.scale(loss).backward() alone: no unscale_(), step() or update()"
         )
     if closure is not None:
-        raise ValueError("under Lean every bucket was updated in backward: call optimizer.step() without a closure")
+        with torch.enable_grad():
+            return closure()
+    if _initialises_state(self):
+        type(self).step(self)
+    return None
+
+
+def _initialises_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step() is called by torch.distributed.checkpoint, to have a state to load into: no rate, no gradient."""
+    if optimizer.state or any(group.get("lr") != 0 for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
+
+
+_step_of_user._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # as schedulers mark a step() that they have seen

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 from typing import Any, Literal
 
 import torch
 
 from anabranch.activations.policy import Activations
+from anabranch.lean.clipping import Clipping
 
 KEPT = Activations(mode="keep")
+GIVEN_CLASSES = "torch.optim."  # where classes are defined whose optimizers can be taken over
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 ResidualPlacement = Literal["in place", "host"]
 
@@ -19,41 +22,66 @@ class Lean:
     """How training saves memory.
 
     optimizer     makes an optimizer for the parameters it is given, such as ``lambda p: torch.optim.AdamW(p, lr=0.1)``:
-                  each bucket has its own and is updated inside backward, so its gradient need not live any longer
+                  each bucket has its own and is updated inside backward, so its gradient need not live any longer. Or
+                  an optimizer of torch.optim over the model's parameters, which is taken over. None: that of the
+                  framework, where an integration says so
     residuals     where residuals of sparse buckets are: "in place" (on the device, where gradients add up) or "host"
                   (in pinned host memory, fetched while the bucket before is computed)
     activations   where activations are until backward: kept, or Activations(mode="offload"), "recompute", or "auto"
                   within a budget
-    clip_norm     each bucket's average gradient is scaled down to this norm; the norm over all buckets cannot be
-                  clipped, since it is known only when most of them have been updated
+    clip_norm     the average gradients are scaled down to this norm over all of them, as by
+                  ``torch.nn.utils.clip_grad_norm_`` under DDP: updates are held until it is known, so averages live
+                  until the end of backward; infinite: the norm is only computed, and nothing is held
+    norm_type     of that norm: 2, inf or any other number above 0
+    error_if_nonfinite   raise an error on every rank if that norm is not finite, and update nothing
     """
 
-    optimizer: OptimizerFactory
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None
     residuals: ResidualPlacement = "in place"
     activations: Activations = KEPT
     clip_norm: float | None = None
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.optimizer, torch.optim.Optimizer):
+        given = type(self.optimizer)
+        is_optimizer = isinstance(self.optimizer, torch.optim.Optimizer)
+        if is_optimizer and not given.__module__.startswith(GIVEN_CLASSES):
             raise ValueError(
-                f"Lean optimizer is a {type(self.optimizer).__name__}: expected a function that makes one for the "
-                "parameters it is given, since every bucket has its own; such as "
-                f"lambda params: torch.optim.{type(self.optimizer).__name__}(params, ...)"
+                f"Lean optimizer is a {given.__name__} of {given.__module__}: expected one of torch.optim, or a "
+                "function that makes one for the parameters it is given, since every bucket has its own; such as "
+                f"lambda params: {given.__name__}(params, ...)"
             )
-        if not callable(self.optimizer):
+        if self.optimizer is not None and not is_optimizer and not callable(self.optimizer):
             raise ValueError(f"Lean optimizer is {self.optimizer!r}: expected a function (parameters) -> optimizer")
         if self.residuals not in ("in place", "host"):
             raise ValueError(f"Lean residuals is {self.residuals!r}: expected 'in place' or 'host'")
         if not isinstance(self.activations, Activations):
             raise ValueError(f"Lean activations is {self.activations!r}: expected Activations(mode=...)")
-        clip_norm = self.clip_norm
-        is_number = isinstance(clip_norm, Real) and not isinstance(clip_norm, bool)
-        if clip_norm is not None and not (is_number and clip_norm > 0):
+        if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise ValueError(f"Lean clip_norm is {self.clip_norm!r}: expected more than 0, or None")
+        if not _is_positive(self.norm_type):
+            raise ValueError(f"Lean norm_type is {self.norm_type!r}: expected more than 0, such as 2 or inf")
+        if self.clip_norm is None and (self.norm_type != 2.0 or self.error_if_nonfinite):
+            raise ValueError(
+                f"Lean norm_type is {self.norm_type} and error_if_nonfinite {self.error_if_nonfinite} without a "
+                "clip_norm: give clip_norm, too; clip_norm=math.inf computes the norm and clips nothing"
+            )
+
+    @property
+    def clipping(self) -> Clipping | None:
+        """How gradients are clipped; None if not at all, and nobody asked for their norm."""
+        if self.clip_norm is None:
+            return None
+        return Clipping(float(self.clip_norm), float(self.norm_type), self.error_if_nonfinite)
 
     def described(self) -> list[str]:
         """Return a line per setting. Ranks with equal lines have equal options."""
-        return [f"Lean residuals {self.residuals}", f"Lean clip_norm {self.clip_norm}", f"Lean {self.activations}"]
+        return [f"Lean residuals {self.residuals}", f"Lean clipping {self.clipping}", f"Lean {self.activations}"]
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, Real) and not isinstance(number, bool) and 0 < float(number) <= inf
 
 
 def check_lean(memory: Any) -> None:

@@ -1,7 +1,7 @@
 """Slots: the only memory in which a bucket's gradient, or its residual, is one tensor on the device."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.futures import Future
@@ -14,6 +14,26 @@ class Slot(NamedTuple):
 
     number: int
     tensor: torch.Tensor
+
+
+class Slots(Protocol):
+    """Hands out memory for buckets."""
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Slot:
+        """Return memory for a bucket of ``numel`` elements."""
+        ...
+
+    def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:
+        """Note when a bucket's exchange is over."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for all exchanges, and raise the exception of one that failed."""
+        ...
+
+    def free(self) -> None:
+        """Free what need not be kept between steps: the step is over."""
+        ...
 
 
 class SlotRing:
@@ -51,3 +71,37 @@ class SlotRing:
             if last is not None:
                 last.wait()
             self._last_use[index] = None
+
+    def free(self) -> None:
+        pass
+
+
+class FreshSlots:
+    """A slot of its own for every bucket of a step, for averages that live until all are known.
+
+    Memory is taken when a bucket is complete, so when the activations of the layers behind it are gone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: list[torch.Tensor] = []  # of this step
+        self._uses: list[Future[torch.Tensor]] = []  # of this step
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Slot:
+        self._tensors.append(torch.empty(numel, dtype=dtype, device=self._device))
+        return Slot(len(self._tensors) - 1, self._tensors[-1])
+
+    def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:  # noqa: ARG002 - none is used again
+        self._uses.append(last_use)
+
+    def wait(self) -> None:
+        uses, self._uses = self._uses, []
+        for last in uses:
+            last.wait()
+
+    def free(self) -> None:
+        tensors, self._tensors = self._tensors, []
+        for (
+            tensor
+        ) in tensors:  # to drop the tensor is not enough: a lane keeps its last works, and these what they sent
+            tensor.untyped_storage().resize_(0)

@@ -21,6 +21,7 @@ MIB = 1 << 20
 PLAIN_EVERY = 100  # steps between lines if the output is no terminal
 CURVES = (
     "measured_s", "predicted_s", "compute_s", "exposed_s", "overlap", "sent_nbytes", "received_nbytes", "density",
+    "grad_norm",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import isfinite
 from typing import Protocol
 
 import torch
@@ -37,6 +38,8 @@ class Metrics:
     density         share of all elements that was exchanged: 1 if all buckets are dense; None likewise
     plan            the first digits of the plan's fingerprint; None under DDP's own buckets
     stage           what the tuner was doing, as in the first line of ``explain()``
+    grad_norm       the norm over all average gradients before clipping, under ``Lean(clip_norm=...)``; None elsewhere,
+                      and if it is not finite
     """
 
     step: int
@@ -53,6 +56,7 @@ class Metrics:
     buckets: int | None
     lanes: int
     stage: str
+    grad_norm: float | None = None
 
 
 class Logger(Protocol):
@@ -77,6 +81,7 @@ class _PendingStep:
     context: StepContext
     marks: StepMarks
     traffic: Traffic | None
+    grad_norm: torch.Tensor | None
 
 
 class MetricsFeed(StepObserver):
@@ -85,6 +90,7 @@ class MetricsFeed(StepObserver):
     current_step   returns the context of the step that ends now
     traffic        returns the bytes of one bucket of a plan
     parameters     the parameters whose gradients are averaged, by name
+    grad_norm      returns the norm of the step that ends now, on the device
     """
 
     def __init__(
@@ -96,7 +102,9 @@ class MetricsFeed(StepObserver):
         parameters: Mapping[str, nn.Parameter],
         rank: int,
         ranks: int,
+        grad_norm: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:
+        self._grad_norm = grad_norm
         self._loggers = list(loggers)
         self._clock = timer.clock
         self._current_step = current_step
@@ -114,7 +122,7 @@ class MetricsFeed(StepObserver):
     @_disable_dynamo
     def on_step_end(self, step: StepMarks) -> None:
         context = self._current_step()
-        self._pending.append(_PendingStep(context, step, self._traffic(context.plan)))
+        self._pending.append(_PendingStep(context, step, self._traffic(context.plan), self._grad_norm()))
         self._log_settled()
 
     def close(self) -> None:
@@ -149,6 +157,7 @@ class MetricsFeed(StepObserver):
         marks, plan, elapsed_s = done.marks, done.context.plan, self._clock.elapsed_s
         exposed_s = max(0.0, elapsed_s(marks.computed, marks.averaged))
         sent, received, density = done.traffic if done.traffic is not None else (None, None, None)
+        norm = None if done.grad_norm is None else float(done.grad_norm)
         return Metrics(
             step=done.context.number,
             rank=self._rank,
@@ -164,6 +173,7 @@ class MetricsFeed(StepObserver):
             buckets=len(plan) if plan is not None else None,
             lanes=plan.lanes if plan is not None else 1,
             stage=done.context.stage,
+            grad_norm=norm if norm is not None and isfinite(norm) else None,
         )
 
     def _fingerprint_of(self, plan: Plan | None) -> str | None:

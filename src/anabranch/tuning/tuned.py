@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -116,7 +117,13 @@ class Tuned:
         if every_rank or rank == 0:
             timer = tuner.runner.timer
             traffic, parameters = tuner.collectives.traffic, tuner.runner.parameters
-            timer.observers.append(MetricsFeed(loggers, timer, tuner.current_step, traffic, parameters, rank, ranks))
+            norm = self._grad_norm_source()
+            feed = MetricsFeed(loggers, timer, tuner.current_step, traffic, parameters, rank, ranks, norm)
+            timer.observers.append(feed)
+
+    def _grad_norm_source(self) -> Callable[[], torch.Tensor | None]:
+        """A function that returns the norm of the step that ends, if it is known. It does not refer to this wrapper."""
+        return lambda: None
 
     def trace_steps(self, first: int, last: int, path: str | os.PathLike[str], force: bool = False) -> None:
         """Have rank 0 write the steps ``first`` to ``last`` of all ranks, by one clock, as one trace for Perfetto.

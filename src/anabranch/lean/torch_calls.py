@@ -1,0 +1,150 @@
+"""Calls of torch that take a model under Lean for another: for one with gradients, or for one that is no wrapper.
+
+``torch.nn.utils.clip_grad_norm_`` finds no gradients after backward, a GradScaler that Lean does not follow makes every
+update too large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a parameter's name.
+Programs and frameworks call them by names that they have imported before. So, once there is a model under Lean, the
+parts of torch that those calls go through come by here; for other models they do what they did.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Collection
+from functools import partial, wraps
+from typing import Any, Protocol
+from weakref import WeakSet, ref
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoint
+from torch.nn.utils import clip_grad
+
+from anabranch.observe.step_timer import tensors_in
+
+log = logging.getLogger("anabranch")
+
+TOTAL_NORM, CLIP = "_get_total_norm", "_clip_grads_with_norm_"  # of torch: what clip_grad_norm_() calls, in this order
+NORM_TYPE = "_anabranch_norm_type"
+NAMES = "_get_fqns"  # of torch.distributed.checkpoint: the names under which an entry of a model's state_dict is saved
+PREFIX = "module."  # of all parameters of a wrapper
+CONCURRENT_PASSES = 64  # backward passes that run at the same time, at most
+
+
+class ModelUnderLean(Protocol):
+    """The part of a ``LeanDataParallel`` that is used here."""
+
+    module: nn.Module
+
+    def trained_parameters(self) -> Collection[nn.Parameter]:
+        """The parameters that it updates in backward; none if it is closed."""
+        ...
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """The norm of the last step; raises RuntimeError unless it was clipped so."""
+        ...
+
+
+_models: "WeakSet[ModelUnderLean]" = WeakSet()
+_scaled_passes: "deque[tuple[int, ref[torch.amp.GradScaler]]]" = deque(maxlen=CONCURRENT_PASSES)  # by graph task
+_installed = False
+
+
+def watch(model: ModelUnderLean) -> None:
+    """Notice from now on if this model's gradients are to be clipped after backward."""
+    _models.add(model)
+    _install()
+
+
+def scaler_of_this_pass() -> torch.amp.GradScaler | None:
+    """The GradScaler that has scaled the loss of the backward pass that is running; None if none has."""
+    task = torch._C._current_graph_task_id()
+    return next((scaler() for one, scaler in reversed(_scaled_passes) if one == task), None)
+
+
+def _install() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    torch.amp.GradScaler.scale = _noting_passes(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+    parts = [(clip_grad, TOTAL_NORM, _noting_norm_type), (clip_grad, CLIP, _clipping), (checkpoint, NAMES, _naming)]
+    for owner, name, ours in parts:
+        if not hasattr(owner, name):
+            log.warning(
+                "anabranch: torch %s has no %s.%s: under Lean, clip with Lean(clip_norm=...) only, and give "
+                "torch.distributed.checkpoint model.module",
+                torch.__version__, owner.__name__, name,
+            )  # fmt: skip
+            return
+        setattr(owner, name, ours(getattr(owner, name)))
+
+
+def _noting_norm_type(stock: Any) -> Any:
+    """torch's total norm, which also notes its type: the call that follows is not told."""
+
+    @wraps(stock)
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
+        total: torch.Tensor = stock(tensors, norm_type, *args, **kwargs)
+        setattr(total, NORM_TYPE, norm_type)
+        return total
+
+    return total_norm
+
+
+def _clipping(stock: Any) -> Any:
+    """torch's clipping; for a model under Lean, the norm by which it has clipped already."""
+
+    @wraps(stock)
+    def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        without = {id(parameter) for parameter in given if parameter.grad is None}
+        for model in list(_models):
+            own = [parameter for parameter in model.trained_parameters() if parameter.requires_grad]
+            found = sum(id(parameter) in without for parameter in own)
+            if not found or any(parameter.grad is not None for parameter in own):  # these accumulate: torch clips them
+                continue
+            others = len(given) - len(without)
+            if found < len(own) or others:
+                raise RuntimeError(
+                    f"clip_grad_norm_() was given {found} of {len(own)} parameters of a model under Lean, and {others} "
+                    "others with gradients: expected all of that model and no others, since it clips in backward, by "
+                    "the norm over all its gradients; call it for each model, or use Lean(clip_norm=...)"
+                )
+            total_norm.copy_(model.clip_grad_norm_(max_norm, getattr(total_norm, NORM_TYPE, 2.0)))
+            return
+        stock(given, max_norm, total_norm, *args, **kwargs)
+
+    return clip
+
+
+def _naming(stock: Any) -> Any:
+    """torch's names of an entry; for a model under Lean those that it has for DDP."""
+
+    @wraps(stock)
+    def names(model: Any, name: str, *args: Any, skip_ddp_prefix: bool = True, **kwargs: Any) -> set[str]:
+        inside = name.removeprefix(PREFIX)
+        if inside == name or model not in _models:
+            found: set[str] = stock(model, name, *args, skip_ddp_prefix=skip_ddp_prefix, **kwargs)
+            return found
+        found = stock(model.module, inside, *args, skip_ddp_prefix=skip_ddp_prefix, **kwargs)
+        return found if skip_ddp_prefix else {f"{PREFIX}{one}" for one in found}
+
+    return names
+
+
+def _noting_passes(stock: Any) -> Any:
+    """``GradScaler.scale``, which also notes the backward passes that begin with what it has scaled."""
+
+    @wraps(stock)
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = stock(self, outputs)
+        if self.is_enabled():
+            for tensor in tensors_in(scaled):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(_note, ref(self)))
+        return scaled
+
+    return scale
+
+
+def _note(scaler: "ref[torch.amp.GradScaler]", gradient: torch.Tensor) -> None:  # noqa: ARG001
+    _scaled_passes.append((torch._C._current_graph_task_id(), scaler))
