@@ -290,45 +290,62 @@ class BenchDocument:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoRun:
-    """One of the two trainings: losses, and the quartiles of a step over the rounds in which both took turns."""
+class DemoTraining:
+    """One training: its loss, averaged over the ranks, at each step, and the seconds since its start, search included.
+
+    code      what a user writes for it
+    memory    bytes of the tensors that a rank keeps from step to step, by kind
+    chosen    what DataParallel found, in a sentence or two; empty for stock DDP, as is ``explanation``
+    """
 
     __pydantic_config__: ClassVar = READ
 
-    first_loss: Number
-    last_loss: Number
-    step_s: Seconds
-    step_low_s: Seconds
-    step_high_s: Seconds
+    name: Name
+    code: str
+    losses: Annotated[tuple[Number, ...], Field(min_length=1)]
+    elapsed_s: tuple[Seconds, ...]
+    memory: Mapping[str, Count]
+    chosen: str = ""
+    explanation: str = ""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRatio:
-    """Quartiles of DataParallel's step over DDP's, round by round."""
-
-    __pydantic_config__: ClassVar = READ
-
-    low: Number
-    median: Number
-    high: Number
+    def __post_init__(self) -> None:
+        if len(self.losses) != len(self.elapsed_s):
+            raise ValueError(
+                f"{self.name} has {len(self.losses)} losses at {len(self.elapsed_s)} times: expected as many of both"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoDocument:
-    """``demo --json``; ``plan`` is the JSON of a plan, None where DataParallel kept DDP's own buckets."""
+    """``demo --json``: trainings of one model in several ways.
+
+    link         the network between the ranks, in words
+    benchmark    the steps of all ways and of computing alone, in turns
+    fast         the same of some of them on faster links; None where nothing was slowed down
+    replayed     DDP and DataParallel on the same faster links, for a model that just about keeps them busy
+    """
 
     __pydantic_config__: ClassVar = READ
 
     command: Literal["demo"] = "demo"
-    workers: Positive
-    steps: Positive
+    link: str
     parameters: Count
-    runs: Mapping[str, DemoRun]
-    largest_loss_difference: Number
-    step_ratio: StepRatio
-    plan: Mapping[str, Any] | None
-    explanation: str
-    notes: tuple[str, ...] = ()
+    benchmark: Benchmark
+    trainings: tuple[DemoTraining, ...]
+    fast: Benchmark | None = None
+    replayed: Benchmark | None = None
+
+    def __post_init__(self) -> None:
+        trained, timed = [one.name for one in self.trainings], [row.name for row in self.benchmark.rows]
+        if BASELINE not in trained or timed != [COMPUTE, *trained]:
+            raise ValueError(
+                f"a demo has the trainings {', '.join(trained)} and the steps of {', '.join(timed)}: expected "
+                f"{BASELINE} among the trainings, and the steps of {COMPUTE} and of each training in the same order"
+            )
+
+    def training(self, name: str) -> DemoTraining:
+        """The training of this name."""
+        return next(one for one in self.trainings if one.name == name)
 
 
 # --------------------------------------------------------------------------------------------------- print and read

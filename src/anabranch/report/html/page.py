@@ -12,9 +12,19 @@ from string import Template
 from anabranch.extras import require
 from anabranch.report.formatting import count
 from anabranch.report.html.chart import Chart
-from anabranch.report.html.elements import BulletList, Table, Verbatim, list_html, table_html, tile_html, verbatim_html
+from anabranch.report.html.elements import (
+    BulletList,
+    Part,
+    Section,
+    Table,
+    Verbatim,
+    list_html,
+    table_html,
+    tile_html,
+    verbatim_html,
+)
 from anabranch.report.html.escaping import escaped, json_block
-from anabranch.report.html.sections import Part, Predicted, Section, sections
+from anabranch.report.html.sections import Predicted, sections
 from anabranch.report.runs.reading import Runs
 from anabranch.version import __version__
 

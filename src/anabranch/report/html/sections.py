@@ -1,13 +1,11 @@
 """The sections of the page, in order: charts, tables and text for everything that was read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from anabranch.plan import Plan
 from anabranch.report.formatting import count, percent, seconds
-from anabranch.report.html.chart import Chart
-from anabranch.report.html.elements import BulletList, Cell, Table, Tile, Verbatim
+from anabranch.report.html.elements import BulletList, Cell, Part, Section, Table, Tile, Verbatim
 from anabranch.report.html.escaping import shortened
 from anabranch.report.html.memory_chart import memory_chart
 from anabranch.report.html.scaling_chart import MAX_NETWORKS, network_chart, scaling_charts
@@ -17,7 +15,6 @@ from anabranch.report.html.tables import (
     benchmark_table,
     bucket_table,
     comparison_table,
-    demo_table,
     memory_table,
     stage_table,
 )  # fmt: skip
@@ -29,18 +26,7 @@ from anabranch.trace import Trace
 MAX_CHARTS = 6  # of one kind
 STEP_KEYS = "To zoom, drag or press + and −. For details of a bar, point at it or press ← and →."
 
-Part = Chart | Table | Verbatim | BulletList
 Predicted = tuple[str, Timeline, Plan, Trace]
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A heading, an introduction, and charts, tables and text."""
-
-    key: str
-    title: str
-    about: str
-    parts: Sequence[Part]
 
 
 def sections(runs: Runs, predicted: Sequence[Predicted]) -> tuple[list[Tile], list[Section]]:
@@ -147,8 +133,6 @@ def _comparison(runs: Runs) -> Section:
                 benchmark_table(benchmark),
                 Verbatim(f"Output of model.explain() ({benchmark.model})", benchmark.explanation),
             ]
-    for _, demo in runs.demos:
-        parts += [demo_table(demo), Verbatim("Output of model.explain()", "\n".join([demo.explanation, *demo.notes]))]
     return Section("comparison", "Comparison", "Click on the name of a column to sort by it.", parts)
 
 

@@ -1,0 +1,168 @@
+"""What the demo's figures come to: how much faster, at what price in loss, and where nothing is gained."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow, DemoDocument, DemoTraining
+from anabranch.report.formatting import count, factor, percent, plain, seconds, signed_percent, size, time_scale
+from anabranch.report.tables import columns
+
+AVERAGED_STEPS = 10  # of a loss: batches differ more than ways to train
+LEAST_GAIN = 0.02  # share of a step, below which nothing is called faster
+LEAST_ROUNDS = 0.75  # share of the rounds in which it must be faster
+SAME_LOSS = 0.01  # relative difference up to which the headline prefers the fastest
+LIMIT = 0.15  # share of DDP's step from which the network is called the limit
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A way to train beside DDP: its last loss, how many times as fast its step, and the relative price in loss.
+
+    ``faster``: whether it is so by more than noise.
+    """
+
+    name: str
+    speedup: float
+    faster: bool
+    loss: float
+    price: float
+
+
+def is_faster(benchmark: Benchmark, row: BenchmarkRow) -> bool:
+    """Whether its step is shorter than DDP's by more than noise: in most rounds, and by enough."""
+    base = benchmark.row(BASELINE)
+    won = [own_s < ddp_s for own_s, ddp_s in zip(row.turns_s, base.turns_s, strict=True)]
+    return fmean(won) >= LEAST_ROUNDS and benchmark.ratio_to_ddp(row) <= 1 - LEAST_GAIN
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """At each step the mean of the last ``AVERAGED_STEPS`` losses, or of fewer at the beginning."""
+    return [fmean(losses[max(0, at + 1 - AVERAGED_STEPS) : at + 1]) for at in range(len(losses))]
+
+
+def last_loss(training: DemoTraining) -> float:
+    """The mean of the last ``AVERAGED_STEPS`` losses."""
+    return smoothed(training.losses)[-1]
+
+
+def reached_s(training: DemoTraining, loss: float) -> float | None:
+    """Seconds from the start until the smoothed loss was this low; None if it never was."""
+    pairs = zip(smoothed(training.losses), training.elapsed_s, strict=True)
+    return next((at_s for value, at_s in pairs if value <= loss), None)
+
+
+def gains(found: DemoDocument) -> list[Gain]:
+    """Every training but DDP's."""
+    base = last_loss(found.training(BASELINE))
+    others = [training for training in found.trainings if training.name != BASELINE]
+    return [_gain(found, training, base) for training in others]
+
+
+def _gain(found: DemoDocument, training: DemoTraining, base: float) -> Gain:
+    row, loss = found.benchmark.row(training.name), last_loss(training)
+    price = loss / base - 1 if base > 0 else 0.0
+    return Gain(
+        training.name, 1 / found.benchmark.ratio_to_ddp(row), is_faster(found.benchmark, row), loss, price
+    )
+
+
+def headline(found: DemoDocument) -> str:
+    """How much faster, at what price in loss; or that nothing is gained."""
+    fast = [gain for gain in gains(found) if gain.faster]
+    if not fast:
+        return f"Nothing is gained here: no way to train is faster than DDP beyond the noise ({found.link})."
+    best = max([gain for gain in fast if gain.price <= SAME_LOSS] or fast, key=lambda gain: gain.speedup)
+    steps, base = len(found.trainings[0].losses), last_loss(found.training(BASELINE))
+    return (
+        f"{best.name} trains {factor(best.speedup)} as fast as DDP here; after {count(steps, 'step')} its loss is "
+        f"{best.loss:.3f}, DDP's {base:.3f} ({signed_percent(best.price)})."
+    )
+
+
+def network_limit(found: DemoDocument) -> str:
+    """How much of DDP's step the network takes."""
+    step_s, compute_s = found.benchmark.row(BASELINE).step_s, found.benchmark.row(COMPUTE).step_s
+    share = max(0.0, 1 - compute_s / step_s)
+    words = (
+        f"A step of DDP takes {seconds(step_s)}; computing alone takes {seconds(compute_s)}. The rest, "
+        f"{percent(share)} of the step, is exposed communication"
+    )
+    return words + (": your network is the limit." if share >= LIMIT else ": the network is not the limit here.")
+
+
+def dense_plan(replayed: Benchmark) -> str:
+    """What a plan gains that sends every gradient in full, predicted and measured."""
+    row, base = replayed.row(OURS), replayed.row(BASELINE)
+    words = f"DDP takes {seconds(base.step_s)} a step, DataParallel {seconds(row.step_s)}"
+    if row.predicted_s is not None and row.prediction_error is not None:
+        error = signed_percent(row.prediction_error)
+        words += f", and {seconds(row.predicted_s)} was predicted of it (error {error})"
+    if not is_faster(replayed, row):
+        return words + ": no difference beyond the noise. It sends the same values as DDP."
+    return words + f": {factor(1 / replayed.ratio_to_ddp(row))} as fast, with the same values sent."
+
+
+def compressed(found: DemoDocument) -> str:
+    """When each way reached the loss at which DDP ended, searching included; the earliest first."""
+    target = last_loss(found.training(BASELINE))
+    reached = {one.name: reached_s(one, target) for one in found.trainings}
+    words = [
+        f"{name} after {at_s:.1f} s" if at_s is not None else f"{name} not within as many steps"
+        for name, at_s in sorted(reached.items(), key=lambda pair: inf if pair[1] is None else pair[1])
+    ]
+    return f"The loss at which DDP ended, {target:.3f}, was reached, searching included, by {'; '.join(words)}."
+
+
+def fast_links(found: DemoDocument, fast: Benchmark) -> str:
+    """Whether sending less still pays where the network is no limit."""
+    compute_s, base = fast.row(COMPUTE).step_s, fast.row(BASELINE)
+    rows = [row for row in fast.rows if row.name not in (COMPUTE, BASELINE)]
+    won = [row for row in rows if is_faster(fast, row)]
+    steps = "; ".join(f"{row.name} {fast.ratio_to_ddp(row):.2f} of DDP's step" for row in rows)
+    words = f"DDP takes {seconds(base.step_s)} a step there, computing alone {seconds(compute_s)}: {steps}."
+    if not won:
+        return f"{words} Nothing is gained: on links as fast as these, leave DDP as it is."
+    slow = found.benchmark
+    less = all(fast.ratio_to_ddp(row) > slow.ratio_to_ddp(slow.row(row.name)) for row in won)
+    return f"{words} " + ("Less is gained than on the slow links." if less else "It gains there, too.")
+
+
+def demo_report(found: DemoDocument) -> RenderableType:
+    """The terminal's summary: a table of all ways, then what it means."""
+    benchmark, base = found.benchmark, found.training(BASELINE)
+    scale = time_scale(row.step_s for row in benchmark.rows)
+    title = f"{found.parameters:,} parameters, {benchmark.ranks} ranks, {count(len(base.losses), 'step')}; {found.link}"
+    headers = (f"step\n{scale.unit}", "step /\nDDP", f"predicted\n{scale.unit}", "last\nloss", "loss,\nrelative",
+               "whole\ntraining, s", "memory\nkept")  # fmt: skip
+    table = columns(plain(title), "trained as", *headers, left=["trained as"])
+    for training in found.trainings:
+        row, loss = benchmark.row(training.name), last_loss(training)
+        relative = signed_percent(loss / last_loss(base) - 1) if last_loss(base) > 0 else "-"
+        cells = [
+            training.name, scale(row.step_s), f"{benchmark.ratio_to_ddp(row):.2f}",
+            "-" if row.predicted_s is None else scale(row.predicted_s), f"{loss:.3f}", relative,
+            f"{training.elapsed_s[-1]:.1f}", size(sum(training.memory.values())),
+        ]  # fmt: skip
+        table.add_row(*map(Text, cells))
+    table.caption = Text(
+        "Step: from the start of forward to averaged gradients, in turns, medians. Whole training: all steps, with the "
+        f"search for a plan. Loss: mean of the last {AVERAGED_STEPS} steps. Memory: tensors kept between steps."
+    )
+    chosen = [Text(f"{one.name}: {plain(one.chosen)}") for one in found.trainings if one.chosen]
+    return Group(table, Text(), Text("What was chosen:", style="bold"), *chosen, Text(), *map(Text, story(found)))
+
+
+def story(found: DemoDocument) -> list[str]:
+    """The demo in sentences, its headline first."""
+    words = [headline(found), network_limit(found), compressed(found)]
+    if found.replayed is not None:
+        words.append(f"A dense plan ({found.replayed.model}, {found.replayed.facts.get('network', '')}): "
+                     + dense_plan(found.replayed))  # fmt: skip
+    if found.fast is not None:
+        words.append(f"On faster links ({found.fast.facts.get('network', '')}): {fast_links(found, found.fast)}")
+    return [plain(line) for line in words]
