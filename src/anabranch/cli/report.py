@@ -13,7 +13,7 @@ from anabranch.scaling.compression import priced
 from anabranch.sim import simulate
 
 if TYPE_CHECKING:
-    from anabranch.report.html.sections import Predicted
+    from anabranch.report.html.step_view import Predicted
     from anabranch.report.runs.reading import Runs
 
 RunsArgument = Annotated[

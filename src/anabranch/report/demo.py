@@ -13,8 +13,6 @@ from anabranch.report.formatting import count, factor, percent, plain, seconds, 
 from anabranch.report.tables import columns
 
 AVERAGED_STEPS = 10  # of a loss: batches differ more than ways to train
-LEAST_GAIN = 0.02  # share of a step, below which nothing is called faster
-LEAST_ROUNDS = 0.75  # share of the rounds in which it must be faster
 SAME_LOSS = 0.01  # relative difference up to which the headline prefers the fastest
 LIMIT = 0.15  # share of DDP's step from which the network is called the limit
 
@@ -31,13 +29,6 @@ class Gain:
     faster: bool
     loss: float
     price: float
-
-
-def is_faster(benchmark: Benchmark, row: BenchmarkRow) -> bool:
-    """Whether its step is shorter than DDP's by more than noise: in most rounds, and by enough."""
-    base = benchmark.row(BASELINE)
-    won = [own_s < ddp_s for own_s, ddp_s in zip(row.turns_s, base.turns_s, strict=True)]
-    return fmean(won) >= LEAST_ROUNDS and benchmark.ratio_to_ddp(row) <= 1 - LEAST_GAIN
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
@@ -66,9 +57,7 @@ def gains(found: DemoDocument) -> list[Gain]:
 def _gain(found: DemoDocument, training: DemoTraining, base: float) -> Gain:
     row, loss = found.benchmark.row(training.name), last_loss(training)
     price = loss / base - 1 if base > 0 else 0.0
-    return Gain(
-        training.name, 1 / found.benchmark.ratio_to_ddp(row), is_faster(found.benchmark, row), loss, price
-    )
+    return Gain(training.name, 1 / found.benchmark.ratio_to_ddp(row), found.benchmark.is_faster(row), loss, price)
 
 
 def headline(found: DemoDocument) -> str:
@@ -84,15 +73,25 @@ def headline(found: DemoDocument) -> str:
     )
 
 
+def exposed_share(benchmark: Benchmark, row: BenchmarkRow) -> float:
+    """The share of a step that computing alone does not take."""
+    return max(0.0, 1 - benchmark.row(COMPUTE).step_s / row.step_s)
+
+
+def is_limited(benchmark: Benchmark) -> bool:
+    """Whether the network takes a good part of DDP's step."""
+    return exposed_share(benchmark, benchmark.row(BASELINE)) >= LIMIT
+
+
 def network_limit(found: DemoDocument) -> str:
     """How much of DDP's step the network takes."""
-    step_s, compute_s = found.benchmark.row(BASELINE).step_s, found.benchmark.row(COMPUTE).step_s
-    share = max(0.0, 1 - compute_s / step_s)
+    benchmark = found.benchmark
+    base, alone = benchmark.row(BASELINE), benchmark.row(COMPUTE)
     words = (
-        f"A step of DDP takes {seconds(step_s)}; computing alone takes {seconds(compute_s)}. The rest, "
-        f"{percent(share)} of the step, is exposed communication"
+        f"A step of DDP takes {seconds(base.step_s)}; computing alone takes {seconds(alone.step_s)}. The rest, "
+        f"{percent(exposed_share(benchmark, base))} of the step, is exposed communication"
     )
-    return words + (": your network is the limit." if share >= LIMIT else ": the network is not the limit here.")
+    return words + (": your network is the limit." if is_limited(benchmark) else ": the network is not the limit here.")
 
 
 def dense_plan(replayed: Benchmark) -> str:
@@ -102,7 +101,7 @@ def dense_plan(replayed: Benchmark) -> str:
     if row.predicted_s is not None and row.prediction_error is not None:
         error = signed_percent(row.prediction_error)
         words += f", and {seconds(row.predicted_s)} was predicted of it (error {error})"
-    if not is_faster(replayed, row):
+    if not replayed.is_faster(row):
         return words + ": no difference beyond the noise. It sends the same values as DDP."
     return words + f": {factor(1 / replayed.ratio_to_ddp(row))} as fast, with the same values sent."
 
@@ -122,7 +121,7 @@ def fast_links(found: DemoDocument, fast: Benchmark) -> str:
     """Whether sending less still pays where the network is no limit."""
     compute_s, base = fast.row(COMPUTE).step_s, fast.row(BASELINE)
     rows = [row for row in fast.rows if row.name not in (COMPUTE, BASELINE)]
-    won = [row for row in rows if is_faster(fast, row)]
+    won = [row for row in rows if fast.is_faster(row)]
     steps = "; ".join(f"{row.name} {fast.ratio_to_ddp(row):.2f} of DDP's step" for row in rows)
     words = f"DDP takes {seconds(base.step_s)} a step there, computing alone {seconds(compute_s)}: {steps}."
     if not won:

@@ -7,7 +7,7 @@ on numbers are checked on reading only: they keep what is drawn finite. (The doc
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -26,6 +26,9 @@ Count = Annotated[int, Field(ge=0, le=MAX_NBYTES)]
 Positive = Annotated[int, Field(ge=1, le=MAX_NBYTES)]
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Name = Annotated[str, Field(min_length=1)]
+
+LEAST_GAIN = 0.02  # share of a step, below which nothing is called faster
+LEAST_ROUNDS = 0.75  # share of the rounds in which it must be faster
 
 # Rows of a benchmark that others are compared with.
 COMPUTE, BASELINE, OURS = "compute only", "DDP", "DataParallel"
@@ -270,6 +273,12 @@ class Benchmark:
     def ratio_to_ddp(self, row: BenchmarkRow) -> float:
         """Median over the rounds of this contestant's step over stock DDP's in the same round."""
         return row.ratio_to(self.row(BASELINE))
+
+    def is_faster(self, row: BenchmarkRow) -> bool:
+        """Whether its step is shorter than stock DDP's by more than noise: in most rounds, and by enough."""
+        base = self.row(BASELINE)
+        won = [own_s < ddp_s for own_s, ddp_s in zip(row.turns_s, base.turns_s, strict=True)]
+        return fmean(won) >= LEAST_ROUNDS and self.ratio_to_ddp(row) <= 1 - LEAST_GAIN
 
     def rates(self, name: str) -> list[float]:
         """Images (or sequences) per second on one rank, turn by turn."""

@@ -24,7 +24,9 @@ from anabranch.report.html.elements import (
     verbatim_html,
 )
 from anabranch.report.html.escaping import escaped, json_block
-from anabranch.report.html.sections import Predicted, sections
+from anabranch.report.html.sections import sections
+from anabranch.report.html.step_view import Predicted, step_views
+from anabranch.report.html.verdict import verdict
 from anabranch.report.runs.reading import Runs
 from anabranch.version import __version__
 
@@ -38,7 +40,9 @@ def report_page(title: str, runs: Runs, predicted: Sequence[Predicted]) -> str:
 
     Scripts are allowed by their hashes alone, so that even a mistake in escaping would show a tag and not obey it.
     """
-    tiles, parts = sections(runs, predicted)
+    steps = step_views(runs, predicted)
+    tiles, parts = sections(runs, steps)
+    found = verdict(runs, steps)
     figures = [part.figure for section in parts for part in section.parts if isinstance(part, Chart)]
     script = "\n".join(_asset(name) for name in SCRIPTS)
     library = _plotly() if figures else ""
@@ -50,6 +54,7 @@ def report_page(title: str, runs: Runs, predicted: Sequence[Predicted]) -> str:
             f"{count(len(runs.files), 'file')}, read on {datetime.now(UTC):%d %B %Y} by anabranch {__version__}"
         ),
         contents="".join(f'<li><a href="#{section.key}">{escaped(section.title)}</a></li>' for section in parts),
+        verdict=f"<p class=headline>{escaped(found)}</p>" if found else "",
         tiles=f"<dl class=tiles>{''.join(tile_html(tile) for tile in tiles)}</dl>" if tiles else "",
         sections="".join(_section(section) for section in parts),
         figures=json_block(figures),

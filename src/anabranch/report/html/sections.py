@@ -1,16 +1,17 @@
 """The sections of the page, in order: charts, tables and text for everything that was read."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
-from anabranch.plan import Plan
 from anabranch.report.formatting import count, percent, seconds
 from anabranch.report.html.elements import BulletList, Cell, Part, Section, Table, Tile, Verbatim
 from anabranch.report.html.escaping import shortened
 from anabranch.report.html.memory_chart import memory_chart
 from anabranch.report.html.scaling_chart import MAX_NETWORKS, network_chart, scaling_charts
 from anabranch.report.html.step_chart import step_chart
-from anabranch.report.html.step_view import StepView, step_views
+from anabranch.report.html.step_view import StepView
+from anabranch.report.html.story import story
 from anabranch.report.html.tables import (
     benchmark_table,
     bucket_table,
@@ -20,23 +21,28 @@ from anabranch.report.html.tables import (
 )  # fmt: skip
 from anabranch.report.html.training_chart import training_chart
 from anabranch.report.runs.reading import Runs
-from anabranch.timeline import Timeline
-from anabranch.trace import Trace
 
 MAX_CHARTS = 6  # of one kind
 STEP_KEYS = "To zoom, drag or press + and −. For details of a bar, point at it or press ← and →."
 
-Predicted = tuple[str, Timeline, Plan, Trace]
 
-
-def sections(runs: Runs, predicted: Sequence[Predicted]) -> tuple[list[Tile], list[Section]]:
+def sections(runs: Runs, steps: Sequence[StepView]) -> tuple[list[Tile], list[Section]]:
     """The tiles at the top of the page, and every section that is not empty."""
-    steps = step_views(runs, predicted)
+    told = _told(runs)
     found = [
-        _plan(steps, runs), _timelines(steps), _training(runs), _comparison(runs), _scaling(runs), _memory(runs),
-        _networks(runs), _files(runs),
+        *told, _plan(steps, runs), _timelines(steps), _training(runs), _comparison(runs),
+        *([] if told else [_scaling(runs)]), _memory(runs), _networks(runs), _files(runs),
     ]  # fmt: skip
     return _tiles(steps, runs), [section for section in found if section.parts]
+
+
+def _told(runs: Runs) -> list[Section]:
+    """The story of a demo, which ends with scaling, in numbered sections; nothing without a demo."""
+    if not runs.demos:
+        return []
+    _, demo = runs.demos[0]
+    told = [*story(demo), *([replace(_scaling(runs), title="At your size")] if runs.scalings else [])]
+    return [replace(section, title=f"{number}. {section.title}") for number, section in enumerate(told, start=1)]
 
 
 def _tiles(steps: Sequence[StepView], runs: Runs) -> list[Tile]:
