@@ -24,7 +24,7 @@ FEWEST_STEPS = 40  # a search for a plan takes 30 to 60
 DEADLINE_S = 900
 FAST_BIT_S = 2e9  # at which the transformer hardly waits, and the replayed model keeps the links just about busy
 ALPHA_S = 50e-6  # latency of emulated links
-SCALED = "densenet201"
+SCALED, SCALED_PLANNERS, SCALED_WAYS = "densenet201", ("by_bytes", "optimal"), ("auto", "int8", "oktopk:0.01")
 PAGE, DOCUMENT, SCALING = "report.html", "demo.json", "scale.json"
 OF_AUTO = ("auto_trace.json", "auto_network.json", "auto_plan.json", "auto_timeline.json", "auto_steps.json",
            "auto.jsonl")  # fmt: skip
@@ -40,7 +40,7 @@ KeepOption = Annotated[Path, typer.Option(metavar="FOLDER", help="Write the page
 
 def demo(
     workers: WorkersOption = 2,
-    steps: StepsOption = 70,
+    steps: StepsOption = 60,
     rate: RateOption = "100mbit",
     emulate: EmulateOption = False,
     keep: KeepOption = Path("anabranch-demo"),
@@ -114,11 +114,11 @@ def _part(part: str, folder: Path, workers: int, steps: int, cluster: Cluster | 
 
 def _scaling() -> dict[str, Any]:
     """Predicted, from the trace of a larger model."""
-    return asdict(scale(load_bundled_trace(SCALED)))
+    return asdict(scale(load_bundled_trace(SCALED), planners=SCALED_PLANNERS, compress=SCALED_WAYS))
 
 
 def _keep(folder: Path, kept: Path) -> str:
-    """Write the files of this run to ``kept``, and none of an earlier run stays; the words that say where the page is."""
+    """Write the files of this run, and none of an earlier one, to ``kept``; the words that say where the page is."""
     kept.mkdir(parents=True, exist_ok=True)
     for name in (*KEPT, PAGE):
         (kept / name).unlink(missing_ok=True)

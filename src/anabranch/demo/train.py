@@ -22,6 +22,7 @@ from anabranch.report.documents import BASELINE, Benchmark
 from anabranch.tuning.candidates import prediction_s
 
 SLOW, FAST = "slow", "fast"  # the demo's two parts
+LONGER = 2  # how many times as many steps compressed trainings have, so that all end at about the same time
 RACE = Settings(iters=4, batches=2, warmup=1)
 
 
@@ -38,7 +39,9 @@ def main(part: str, folder: Path, steps: int) -> None:
 def slow_links(folder: Path, steps: int) -> dict[str, Any]:
     """Every way to train, compared by its losses and its steps."""
     trainings = [Training(way, folder if way is AUTO else None) for way in ON_SLOW_LINKS]
-    benchmark = _compared(trainings, steps)
+    for training in trainings:
+        _train(training, LONGER * steps if training.way.compressed else steps)
+    benchmark = _compared(trainings)
     results = [asdict(training.result()) for training in trainings]
     parameters = trainings[0].parameters
     for training in trainings:
@@ -49,21 +52,26 @@ def slow_links(folder: Path, steps: int) -> dict[str, Any]:
 def fast_links(steps: int) -> dict[str, Any]:
     """Some of the ways where the network is no limit, and DDP and DataParallel where it just about keeps up."""
     trainings = [Training(way) for way in ON_FAST_LINKS]
-    benchmark = _compared(trainings, steps)
+    for training in trainings:
+        _train(training, steps)
+    benchmark = _compared(trainings)
     for training in trainings:
         training.close()
     _say(f"{NAME}, replayed, as DDP and by a plan, in turns")
     return {"benchmark": asdict(benchmark), "replayed": asdict(_named(replay()))}
 
 
-def _compared(trainings: Sequence[Training], steps: int) -> Benchmark:
-    """Train each, then let all of them and computing alone take turns."""
-    for training in trainings:
-        training.run(steps)
-        result = training.result()
-        _say(f"{result.name}: {steps} steps in {result.elapsed_s[-1]:.1f} s, loss {result.losses[-1]:.3f}")
+def _train(training: Training, steps: int) -> None:
+    training.run(steps)
+    result = training.result()
+    _say(f"{result.name}: {steps} steps in {result.elapsed_s[-1]:.1f} s, loss {result.losses[-1]:.3f}")
+
+
+def _compared(trainings: Sequence[Training]) -> Benchmark:
+    """All of them and computing alone, in turns."""
     _say("all of them in turns")
-    model = next(one.ours for one in trainings if one.ours is not None)
+    models = [training.ours for training in trainings if training.ours is not None]
+    model = next((model for model in models if model.network is not None), models[0])
     assert model.trace is not None  # it has trained longer than it records
     contestants = [training.contestant(RACE.warmup) for training in trainings]
     if model.network is not None:  # which it has measured beside DDP's own buckets

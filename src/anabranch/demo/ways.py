@@ -17,17 +17,21 @@ WARMUP_STEPS = 5  # of Ok-Topk, whose default of 100 is more than the whole demo
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to train: its name, the line of code for it, and the same as a function of the model."""
+    """A way to train: its name, the line of code for it, and the same as a function of the model.
+
+    ``compressed``: whether it may send less than all values.
+    """
 
     name: str
     code: str
     wrap: Callable[[nn.Module], DistributedDataParallel]
+    compressed: bool = False
 
 
 def _ours(name: str, compress: Compress = None, written: str = "") -> Way:
     """A DataParallel without a cache, because the demo shows what is found on this machine today."""
     code = f"ab.DataParallel(model, compress={written})" if written else "ab.DataParallel(model)"
-    return Way(name, code, lambda model: DataParallel(model, compress=compress, cache=False))
+    return Way(name, code, lambda model: DataParallel(model, compress=compress, cache=False), bool(written))
 
 
 DDP = Way(BASELINE, "DistributedDataParallel(model)", DistributedDataParallel)

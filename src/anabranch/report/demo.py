@@ -36,9 +36,14 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     return [fmean(losses[max(0, at + 1 - AVERAGED_STEPS) : at + 1]) for at in range(len(losses))]
 
 
-def last_loss(training: DemoTraining) -> float:
-    """The mean of the last ``AVERAGED_STEPS`` losses."""
-    return smoothed(training.losses)[-1]
+def compared_steps(found: DemoDocument) -> int:
+    """The number of steps after which losses are compared: DDP's, or as many as every training has."""
+    return min(len(training.losses) for training in found.trainings)
+
+
+def compared_loss(found: DemoDocument, training: DemoTraining) -> float:
+    """The smoothed loss after ``compared_steps``."""
+    return smoothed(training.losses)[compared_steps(found) - 1]
 
 
 def reached_s(training: DemoTraining, loss: float) -> float | None:
@@ -49,24 +54,24 @@ def reached_s(training: DemoTraining, loss: float) -> float | None:
 
 def gains(found: DemoDocument) -> list[Gain]:
     """Every training but DDP's."""
-    base = last_loss(found.training(BASELINE))
-    others = [training for training in found.trainings if training.name != BASELINE]
-    return [_gain(found, training, base) for training in others]
+    return [gain(found, training) for training in found.trainings if training.name != BASELINE]
 
 
-def _gain(found: DemoDocument, training: DemoTraining, base: float) -> Gain:
-    row, loss = found.benchmark.row(training.name), last_loss(training)
+def gain(found: DemoDocument, training: DemoTraining) -> Gain:
+    """One training beside DDP's."""
+    base = compared_loss(found, found.training(BASELINE))
+    row, loss = found.benchmark.row(training.name), compared_loss(found, training)
     price = loss / base - 1 if base > 0 else 0.0
     return Gain(training.name, 1 / found.benchmark.ratio_to_ddp(row), found.benchmark.is_faster(row), loss, price)
 
 
 def headline(found: DemoDocument) -> str:
     """How much faster, at what price in loss; or that nothing is gained."""
-    fast = [gain for gain in gains(found) if gain.faster]
+    fast = [one for one in gains(found) if one.faster]
     if not fast:
         return f"Nothing is gained here: no way to train is faster than DDP beyond the noise ({found.link})."
-    best = max([gain for gain in fast if gain.price <= SAME_LOSS] or fast, key=lambda gain: gain.speedup)
-    steps, base = len(found.trainings[0].losses), last_loss(found.training(BASELINE))
+    best = max([one for one in fast if one.price <= SAME_LOSS] or fast, key=lambda one: one.speedup)
+    steps, base = compared_steps(found), compared_loss(found, found.training(BASELINE))
     return (
         f"{best.name} trains {factor(best.speedup)} as fast as DDP here; after {count(steps, 'step')} its loss is "
         f"{best.loss:.3f}, DDP's {base:.3f} ({signed_percent(best.price)})."
@@ -108,10 +113,12 @@ def dense_plan(replayed: Benchmark) -> str:
 
 def compressed(found: DemoDocument) -> str:
     """When each way reached the loss at which DDP ended, searching included; the earliest first."""
-    target = last_loss(found.training(BASELINE))
+    target = compared_loss(found, found.training(BASELINE))
     reached = {one.name: reached_s(one, target) for one in found.trainings}
     words = [
-        f"{name} after {at_s:.1f} s" if at_s is not None else f"{name} not within as many steps"
+        f"{name} after {at_s:.1f} s"
+        if at_s is not None
+        else f"{name} not within its {len(found.training(name).losses):,} steps"
         for name, at_s in sorted(reached.items(), key=lambda pair: inf if pair[1] is None else pair[1])
     ]
     return f"The loss at which DDP ended, {target:.3f}, was reached, searching included, by {'; '.join(words)}."
@@ -133,24 +140,25 @@ def fast_links(found: DemoDocument, fast: Benchmark) -> str:
 
 def demo_report(found: DemoDocument) -> RenderableType:
     """The terminal's summary: a table of all ways, then what it means."""
-    benchmark, base = found.benchmark, found.training(BASELINE)
+    benchmark, steps = found.benchmark, compared_steps(found)
+    target = compared_loss(found, found.training(BASELINE))
     scale = time_scale(row.step_s for row in benchmark.rows)
-    title = f"{found.parameters:,} parameters, {benchmark.ranks} ranks, {count(len(base.losses), 'step')}; {found.link}"
-    headers = (f"step\n{scale.unit}", "step /\nDDP", f"predicted\n{scale.unit}", "last\nloss", "loss,\nrelative",
-               "whole\ntraining, s", "memory\nkept")  # fmt: skip
+    headers = (f"step\n{scale.unit}", "step /\nDDP", f"predicted\n{scale.unit}", f"loss at\nstep {steps:,}",
+               "loss,\nrelative", "DDP's\nat, s", "memory\nkept")  # fmt: skip
+    title = f"{found.parameters:,} parameters, {benchmark.ranks} ranks; {found.link}"
     table = columns(plain(title), "trained as", *headers, left=["trained as"])
     for training in found.trainings:
-        row, loss = benchmark.row(training.name), last_loss(training)
-        relative = signed_percent(loss / last_loss(base) - 1) if last_loss(base) > 0 else "-"
+        row, beside, at_s = benchmark.row(training.name), gain(found, training), reached_s(training, target)
         cells = [
             training.name, scale(row.step_s), f"{benchmark.ratio_to_ddp(row):.2f}",
-            "-" if row.predicted_s is None else scale(row.predicted_s), f"{loss:.3f}", relative,
-            f"{training.elapsed_s[-1]:.1f}", size(sum(training.memory.values())),
+            "-" if row.predicted_s is None else scale(row.predicted_s), f"{beside.loss:.3f}",
+            signed_percent(beside.price), "-" if at_s is None else f"{at_s:.1f}", size(sum(training.memory.values())),
         ]  # fmt: skip
         table.add_row(*map(Text, cells))
     table.caption = Text(
-        "Step: from the start of forward to averaged gradients, in turns, medians. Whole training: all steps, with the "
-        f"search for a plan. Loss: mean of the last {AVERAGED_STEPS} steps. Memory: tensors kept between steps."
+        "Step: from the start of forward to averaged gradients, in turns, medians. Loss: mean of "
+        f"{AVERAGED_STEPS} steps. DDP's at: when it reached the loss at which DDP ended, searching included. Memory: "
+        "tensors kept between steps."
     )
     chosen = [Text(f"{one.name}: {plain(one.chosen)}") for one in found.trainings if one.chosen]
     return Group(table, Text(), Text("What was chosen:", style="bold"), *chosen, Text(), *map(Text, story(found)))

@@ -8,6 +8,7 @@ from anabranch.report.html.chart import Chart, hatching
 from anabranch.report.html.escaping import plotly_text
 
 ROW_PX, EDGE_PX = 34, 110
+ROOM = 1.12  # for the text behind the longest bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +34,26 @@ def bar_chart(
     data = [
         {
             "type": "bar", "orientation": "h", "name": kind.name, "x": list(kind.values), "y": places,
-            "text": list(kind.texts), "textposition": "inside" if stacked else "auto", "textangle": 0,
-            "insidetextanchor": "end", "insidetextfont": {"color": "--on-bar"}, "outsidetextfont": {"color": "--ink"},
-            "constraintext": "none" if not stacked else "inside", "cliponaxis": False,
-            "customdata": list(kind.hovers), "hovertemplate": "%{customdata}<extra></extra>",
-            "marker": {"color": kind.colour, "pattern": hatching(kind.shape), "line": {"color": "--page", "width": 0.7}},
+            "text": list(kind.texts), "textposition": "outside", "outsidetextfont": {"color": "--ink"},
+            "cliponaxis": False, "customdata": list(kind.hovers), "hovertemplate": "%{customdata}<extra></extra>",
+            "marker": {
+                "color": kind.colour, "pattern": hatching(kind.shape), "line": {"color": "--page", "width": 0.7},
+            },
         }
         for kind in kinds
     ]  # fmt: skip
     layout: dict[str, Any] = {
         "barmode": "stack" if stacked else "group", "hovermode": "closest", "bargap": 0.25,
-        "xaxis": {"title": {"text": axis}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": axis}, "range": [0, ROOM * _longest(kinds, stacked)]},
         "yaxis": {"tickvals": places, "ticktext": [plotly_text(name, 24) for name in rows], "autorange": "reversed",
                   "fixedrange": True, "showgrid": False, "zeroline": False},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
     }  # fmt: skip
     height = ROW_PX * len(rows) * (1 if stacked else len(kinds)) + EDGE_PX
     return Chart(key, label, data, layout, height, caption, list(range(len(data))))
+
+
+def _longest(kinds: Sequence[Bars], stacked: bool) -> float:
+    """The end of the longest bar, or of all bars of a row on top of each other."""
+    rows = zip(*([value or 0.0 for value in kind.values] for kind in kinds), strict=True)
+    return max((sum(row) if stacked else max(row) for row in rows), default=0.0) or 1.0

@@ -26,7 +26,7 @@ from anabranch.report.html.elements import (
 from anabranch.report.html.escaping import escaped, json_block
 from anabranch.report.html.sections import sections
 from anabranch.report.html.step_view import Predicted, step_views
-from anabranch.report.html.verdict import verdict
+from anabranch.report.html.verdict import conditions, verdict
 from anabranch.report.runs.reading import Runs
 from anabranch.version import __version__
 
@@ -42,7 +42,6 @@ def report_page(title: str, runs: Runs, predicted: Sequence[Predicted]) -> str:
     """
     steps = step_views(runs, predicted)
     tiles, parts = sections(runs, steps)
-    found = verdict(runs, steps)
     figures = [part.figure for section in parts for part in section.parts if isinstance(part, Chart)]
     script = "\n".join(_asset(name) for name in SCRIPTS)
     library = _plotly() if figures else ""
@@ -54,13 +53,17 @@ def report_page(title: str, runs: Runs, predicted: Sequence[Predicted]) -> str:
             f"{count(len(runs.files), 'file')}, read on {datetime.now(UTC):%d %B %Y} by anabranch {__version__}"
         ),
         contents="".join(f'<li><a href="#{section.key}">{escaped(section.title)}</a></li>' for section in parts),
-        verdict=f"<p class=headline>{escaped(found)}</p>" if found else "",
+        verdict=_paragraph("headline", verdict(runs, steps)) + _paragraph("note", conditions(runs)),
         tiles=f"<dl class=tiles>{''.join(tile_html(tile) for tile in tiles)}</dl>" if tiles else "",
         sections="".join(_section(section) for section in parts),
         figures=json_block(figures),
         plotly=base64.b64encode(gzip.compress(library.encode(), 9, mtime=0)).decode() if library else "",
         script=script,
     )
+
+
+def _paragraph(kind: str, words: str) -> str:
+    return f"<p class={kind}>{escaped(words)}</p>" if words else ""
 
 
 def _plotly() -> str:

@@ -11,7 +11,7 @@ from anabranch.report.html.memory_chart import memory_chart
 from anabranch.report.html.scaling_chart import MAX_NETWORKS, network_chart, scaling_charts
 from anabranch.report.html.step_chart import step_chart
 from anabranch.report.html.step_view import StepView
-from anabranch.report.html.story import story
+from anabranch.report.html.story import story, story_tiles
 from anabranch.report.html.tables import (
     benchmark_table,
     bucket_table,
@@ -23,6 +23,7 @@ from anabranch.report.html.training_chart import training_chart
 from anabranch.report.runs.reading import Runs
 
 MAX_CHARTS = 6  # of one kind
+YOUR_OWN = "For your own model: anabranch record, then anabranch scale --trace, and your network by --network."
 STEP_KEYS = "To zoom, drag or press + and −. For details of a bar, point at it or press ← and →."
 
 
@@ -41,12 +42,17 @@ def _told(runs: Runs) -> list[Section]:
     if not runs.demos:
         return []
     _, demo = runs.demos[0]
-    told = [*story(demo), *([replace(_scaling(runs), title="At your size")] if runs.scalings else [])]
+    told = story(demo)
+    if runs.scalings:
+        scaling = _scaling(runs)
+        told.append(replace(scaling, title="At your size", about=f"{scaling.about} {YOUR_OWN}"))
     return [replace(section, title=f"{number}. {section.title}") for number, section in enumerate(told, start=1)]
 
 
 def _tiles(steps: Sequence[StepView], runs: Runs) -> list[Tile]:
     tiles: list[Tile] = []
+    if runs.demos:
+        return story_tiles(runs.demos[0][1])
     predicted = next((view for view in steps if not view.measured), None)
     measured = next((view for view in steps if view.measured), None)
     for view, word in ((predicted, "predicted"), (measured, "measured")):

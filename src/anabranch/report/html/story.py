@@ -1,23 +1,26 @@
-"""The demo as a story: is the network the limit, what a plan gains, what sending less gains and costs, on fast links."""
+"""The demo as a story: is the network the limit, what does a plan gain, what does sending less gain and cost, where."""
 
 from collections.abc import Sequence
 
 from anabranch.report.demo import (
     AVERAGED_STEPS,
+    compared_loss,
+    compared_steps,
     compressed,
     dense_plan,
     exposed_share,
     fast_links,
+    gain,
     is_limited,
-    last_loss,
     network_limit,
+    reached_s,
     smoothed,
 )
-from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow, DemoDocument, DemoTraining
-from anabranch.report.formatting import percent, seconds, signed_percent, size, time_scale
+from anabranch.report.documents import BASELINE, COMPUTE, Benchmark, BenchmarkRow, DemoDocument, DemoTraining
+from anabranch.report.formatting import factor, percent, seconds, signed_percent, size, time_scale
 from anabranch.report.html.bars import Bars, bar_chart
 from anabranch.report.html.chart import Chart, Series, line, marker
-from anabranch.report.html.elements import BulletList, Cell, Part, Section, Table, Verbatim
+from anabranch.report.html.elements import BulletList, Cell, Part, Section, Table, Tile, Verbatim
 from anabranch.report.html.escaping import hover_text, plotly_text
 from anabranch.report.html.tables import NONE, benchmark_table
 
@@ -28,11 +31,25 @@ def story(found: DemoDocument) -> list[Section]:
     """The sections, without numbers; those that the demo measured."""
     sections = [_limit(found)]
     if found.replayed is not None:
-        sections.append(_dense(found, found.replayed))
+        sections.append(_dense(found.replayed))
     sections.append(_compressed(found))
     if found.fast is not None:
         sections.append(_fast(found, found.fast))
     return sections
+
+
+def story_tiles(found: DemoDocument) -> list[Tile]:
+    """Every way in short."""
+    tiles = []
+    for training in found.trainings:
+        row, beside = found.benchmark.row(training.name), gain(found, training)
+        note = (
+            f"{percent(exposed_share(found.benchmark, row))} of it exposed"
+            if training.name == BASELINE
+            else f"{factor(beside.speedup)} as fast as DDP, loss {signed_percent(beside.price)}"
+        )
+        tiles.append(Tile(f"Step, {training.name}", seconds(row.step_s), note))
+    return tiles
 
 
 def _limit(found: DemoDocument) -> Section:
@@ -47,7 +64,7 @@ def _limit(found: DemoDocument) -> Section:
         Bars("computing", "--compute", "", [at_s * scale.per_second for at_s in computing], [""] * len(rows),
              [f"computing: {seconds(at_s)}" for at_s in computing]),
         Bars("communication, exposed", "--exposed", "/", [at_s * scale.per_second for at_s in exposed],
-             [f"step {scale(row.step_s)} {scale.unit}" for row in rows],
+             [f"{row.step_s * scale.per_second:.3g} {scale.unit}" for row in rows],
              [hover_text(f"<b>{plotly_text(row.name)}</b>: step {seconds(row.step_s)}",
                          f"exposed: {seconds(at_s)}, {percent(exposed_share(benchmark, row))} of the step")
               for row, at_s in zip(rows, exposed, strict=True)]),
@@ -65,7 +82,7 @@ def _limit(found: DemoDocument) -> Section:
     return Section("story-limit-section", title, f"{network_limit(found)} The links: {found.link}.", [chart])
 
 
-def _dense(found: DemoDocument, replayed: Benchmark) -> Section:
+def _dense(replayed: Benchmark) -> Section:
     """Picture 2: measured steps beside predicted ones."""
     rows = replayed.rows
     scale = time_scale(row.step_s for row in rows)
@@ -73,19 +90,18 @@ def _dense(found: DemoDocument, replayed: Benchmark) -> Section:
         Bars("measured", "--wire", "", *_bar(rows, [row.step_s for row in rows], "measured")),
         Bars("predicted", "--gather", ".", *_bar(rows, [row.predicted_s for row in rows], "predicted")),
     ]
+    network = replayed.facts.get("network", "")
     caption = (
-        "GoogLeNet as recorded on an H200, replayed ten times slower: its steps sleep where the recorded ones computed, "
-        "and send real gradients of its sizes. DataParallel runs the plan that is best on the network as measured."
+        f"{replayed.model}, {replayed.ranks} ranks, {network}. It sleeps where the recorded model computed, and "
+        "sends real gradients of its sizes. DataParallel runs the plan that is best on the network as measured."
     )
     chart = bar_chart(
         "story-dense", "Steps of DDP and of a dense plan, measured and predicted", [row.name for row in rows], kinds,
         f"{scale.unit} a step", caption,
     )  # fmt: skip
-    own = found.training(OURS).chosen
     about = (
-        f"Which gradients travel together, and when, matters where the network just about keeps up with backward. "
-        f"{replayed.model}, {replayed.facts.get('network', '')}: {dense_plan(replayed)} For the transformer, whose "
-        f"messages take longer than its whole backward, DataParallel found: {own}"
+        "Which gradients travel together, and when, matters most where the network just about keeps up with backward. "
+        f"{dense_plan(replayed)} Where messages take longer than all of backward, as above, no plan can hide them."
     )
     parts: list[Part] = [chart, Verbatim("Output of model.explain() for the plan", replayed.explanation)]
     return Section("story-dense-section", "A dense plan, predicted beside measured", about, parts)
@@ -96,7 +112,7 @@ def _bar(
 ) -> tuple[list[float | None], list[str], list[str]]:
     """Values, texts and hover texts of one kind of bar; None where nothing is known."""
     scale = time_scale(row.step_s for row in rows)
-    texts = ["" if at_s is None else f"{scale(at_s)} {scale.unit}" for at_s in values_s]
+    texts = ["" if at_s is None else f"{at_s * scale.per_second:.3g} {scale.unit}" for at_s in values_s]
     hovers = [
         hover_text(f"<b>{plotly_text(row.name)}</b>, {what}: {text}") for row, text in zip(rows, texts, strict=True)
     ]
@@ -105,31 +121,32 @@ def _bar(
 
 def _compressed(found: DemoDocument) -> Section:
     """Picture 3: losses over time, and everything about each way in a table."""
-    chosen = [f"{training.name}: {training.chosen}" for training in found.trainings if training.chosen]
+    chosen = [f"{one.name}, {one.code}: {one.chosen}" for one in found.trainings if one.chosen]
     parts: list[Part] = [_loss_chart(found), _table(found), BulletList("What was chosen, and why", chosen)]
     parts += [
         Verbatim(f"Output of model.explain(), {training.name}", training.explanation)
         for training in found.trainings
         if training.explanation
     ]
-    about = f"The same training in every way: the same weights, batches and number of steps. {compressed(found)}"
+    about = f"The same weights and the same batches in every way. {compressed(found)}"
     return Section("story-loss-section", "Compressed: loss beside time", about, parts)
 
 
 def _loss_chart(found: DemoDocument) -> Chart:
     data = [_loss_curve(training, index) for index, training in enumerate(found.trainings)]
-    base = found.training(BASELINE)
+    target = compared_loss(found, found.training(BASELINE))
     layout = {
         "hovermode": "closest",
         "xaxis": {"title": {"text": "seconds since the training began, searching included"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "loss"}, "nticks": 7},
-        "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": last_loss(base), "y1": last_loss(base),
+        "shapes": [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": target, "y1": target,
                     "line": {"color": "--soft", "width": 1, "dash": "dot"}}],
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     }  # fmt: skip
     caption = (
-        f"At each step the mean over the ranks and the last {AVERAGED_STEPS} steps. The dotted line is where DDP ended. "
-        "The flat piece near the start of a curve is the network being measured, during one step."
+        f"At each step the mean over the ranks and the last {AVERAGED_STEPS} steps. The dotted line is where DDP "
+        "ended, after fewer steps than the compressed ways. Where a curve is flat near its start, the network is being "
+        "measured, during one step: searching costs a few seconds once, which is much of a training as short as this."
     )
     label = "Loss against wall-clock time for every way to train"
     return Chart(
@@ -152,26 +169,29 @@ def _loss_curve(training: DemoTraining, index: int) -> Series:
 
 
 def _table(found: DemoDocument) -> Table:
-    benchmark, base = found.benchmark, last_loss(found.training(BASELINE))
+    benchmark, steps = found.benchmark, compared_steps(found)
+    target = compared_loss(found, found.training(BASELINE))
     scale = time_scale(row.step_s for row in benchmark.rows)
-    headers = ["trained as", f"step, {scale.unit}", "step / DDP", f"predicted, {scale.unit}", "error", "last loss",
-               "loss / DDP", "whole training, s", "memory kept", "of it residuals", "in code"]  # fmt: skip
+    headers = ["trained as", f"step, {scale.unit}", "step / DDP", f"predicted, {scale.unit}", "error",
+               f"loss, step {steps:,}", "loss / DDP", "DDP's loss at, s", "memory", "residuals"]  # fmt: skip
     rows = []
     for training in found.trainings:
-        row, loss, memory = benchmark.row(training.name), last_loss(training), sum(training.memory.values())
+        row, beside, at_s = benchmark.row(training.name), gain(found, training), reached_s(training, target)
         ratio, error, residuals = benchmark.ratio_to_ddp(row), row.prediction_error, training.memory.get("residuals", 0)
+        memory = sum(training.memory.values())
         rows.append([
             Cell(training.name), Cell(scale(row.step_s), row.step_s), Cell(f"{ratio:.2f}", ratio, ratio),
             NONE if row.predicted_s is None else Cell(scale(row.predicted_s), row.predicted_s),
-            NONE if error is None else Cell(signed_percent(error), error), Cell(f"{loss:.3f}", loss),
-            Cell(signed_percent(loss / base - 1), loss / base - 1) if base > 0 else NONE,
-            Cell(f"{training.elapsed_s[-1]:.1f}", training.elapsed_s[-1]), Cell(size(memory), memory),
-            Cell(size(residuals) if residuals else "–", residuals), Cell(training.code),
+            NONE if error is None else Cell(signed_percent(error), error), Cell(f"{beside.loss:.3f}", beside.loss),
+            Cell(signed_percent(beside.price), beside.price),
+            NONE if at_s is None else Cell(f"{at_s:.1f}", at_s), Cell(size(memory), memory),
+            Cell(size(residuals) if residuals else "–", residuals),
         ])  # fmt: skip
     title = f"{found.parameters:,} parameters, {benchmark.ranks} ranks, {found.link}"
     caption = (
-        f"Step: median of turns; step / DDP: median of the ratios in the same round. Last loss: mean of the last "
-        f"{AVERAGED_STEPS} steps. Memory: tensors that a rank keeps from step to step. Ok-Topk warms up for few steps "
+        "Step: median of turns; step / DDP: median of the ratios in the same round. Loss: mean of the last "
+        f"{AVERAGED_STEPS} steps. DDP's loss at: seconds until it had the loss at which DDP ended, searching included. "
+        "Memory: tensors that a rank keeps from step to step, residuals among them. Ok-Topk warms up for few steps "
         f"here; its default of 100 costs less in loss. Measured on {'; '.join(benchmark.facts.values())}."
     )
     return Table(title, headers, rows, caption)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from anabranch.report.demo import headline
-from anabranch.report.documents import BASELINE, COMPUTE, OURS
+from anabranch.report.documents import BASELINE, OURS
 from anabranch.report.formatting import factor, percent, seconds, size
 from anabranch.report.html.step_view import StepView
 from anabranch.report.runs.reading import Runs
@@ -14,8 +14,13 @@ FEWEST_STEPS = 3  # whose median says something
 LEAST_GAIN = 0.01  # share of a step, below which a plan is called no faster
 
 
+def conditions(runs: Runs) -> str:
+    """On what a demo was measured, to stand under its verdict; empty without a demo."""
+    return next((f"Measured in this run: {demo.link}." for _, demo in runs.demos), "")
+
+
 def verdict(runs: Runs, steps: Sequence[StepView]) -> str:
-    """The first that can be said: what was measured before what was predicted. Empty where there is nothing to judge."""
+    """The first that can be said, what was measured before what was predicted; empty where there is none."""
     found = (
         _of_demo(runs), _of_benchmark(runs), _of_training(runs), _of_step(steps), _of_comparison(runs),
         _of_scaling(runs), _of_memory(runs),
@@ -24,16 +29,14 @@ def verdict(runs: Runs, steps: Sequence[StepView]) -> str:
 
 
 def _of_demo(runs: Runs) -> str:
-    return next((f"{headline(demo)} Measured on {demo.link}." for _, demo in runs.demos), "")
+    return next((headline(demo) for _, demo in runs.demos), "")
 
 
 def _of_benchmark(runs: Runs) -> str:
     for benchmark in (one for _, found in runs.benches for one in found.benchmarks):
-        rows = [row for row in benchmark.rows if row.name not in (COMPUTE, BASELINE)]
-        row = next((row for row in rows if row.name == OURS), min(rows, key=lambda one: one.step_s, default=None))
-        if row is None:
+        if OURS not in {row.name for row in benchmark.rows}:
             continue
-        base = benchmark.row(BASELINE)
+        row, base = benchmark.row(OURS), benchmark.row(BASELINE)
         times = f"{seconds(row.step_s)} a step, DDP {seconds(base.step_s)}"
         if benchmark.is_faster(row):
             return (
@@ -81,7 +84,7 @@ def _of_comparison(runs: Runs) -> str:
     for _, found in runs.comparisons:
         best = next((row for row in found.rows if row.name == found.best), None)
         if best is not None and best.speedup is not None:
-            return f"Predicted: the best plan that sends all values, {best.name}, is {factor(best.speedup)} as fast as DDP."
+            return f"Predicted: {best.name}, the best dense plan, is {factor(best.speedup)} as fast as DDP's buckets."
     return ""
 
 
