@@ -67,7 +67,7 @@ def test_a_dense_plan_beside_its_prediction() -> None:
 def test_on_fast_links() -> None:
     assert "Nothing is gained: on links as fast as these" in words.fast_links(demo(), benchmark(FAST_S, "", False))
     less = benchmark({**FAST_S, "int8": 0.018}, "")
-    assert "int8 0.86 of DDP's step" in words.fast_links(demo(), less)
+    assert "int8 takes 0.86 of that;" in words.fast_links(demo(), less)
     assert "Less is gained than on the slow links." in words.fast_links(demo(), less)
 
 

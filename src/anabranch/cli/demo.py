@@ -80,7 +80,7 @@ def _cluster(workers: int, rate_bit_s: float | None, emulate: bool) -> Cluster |
         try:
             preflight.check(real, [])
         except LabError as error:
-            _say(f"Links are emulated: {error}.")
+            _say(f"Links are emulated: {f'{error}'.replace(f', {preflight.EMULATE}', '')}.")
         else:
             return real
     return Cluster([rate_bit_s] * workers, alpha_s=ALPHA_S)
@@ -145,7 +145,7 @@ def _print(path: Path, as_json: bool) -> None:
     else:
         print()
         show_tables(demo_report(document))
-        print()
+        print(flush=True)  # before what follows on stderr
 
 
 def _say(words: str) -> None:
