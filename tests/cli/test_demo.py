@@ -76,16 +76,32 @@ def test_without_rights_links_are_emulated_and_it_is_said(
     capsys: pytest.CaptureFixture[str], made_up: Parts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(cluster: Cluster, gpus: list[str]) -> None:
-        raise LabError("this machine cannot run the lab: no permission to create network namespaces (user 1000)")
+        if not cluster.emulated:
+            raise LabError(f"this machine cannot run the lab: no permission, {preflight.EMULATE}")
 
     monkeypatch.setattr(preflight, "check", refuse)
     assert main(["demo", "--keep", str(tmp_path / "run")]) == 0
     assert all(cluster is not None and cluster.emulated for _, cluster in made_up) and len(made_up) == 2
     err = capsys.readouterr().err
-    assert "Links are emulated: this machine cannot run the lab: no permission" in err
+    assert (
+        "Not on 2 hosts, 100 Mbit/s links, network namespaces: this machine cannot run the lab: no permission.\n" in err
+    )
     document = parse_file((tmp_path / "run" / "demo.json").read_bytes(), "demo.json")
     assert isinstance(document, DemoDocument) and "delays inside the ranks: not a real network" in document.link
     assert document.link in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_where_nothing_can_be_slowed_down(
+    capsys: pytest.CaptureFixture[str], made_up: Parts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(cluster: Cluster, gpus: list[str]) -> None:
+        raise LabError("this machine cannot run the lab: it needs Linux")
+
+    monkeypatch.setattr(preflight, "check", refuse)
+    assert main(["demo", "--keep", str(tmp_path)]) == 0
+    assert made_up == [("slow", None)]
+    err = capsys.readouterr().err
+    assert err.count("it needs Linux") == 2 and "this machine as it is, without slow links" in err
 
 
 def test_no_slow_links(capsys: pytest.CaptureFixture[str], made_up: Parts, tmp_path: Path) -> None:
@@ -170,6 +186,12 @@ def test_workers_that_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert main(["demo", "--rate", "unshaped", "--keep", str(tmp_path / "run")]) == 2
     assert "the demo's workers ended with exit code 1" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("anabranch.lab.run.run", lambda cluster, command, timeout_s: 128 + signal.SIGINT)
+    assert main(["demo", "--emulate", "--keep", str(tmp_path / "run")]) == 130
+    assert "error" not in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def ranks_of(process: "subprocess.Popen[str]") -> list[int]:

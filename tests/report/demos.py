@@ -31,7 +31,7 @@ def training(name: str, step_s: float, higher: float = 0.0, steps: int = STEPS) 
     """A loss that falls by 0.05 a step, and ``higher`` than DDP's."""
     return DemoTraining(
         name=name,
-        code=f"wrap(model, {name})",
+        code=f"wrap(model, {name}, {'long_' * 20})",
         losses=tuple(5.0 - 0.05 * step + higher for step in range(steps)),
         elapsed_s=tuple(step_s * (step + 1) for step in range(steps)),
         memory={"parameters": 1 << 20, "residuals": 1 << 19 if name.startswith("Ok-Topk") else 0},

@@ -287,11 +287,27 @@ def test_without_script_numbers_are_there(opened: Opener, report: Path) -> None:
     assert page.locator("noscript").count() == 1
 
 
-def test_the_page_of_a_demo_is_drawn_without_a_complaint(opened: Opener, tmp_path: Path) -> None:
-    (tmp_path / "demo.json").write_text(json.dumps(demo_document()))
-    (tmp_path / "scale.json").write_text(json.dumps(scaling_document()))
-    written_page(tmp_path, tmp_path / "report.html")
-    found = opened(tmp_path / "report.html")
+@pytest.fixture(scope="module")
+def demo_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "demo.json").write_text(json.dumps(demo_document()))
+    (folder / "scale.json").write_text(json.dumps(scaling_document()))
+    written_page(folder, folder / "report.html")
+    return folder / "report.html"
+
+
+def test_a_phone_shows_all_of_a_demo(opened: Opener, demo_page: Path) -> None:
+    page = opened(demo_page, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True).page
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    outside = page.evaluate("""[...document.querySelectorAll(".bartext")].filter(text => {
+      const plot = text.closest(".plot").getBoundingClientRect();
+      return text.getBoundingClientRect().right > plot.right;
+    }).length""")
+    assert outside == 0
+
+
+def test_the_page_of_a_demo_is_drawn_without_a_complaint(opened: Opener, demo_page: Path) -> None:
+    found = opened(demo_page)
     assert found.complaints == [] and found.page.locator("figure.chart .main-svg").count() >= 6
     assert found.page.locator("#story-limit .bartext").all_text_contents().count("200 ms") == 2  # DDP, DataParallel
     box = found.page.locator(".headline").bounding_box()

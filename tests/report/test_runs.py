@@ -223,8 +223,12 @@ def test_waiting_is_drawn_apart_from_sending_and_names_the_rank() -> None:
     runs = Runs()
     runs.add("window.json", later_rank(3_000, error_s=0.0))
     views = step_views(runs, [])
-    assert views[0].title.endswith("rank 0, which waits 3.000 ms for rank 1") and views[1].title.endswith("rank 1")
-    chart = next(part for section in sections(runs, views)[1] for part in section.parts if isinstance(part, Chart))
+    section = next(section for section in sections(runs, views)[1] if section.key == "timelines")
+    assert (
+        "window.json: step 4, rank 0 waits 3.000 ms for rank 1." in section.about
+        and "rank 1 waits" not in section.about
+    )
+    chart = next(part for part in section.parts if isinstance(part, Chart))
     bars = {series["name"]: series for series in chart.data}
     waiting = bars["waiting for a slower rank"]
     assert waiting["text"] == ["waits for rank 1"] and "3.000 ms" in waiting["customdata"][0]

@@ -69,7 +69,11 @@ def test_every_number_of_the_pictures_is_the_documents(page: str) -> None:
 
 
 def test_what_was_chosen_and_kept_in_memory(page: str) -> None:
-    assert "int8, wrap(model, int8): int8 was chosen" in page and "Output of model.explain(), auto" in page
+    assert (
+        "int8, wrap(model, int8, long_" in page
+        and "_): int8 was chosen" in page
+        and "Output of model.explain(), auto" in page
+    )
     assert ">1.5 MiB</td>" in page and ">512.0 KiB</td>" in page
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -68,22 +69,22 @@ def demo(
 
 
 def _cluster(workers: int, rate_bit_s: float | None, emulate: bool) -> Cluster | None:
-    """Workers on real slow links where this machine allows them, else on emulated ones; None without slow links."""
+    """Workers on real slow links where this machine allows them, else on emulated ones; None for no slow links."""
     if rate_bit_s is None:
         if emulate:
             raise ValueError(f"--emulate with --rate {UNSHAPED}: expected a rate, such as 100mbit, of emulated links")
         return None
-    if not emulate:
-        from anabranch.lab import preflight
+    from anabranch.lab import preflight
 
-        real = Cluster([rate_bit_s] * workers)
+    rates = [rate_bit_s] * workers
+    for cluster in (*([] if emulate else [Cluster(rates)]), Cluster(rates, alpha_s=ALPHA_S)):
         try:
-            preflight.check(real, [])
+            preflight.check(cluster, [])
         except LabError as error:
-            _say(f"Links are emulated: {f'{error}'.replace(f', {preflight.EMULATE}', '')}.")
+            _say(f"Not on {cluster}: {f'{error}'.replace(f', {preflight.EMULATE}', '')}.")
         else:
-            return real
-    return Cluster([rate_bit_s] * workers, alpha_s=ALPHA_S)
+            return cluster
+    return None
 
 
 def _words(cluster: Cluster | None) -> str:
@@ -99,12 +100,20 @@ def _part(part: str, folder: Path, workers: int, steps: int, cluster: Cluster | 
     if cluster is None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command = [*torchrun, "--nproc-per-node", f"{workers}", "--no-python", *program, f"{steps}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        code = subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode
+        try:
+            code = subprocess.run(
+                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=DEADLINE_S, check=False
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise AnabranchError(
+                f"the demo's workers were not done after {DEADLINE_S} s: see what they wait for"
+            ) from error
     else:
         from anabranch.lab.run import run
 
         code = run(cluster, [*program, f"{steps}"], DEADLINE_S)
+    if code == 128 + signal.SIGINT:  # the lab has passed it on to the workers
+        raise KeyboardInterrupt
     output = folder / f"{part}.json"
     if not output.exists():  # it is written when all is done; how the workers end after that does not matter
         raise AnabranchError(f"the demo's workers ended with exit code {code}: their messages are above")

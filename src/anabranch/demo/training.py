@@ -18,6 +18,7 @@ from torch import nn
 from anabranch.bench.contestants import Contestant
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
+from anabranch.comm.agree import true_on_all_ranks
 from anabranch.demo.text import CharTransformer, StandardLibrary
 from anabranch.demo.ways import Way
 from anabranch.files import save
@@ -78,7 +79,8 @@ class Training:
         model.hold()
         step = partial(forward_backward, model, batch_of(0))
         done = len(self._losses)
-        while model.timeline is None and done < len(self._losses) + MOST_STEPS_TO_SETTLE:
+        most = done + MOST_STEPS_TO_SETTLE
+        while done < most and not true_on_all_ranks(model.timeline is not None, model.process_group):
             step()
             done += 1
         if self._folder is not None:
@@ -122,7 +124,7 @@ class Training:
         )
 
     def _memory(self) -> dict[str, int]:
-        """Bytes of the tensors that a rank keeps from step to step."""
+        """Bytes of the tensors that a rank keeps from step to step, beside the buckets of DDP and its like."""
         parameters = list(self._model.parameters())
         state = self.ours.comm_state_dict() if self.ours is not None else {}
         return {

@@ -145,7 +145,7 @@ def demo_report(found: DemoDocument) -> RenderableType:
     target = compared_loss(found, found.training(BASELINE))
     scale = time_scale(row.step_s for row in benchmark.rows)
     headers = (f"step\n{scale.unit}", "step /\nDDP", f"predicted\n{scale.unit}", f"loss at\nstep {steps:,}",
-               "loss,\nrelative", "DDP's\nat, s", "memory\nkept")  # fmt: skip
+               "loss,\nrelative", "DDP's\nat, s", "memory")  # fmt: skip
     title = f"{found.parameters:,} parameters, {benchmark.ranks} ranks; {found.link}"
     table = columns(plain(title), "trained as", *headers, left=["trained as"])
     for training in found.trainings:
@@ -159,7 +159,7 @@ def demo_report(found: DemoDocument) -> RenderableType:
     table.caption = Text(
         "Step: from the start of forward to averaged gradients, in turns, medians. Loss: mean of "
         f"{AVERAGED_STEPS} steps. DDP's at: when it reached the loss at which DDP ended, searching included. Memory: "
-        "tensors kept between steps."
+        "parameters, gradients, optimizer, residuals."
     )
     chosen = [Text(f"{one.name}: {plain(one.chosen)}") for one in found.trainings if one.chosen]
     return Group(table, Text(), Text("What was chosen:", style="bold"), *chosen, Text(), *map(Text, story(found)))

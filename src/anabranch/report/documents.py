@@ -306,7 +306,7 @@ class DemoTraining:
     """One training: its loss, averaged over the ranks, at each step, and the seconds since its start, search included.
 
     code      what a user writes for it
-    memory    bytes of the tensors that a rank keeps from step to step, by kind
+    memory    bytes of parameters, gradients, the optimizer's state and residuals of a rank
     chosen    what DataParallel found, in a sentence or two; empty for stock DDP, as is ``explanation``
     """
 

@@ -8,7 +8,7 @@ from anabranch.report.html.chart import Chart, hatching
 from anabranch.report.html.escaping import plotly_text
 
 ROW_PX, EDGE_PX = 34, 110
-ROOM = 1.12  # for the text behind the longest bar
+ROOM = 1.2  # for the text behind the longest bar
 
 
 @dataclass(frozen=True, slots=True)

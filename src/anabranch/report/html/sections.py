@@ -43,6 +43,8 @@ def _told(runs: Runs) -> list[Section]:
         return []
     _, demo = runs.demos[0]
     told = story(demo)
+    if len(runs.demos) > 1:
+        told[0] = replace(told[0], about=f"{told[0].about} The first of {len(runs.demos)} demos is shown.")
     if runs.scalings:
         scaling = _scaling(runs)
         told.append(replace(scaling, title="At your size", about=f"{scaling.about} {YOUR_OWN}"))
@@ -127,6 +129,11 @@ def _timelines(steps: Sequence[StepView]) -> Section:
     shown = predicted[:MAX_CHARTS] + measured[:MAX_CHARTS]
     parts = [step_chart("timelines", "Predicted and measured steps on one axis", shown, STEP_KEYS)] if both else []
     about = "The simulator's prediction of a step, and the step as one rank measured it. Untimed buckets have no bar."
+    about += "".join(
+        f" {view.title} waits {seconds(waited_s)} for rank {rank}."
+        for view in measured[:MAX_CHARTS]
+        for rank, waited_s in view.waited_s.items()
+    )
     about += _drawn_of(predicted, "predicted steps") + _drawn_of(measured, "measured steps")
     return Section("timelines", "Predicted and measured", about, parts)
 

@@ -1,7 +1,6 @@
 """StepView: one training step, predicted or measured, with its buckets where they are known."""
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,7 +8,6 @@ from functools import cached_property
 from anabranch.errors import PlanError
 from anabranch.plan import Bucket, Plan, bucket_label
 from anabranch.report.documents import PlanDocument, SimulateDocument
-from anabranch.report.formatting import seconds
 from anabranch.report.runs.reading import Runs
 from anabranch.report.runs.window import RankStep, Wait
 from anabranch.scaling.compression import sent_nbytes
@@ -39,6 +37,15 @@ class StepView:
     def tensors(self) -> dict[str, TensorSpec]:
         """The gradients by name; empty without a trace."""
         return {tensor.name: tensor for tensor in self.trace.tensors} if self.trace is not None else {}
+
+    @property
+    def waited_s(self) -> dict[int, float]:
+        """How long it waited for each of the ranks that it waited for."""
+        found: dict[int, float] = {}
+        for span in self.timeline.communication:
+            if (wait := self.waits.get(span.name)) is not None:
+                found[wait.rank] = found.get(wait.rank, 0.0) + min(wait.until_s, span.end_s) - span.start_s
+        return found
 
     def sent_nbytes(self, bucket: Bucket) -> int | None:
         """What one rank sends for a bucket; None where the number of ranks, a gradient or the collective is unknown."""
@@ -109,20 +116,7 @@ def _rank_view(name: str, one: RankStep) -> StepView:
         if number and names:
             collective = label.partition(": ")[2].partition(",")[0] or "dense"
             buckets[int(number[1])] = Bucket(names, 0, collective)
-    title = f"{name}: step {one.step:,}, rank {one.rank}{_waiting(one)}"
-    return StepView(title, True, one.timeline, buckets, waits=one.waits)
-
-
-def _waiting(one: RankStep) -> str:
-    """For which rank it waited longest, and how long; empty where it waited for none."""
-    spans = {span.name: span for span in one.timeline.communication}
-    waited_s: Counter[int] = Counter()
-    for name, wait in one.waits.items():
-        waited_s[wait.rank] += min(wait.until_s, spans[name].end_s) - spans[name].start_s  # type: ignore[assignment]
-    if not waited_s:
-        return ""
-    rank, longest_s = waited_s.most_common(1)[0]
-    return f", which waits {seconds(longest_s)} for rank {rank}"
+    return StepView(f"{name}: step {one.step:,}, rank {one.rank}", True, one.timeline, buckets, waits=one.waits)
 
 
 def _plan_name(step: PlanDocument | SimulateDocument) -> str:

@@ -90,10 +90,10 @@ def _dense(replayed: Benchmark) -> Section:
         Bars("measured", "--wire", "", *_bar(rows, [row.step_s for row in rows], "measured")),
         Bars("predicted", "--gather", ".", *_bar(rows, [row.predicted_s for row in rows], "predicted")),
     ]
-    network = replayed.facts.get("network", "")
     caption = (
-        f"{replayed.model}, {replayed.ranks} ranks, {network}. It sleeps where the recorded model computed, and "
-        "sends real gradients of its sizes. DataParallel runs the plan that is best on the network as measured."
+        f"{replayed.model}, {replayed.ranks} ranks, {_network(replayed)}. It sleeps where the recorded model "
+        "computed, and sends real gradients of its sizes. DataParallel runs the plan that is best on the network as "
+        "measured."
     )
     chart = bar_chart(
         "story-dense", "Steps of DDP and of a dense plan, measured and predicted", [row.name for row in rows], kinds,
@@ -191,7 +191,7 @@ def _table(found: DemoDocument) -> Table:
     caption = (
         "Step: median of turns; step / DDP: median of the ratios in the same round. Loss: mean of the last "
         f"{AVERAGED_STEPS} steps. DDP's loss at: seconds until it had the loss at which DDP ended, searching included. "
-        "Memory: tensors that a rank keeps from step to step, residuals among them. Ok-Topk warms up for few steps "
+        "Memory: parameters, gradients, optimizer and residuals of a rank. Ok-Topk warms up for few steps "
         f"here; its default of 100 costs less in loss. Measured on {'; '.join(benchmark.facts.values())}."
     )
     return Table(title, headers, rows, caption)
@@ -202,21 +202,22 @@ def _fast(found: DemoDocument, fast: Benchmark) -> Section:
     slow = found.benchmark
     names = [row.name for row in fast.rows if row.name not in (COMPUTE, BASELINE)]
     kinds = []
-    looks = ((f"slow links: {_rate(slow)}", slow, "--exposed", "/"), (f"fast links: {_rate(fast)}", fast, "--wire", ""))
+    looks = (("slow links", slow, "--exposed", "/"), ("fast links", fast, "--wire", ""))
     for title, benchmark, colour, shape in looks:
         rows = [benchmark.row(name) for name in names]
         ratios = [benchmark.ratio_to_ddp(row) for row in rows]
         hovers = [
-            hover_text(f"<b>{plotly_text(row.name)}</b>, {plotly_text(title)}",
+            hover_text(f"<b>{plotly_text(row.name)}</b>, {title}: {plotly_text(_network(benchmark))}",
                        f"{seconds(row.step_s)}, DDP {seconds(benchmark.row(BASELINE).step_s)}")
             for row in rows
         ]  # fmt: skip
-        kinds.append(Bars(plotly_text(title), colour, shape, ratios, [f"{ratio:.2f}" for ratio in ratios], hovers))
+        kinds.append(Bars(title, colour, shape, ratios, [f"{ratio:.2f}" for ratio in ratios], hovers))
     chart = bar_chart(
         "story-fast", "Steps as shares of DDP's, on slow and on fast links", names, kinds,
-        "step / DDP's step on the same links (below 1 is faster)",
-        "Medians of the ratios in the same round. Ways that DataParallel did not find to be faster run DDP's own "
-        "buckets, and differ from DDP by the noise of this machine and by what watching costs.",
+        "step / DDP's (below 1 is faster)",
+        f"Slow: {_network(slow)}. Fast: {_network(fast)}. Medians of the ratios in the same round. Ways that "
+        "DataParallel did not find to be faster run DDP's own buckets, and differ from DDP by the noise of this "
+        "machine and by what watching costs.",
     )  # fmt: skip
     chart.layout["shapes"] = [{"type": "line", "yref": "paper", "x0": 1, "x1": 1, "y0": 0, "y1": 1,
                                "line": {"color": "--ink", "width": 1.5, "dash": "dot"}}]  # fmt: skip
@@ -224,5 +225,5 @@ def _fast(found: DemoDocument, fast: Benchmark) -> Section:
     return Section("story-fast-section", "What happens on a fast link", fast_links(found, fast), parts)
 
 
-def _rate(benchmark: Benchmark) -> str:
+def _network(benchmark: Benchmark) -> str:
     return benchmark.facts.get("network", "as it is")
