@@ -14,7 +14,7 @@ from anabranch.report.tables import columns
 
 AVERAGED_STEPS = 10  # of a loss: batches differ more than ways to train
 SAME_LOSS = 0.01  # relative difference up to which the headline prefers the fastest
-LIMIT = 0.15  # share of DDP's step from which the network is called the limit
+LIMIT = 0.5  # share of DDP's step from which the network is called the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def exposed_share(benchmark: Benchmark, row: BenchmarkRow) -> float:
 
 
 def is_limited(benchmark: Benchmark) -> bool:
-    """Whether the network takes a good part of DDP's step."""
+    """Whether the network takes most of DDP's step."""
     return exposed_share(benchmark, benchmark.row(BASELINE)) >= LIMIT
 
 

@@ -96,10 +96,10 @@ def _hover(point: ScalePoint) -> str:
 
 
 def log_ticks(values: Sequence[float]) -> dict[str, Any]:
-    """Ticks at 1, 2, 5, 10 … over the range of these values; at powers of ten only, where the range is wide."""
+    """Ticks at 1, 2, 5, 10 … over the range of these values; at more or at fewer where it is narrow or wide."""
     drawable = [value for value in values if 0 < value < inf] or [1.0]
     low, high = min(drawable), max(drawable)
-    steps = (1, 2, 5) if high < 200 * low else (1,)
+    steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if high < 4 * low else (1, 2, 5) if high < 200 * low else (1,)
     exponents = range(floor(log10(low)) - 1, floor(log10(high)) + 2)
     ticks = [step * 10.0**exponent for exponent in exponents for step in steps]
     return {"tickvals": ticks, "ticktext": [f"{tick:,.6g}" for tick in ticks]}
