@@ -62,6 +62,7 @@ def test_a_dense_plan_beside_its_prediction() -> None:
     assert "DDP takes 400.0 ms a step, DataParallel 320.0 ms, and 288.0 ms was predicted of it (error -10.0 %)" in found
     assert "1.25× as fast" in found
     assert "no difference beyond the noise" in words.dense_plan(benchmark({**REPLAYED_S, "DataParallel": 0.4}, ""))
+    assert "slower than DDP, this time" in words.dense_plan(benchmark({**REPLAYED_S, "DataParallel": 0.5}, ""))
 
 
 def test_on_fast_links() -> None:
@@ -75,6 +76,8 @@ def test_a_demo_has_the_steps_of_every_training() -> None:
     found = demo()
     with pytest.raises(ValueError, match="expected DDP among the trainings"):
         demo(trainings=found.trainings[1:])
+    with pytest.raises(ValueError, match="expected compute only and some of the trainings, and DataParallel"):
+        demo(replayed=benchmark({"DDP": 0.4}, ""))
     with pytest.raises(ValueError, match="2 losses at 1 times"):
         DemoTraining(name="x", code="", losses=(1.0, 2.0), elapsed_s=(1.0,), memory={})
 

@@ -15,9 +15,11 @@ from anabranch.report.html.chart import Chart
 from anabranch.report.html.escaping import json_block
 from anabranch.report.html.sections import sections
 from anabranch.report.html.step_view import step_views
+from anabranch.report.html.verdict import verdict
 from anabranch.report.runs.reading import MAX_FILES, Runs, parse_file, read_runs
 from anabranch.report.runs.training import MAX_LINES, Training
 from anabranch.report.runs.window import RankStep
+from report.demos import demo_document
 from report.run_files import (
     as_json,
     bench_document,
@@ -271,7 +273,7 @@ def test_what_ddps_own_buckets_expose_in_a_window() -> None:
 
 
 DOCUMENTS = [bench_document(), comparison_document(), memory_document(), scaling_document(), window_document(),
-             metrics_line(3), planned_document()]  # fmt: skip
+             metrics_line(3), planned_document(), demo_document()]  # fmt: skip
 ODD = [None, True, -1, 0, 10**400, 1e308, -1e308, 5e-324, 1.5, "", "x", "</script>", [], [None], {}, {"a": 1}]
 
 
@@ -301,5 +303,7 @@ def test_a_damaged_document_is_drawn_or_refused(document: Any) -> None:
     except FileError as error:
         assert str(error).startswith("x")
         return
-    _, shown = sections(runs, step_views(runs, []))
+    steps = step_views(runs, [])
+    tiles, shown = sections(runs, steps)
+    assert isinstance(verdict(runs, steps), str) and all(tile.value for tile in tiles)
     json_block([part.figure for section in shown for part in section.parts if isinstance(part, Chart)])

@@ -8,7 +8,16 @@ from statistics import fmean
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow, DemoDocument, DemoTraining
+from anabranch.report.documents import (
+    BASELINE,
+    COMPUTE,
+    LEAST_GAIN,
+    OURS,
+    Benchmark,
+    BenchmarkRow,
+    DemoDocument,
+    DemoTraining,
+)
 from anabranch.report.formatting import count, factor, percent, plain, seconds, signed_percent, size, time_scale
 from anabranch.report.tables import columns
 
@@ -106,9 +115,10 @@ def dense_plan(replayed: Benchmark) -> str:
     if row.predicted_s is not None and row.prediction_error is not None:
         error = signed_percent(row.prediction_error)
         words += f", and {seconds(row.predicted_s)} was predicted of it (error {error})"
-    if not replayed.is_faster(row):
-        return words + ": no difference beyond the noise. It sends the same values as DDP."
-    return words + f": {factor(1 / replayed.ratio_to_ddp(row))} as fast, with the same values sent."
+    if replayed.is_faster(row):
+        return words + f": {factor(1 / replayed.ratio_to_ddp(row))} as fast, with the same values sent."
+    slower = replayed.ratio_to_ddp(row) > 1 + LEAST_GAIN
+    return words + (": slower than DDP, this time." if slower else ": no difference beyond the noise.")
 
 
 def compressed(found: DemoDocument) -> str:
@@ -169,8 +179,8 @@ def story(found: DemoDocument) -> list[str]:
     """The demo in sentences, its headline first."""
     words = [headline(found), network_limit(found), compressed(found)]
     if found.replayed is not None:
-        words.append(f"A dense plan ({found.replayed.model}, {found.replayed.facts.get('network', '')}): "
-                     + dense_plan(found.replayed))  # fmt: skip
+        replayed = found.replayed
+        words.append(f"A dense plan ({replayed.model}, {replayed.network}): {dense_plan(replayed)}")
     if found.fast is not None:
-        words.append(f"On faster links ({found.fast.facts.get('network', '')}): {fast_links(found, found.fast)}")
+        words.append(f"On faster links ({found.fast.network}): {fast_links(found, found.fast)}")
     return [plain(line) for line in words]

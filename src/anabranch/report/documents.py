@@ -266,6 +266,11 @@ class Benchmark:
                 f"expected {BASELINE} and as many turns for all"
             )
 
+    @property
+    def network(self) -> str:
+        """The network between the ranks, in words."""
+        return self.facts.get("network", "as it is")
+
     def row(self, name: str) -> BenchmarkRow:
         """The contestant of this name."""
         return next(row for row in self.rows if row.name == name)
@@ -353,6 +358,14 @@ class DemoDocument:
             raise ValueError(
                 f"a demo has the trainings {', '.join(trained)} and the steps of {', '.join(timed)}: expected "
                 f"{BASELINE} among the trainings, and the steps of {COMPUTE} and of each training in the same order"
+            )
+
+        of_fast = {row.name for row in self.fast.rows} if self.fast is not None else {COMPUTE}
+        of_replayed = {row.name for row in self.replayed.rows} if self.replayed is not None else {OURS}
+        if COMPUTE not in of_fast or not of_fast <= set(timed) or OURS not in of_replayed:
+            raise ValueError(
+                f"a demo has the steps of {', '.join(sorted(of_fast))} on fast links, and replayed those of "
+                f"{', '.join(sorted(of_replayed))}: expected {COMPUTE} and some of the trainings, and {OURS}"
             )
 
     def training(self, name: str) -> DemoTraining:

@@ -92,7 +92,7 @@ def _dense(replayed: Benchmark) -> Section:
         Bars("predicted", "--gather", ".", *_bar(rows, [row.predicted_s for row in rows], "predicted")),
     ]
     caption = (
-        f"{replayed.model}, {replayed.ranks} ranks, {_network(replayed)}. It sleeps where the recorded model "
+        f"{replayed.model}, {replayed.ranks} ranks, {replayed.network}. It sleeps where the recorded model "
         "computed, and sends real gradients of its sizes. DataParallel runs the plan that is best on the network as "
         "measured."
     )
@@ -208,7 +208,7 @@ def _fast(found: DemoDocument, fast: Benchmark) -> Section:
         rows = [benchmark.row(name) for name in names]
         ratios = [benchmark.ratio_to_ddp(row) for row in rows]
         hovers = [
-            hover_text(f"<b>{plotly_text(row.name)}</b>, {title}: {plotly_text(_network(benchmark))}",
+            hover_text(f"<b>{plotly_text(row.name)}</b>, {title}: {plotly_text(benchmark.network)}",
                        f"{seconds(row.step_s)}, DDP {seconds(benchmark.row(BASELINE).step_s)}")
             for row in rows
         ]  # fmt: skip
@@ -216,7 +216,7 @@ def _fast(found: DemoDocument, fast: Benchmark) -> Section:
     chart = bar_chart(
         "story-fast", "Steps as shares of DDP's, on slow and on fast links", names, kinds,
         "step / DDP's (below 1 is faster)",
-        f"Slow: {_network(slow)}. Fast: {_network(fast)}. Medians of the ratios in the same round. Ways that "
+        f"Slow: {slow.network}. Fast: {fast.network}. Medians of the ratios in the same round. Ways that "
         "DataParallel did not find to be faster run DDP's own buckets, and differ from DDP by the noise of this "
         "machine and by what watching costs.",
     )  # fmt: skip
@@ -224,7 +224,3 @@ def _fast(found: DemoDocument, fast: Benchmark) -> Section:
                                "line": {"color": "--ink", "width": 1.5, "dash": "dot"}}]  # fmt: skip
     parts: list[Part] = [chart, replace(benchmark_table(fast), best=None)]  # by noise, where nothing is gained
     return Section("story-fast-section", "What happens on a fast link", fast_links(found, fast), parts)
-
-
-def _network(benchmark: Benchmark) -> str:
-    return benchmark.facts.get("network", "as it is")
