@@ -10,26 +10,14 @@ SECONDS ?= 1500
 SEED ?= 1
 FAULTS ?= 1000
 CASE ?=
+RATE ?= 100mbit
 READY := $(VENV)/.ready-$(subst =,,$(TORCH))
-CLUSTER := ring:ranks=16,alpha=30us,rate=10gbit
 
 .PHONY: demo test quick frameworks torch-suite soak static check format docs clean
 
+# Without slow links: make demo RATE=unshaped
 demo: $(READY)
-	mkdir -p demo
-	@echo "1. Live, on this machine."
-	$(BIN)/anabranch demo --keep demo/run --force
-	@echo
-	@echo "2. Predicted: a DenseNet-201 recorded on an H200, on 16 of them and 10 Gbit/s Ethernet, then on 4 to 2048 and two networks."
-	$(BIN)/anabranch compare --trace densenet201 --network $(CLUSTER)
-	$(BIN)/anabranch scale --trace densenet201 --plot demo/scaling.svg --force
-	@echo "The picture is in demo/scaling.svg. Try another model: $(BIN)/anabranch compare --trace resnet50 ..."
-	@echo
-	@echo "3. All of it as one page."
-	@$(BIN)/anabranch compare --trace densenet201 --network $(CLUSTER) --json > demo/run/compare.json
-	@$(BIN)/anabranch scale --trace densenet201 --json > demo/run/scale.json
-	$(BIN)/anabranch report demo/run -o demo/report.html --force --title "anabranch demo"
-	@echo "Open it in a browser: file://$(CURDIR)/demo/report.html"
+	$(BIN)/anabranch demo --rate $(RATE) --keep demo --force
 
 test: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup

@@ -1,5 +1,6 @@
 """The page in a browser: opened from disk, pointed at, zoomed, sorted, in both themes and on a phone."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from report.run_files import run_folder, written_page
+from report.demos import demo_document
+from report.run_files import run_folder, scaling_document, written_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -283,3 +285,30 @@ def test_without_script_numbers_are_there(opened: Opener, report: Path) -> None:
     page = opened(report, java_script_enabled=False).page
     assert page.locator("table").count() >= 5 and page.locator(".tile").count() >= 6
     assert page.locator("noscript").count() == 1
+
+
+@pytest.fixture(scope="module")
+def demo_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "demo.json").write_text(json.dumps(demo_document()))
+    (folder / "scale.json").write_text(json.dumps(scaling_document()))
+    written_page(folder, folder / "report.html")
+    return folder / "report.html"
+
+
+def test_a_phone_shows_all_of_a_demo(opened: Opener, demo_page: Path) -> None:
+    page = opened(demo_page, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True).page
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    outside = page.evaluate("""[...document.querySelectorAll(".bartext")].filter(text => {
+      const plot = text.closest(".plot").getBoundingClientRect();
+      return text.getBoundingClientRect().right > plot.right;
+    }).length""")
+    assert outside == 0
+
+
+def test_the_page_of_a_demo_is_drawn_without_a_complaint(opened: Opener, demo_page: Path) -> None:
+    found = opened(demo_page)
+    assert found.complaints == [] and found.page.locator("figure.chart .main-svg").count() >= 6
+    assert found.page.locator("#story-limit .bartext").all_text_contents().count("200 ms") == 2  # DDP, DataParallel
+    box = found.page.locator(".headline").bounding_box()
+    assert box is not None and box["y"] < 300  # seen without scrolling

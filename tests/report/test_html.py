@@ -155,6 +155,8 @@ def test_a_narrow_range_of_costs_has_several_ticks() -> None:
     network = Network(4, {"dense": Curve.through([(1 << 10, 0.004, 0.001), (1 << 20, 0.009, 0.001)])})
     ticks = network_chart("network-0", network).layout["yaxis"]["tickvals"]
     assert {5.0, 10.0} <= set(ticks)
+    narrow = [tick for tick in log_ticks([100.0, 160.0])["tickvals"] if 100 <= tick <= 160]
+    assert narrow == [100.0, 120.0, 150.0]
     assert log_ticks([0.002, 40.0])["ticktext"] == ["0.0001", "0.001", "0.01", "0.1", "1", "10", "100"]
     assert log_ticks([])["tickvals"] and log_ticks([0.0, inf])["tickvals"]
 

@@ -14,9 +14,12 @@ from anabranch.report.documents import BenchDocument, CompareDocument, MemoryDoc
 from anabranch.report.html.chart import Chart
 from anabranch.report.html.escaping import json_block
 from anabranch.report.html.sections import sections
+from anabranch.report.html.step_view import step_views
+from anabranch.report.html.verdict import verdict
 from anabranch.report.runs.reading import MAX_FILES, Runs, parse_file, read_runs
 from anabranch.report.runs.training import MAX_LINES, Training
 from anabranch.report.runs.window import RankStep
+from report.demos import demo_document
 from report.run_files import (
     as_json,
     bench_document,
@@ -198,6 +201,43 @@ def test_a_window_shows_the_median_step_of_every_rank() -> None:
     assert ranks[1].timeline.spans[0].start_s == pytest.approx(-0.02 + 1e-5)  # by rank 0's clock
 
 
+def later_rank(late_us: float, error_s: float) -> list[RankStep]:
+    """A window of two ranks; the buckets of rank 1 begin so much later, and clocks are known this well."""
+    document = window_document()
+    document["otherData"]["clock_error_s"] = {"rank 0": 0.0, "rank 1": error_s}
+    for event in document["traceEvents"]:
+        if event["name"].startswith("bucket") and event["pid"] == 1:
+            event["ts"] += late_us - 10
+    found = parse_file(json.dumps(document).encode(), "window.json")
+    assert isinstance(found, list)
+    return [one for one in found if isinstance(one, RankStep)]
+
+
+def test_a_rank_waits_for_the_last_one_to_begin() -> None:
+    first, last = later_rank(3_000, error_s=1e-3)
+    ((name, wait),) = first.waits.items()
+    assert name.startswith("bucket 0") and wait.rank == 1 and not last.waits
+    assert wait.until_s == pytest.approx(0.01 + 0.003)
+    assert not later_rank(900, error_s=1e-3)[0].waits  # the clocks may be that wrong
+
+
+def test_waiting_is_drawn_apart_from_sending_and_names_the_rank() -> None:
+    runs = Runs()
+    runs.add("window.json", later_rank(3_000, error_s=0.0))
+    views = step_views(runs, [])
+    section = next(section for section in sections(runs, views)[1] if section.key == "timelines")
+    assert (
+        "window.json: step 4, rank 0 waits 3.000 ms for rank 1." in section.about
+        and "rank 1 waits" not in section.about
+    )
+    chart = next(part for part in section.parts if isinstance(part, Chart))
+    bars = {series["name"]: series for series in chart.data}
+    waiting = bars["waiting for a slower rank"]
+    assert waiting["text"] == ["waits for rank 1"] and "3.000 ms" in waiting["customdata"][0]
+    sent = [bars[kind]["x"][0] for kind in ("communication, hidden", "communication, exposed")]
+    assert waiting["x"] == [pytest.approx(3.0)] and sum(sent) == pytest.approx(40.0 - 3.0)
+
+
 def test_a_window_without_computing_is_refused() -> None:
     document = window_document()
     for event in document["traceEvents"]:
@@ -213,12 +253,13 @@ def test_a_bucket_with_a_number_that_no_bucket_has() -> None:
         event["name"] = event["name"].replace("bucket 0", "bucket " + "9" * 5000)
     runs = Runs()
     runs.add("window.json", parse_file(json.dumps(document).encode(), "window.json"))
-    _, found = sections(runs, [])
+    _, found = sections(runs, step_views(runs, []))
     (chart,) = [part for section in found for part in section.parts if isinstance(part, Chart)]
     # No bucket has this number: the message is drawn by the name of its span, and no plan is shown.
     assert [section.key for section in found] == ["timelines", "files"]
     messages = [text for series in chart.data for text in series["customdata"] if "bucket 99" in text]
-    assert len(messages) == 4 and all("…" in text for text in messages)  # a hidden and an exposed part on two ranks
+    # A hidden and an exposed part on two ranks, and rank 0 waits for rank 1, which is 10 µs later.
+    assert len(messages) == 5 and all("…" in text for text in messages)
 
 
 def test_what_ddps_own_buckets_expose_in_a_window() -> None:
@@ -232,7 +273,7 @@ def test_what_ddps_own_buckets_expose_in_a_window() -> None:
 
 
 DOCUMENTS = [bench_document(), comparison_document(), memory_document(), scaling_document(), window_document(),
-             metrics_line(3), planned_document()]  # fmt: skip
+             metrics_line(3), planned_document(), demo_document()]  # fmt: skip
 ODD = [None, True, -1, 0, 10**400, 1e308, -1e308, 5e-324, 1.5, "", "x", "</script>", [], [None], {}, {"a": 1}]
 
 
@@ -262,5 +303,7 @@ def test_a_damaged_document_is_drawn_or_refused(document: Any) -> None:
     except FileError as error:
         assert str(error).startswith("x")
         return
-    _, shown = sections(runs, [])
+    steps = step_views(runs, [])
+    tiles, shown = sections(runs, steps)
+    assert isinstance(verdict(runs, steps), str) and all(tile.value for tile in tiles)
     json_block([part.figure for section in shown for part in section.parts if isinstance(part, Chart)])

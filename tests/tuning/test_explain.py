@@ -80,5 +80,10 @@ def test_in_short_no_gain_has_its_reason() -> None:
     assert in_short(replace(found, trials=[OWN, OTHER])) == f"{alone} Tried: optimal 320.00 ms."
 
 
+def test_in_short_after_a_search_that_began_with_a_plan() -> None:
+    found = Findings("running optimal", None, None, [OTHER], OTHER, OTHER.plan, None, ())
+    assert in_short(found) == ("running optimal, 320.00 ms a step; the last search compared it with other plans only.")
+
+
 def test_in_short_before_a_choice_there_is_the_stage() -> None:
     assert in_short(NOTHING).startswith("nothing was chosen before training ended (settling)")

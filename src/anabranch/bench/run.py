@@ -80,13 +80,24 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
     }
     rivals = {text: kind for text, kind in compressions.items() if isinstance(kind, Rival)}
     contestants = _contestants(workload, settings, ours, compressed, rivals)
-    turns = _raced(workload, settings, contestants, say)
-    trace = _trace(ours)
-    nic_counts = nic_counts_all(turns[BASELINE], trace.nbytes)
     tuned = [ours, *compressed.values()]
+    benchmark = race_all(workload, settings, contestants, _trace(ours), say)
     explanation = "\n\n".join(model.parallel.explain() for model in tuned)
     for model in tuned:
         model.parallel.close()
+    skipped = () if _on_nccl() else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",)
+    return replace(benchmark, explanation=explanation, skipped=skipped)
+
+
+def race_all(
+    workload: Workload, settings: Settings, contestants: Sequence[Contestant], trace: Trace, say: Say
+) -> Benchmark:
+    """Let the contestants, COMPUTE and BASELINE among them, take turns, and sum up. Collective.
+
+    ``trace``: of the model, for the shortest step that sends every gradient in full.
+    """
+    turns = _raced(workload, settings, contestants, say)
+    nic_counts = nic_counts_all(turns[BASELINE], trace.nbytes)
     return Benchmark(
         workload.name,
         workload.batch,
@@ -94,9 +105,8 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
         dist.get_world_size(),
         tuple(_row(contestant, turns[contestant.name], nic_counts) for contestant in contestants),
         _bound_s(trace, median(turn.seconds for turn in turns[COMPUTE])),
-        explanation,
-        _facts(workload, settings),
-        () if _on_nccl() else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",),
+        explanation="",
+        facts=_facts(workload, settings),
     )
 
 

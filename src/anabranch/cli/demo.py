@@ -1,159 +1,164 @@
-"""anabranch demo: a real training on this machine, under DistributedDataParallel and under DataParallel."""
+"""anabranch demo: one small training in several ways, on slow links made on this machine, and a page of it all."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import quantiles
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from anabranch.cli.lab import UNSHAPED, EmulateOption, link_rate
 from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
-from anabranch.errors import AnabranchError
-from anabranch.files import write_bytes
+from anabranch.cli.report import write_page
+from anabranch.errors import AnabranchError, LabError, MissingExtraError
+from anabranch.extras import require
+from anabranch.files import load_bundled_trace, write_bytes
+from anabranch.lab.cluster import Cluster
+from anabranch.scaling import scale
 
-if TYPE_CHECKING:
-    from anabranch.report.documents import DemoDocument, DemoRun
-
-FEWEST_STEPS = 75  # DataParallel needs about as many to profile, plan, try and choose
+FEWEST_STEPS = 40  # a search for a plan takes 30 to 60
 DEADLINE_S = 900
-KEPT = ("trace.json", "network.json", "plan.json", "timeline.json", "run.jsonl", "demo.json")
+FAST_BIT_S = 2e9  # at which the transformer hardly waits, and the replayed model keeps the links just about busy
+ALPHA_S = 50e-6  # latency of emulated links
+SCALED, SCALED_PLANNERS, SCALED_WAYS = "densenet201", ("by_bytes", "optimal"), ("auto", "int8", "oktopk:0.01")
+PAGE, DOCUMENT, SCALING = "report.html", "demo.json", "scale.json"
+OF_AUTO = ("auto_trace.json", "auto_network.json", "auto_plan.json", "auto_timeline.json", "auto_steps.json",
+           "auto.jsonl")  # fmt: skip
+KEPT = (DOCUMENT, *OF_AUTO, SCALING)
 
 WorkersOption = Annotated[int, typer.Option(min=2, max=64, help="Worker processes, all on this machine.")]
-StepsOption = Annotated[int, typer.Option(min=FEWEST_STEPS, help="Steps of each training before both take turns.")]
-
-
-KeepOption = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Keep what the run leaves behind there, for anabranch report.")
+StepsOption = Annotated[int, typer.Option(min=FEWEST_STEPS, help="Steps of each training.")]
+RateOption = Annotated[
+    str, typer.Option(help=f"Rate of the slow links between workers; {UNSHAPED}: no slow links, this machine as it is.")
 ]
+KeepOption = Annotated[Path, typer.Option(metavar="FOLDER", help="Write the page, and the files it is made of, there.")]
 
 
 def demo(
-    workers: WorkersOption = 4,
-    steps: StepsOption = 80,
-    keep: KeepOption = None,
+    workers: WorkersOption = 2,
+    steps: StepsOption = 60,
+    rate: RateOption = "100mbit",
+    emulate: EmulateOption = False,
+    keep: KeepOption = Path("anabranch-demo"),
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a small transformer on this machine's CPU twice, as DDP and as DataParallel, and compare the two."""
-    if keep is not None:
-        check_free([keep / name for name in KEPT], force)
-    if not as_json:
-        print(f"{workers} workers train a small transformer on Python's own sources, twice.", flush=True)
-    with TemporaryDirectory(prefix="anabranch-") as folder:
-        runs = _train(workers, steps, Path(folder) / "runs.json")
-        left = {name: (Path(folder) / name).read_bytes() for name in KEPT if (Path(folder) / name).exists()}
-    document = _document(workers, runs)
-    if keep is not None:
-        _keep(keep, left, runs["anabranch"]["losses"], document)
-    if as_json:
-        from anabranch.report.documents import printed
+    """Train a small transformer on slow links as DDP and in five other ways; a page of what that gains. 2 minutes."""
+    check_free([keep / name for name in (*KEPT, PAGE)], force)
+    cluster = _cluster(workers, link_rate(rate), emulate)
+    link = _words(cluster)
+    _say(f"{workers} workers train a small transformer on Python's own sources, in several ways, on {link}.")
+    with TemporaryDirectory(prefix="anabranch-") as name:
+        folder = Path(name)
+        results = {"command": "demo", "link": link, **_part("slow", folder, workers, steps, cluster)}
+        if cluster is not None and (cluster.rates_bit_s[0] or 0.0) < FAST_BIT_S:
+            faster = replace(cluster, rates_bit_s=[FAST_BIT_S] * workers)
+            _say(f"The same where the network is no limit: {_words(faster)}.")
+            of_fast = _part("fast", folder, workers, steps, faster)
+            results |= {"fast": of_fast["benchmark"], "replayed": of_fast["replayed"]}
+        (folder / DOCUMENT).write_text(json.dumps(results), encoding="utf-8")
+        (folder / SCALING).write_text(json.dumps(_scaling()), encoding="utf-8")
+        page = _keep(folder, keep)
+    _print(keep / DOCUMENT, as_json)
+    _say(page)
 
+
+def _cluster(workers: int, rate_bit_s: float | None, emulate: bool) -> Cluster | None:
+    """Workers on real slow links where this machine allows them, else on emulated ones; None for no slow links."""
+    if rate_bit_s is None:
+        if emulate:
+            raise ValueError(f"--emulate with --rate {UNSHAPED}: expected a rate, such as 100mbit, of emulated links")
+        return None
+    from anabranch.lab import preflight
+
+    rates = [rate_bit_s] * workers
+    for cluster in (*([] if emulate else [Cluster(rates)]), Cluster(rates, alpha_s=ALPHA_S)):
+        try:
+            preflight.check(cluster, [])
+        except LabError as error:
+            _say(f"Not on {cluster}: {f'{error}'.replace(f', {preflight.EMULATE}', '')}.")
+        else:
+            return cluster
+    return None
+
+
+def _words(cluster: Cluster | None) -> str:
+    if cluster is None:
+        return "this machine as it is, without slow links"
+    return f"{cluster}" + (" by delays inside the ranks: not a real network" if cluster.emulated else "")
+
+
+def _part(part: str, folder: Path, workers: int, steps: int, cluster: Cluster | None) -> dict[str, Any]:
+    """One part of the demo, in worker processes of one thread each; its results, as rank 0 wrote them."""
+    # torch warns that hosts of the lab have no names.
+    program = ["env", "TORCH_CPP_LOG_LEVEL=ERROR", sys.executable, "-m", "anabranch.demo.train", part, f"{folder}"]
+    if cluster is None:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command = [*torchrun, "--nproc-per-node", f"{workers}", "--no-python", *program, f"{steps}"]
+        try:
+            code = subprocess.run(
+                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=DEADLINE_S, check=False
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise AnabranchError(
+                f"the demo's workers were not done after {DEADLINE_S} s: see what they wait for"
+            ) from error
+    else:
+        from anabranch.lab.run import run
+
+        code = run(cluster, [*program, f"{steps}"], DEADLINE_S)
+    if code == 128 + signal.SIGINT:  # the lab has passed it on to the workers
+        raise KeyboardInterrupt
+    output = folder / f"{part}.json"
+    if not output.exists():  # it is written when all is done; how the workers end after that does not matter
+        raise AnabranchError(f"the demo's workers ended with exit code {code}: their messages are above")
+    results: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return results
+
+
+def _scaling() -> dict[str, Any]:
+    """Predicted, from the trace of a larger model."""
+    return asdict(scale(load_bundled_trace(SCALED), planners=SCALED_PLANNERS, compress=SCALED_WAYS))
+
+
+def _keep(folder: Path, kept: Path) -> str:
+    """Write the files of this run, and none of an earlier one, to ``kept``; the words that say where the page is."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for name in (*KEPT, PAGE):
+        (kept / name).unlink(missing_ok=True)
+        if (folder / name).exists():
+            write_bytes((folder / name).read_bytes(), kept / name)
+    try:
+        require("plotly", "report", "the page")
+    except MissingExtraError as error:
+        return f"{error}; then anabranch report {kept}"
+    page = kept / PAGE
+    write_page([kept / name for name in KEPT if (kept / name).exists()], page, "anabranch demo")
+    return f"The page of it all: {page.resolve().as_uri()}"
+
+
+def _print(path: Path, as_json: bool) -> None:
+    from anabranch.report.demo import demo_report
+    from anabranch.report.documents import DemoDocument, printed
+    from anabranch.report.runs.reading import parse_file
+
+    document = parse_file(path.read_bytes(), f"{path}")
+    assert isinstance(document, DemoDocument)
+    if as_json:
         print_json(printed(document))
     else:
-        _print(document)
+        print()
+        show_tables(demo_report(document))
+        print(flush=True)  # before what follows on stderr
 
 
-def _document(workers: int, runs: dict[str, Any]) -> "DemoDocument":
-    """What the two trainings, as ``demo/train.py`` wrote them, come to."""
-    from anabranch.report.documents import DemoDocument, StepRatio
+def _say(words: str) -> None:
+    """To stderr, where the workers show their progress, since stdout may be read by a program."""
+    from anabranch.report.formatting import plain
 
-    ddp, ours = runs["ddp"], runs["anabranch"]
-    ratios = quantiles(own_s / ddp_s for own_s, ddp_s in zip(ours["rounds_s"], ddp["rounds_s"], strict=True))
-    return DemoDocument(
-        workers=workers,
-        steps=len(ddp["losses"]),
-        parameters=runs["parameters"],
-        runs={"DistributedDataParallel": _run(ddp), "DataParallel": _run(ours)},
-        largest_loss_difference=max(abs(a - b) for a, b in zip(ddp["losses"], ours["losses"], strict=True)),
-        step_ratio=StepRatio(low=ratios[0], median=ratios[1], high=ratios[2]),
-        plan=runs["plan"],
-        explanation=runs["explanation"],
-        notes=tuple(runs["notes"]),
-    )
-
-
-def _run(run: dict[str, Any]) -> "DemoRun":
-    from anabranch.report.documents import DemoRun
-
-    low_s, median_s, high_s = quantiles(run["rounds_s"])
-    losses = run["losses"]
-    return DemoRun(first_loss=losses[0], last_loss=losses[-1], step_s=median_s, step_low_s=low_s, step_high_s=high_s)
-
-
-def _keep(folder: Path, left: Mapping[str, bytes], losses: Sequence[float], document: "DemoDocument") -> None:
-    """Write the files of this run to ``folder``, and remove those of an earlier run, so that none is out of date."""
-    from anabranch.report.documents import printed
-
-    lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, start=1)]
-    steps = left.get("run.jsonl", b"") + "".join(lines).encode()
-    files = {**left, "run.jsonl": steps, "demo.json": json.dumps(printed(document)).encode()}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in KEPT:
-        (folder / name).unlink(missing_ok=True)
-        if name in files:
-            write_bytes(files[name], folder / name)
-
-
-def _train(workers: int, steps: int, output: Path) -> dict[str, Any]:
-    """Both trainings, by torchrun, in worker processes of one thread each."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    program = ["-m", "anabranch.demo.train", str(output), str(steps)]
-    command = [sys.executable, *torchrun, "--nproc-per-node", str(workers), *program]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=DEADLINE_S, check=False)
-    if not output.exists():  # it is written when all is done; how the workers end after that does not matter
-        raise AnabranchError(f"the demo's workers ended with exit code {done.returncode}: their messages are above")
-    runs: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    return runs
-
-
-def _print(document: "DemoDocument") -> None:
-    from rich.text import Text
-
-    from anabranch.report.formatting import plain, time_scale
-    from anabranch.report.tables import columns
-
-    runs = document.runs
-    scale = time_scale(run.step_s for run in runs.values())
-    title = f"{document.parameters:,} parameters, {document.workers} workers, {document.steps} steps"
-    headers = ("first loss", "last loss", f"step, {scale.unit}", "middle half")
-    table = columns(title, "trained as", *headers, left=["trained as"])
-    for name, run in runs.items():
-        half = f"{scale(run.step_low_s)} – {scale(run.step_high_s)}"
-        table.add_row(name, f"{run.first_loss:.4f}", f"{run.last_loss:.4f}", scale(run.step_s), half)
-    explanation = "\n".join(plain(line) for line in document.explanation.splitlines())
-    notes = [f"Note: {plain(note)}." for note in document.notes]
-    print()
-    show_tables(
-        Text("What DataParallel did (model.explain()):", style="bold"),
-        Text("\n".join([explanation, *notes])),
-        table,
-        Text("\n".join(_verdict(document))),
-    )
-
-
-def _verdict(document: "DemoDocument") -> Sequence[str]:
-    """What the table means, for someone who sees it for the first time."""
-    apart, ratio = document.largest_loss_difference, document.step_ratio
-    equal = (
-        f"Same losses, to rounding: at no step do they differ by more than {apart:.0e}." if apart else "Same losses."
-    )
-    times = (
-        f"A step of DataParallel takes {ratio.median:.2f} of the time of one of DDP (half of the rounds: "
-        f"{ratio.low:.2f} to {ratio.high:.2f}), both taking turns once DataParallel had chosen"
-    )
-    times += ": no difference beyond this machine's noise." if ratio.low <= 1 <= ratio.high else "."
-    if document.plan is None:
-        why = (
-            "On this machine no plan beat DDP's own buckets, so DataParallel kept those: both run the same buckets. "
-            "Plans pay where the network takes a good part of a step and steps vary little; here four workers share "
-            "this machine's cores, and steps vary."
-        )
-    else:
-        buckets = len(document.plan["buckets"])
-        why = f"It runs a plan of {buckets} buckets, which was faster than DDP's own when it was tried."
-    return [equal, times, why]
+    print(plain(words), file=sys.stderr, flush=True)

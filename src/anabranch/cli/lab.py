@@ -65,7 +65,7 @@ def lab(
 
 def _rates(text: str, hosts: int) -> list[float | None]:
     """One rate per host, in bit/s; None for an unshaped link."""
-    rates = [_rate(part.strip()) for part in text.split(",")]
+    rates = [link_rate(part.strip()) for part in text.split(",")]
     if len(rates) == 1:
         return rates * hosts
     if len(rates) != hosts:
@@ -73,7 +73,8 @@ def _rates(text: str, hosts: int) -> list[float | None]:
     return rates
 
 
-def _rate(text: str) -> float | None:
+def link_rate(text: str) -> float | None:
+    """The rate of a link in bit/s; None for an unshaped one."""
     if text == UNSHAPED:
         return None
     rate = quantity(text, RATE_BIT)

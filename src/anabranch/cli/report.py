@@ -1,5 +1,6 @@
 """anabranch report: everything that a run left behind as one HTML page."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from anabranch.scaling.compression import priced
 from anabranch.sim import simulate
 
 if TYPE_CHECKING:
-    from anabranch.report.html.sections import Predicted
+    from anabranch.report.html.step_view import Predicted
     from anabranch.report.runs.reading import Runs
 
 RunsArgument = Annotated[
@@ -37,15 +38,22 @@ def report(
     check_free([output], force)
     check_other(output, runs)
     from anabranch.report.formatting import count, plain
-    from anabranch.report.html.page import report_page
-    from anabranch.report.runs.reading import read_runs
 
-    found = read_runs(runs)
-    page = report_page(title, found, _predicted(found))
-    write_text(page, output, force)
+    page, found = write_page(runs, output, title, force)
     print(plain(f"{output}: {len(page.encode()) / 1e6:.1f} MB, from {count(len(found.files), 'file')}"))
     for reason in found.skipped:
         print(plain(f"left out: {reason}"))
+
+
+def write_page(paths: Sequence[Path], output: Path, title: str, force: bool = False) -> "tuple[str, Runs]":
+    """Write the page of these files; returns it, and what was read."""
+    from anabranch.report.html.page import report_page
+    from anabranch.report.runs.reading import read_runs
+
+    found = read_runs(paths)
+    page = report_page(title, found, _predicted(found))
+    write_text(page, output, force)
+    return page, found
 
 
 def _predicted(runs: "Runs") -> "list[Predicted]":

@@ -1,97 +1,97 @@
-"""One worker of ``anabranch demo``: the same training twice, under DistributedDataParallel and under DataParallel.
+"""One rank of ``anabranch demo``: the same small training in several ways, one after the other, and then in turns.
 
-Both start from the same weights and see the same batches. After DataParallel has finished tuning, they take turns, so
-that their steps can be compared. Rank 0 shows progress on stderr and writes the results.
+All start from the same weights and see the same batches. When each has trained, and chosen what it runs, they take
+turns, so that whatever slows the machine slows all of them. Rank 0 shows progress on stderr and writes the results.
 """
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from time import perf_counter
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import track
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from anabranch.demo.text import CharTransformer, StandardLibrary
-from anabranch.files import dumps, save
-from anabranch.observe.loggers import JsonLines
-from anabranch.observe.measure import noise_note
-from anabranch.parallel import DataParallel
+from anabranch.bench.contestants import reference_contestants
+from anabranch.bench.run import Settings, race_all
+from anabranch.demo.replay import NAME, replay
+from anabranch.demo.training import Training, workload
+from anabranch.demo.ways import AUTO, ON_FAST_LINKS, ON_SLOW_LINKS
+from anabranch.report.documents import BASELINE, Benchmark
+from anabranch.tuning.candidates import prediction_s
 
-TRIAL_STEPS = 6  # a short training has no time for longer trials
-ROUNDS, ROUND_STEPS = 20, 2  # side by side, in turn: what slows the machine for a while slows both
+SLOW, FAST = "slow", "fast"  # the demo's two parts
+LONGER = 2  # how many times as many steps compressed trainings have, so that all end at about the same time
+RACE = Settings(iters=4, batches=2, warmup=1)
 
 
-def main(output: str, steps: int) -> None:
-    """Train twice; rank 0 writes both runs to ``output`` as JSON, and the model's trace, network and plan beside it."""
+def main(part: str, folder: Path, steps: int) -> None:
+    """Run one part of the demo; rank 0 writes its results to ``folder``."""
     dist.init_process_group("gloo")
-    ddp = _Training(DistributedDataParallel(_model()))
-    # No cache: the demo shows the search, and what it finds on this machine today.
-    ours = _Training(model := DataParallel(_model(), profile_steps=TRIAL_STEPS, cache=False))
-    model.log_to(JsonLines(Path(output).with_name("run.jsonl")))
-    for title, training in (("DistributedDataParallel", ddp), ("DataParallel", ours)):
-        for _ in _progress(steps, title):
-            training.step()
-    model.hold()  # no new plan during the comparison
-    for turn in _progress(ROUNDS, "both, in turn"):
-        for training in (ddp, ours) if turn % 2 else (ours, ddp):
-            training.rounds_s.append(sum(training.step() for _ in range(ROUND_STEPS)) / ROUND_STEPS)
+    results = slow_links(folder, steps) if part == SLOW else fast_links(steps)
     if dist.get_rank() == 0:
-        result = {
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "ddp": {"losses": ddp.losses, "rounds_s": ddp.rounds_s},
-            "anabranch": {"losses": ours.losses, "rounds_s": ours.rounds_s},
-            "plan": json.loads(dumps(model.plan)) if model.plan is not None else None,
-            "explanation": model.explain(),
-            "notes": [note for note in [noise_note(model.network) if model.network is not None else ""] if note],
-        }
-        known = {"trace": model.trace, "network": model.network, "plan": model.plan, "timeline": model.timeline}
-        for name, noun in known.items():
-            if noun is not None:
-                save(noun, Path(output).with_name(f"{name}.json"))
-        Path(output).write_text(json.dumps(result), encoding="utf-8")
-    model.close()
+        (folder / f"{part}.json").write_text(json.dumps(results), encoding="utf-8")
+    dist.barrier()  # a rank that left now would end the others
     dist.destroy_process_group()
 
 
-class _Training:
-    """One training; ``losses`` are averages over the ranks."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._text = model, StandardLibrary()
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        self.losses: list[float] = []
-        self.rounds_s: list[float] = []  # mean step of each round
-
-    def step(self) -> float:
-        """Seconds from the batch to the update."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        begun = perf_counter()
-        loss = self._model(self._text.batch(len(self.losses), rank, ranks))
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
-        seconds = perf_counter() - begun
-        mean = loss.detach() / ranks
-        dist.all_reduce(mean)
-        self.losses.append(mean.item())
-        return seconds
+def slow_links(folder: Path, steps: int) -> dict[str, Any]:
+    """Every way to train, compared by its losses and its steps."""
+    trainings = [Training(way, folder if way is AUTO else None) for way in ON_SLOW_LINKS]
+    for training in trainings:
+        _train(training, LONGER * steps if training.way.compressed else steps)
+    benchmark = _compared(trainings)
+    results = [asdict(training.result()) for training in trainings]
+    parameters = trainings[0].parameters
+    for training in trainings:
+        training.close()
+    return {"parameters": parameters, "benchmark": asdict(benchmark), "trainings": results}
 
 
-def _model() -> CharTransformer:
-    torch.manual_seed(0)
-    return CharTransformer()
+def fast_links(steps: int) -> dict[str, Any]:
+    """Some of the ways where the network is no limit, and DDP and DataParallel where it just about keeps up."""
+    trainings = [Training(way) for way in ON_FAST_LINKS]
+    for training in trainings:
+        _train(training, steps)
+    benchmark = _compared(trainings)
+    for training in trainings:
+        training.close()
+    _say(f"{NAME}, replayed, as DDP and by a plan, in turns")
+    return {"benchmark": asdict(benchmark), "replayed": asdict(_named(replay()))}
 
 
-def _progress(count: int, title: str) -> Iterable[int]:
-    quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
-    return track(range(count), title.ljust(23), console=Console(stderr=True), disable=quiet)
+def _train(training: Training, steps: int) -> None:
+    training.run(steps)
+    result = training.result()
+    _say(f"{result.name}: {steps} steps in {result.elapsed_s[-1]:.1f} s, loss {result.losses[-1]:.3f}")
+
+
+def _compared(trainings: Sequence[Training]) -> Benchmark:
+    """All of them and computing alone, in turns."""
+    _say("all of them in turns")
+    models = [training.ours for training in trainings if training.ours is not None]
+    model = next((model for model in models if model.network is not None), models[0])
+    assert model.trace is not None  # it has trained longer than it records
+    contestants = [training.contestant(RACE.warmup) for training in trainings]
+    if model.network is not None:  # which it has measured beside DDP's own buckets
+        own_s = prediction_s(model.trace, None, model.network)
+        contestants = [replace(one, predicted_s=own_s) if one.name == BASELINE else one for one in contestants]
+    work = workload()
+    compute_only, *_ = reference_contestants(*work.build(), work.device)
+    contestants = [replace(compute_only, warmup=RACE.warmup), *contestants]
+    return _named(race_all(work, RACE, contestants, model.trace, lambda _: None))
+
+
+def _named(benchmark: Benchmark) -> Benchmark:
+    """With the command that a user would repeat it by, instead of this rank's own."""
+    return replace(benchmark, facts={**benchmark.facts, "command": "anabranch demo"})
+
+
+def _say(words: str) -> None:
+    if dist.get_rank() == 0:
+        print(words, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

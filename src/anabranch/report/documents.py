@@ -7,7 +7,7 @@ on numbers are checked on reading only: they keep what is drawn finite. (The doc
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -26,6 +26,9 @@ Count = Annotated[int, Field(ge=0, le=MAX_NBYTES)]
 Positive = Annotated[int, Field(ge=1, le=MAX_NBYTES)]
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Name = Annotated[str, Field(min_length=1)]
+
+LEAST_GAIN = 0.02  # share of a step, below which nothing is called faster
+LEAST_ROUNDS = 0.75  # share of the rounds in which it must be faster
 
 # Rows of a benchmark that others are compared with.
 COMPUTE, BASELINE, OURS = "compute only", "DDP", "DataParallel"
@@ -263,6 +266,11 @@ class Benchmark:
                 f"expected {BASELINE} and as many turns for all"
             )
 
+    @property
+    def network(self) -> str:
+        """The network between the ranks, in words."""
+        return self.facts.get("network", "as it is")
+
     def row(self, name: str) -> BenchmarkRow:
         """The contestant of this name."""
         return next(row for row in self.rows if row.name == name)
@@ -270,6 +278,15 @@ class Benchmark:
     def ratio_to_ddp(self, row: BenchmarkRow) -> float:
         """Median over the rounds of this contestant's step over stock DDP's in the same round."""
         return row.ratio_to(self.row(BASELINE))
+
+    def is_faster(self, row: BenchmarkRow) -> bool:
+        """Whether its step is shorter than stock DDP's by more than noise: in most rounds, and by enough.
+
+        A DataParallel that runs DDP's own buckets, of which nothing is known, is not, whatever the clock said.
+        """
+        base = self.row(BASELINE)
+        won = [own_s < ddp_s for own_s, ddp_s in zip(row.turns_s, base.turns_s, strict=True)]
+        return row.buckets is not None and fmean(won) >= LEAST_ROUNDS and self.ratio_to_ddp(row) <= 1 - LEAST_GAIN
 
     def rates(self, name: str) -> list[float]:
         """Images (or sequences) per second on one rank, turn by turn."""
@@ -290,45 +307,70 @@ class BenchDocument:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoRun:
-    """One of the two trainings: losses, and the quartiles of a step over the rounds in which both took turns."""
+class DemoTraining:
+    """One training: its loss, averaged over the ranks, at each step, and the seconds since its start, search included.
+
+    code      what a user writes for it
+    memory    bytes of parameters, gradients, the optimizer's state and residuals of a rank
+    chosen    what DataParallel found, in a sentence or two; empty for stock DDP, as is ``explanation``
+    """
 
     __pydantic_config__: ClassVar = READ
 
-    first_loss: Number
-    last_loss: Number
-    step_s: Seconds
-    step_low_s: Seconds
-    step_high_s: Seconds
+    name: Name
+    code: str
+    losses: Annotated[tuple[Number, ...], Field(min_length=1)]
+    elapsed_s: tuple[Seconds, ...]
+    memory: Mapping[str, Count]
+    chosen: str = ""
+    explanation: str = ""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRatio:
-    """Quartiles of DataParallel's step over DDP's, round by round."""
-
-    __pydantic_config__: ClassVar = READ
-
-    low: Number
-    median: Number
-    high: Number
+    def __post_init__(self) -> None:
+        if len(self.losses) != len(self.elapsed_s):
+            raise ValueError(
+                f"{self.name} has {len(self.losses)} losses at {len(self.elapsed_s)} times: expected as many of both"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoDocument:
-    """``demo --json``; ``plan`` is the JSON of a plan, None where DataParallel kept DDP's own buckets."""
+    """``demo --json``: trainings of one model in several ways, those that send less for more steps than DDP.
+
+    link         the network between the ranks, in words
+    benchmark    the steps of all ways and of computing alone, in turns
+    fast         the same of some of them on faster links; None where nothing was slowed down
+    replayed     DDP and DataParallel on the same faster links, for a model that just about keeps them busy
+    """
 
     __pydantic_config__: ClassVar = READ
 
     command: Literal["demo"] = "demo"
-    workers: Positive
-    steps: Positive
+    link: str
     parameters: Count
-    runs: Mapping[str, DemoRun]
-    largest_loss_difference: Number
-    step_ratio: StepRatio
-    plan: Mapping[str, Any] | None
-    explanation: str
-    notes: tuple[str, ...] = ()
+    benchmark: Benchmark
+    trainings: tuple[DemoTraining, ...]
+    fast: Benchmark | None = None
+    replayed: Benchmark | None = None
+
+    def __post_init__(self) -> None:
+        trained, timed = [one.name for one in self.trainings], [row.name for row in self.benchmark.rows]
+        if BASELINE not in trained or timed != [COMPUTE, *trained]:
+            raise ValueError(
+                f"a demo has the trainings {', '.join(trained)} and the steps of {', '.join(timed)}: expected "
+                f"{BASELINE} among the trainings, and the steps of {COMPUTE} and of each training in the same order"
+            )
+
+        of_fast = {row.name for row in self.fast.rows} if self.fast is not None else {COMPUTE}
+        of_replayed = {row.name for row in self.replayed.rows} if self.replayed is not None else {OURS}
+        if COMPUTE not in of_fast or not of_fast <= set(timed) or OURS not in of_replayed:
+            raise ValueError(
+                f"a demo has the steps of {', '.join(sorted(of_fast))} on fast links, and replayed those of "
+                f"{', '.join(sorted(of_replayed))}: expected {COMPUTE} and some of the trainings, and {OURS}"
+            )
+
+    def training(self, name: str) -> DemoTraining:
+        """The training of this name."""
+        return next(one for one in self.trainings if one.name == name)
 
 
 # --------------------------------------------------------------------------------------------------- print and read

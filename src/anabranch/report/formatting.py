@@ -63,6 +63,11 @@ def percent(share: float) -> str:
     return f"{max(share, 0.0):.1%}"
 
 
+def signed_percent(share: float) -> str:
+    """A relative difference as a percentage with its sign: +3.1 %."""
+    return f"{share:+.1%}".replace("%", " %").replace("-0.0", "+0.0")
+
+
 def factor(ratio: float | None) -> str:
     """How many times as fast: 1.25×; a dash for a comparison with nothing."""
     return "-" if ratio is None else f"{ratio:.2f}×" if ratio < 100 else f"{ratio:.0f}×"

@@ -78,8 +78,10 @@ def in_short(found: Findings) -> str:
     """What was gained over the layout's own buckets, or that nothing was, and why: one or two lines."""
     own = next((trial for trial in found.trials if trial.plan is None), None)
     kept = found.kept
-    if kept is None or own is None:
+    if kept is None:
         return f"nothing was chosen before training ended ({found.stage}): a search takes some 60 steps."
+    if own is None:  # the last search began with the plan of an earlier one
+        return f"{found.stage}, {kept.step_s * 1e3:.2f} ms a step; the last search compared it with other plans only."
     took = f"{own.label} {own.step_s * 1e3:.2f} ms a step"
     if kept.plan is None:
         others = [f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in found.trials if trial is not own]

@@ -1,9 +1,10 @@
-"""The parts of a page beside charts: tiles, sortable tables, bullet lists, preformatted text."""
+"""The parts of a page beside charts: sections, tiles, sortable tables, bullet lists, preformatted text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from anabranch.report.html.chart import Chart
 from anabranch.report.html.escaping import escaped
 
 
@@ -52,6 +53,19 @@ class BulletList:
 
     title: str
     sentences: Sequence[str]
+
+
+Part = Chart | Table | Verbatim | BulletList
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading, an introduction, and charts, tables and text."""
+
+    key: str
+    title: str
+    about: str
+    parts: Sequence[Part]
 
 
 def list_html(part: BulletList) -> str:

@@ -12,9 +12,21 @@ from string import Template
 from anabranch.extras import require
 from anabranch.report.formatting import count
 from anabranch.report.html.chart import Chart
-from anabranch.report.html.elements import BulletList, Table, Verbatim, list_html, table_html, tile_html, verbatim_html
+from anabranch.report.html.elements import (
+    BulletList,
+    Part,
+    Section,
+    Table,
+    Verbatim,
+    list_html,
+    table_html,
+    tile_html,
+    verbatim_html,
+)
 from anabranch.report.html.escaping import escaped, json_block
-from anabranch.report.html.sections import Part, Predicted, Section, sections
+from anabranch.report.html.sections import sections
+from anabranch.report.html.step_view import Predicted, step_views
+from anabranch.report.html.verdict import conditions, verdict
 from anabranch.report.runs.reading import Runs
 from anabranch.version import __version__
 
@@ -28,7 +40,8 @@ def report_page(title: str, runs: Runs, predicted: Sequence[Predicted]) -> str:
 
     Scripts are allowed by their hashes alone, so that even a mistake in escaping would show a tag and not obey it.
     """
-    tiles, parts = sections(runs, predicted)
+    steps = step_views(runs, predicted)
+    tiles, parts = sections(runs, steps)
     figures = [part.figure for section in parts for part in section.parts if isinstance(part, Chart)]
     script = "\n".join(_asset(name) for name in SCRIPTS)
     library = _plotly() if figures else ""
@@ -40,12 +53,17 @@ def report_page(title: str, runs: Runs, predicted: Sequence[Predicted]) -> str:
             f"{count(len(runs.files), 'file')}, read on {datetime.now(UTC):%d %B %Y} by anabranch {__version__}"
         ),
         contents="".join(f'<li><a href="#{section.key}">{escaped(section.title)}</a></li>' for section in parts),
+        verdict=_paragraph("headline", verdict(runs, steps)) + _paragraph("note", conditions(runs)),
         tiles=f"<dl class=tiles>{''.join(tile_html(tile) for tile in tiles)}</dl>" if tiles else "",
         sections="".join(_section(section) for section in parts),
         figures=json_block(figures),
         plotly=base64.b64encode(gzip.compress(library.encode(), 9, mtime=0)).decode() if library else "",
         script=script,
     )
+
+
+def _paragraph(kind: str, words: str) -> str:
+    return f"<p class={kind}>{escaped(words)}</p>" if words else ""
 
 
 def _plotly() -> str:

@@ -10,10 +10,16 @@ from anabranch.report.figures import samples
 from anabranch.report.formatting import count, percent, seconds, size, time_scale
 from anabranch.report.html.chart import Chart, Series, band, line, marker
 from anabranch.report.html.escaping import hover_text, plotly_text
+from anabranch.scaling.line_up import DDP_DEFAULT
 from anabranch.scaling.result import NetworkUsed, ScalePoint, Scaling
 
 HEIGHT_PX = 430
 MAX_NETWORKS = 12  # of one sweep, with two charts each
+FLATTENS = 4.0  # times DDP's iteration: a slower line would press all others together, and is shown by a click only
+WORDS = {  # what the less known strategies are
+    "per_tensor": "no merging", "single": "one message", "by_bytes": "DDP's buckets", "optimal": "exact plan",
+    "lanes": "several messages at once",
+}  # fmt: skip
 
 
 def scaling_charts(key: str, sweep: Scaling) -> list[Chart]:
@@ -28,31 +34,36 @@ def scaling_charts(key: str, sweep: Scaling) -> list[Chart]:
 def _network_charts(
     key: str, network: NetworkUsed, points: Sequence[ScalePoint], strategies: Sequence[str]
 ) -> list[Chart]:
+    hidden = flattening(points)
     scale = time_scale(point.iteration_s for point in points)
     iterations: list[Series] = []
     shares: list[Series] = []
     for index, strategy in enumerate(strategies):
         own = sorted((p for p in points if p.planner == strategy), key=lambda p: p.world_size)
         ranks = [point.world_size for point in own]
-        look = {"type": "scatter", "mode": "lines+markers", "x": ranks, "name": plotly_text(strategy, 30),
+        words = f" ({WORDS[strategy]})" if strategy in WORDS else ""
+        visible = {"visible": "legendonly"} if strategy in hidden else {}
+        look = {"type": "scatter", "mode": "lines+markers", "x": ranks, "name": plotly_text(strategy, 30) + words,
                 "legendgroup": str(index), "line": line(index), "marker": marker(index),
                 "customdata": [_hover(point) for point in own],
-                "hovertemplate": "%{customdata}<extra></extra>"}  # fmt: skip
+                "hovertemplate": "%{customdata}<extra></extra>", **visible}  # fmt: skip
         if any(point.iteration_low_s < point.iteration_high_s for point in own):
             low = [point.iteration_low_s * scale.per_second for point in own]
             high = [point.iteration_high_s * scale.per_second for point in own]
-            iterations.append(band(ranks, low, high, index, legendgroup=str(index)))
+            iterations.append({**band(ranks, low, high, index, legendgroup=str(index)), **visible})
             worst, best = zip(*(point.efficiencies for point in own), strict=True)
-            shares.append(
-                band(ranks, [_percents(v) for v in worst], [_percents(v) for v in best], index, legendgroup=str(index))
-            )
+            edges = [_percents(v) for v in worst], [_percents(v) for v in best]
+            shares.append({**band(ranks, *edges, index, legendgroup=str(index)), **visible})
         iterations.append({**look, "y": [point.iteration_s * scale.per_second for point in own]})
         shares.append({**look, "y": [_percents(point.efficiency) for point in own]})
     sizes, banded = sorted({point.world_size for point in points}), len(iterations) > len(strategies)
-    times = [at * scale.per_second for point in points for at in (point.iteration_low_s, point.iteration_high_s)]
+    shown = [point for point in points if point.planner not in hidden]
+    times = [at * scale.per_second for point in shown for at in (point.iteration_low_s, point.iteration_high_s)]
     time = _layout(f"iteration, {scale.unit} (lower is better)", sizes, times, logarithmic=True)
     share = _layout("speed-up / ranks, % (higher is better)", sizes, [])
     bands = "Bands: the range that results from the spread of the network's costs." if banded else ""
+    if hidden:
+        bands += f" Not shown until its name is clicked, since it is far slower: {', '.join(sorted(hidden))}."
     charts = []
     for what, data, layout in (("iteration time", iterations, time), ("efficiency", shares, share)):
         arrow_key_series = [at for at, trace in enumerate(data) if trace.get("hoverinfo") != "skip"]
@@ -60,6 +71,12 @@ def _network_charts(
         title, place = f"{network.name}: {what}", f"{key}-{what.partition(' ')[0]}"
         charts.append(Chart(place, label, data, layout, HEIGHT_PX, bands, arrow_key_series, title, half_width=True))
     return charts
+
+
+def flattening(points: Sequence[ScalePoint]) -> set[str]:
+    """The strategies so much slower than DDP's buckets, at any size, that nobody could tell the others apart."""
+    ddp_s = {point.world_size: point.iteration_s for point in points if point.planner == DDP_DEFAULT}
+    return {point.planner for point in points if point.iteration_s > FLATTENS * ddp_s.get(point.world_size, inf)}
 
 
 def _percents(share: float) -> float:
@@ -79,10 +96,10 @@ def _hover(point: ScalePoint) -> str:
 
 
 def log_ticks(values: Sequence[float]) -> dict[str, Any]:
-    """Ticks at 1, 2, 5, 10 … over the range of these values; at powers of ten only, where the range is wide."""
+    """Ticks at 1, 2, 5, 10 … over the range of these values; at more or at fewer where it is narrow or wide."""
     drawable = [value for value in values if 0 < value < inf] or [1.0]
     low, high = min(drawable), max(drawable)
-    steps = (1, 2, 5) if high < 200 * low else (1,)
+    steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if high < 4 * low else (1, 2, 5) if high < 200 * low else (1,)
     exponents = range(floor(log10(low)) - 1, floor(log10(high)) + 2)
     ticks = [step * 10.0**exponent for exponent in exponents for step in steps]
     return {"tickvals": ticks, "ticktext": [f"{tick:,.6g}" for tick in ticks]}

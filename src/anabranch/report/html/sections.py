@@ -1,60 +1,60 @@
 """The sections of the page, in order: charts, tables and text for everything that was read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import median
 
-from anabranch.plan import Plan
 from anabranch.report.formatting import count, percent, seconds
-from anabranch.report.html.chart import Chart
-from anabranch.report.html.elements import BulletList, Cell, Table, Tile, Verbatim
+from anabranch.report.html.elements import BulletList, Cell, Part, Section, Table, Tile, Verbatim
 from anabranch.report.html.escaping import shortened
 from anabranch.report.html.memory_chart import memory_chart
 from anabranch.report.html.scaling_chart import MAX_NETWORKS, network_chart, scaling_charts
 from anabranch.report.html.step_chart import step_chart
-from anabranch.report.html.step_view import StepView, step_views
+from anabranch.report.html.step_view import StepView
+from anabranch.report.html.story import story, story_tiles
 from anabranch.report.html.tables import (
     benchmark_table,
     bucket_table,
     comparison_table,
-    demo_table,
     memory_table,
     stage_table,
 )  # fmt: skip
 from anabranch.report.html.training_chart import training_chart
 from anabranch.report.runs.reading import Runs
-from anabranch.timeline import Timeline
-from anabranch.trace import Trace
 
 MAX_CHARTS = 6  # of one kind
+YOUR_OWN = "For your own model: anabranch record, then anabranch scale --trace, and your network by --network."
 STEP_KEYS = "To zoom, drag or press + and −. For details of a bar, point at it or press ← and →."
 
-Part = Chart | Table | Verbatim | BulletList
-Predicted = tuple[str, Timeline, Plan, Trace]
 
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A heading, an introduction, and charts, tables and text."""
-
-    key: str
-    title: str
-    about: str
-    parts: Sequence[Part]
-
-
-def sections(runs: Runs, predicted: Sequence[Predicted]) -> tuple[list[Tile], list[Section]]:
+def sections(runs: Runs, steps: Sequence[StepView]) -> tuple[list[Tile], list[Section]]:
     """The tiles at the top of the page, and every section that is not empty."""
-    steps = step_views(runs, predicted)
+    told = _told(runs)
     found = [
-        _plan(steps, runs), _timelines(steps), _training(runs), _comparison(runs), _scaling(runs), _memory(runs),
-        _networks(runs), _files(runs),
+        *told, _plan(steps, runs), _timelines(steps), _training(runs), _comparison(runs),
+        *([] if told else [_scaling(runs)]), _memory(runs), _networks(runs), _files(runs),
     ]  # fmt: skip
     return _tiles(steps, runs), [section for section in found if section.parts]
 
 
+def _told(runs: Runs) -> list[Section]:
+    """The story of a demo, which ends with scaling, in numbered sections; nothing without a demo."""
+    if not runs.demos:
+        return []
+    _, demo = runs.demos[0]
+    told = story(demo)
+    if len(runs.demos) > 1:
+        told[0] = replace(told[0], about=f"{told[0].about} The first of {len(runs.demos)} demos is shown.")
+    if runs.scalings:
+        scaling = _scaling(runs)
+        told.append(replace(scaling, title="At your size", about=f"{scaling.about} {YOUR_OWN}"))
+    return [replace(section, title=f"{number}. {section.title}") for number, section in enumerate(told, start=1)]
+
+
 def _tiles(steps: Sequence[StepView], runs: Runs) -> list[Tile]:
     tiles: list[Tile] = []
+    if runs.demos:
+        return story_tiles(runs.demos[0][1])
     predicted = next((view for view in steps if not view.measured), None)
     measured = next((view for view in steps if view.measured), None)
     for view, word in ((predicted, "predicted"), (measured, "measured")):
@@ -129,6 +129,11 @@ def _timelines(steps: Sequence[StepView]) -> Section:
     shown = predicted[:MAX_CHARTS] + measured[:MAX_CHARTS]
     parts = [step_chart("timelines", "Predicted and measured steps on one axis", shown, STEP_KEYS)] if both else []
     about = "The simulator's prediction of a step, and the step as one rank measured it. Untimed buckets have no bar."
+    about += "".join(
+        f" {view.title} waits {seconds(waited_s)} for rank {rank}."
+        for view in measured[:MAX_CHARTS]
+        for rank, waited_s in view.waited_s.items()
+    )
     about += _drawn_of(predicted, "predicted steps") + _drawn_of(measured, "measured steps")
     return Section("timelines", "Predicted and measured", about, parts)
 
@@ -147,8 +152,6 @@ def _comparison(runs: Runs) -> Section:
                 benchmark_table(benchmark),
                 Verbatim(f"Output of model.explain() ({benchmark.model})", benchmark.explanation),
             ]
-    for _, demo in runs.demos:
-        parts += [demo_table(demo), Verbatim("Output of model.explain()", "\n".join([demo.explanation, *demo.notes]))]
     return Section("comparison", "Comparison", "Click on the name of a column to sort by it.", parts)
 
 

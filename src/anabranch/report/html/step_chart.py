@@ -21,6 +21,7 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "forward": ("forward", "--quiet", ""),
     "backward": ("backward", "--compute", ""),
     "filling": ("bucket fills", "--gather", "."),
+    "waiting": ("waiting for a slower rank", "--waiting", "x"),
     "hidden": ("communication, hidden", "--wire", ""),
     "exposed": ("communication, exposed", "--exposed", "/"),
 }
@@ -82,7 +83,7 @@ def step_chart(key: str, label: str, steps: Sequence[StepView], caption: str, gr
         _draw(drawing, view, gradients)
     data = [_series(kind, bars) for kind, bars in drawing.bars.items() if bars.row]
     kinds = [kind for kind, bars in drawing.bars.items() if bars.row]
-    arrow_key_series = [kinds.index(kind) for kind in ("hidden", "exposed") if kind in kinds]
+    arrow_key_series = [kinds.index(kind) for kind in ("waiting", "hidden", "exposed") if kind in kinds]
     if drawing.ticks:
         data.append(_gradient_ticks(drawing))
     return Chart(key, label, data, _layout(drawing), int(drawing.depth * ROW_PX) + EDGE_PX, caption, arrow_key_series)
@@ -133,17 +134,27 @@ def _computed_in(trace: Trace) -> dict[str, Interval]:
 
 
 def _draw_message(drawing: _Drawing, view: StepView, span: Span, row: float, computing: Sequence[Interval]) -> None:
-    """The hidden and the exposed parts of a message; its bucket's number is written into the longest part."""
-    parts = _parts((span.start_s, span.end_s), computing)
-    number = view.number(span)
+    """A message: waiting, hidden and exposed parts; its bucket's number is written into the longest of the last two."""
+    number, wait = view.number(span), view.waits.get(span.name)
+    begin_s = span.start_s
+    if wait is not None:
+        begin_s = min(wait.until_s, span.end_s)
+        words = f"waits for rank {wait.rank}"
+        hover = hover_text(*_about(view, span), f"{words}: {seconds(begin_s - span.start_s)}, to {seconds(begin_s)}")
+        drawing.bar("waiting", row, (span.start_s, begin_s), words, hover)
+    parts = _parts((begin_s, span.end_s), computing)
     exposed_s = sum(end - start for kind, (start, end) in parts if kind == "exposed")
-    times = f"{seconds(span.start_s)} to {seconds(span.end_s)}: {seconds(span.seconds)}"
+    times = f"{seconds(begin_s)} to {seconds(span.end_s)}: {seconds(span.end_s - begin_s)}"
     bare = f", {seconds(exposed_s)} of it exposed" if exposed_s > 0 else ", all of it hidden"
-    about = _bucket_summary(view, number) if number is not None else [f"<b>{plotly_text(span.name, 48)}</b>"]
-    hover = hover_text(*about, times + bare, *(_names(view, number) if number is not None else ()))
+    hover = hover_text(*_about(view, span), times + bare, *(_names(view, number) if number is not None else ()))
     longest = max(range(len(parts)), key=lambda at: parts[at][1][1] - parts[at][1][0])
     for at, (kind, interval) in enumerate(parts):
         drawing.bar(kind, row, interval, str(number) if at == longest and number is not None else "", hover)
+
+
+def _about(view: StepView, span: Span) -> list[str]:
+    number = view.number(span)
+    return _bucket_summary(view, number) if number is not None else [f"<b>{plotly_text(span.name, 48)}</b>"]
 
 
 def _bucket_summary(view: StepView, number: int) -> list[str]:

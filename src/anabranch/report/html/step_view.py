@@ -2,36 +2,50 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from anabranch.errors import PlanError
 from anabranch.plan import Bucket, Plan, bucket_label
 from anabranch.report.documents import PlanDocument, SimulateDocument
 from anabranch.report.runs.reading import Runs
-from anabranch.report.runs.window import RankStep
+from anabranch.report.runs.window import RankStep, Wait
 from anabranch.scaling.compression import sent_nbytes
 from anabranch.timeline import COMPUTE, Span, Timeline
 from anabranch.trace import TensorSpec, Trace
 
 BUCKET_NUMBER = re.compile(r"bucket (\d{1,9})\b", re.ASCII)
+Predicted = tuple[str, Timeline, Plan, Trace]  # a title, and a step that was simulated
 MAX_RANKS = 4  # of a window; Perfetto shows more
 
 
 @dataclass(frozen=True)  # no slots: cached_property needs a __dict__
 class StepView:
-    """One step. ``buckets`` by the number in the names of spans; ``trace`` holds their gradients, where it is known."""
+    """One step. ``buckets`` by the number in the names of spans; ``trace`` holds their gradients, where it is known.
+
+    ``waits``: for which rank the messages waited at first, by the name of their span.
+    """
 
     title: str
     measured: bool
     timeline: Timeline
     buckets: Mapping[int, Bucket]
     trace: Trace | None = None
+    waits: Mapping[str, Wait] = field(default_factory=dict)
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
         """The gradients by name; empty without a trace."""
         return {tensor.name: tensor for tensor in self.trace.tensors} if self.trace is not None else {}
+
+    @property
+    def waited_s(self) -> dict[int, float]:
+        """How long it waited for each of the ranks that it waited for."""
+        found: dict[int, float] = {}
+        for span in self.timeline.communication:
+            if (wait := self.waits.get(span.name)) is not None:
+                found[wait.rank] = found.get(wait.rank, 0.0) + min(wait.until_s, span.end_s) - span.start_s
+        return found
 
     def sent_nbytes(self, bucket: Bucket) -> int | None:
         """What one rank sends for a bucket; None where the number of ranks, a gradient or the collective is unknown."""
@@ -47,7 +61,7 @@ class StepView:
         return int(found[1]) if found else None
 
 
-def step_views(runs: Runs, predicted: Sequence[tuple[str, Timeline, Plan, Trace]]) -> list[StepView]:
+def step_views(runs: Runs, predicted: Sequence[Predicted]) -> list[StepView]:
     """Predicted steps, then measured ones; ``predicted`` are the steps that the caller simulated."""
     found = [StepView(title, False, timeline, _by_number(plan), trace) for title, timeline, plan, trace in predicted]
     found += [_predicted_view(name, step, runs) for name, step in runs.steps]
@@ -102,7 +116,7 @@ def _rank_view(name: str, one: RankStep) -> StepView:
         if number and names:
             collective = label.partition(": ")[2].partition(",")[0] or "dense"
             buckets[int(number[1])] = Bucket(names, 0, collective)
-    return StepView(f"{name}: step {one.step:,}, rank {one.rank}", True, one.timeline, buckets)
+    return StepView(f"{name}: step {one.step:,}, rank {one.rank}", True, one.timeline, buckets, waits=one.waits)
 
 
 def _plan_name(step: PlanDocument | SimulateDocument) -> str:

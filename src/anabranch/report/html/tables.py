@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from statistics import median
 
-from anabranch.report.documents import COMPUTE, Benchmark, CompareDocument, DemoDocument, MemoryDocument
+from anabranch.report.documents import COMPUTE, Benchmark, CompareDocument, MemoryDocument
 from anabranch.report.formatting import count, factor, percent, seconds, size, time_scale
 from anabranch.report.html.elements import Cell, Table
 from anabranch.report.html.escaping import shortened
@@ -71,23 +71,6 @@ def benchmark_table(found: Benchmark) -> Table:
     )
     training = [row for row in found.rows if row.name != COMPUTE]  # which sends nothing
     return Table(title, headers, rows, caption, min(training, key=lambda row: row.step_s).name)
-
-
-def demo_table(found: DemoDocument) -> Table:
-    """The two trainings of the demo."""
-    scale = time_scale(run.step_s for run in found.runs.values())
-    headers = ["trained as", "first loss", "last loss", f"step, {scale.unit}", "middle half"]
-    rows = [
-        [Cell(name), Cell(f"{run.first_loss:.4f}", run.first_loss), Cell(f"{run.last_loss:.4f}", run.last_loss),
-         Cell(scale(run.step_s), run.step_s), Cell(f"{scale(run.step_low_s)} – {scale(run.step_high_s)}", run.step_s)]
-        for name, run in found.runs.items()
-    ]  # fmt: skip
-    title = f"Measured: {found.parameters:,} parameters, {found.workers} workers, {found.steps} steps"
-    caption = (
-        "Both took turns after DataParallel had chosen. Middle half: first to third quartile of the rounds; "
-        "differences within it are noise."
-    )
-    return Table(title, headers, rows, caption)
 
 
 def bucket_table(view: StepView) -> Table:

@@ -1,10 +1,10 @@
 """Files of ``model.trace_steps``: some steps of all ranks, on one clock."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median_low
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,14 +32,26 @@ class _Slice(BaseModel):
     args: Mapping[str, Any] = {}
 
 
+class Wait(NamedTuple):
+    """A message cannot begin before its slowest rank: the ranks before it wait for ``rank`` until ``until_s``."""
+
+    until_s: float
+    rank: int
+
+
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One rank in one step; zero is the start of rank 0's backward."""
+    """One rank in one step; zero is the start of rank 0's backward.
+
+    tensors   of each bucket, by the name of its span
+    waits     of the buckets that were here before they were on another rank, by the name of their span
+    """
 
     step: int
     rank: int
     timeline: Timeline
-    tensors: Mapping[str, tuple[str, ...]]  # of each bucket, by the name of its span
+    tensors: Mapping[str, tuple[str, ...]]
+    waits: Mapping[str, Wait] = field(default_factory=dict)
 
 
 def rank_steps(document: Mapping[str, Any], where: str) -> list[RankStep]:
@@ -63,7 +75,32 @@ def rank_steps(document: Mapping[str, Any], where: str) -> list[RankStep]:
     found = [rank_step for rank_step in ranks if rank_step is not None]
     if not found:
         raise FileError(f"{where}: step {step:,} has nothing on a track named {COMPUTE!r}; write it again")
-    return found
+    return _with_waits(found, _clock_error_s(document))
+
+
+def _clock_error_s(document: Mapping[str, Any]) -> float:
+    """By how much the clocks of two ranks may differ, at most; 0 where the file does not say."""
+    errors = document["otherData"].get("clock_error_s")
+    known = [each for each in errors.values() if isinstance(each, float)] if isinstance(errors, dict) else []
+    return sum(sorted(known)[-2:])
+
+
+def _with_waits(ranks: Sequence[RankStep], error_s: float) -> list[RankStep]:
+    """The same, with what each rank waited for; differences that the clocks' error explains are none."""
+    begun: dict[str, dict[int, float]] = {}
+    for one in ranks:
+        for span in one.timeline.communication:
+            if span.name != EXPOSED:  # of DDP's own buckets, which may be under way meanwhile
+                begun.setdefault(span.name, {})[one.rank] = span.start_s
+    last = {name: max(own, key=lambda rank: own[rank]) for name, own in begun.items()}
+    return [
+        replace(one, waits={
+            name: Wait(own[last[name]], last[name])
+            for name, own in begun.items()
+            if one.rank in own and own[last[name]] - own[one.rank] > error_s
+        })
+        for one in ranks
+    ]  # fmt: skip
 
 
 def _wanted(raw: object) -> bool:
