@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.comm.model import model_parts
+from anabranch.compiled.graphs import CompiledGraphs
 from anabranch.compression import Compress, Settings, collectives_for, described, keeps_residuals, name_of, settings_of
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
@@ -66,6 +67,7 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     _alone = False  # one rank: gradients are already their own average
     _layout: DdpLayout | None = None
+    _asked_compiler = False
 
     def __init__(
         self,
@@ -152,7 +154,10 @@ class DataParallel(Tuned, ExtensibleDDP):
             return self._layout
 
         parameters = reduced_parameters(self)
-        self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later)
+        graphs = self._graph_cutter = CompiledGraphs(parameters)
+        self._start_tuning(
+            tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later, graphs
+        )
 
     def _make_collectives(self, compress: Settings) -> Collectives:
         if keeps_residuals(compress) and self.find_unused_parameters and not self._no_plan_reason:
@@ -198,12 +203,24 @@ class DataParallel(Tuned, ExtensibleDDP):
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         check_outermost(self)
         if self._tuner is not None and self._layout is not None:
+            if not self._asked_compiler:
+                self._ask_compiler()
             if torch.is_grad_enabled():
                 self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join:
                 self._note_input(inputs, kwargs)
                 self._tuner.before_forward(averaged=self.require_backward_grad_sync)
             self._layout.drain_buffers()  # after the step's first mark, so that this wait is measured
+
+    def _ask_compiler(self) -> None:
+        """Have torch ask this model's graph cutter, should it compile; here, since torch imports its compiler now."""
+        self._asked_compiler = True
+        try:
+            from anabranch.compiled.cutter import install
+
+            install()
+        except (ImportError, RuntimeError) as error:
+            self._graph_cutter.note(f"torch cuts graphs by bytes, and not where buckets end, since {error}")
 
     @_disable_dynamo
     def _after_forward(self, output: Any) -> None:
@@ -233,6 +250,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._cache = None
         self._collectives = None
         self._layout = None
+        self._graph_cutter = None
         self._no_plan_reason = reason
 
     def _install_buffers(self) -> bool:
@@ -250,7 +268,7 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         attributes: dict[str, Any] = super().__getstate__()
-        for name in ("_tuner", "_cache", "_release", "_collectives", "_layout", "_scaler"):
+        for name in ("_tuner", "_cache", "_release", "_collectives", "_layout", "_scaler", "_graph_cutter"):
             attributes.pop(name, None)
         if self._tuner is not None:
             self._drop_comm_hooks(attributes)  # the plan's hook, which the copy does not have

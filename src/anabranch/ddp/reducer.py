@@ -29,6 +29,7 @@ class ExtensibleDDP(DistributedDataParallel):
     """A DistributedDataParallel whose extension points have names of our own, for a subclass to override."""
 
     _joining = False
+    _graph_cutter: Any = None  # is asked where torch.compile shall cut the model's graphs; None: torch decides
     _logged_before: Mapping[str, Any] | None = None  # the logging data of the reducer that this one has replaced
 
     def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
@@ -147,6 +148,11 @@ def running_ddp_of(parameter: nn.Parameter | None) -> DistributedDataParallel | 
     running: Any = DistributedDataParallel._active_ddp_module
     averaged = running is not None and any(known is parameter for known in running._module_parameters)
     return running if averaged else None
+
+
+def running_graph_cutter() -> Any:
+    """The graph cutter of the DistributedDataParallel whose forward is running now; None if it has none."""
+    return getattr(DistributedDataParallel._active_ddp_module, "_graph_cutter", None)
 
 
 def relayout(ddp: Any, layout: BucketIndices | None, hook: Hook | None) -> None:

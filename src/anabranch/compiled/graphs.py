@@ -1,0 +1,193 @@
+"""The graphs that torch.compile has made of one model: where each is cut, and what stands in the way."""
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from torch import fx, nn
+
+from anabranch.compiled.cuts import Cuts, GraphShape, cuts_for, fine_cuts
+from anabranch.compiled.graph_shape import has_dynamic_shapes, shape_of
+
+Compiled = Callable[..., Any]
+# Compiles a graph in parts, given its inputs; at first inside torch's own compilation, ``again`` outside of it.
+CompileParts = Callable[[fx.GraphModule, Cuts, Sequence[Any], bool], Compiled]
+Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in order
+
+CUT_MODE = "ddp_optimizer"  # of torch's compiler: it cuts graphs for DDP
+LATE = "all gradients come at the end of backward"
+DYNAMIC_SHAPES = (
+    "a graph has dynamic shapes, so it stays cut as it was when torch compiled it: inputs of one shape, or "
+    "torch.compile(dynamic=False), let the plan cut it"
+)
+SEVERAL_MODULES = (
+    "one graph serves several modules, as where blocks are compiled one by one: their gradients leave block by block, "
+    "and the plan cuts nothing inside a block"
+)
+IN_PLACE = (
+    "a graph cannot be cut, since operations in place (x += y) connect it from end to end: torch cuts it by bytes; "
+    "writing x = x + y lets the plan cut it"
+)
+
+
+class CompiledGraphs:
+    """The compiled graphs of one model whose gradients these parameters get.
+
+    At first graphs are cut finely, so that recorded times show when gradients could leave. ``cut_for`` has them
+    compiled again, in the next forward. Nothing here communicates: on another rank graphs may be cut otherwise.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._nbytes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._parts: Parts | None = None
+        self._settled = False
+        self._notes: dict[str, None] = {}  # in the order in which they were found
+        self._graphs: list[weakref.ref[CutGraph]] = []  # weak: torch drops graphs that it compiles anew
+        self.round = 0  # counts the changes of ``_parts``
+        self.compiled_s: list[float] = []  # seconds of compiling, by round
+
+    # Called by torch, through cutter.py.
+
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], compile_parts: CompileParts) -> Compiled | None:
+        """The compiled graph, to be called instead of it; None if torch shall cut it by itself."""
+        if self._settled and self._parts is None:
+            return None
+        names = [self._names.get(id(value)) for value in inputs]
+        shape = shape_of(graph.graph, names, self._nbytes)
+        if not shape.first_use:
+            return None
+        if shape.is_connected:
+            self.note(IN_PLACE)
+            return None
+        fine = fine_cuts(shape, sum(self._nbytes.values()))
+        sample = names.index(next(iter(shape.first_use)))
+        made = CutGraph(self, graph, shape, fine, sample, inputs, compile_parts)
+        if self._settled:
+            made.settle()
+        self._graphs.append(weakref.ref(made))
+        return made
+
+    def cuts(self, shape: GraphShape, fine: Cuts) -> Cuts:
+        """Where a graph is to be cut now; ``fine``: where it may be."""
+        return fine if self._parts is None else cuts_for(self._parts, shape, fine)
+
+    def note(self, obstacle: str) -> None:
+        """Remember what stands in the way of the plan, for explain()."""
+        self._notes[obstacle] = None
+
+    def note_compiled(self, seconds: float) -> None:
+        """Add to the time that compiling has taken in this round."""
+        self.compiled_s += [0.0] * (self.round + 1 - len(self.compiled_s))
+        self.compiled_s[self.round] += seconds
+
+    # Called by the tuner.
+
+    def would_change(self, parts: Parts) -> bool:
+        """Whether ``cut_for`` would have a graph compiled again."""
+        return any(graph.can_change and graph.cuts != cuts_for(parts, graph.shape, graph.fine) for graph in self._alive)
+
+    def cut_for(self, parts: Parts | None) -> None:
+        """Let these gradients leave together, part by part, from the next forward on; None: as finely as at first."""
+        self._parts = parts
+        self.round += 1
+
+    def settle(self) -> None:
+        """Keep the cuts in force for good: what was compiled for others is dropped."""
+        self._settled = True
+        for graph in self._alive:
+            graph.settle()
+
+    def note_late(self) -> str:
+        """All gradients came at the end of backward: remember it for explain(), and return why it is so."""
+        utils = getattr(sys.modules.get("torch._dynamo"), "utils", None)
+        mode = utils.get_optimize_ddp_mode() if utils is not None else CUT_MODE
+        if mode != CUT_MODE:
+            self.note(f'{LATE}: torch._dynamo.config.optimize_ddp is "{mode}", so nothing is cut; leave it at True')
+        elif not self._notes:
+            self.note(
+                f"{LATE}, as when the whole model is one compiled graph: nothing of their communication is hidden"
+            )
+        return next(reversed(self._notes))
+
+    def lines(self) -> list[str]:
+        """For explain(): how graphs are cut, what compiling took, and what stands in the way of the plan."""
+        lines = []
+        if graphs := self._alive:
+            parts = sum(len(graph.cuts) + 1 for graph in graphs)
+            seconds = [f"{took_s:.1f} s" for took_s in self.compiled_s if took_s]
+            finely = "finely" if self._settled else "finely, to see when gradients could leave"
+            where = finely if self._parts is None else "where buckets end"
+            lines.append(
+                f"Compiled: {len(graphs)} graph{'s' * (len(graphs) > 1)} in {parts} part{'s' * (parts > 1)}, cut "
+                f"{where}. The backend took {' and '.join(seconds)}."
+            )
+        return [*lines, *(f"Compiled: {note}." for note in self._notes)]
+
+    @property
+    def _alive(self) -> list["CutGraph"]:
+        return [graph for reference in self._graphs if (graph := reference()) is not None]
+
+
+class CutGraph:
+    """A graph compiled in parts; call it as the graph. When its cuts change, the next call compiles it again."""
+
+    def __init__(
+        self,
+        owner: CompiledGraphs,
+        graph: fx.GraphModule,
+        shape: GraphShape,
+        fine: Cuts,
+        sample: int,
+        inputs: Sequence[Any],
+        compile_parts: CompileParts,
+    ) -> None:
+        self.shape = shape
+        self.fine = fine
+        self.cuts = owner.cuts(shape, fine)
+        self._owner = owner
+        self._graph: fx.GraphModule | None = graph  # None once it stays as it is
+        self._compile_parts = compile_parts
+        self._sample = sample  # the place among the inputs of one parameter
+        self._sample_id = id(inputs[sample])
+        self._round = owner.round
+        self._run = self._timed(inputs, again=False)
+        self._compiled = {self.cuts: self._run}
+        if has_dynamic_shapes(graph.graph) and fine:
+            owner.note(DYNAMIC_SHAPES)
+            self.settle()
+
+    @property
+    def can_change(self) -> bool:
+        """Whether it can be compiled again."""
+        return self._graph is not None
+
+    def settle(self) -> None:
+        """Stay as it is."""
+        self._graph = None
+        self._compiled.clear()
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._graph is not None:
+            if id(inputs[self._sample]) != self._sample_id:
+                self._owner.note(SEVERAL_MODULES)
+                self.settle()
+            elif self._round != self._owner.round:
+                self._change(inputs)
+        return self._run(*inputs)
+
+    def _change(self, inputs: Sequence[Any]) -> None:
+        self._round = self._owner.round
+        self.cuts = self._owner.cuts(self.shape, self.fine)
+        if self.cuts not in self._compiled:
+            self._compiled[self.cuts] = self._timed(inputs, again=True)
+        self._run = self._compiled[self.cuts]
+
+    def _timed(self, inputs: Sequence[Any], again: bool) -> Compiled:
+        assert self._graph is not None
+        began_s = perf_counter()
+        compiled = self._compile_parts(self._graph, self.cuts, inputs, again)
+        self._owner.note_compiled(perf_counter() - began_s)
+        return compiled
