@@ -12,7 +12,7 @@ from math import inf
 
 PARTS = 16  # at most: what the last part sends is never hidden, and this is a sixteenth of all gradients
 MIN_PART_NBYTES = 1 << 16  # a shorter message costs little more than its latency, and each part costs compile time
-SLACK = 1.5  # by how much a part may exceed its size, so that it begins where little crosses the cut
+SLACK = 2.0  # by what factor a part may exceed that, so that it begins where little crosses the cut: between two blocks
 
 Cuts = tuple[int, ...]  # positions of operations, ascending: each begins a part
 

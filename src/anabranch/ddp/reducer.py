@@ -105,6 +105,7 @@ class ExtensibleDDP(DistributedDataParallel):
         iterations = int(self._logged_before.get("iteration", 0)) + int(now.get("iteration", 0))
         return {**self._logged_before, **now, "iteration": iterations}
 
+    @_disable_dynamo
     def _sync_buffers(self) -> None:
         if self._join_config.enable or hasattr(self, "buffer_hook"):
             self._discard_buffers()

@@ -1,0 +1,153 @@
+"""Training compiled models: the weights of DDP, gradients that leave part by part, and how often graphs are compiled."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch import Bucket, Network, OkTopk, Plan, Trace, planners
+from anabranch.comm.launcher import BucketLauncher
+from anabranch.sparse.naming import kind_of
+from compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
+from parallel.twins import SCENARIOS, ring, steps
+from ranks import on_ranks
+
+
+
+def in_pairs(trace: Trace, network: Network) -> Plan:
+    """A bucket for every two layers, in the order in which gradients are ready."""
+    return pairs_of([tensor.name for tensor in trace.tensors])
+
+
+def pairs_of(names: Sequence[str]) -> Plan:
+    """The same, for gradients of these names."""
+    pairs = [(f"layers.{layer}.", f"layers.{layer - 1}.") for layer in range(LAYERS - 1, 0, -2)]
+    groups = [[name for name in names if name.startswith(pair)] for pair in pairs]
+    groups[0] += [name for name in names if name.startswith("norm")]
+    return Plan(tuple(Bucket(tuple(group)) for group in groups))
+
+
+def trained(rank: int, order: str, scenario: str, backend: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train beside an eager DDP, until there is a choice and some steps more."""
+    if backend:
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
+    log = Log(name=backend)
+    theirs, net = pair()
+    defaults = {"planner": in_pairs, "profile_steps": 2, "network": ring(), "policy": SCENARIOS[scenario]}
+    made, called = compiled(net, order, log, **{**defaults, **options})
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
+    for step in steps(made):
+        log.step = step
+        log.events.clear()
+        for model, optimizer in zip((theirs, called), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(inputs(rank, step)).square().mean().backward()
+            optimizer.step()
+    return {
+        "apart": furthest(theirs, made),
+        "compiled": log.compiled,
+        "parts": log.parts() if not backend else [],
+        "explained": made.explain(),
+        "spread": [tensor.ready_s / made.trace.backward_s for tensor in made.trace.tensors],  # type: ignore[union-attr]
+        "steps": step,
+    }
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("scenario", ["keeps the plan", "goes back"])
+def test_the_weights_of_ddp_with_one_recompilation(order: str, scenario: str) -> None:
+    for answer in on_ranks(trained, 2, order, scenario, "", {}):
+        assert answer["apart"] < 1e-6
+        first = answer["compiled"].count(0)
+        assert first == LAYERS, "at first every layer is a part"
+        later = set(answer["compiled"]) - {0}
+        assert len(later) <= 1, "graphs are compiled once more at most"
+        if scenario == "keeps the plan":
+            assert later, "the plan needs fewer cuts"
+            assert "where buckets end" in answer["explained"]
+            assert len(answer["parts"]) == answer["compiled"].count(*later) < LAYERS
+        else:
+            assert len(answer["parts"]) == LAYERS
+
+
+def test_recorded_gradients_are_spread_over_backward() -> None:
+    for answer in on_ranks(trained, 2, "compile(DP)", "goes back", "", {}):
+        assert [sorted({name.split(".")[1] for name in part if "layers" in name}) for part in answer["parts"]] == [
+            [str(layer)] for layer in reversed(range(LAYERS))
+        ]
+        assert len(set(answer["spread"])) >= LAYERS
+        assert min(answer["spread"]) < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_inductor(order: str) -> None:
+    for answer in on_ranks(trained, 2, order, "keeps the plan", "inductor", {}, timeout_s=150):
+        assert answer["apart"] < 1e-4
+        assert len(set(answer["compiled"])) == 2, answer["explained"]
+
+
+def launches(rank: int) -> dict[str, Any]:
+    """With a given plan: the order of parts and launches, and the timeline."""
+    log = Log()
+    _, net = pair()
+    plan = pairs_of([name for name, _ in net.named_parameters()])
+    made, called = compiled(net, "compile(DP)", log, plan=plan, profile_steps=2)
+    launch = BucketLauncher.launch
+
+    def noted(self: BucketLauncher, index: int, buffer: torch.Tensor) -> Any:
+        log.events.append(f"launch {index}")
+        return launch(self, index, buffer)
+
+    BucketLauncher.launch = noted  # type: ignore[method-assign]
+    for step in range(10):
+        log.step = step
+        log.events.clear()
+        called(inputs(rank, step)).square().mean().backward()
+    timeline = made.timeline
+    assert timeline is not None
+    return {
+        "events": [event for event in log.events if event.startswith(("backward", "launch"))],
+        "compiled": log.compiled,
+        "overlap": timeline.overlap,
+    }
+
+
+def test_a_given_plan_is_compiled_once_and_each_bucket_leaves_when_its_part_ends() -> None:
+    for answer in on_ranks(launches, 2):
+        assert answer["compiled"] == [0] * (LAYERS // 2)
+        assert answer["events"] == [f"{what}" for i in range(LAYERS // 2) for what in ("backward", f"launch {i}")]
+        assert answer["overlap"] > 0
+
+
+def compressed(rank: int, kind: str) -> dict[str, Any]:
+    """Train with a plan of one kind of exchange, compiled and eager; how far they are apart."""
+    _, net = pair()
+    plan = planners.using(pairs_of([name for name, _ in net.named_parameters()]), kind)
+    compress = OkTopk(density=0.25, warmup_steps=0) if kind.startswith("oktopk") else None if kind == "dense" else kind
+    log, trained = Log(), []
+    for order in ("compile(DP)", "eager"):
+        _, net = pair()
+        made, called = compiled(net, order, log, plan=plan, compress=compress, profile_steps=0)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
+        for log.step in range(8):
+            optimizer.zero_grad()
+            called(inputs(rank, log.step)).square().mean().backward()
+            optimizer.step()
+        trained.append(made)
+    return {"apart": furthest(*trained), "compiled": log.compiled}
+
+
+@pytest.mark.parametrize("kind", ["dense", "bf16", "int8", "int4", kind_of(0.25)])
+def test_every_kind_of_exchange(kind: str) -> None:
+    for answer in on_ranks(compressed, 2, kind):
+        assert answer["apart"] < 1e-6
+        assert answer["compiled"] == [0] * (LAYERS // 2)
+
+
+def test_auto() -> None:
+    for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", {"compress": "auto", "network": None}):
+        assert answer["apart"] < 0.02  # kinds round
+        assert len(set(answer["compiled"])) <= 2
