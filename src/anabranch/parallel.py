@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.comm.model import model_parts
-from anabranch.compiled.graphs import CompiledGraphs
+from anabranch.compiled.graphs import CompiledGraphs, python_reducer_reason
 from anabranch.compression import Compress, Settings, collectives_for, described, keeps_residuals, name_of, settings_of
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
@@ -93,7 +93,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         given = bound.arguments
         group = _group_of(given)
         reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
-        reason = dtensor_reason(module, given["device_mesh"]) or reason
+        reason = dtensor_reason(module, given["device_mesh"]) or python_reducer_reason() or reason
         needs_plan = tuning.plan is not None or keeps_residuals(compress)
         if group is not None and reason and needs_plan:
             what = "a plan" if tuning.plan is not None else f"compress={name_of(compress)}"

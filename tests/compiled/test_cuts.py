@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from anabranch.compiled.cuts import MIN_PART_NBYTES, PARTS, GraphShape, cuts_for, fine_cuts
+from anabranch.compiled.cuts import MIN_PART_NBYTES, PARTS, GraphShape, cuts_for, fine_cuts, is_connected
 
 MIB = 1 << 20
 
@@ -57,12 +57,12 @@ def test_a_part_whose_results_nobody_uses_is_no_part() -> None:
     assert cuts == (3, 5)  # and not 6, after which nothing is returned
 
 
-def test_a_graph_is_connected_if_no_cut_is_possible_between_its_parameters() -> None:
+def test_a_graph_is_connected_if_it_would_be_cut_and_cannot_be() -> None:
     shape = chain(3)
-    connected = GraphShape(shape.first_use, shape.nbytes, [1.0, *[inf] * 6, 1.0, 1.0], shape.last_use)
-    assert connected.is_connected
-    assert not shape.is_connected
-    assert not chain(1).is_connected  # there is nothing to cut
+    crossing = [1.0, *[inf] * 6, 1.0, 1.0]
+    assert is_connected(GraphShape(shape.first_use, shape.nbytes, crossing, shape.last_use), 3 * MIB)
+    assert not is_connected(shape, 3 * MIB)
+    assert not is_connected(chain(1), MIB)  # there is nothing to cut
 
 
 @pytest.mark.parametrize(

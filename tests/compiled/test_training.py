@@ -15,7 +15,6 @@ from parallel.twins import SCENARIOS, ring, steps
 from ranks import on_ranks
 
 
-
 def in_pairs(trace: Trace, network: Network) -> Plan:
     """A bucket for every two layers, in the order in which gradients are ready."""
     return pairs_of([tensor.name for tensor in trace.tensors])
@@ -24,8 +23,8 @@ def in_pairs(trace: Trace, network: Network) -> Plan:
 def pairs_of(names: Sequence[str]) -> Plan:
     """The same, for gradients of these names."""
     pairs = [(f"layers.{layer}.", f"layers.{layer - 1}.") for layer in range(LAYERS - 1, 0, -2)]
-    groups = [[name for name in names if name.startswith(pair)] for pair in pairs]
-    groups[0] += [name for name in names if name.startswith("norm")]
+    groups = [[name for name in names if any(layer in name for layer in pair)] for pair in pairs]
+    groups[0] += [name for name in names if "norm" in name]
     return Plan(tuple(Bucket(tuple(group)) for group in groups))
 
 

@@ -6,7 +6,7 @@ operations that come earlier have run backward, whose parameters are first used 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
@@ -32,12 +32,6 @@ class GraphShape:
     crossing: Sequence[float]
     last_use: Sequence[int]
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether no cut is possible between any two of its parameters."""
-        uses = self.first_use.values()
-        return len(set(uses)) > 1 and min(self.crossing[min(uses) + 1 : max(uses) + 1]) == inf
-
 
 def fine_cuts(shape: GraphShape, model_nbytes: int) -> Cuts:
     """Cuts into parts of about a sixteenth of the model's gradients each, where little crosses the cut."""
@@ -51,6 +45,12 @@ def fine_cuts(shape: GraphShape, model_nbytes: int) -> Cuts:
     while end is not None and (end := _previous_cut(shape, before, end, part_nbytes)) is not None:
         cuts.append(end)
     return tuple(reversed(cuts))
+
+
+def is_connected(shape: GraphShape, model_nbytes: int) -> bool:
+    """Whether a graph cannot be cut that otherwise would be."""
+    free = replace(shape, crossing=[0.0] * len(shape.crossing))
+    return not fine_cuts(shape, model_nbytes) and bool(fine_cuts(free, model_nbytes))
 
 
 def cuts_for(parts: Sequence[Iterable[str]], shape: GraphShape, allowed: Cuts) -> Cuts:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from anabranch.compiled.cuts import Cuts, GraphShape, cuts_for, fine_cuts
+from anabranch.compiled.cuts import Cuts, GraphShape, cuts_for, fine_cuts, is_connected
 from anabranch.compiled.graph_shape import has_dynamic_shapes, shape_of
 
 Compiled = Callable[..., Any]
@@ -57,12 +57,13 @@ class CompiledGraphs:
             return None
         names = [self._names.get(id(value)) for value in inputs]
         shape = shape_of(graph.graph, names, self._nbytes)
-        if not shape.first_use:
-            return None
-        if shape.is_connected:
+        model_nbytes = sum(self._nbytes.values())
+        if is_connected(shape, model_nbytes):
             self.note(IN_PLACE)
             return None
-        fine = fine_cuts(shape, sum(self._nbytes.values()))
+        if not shape.first_use:
+            return None
+        fine = fine_cuts(shape, model_nbytes)
         sample = names.index(next(iter(shape.first_use)))
         made = CutGraph(self, graph, shape, fine, sample, inputs, compile_parts)
         if self._settled:
@@ -73,6 +74,12 @@ class CompiledGraphs:
     def cuts(self, shape: GraphShape, fine: Cuts) -> Cuts:
         """Where a graph is to be cut now; ``fine``: where it may be."""
         return fine if self._parts is None else cuts_for(self._parts, shape, fine)
+
+    def settle_like(self, shape: GraphShape) -> None:
+        """Keep the cuts of graphs with the same parameters."""
+        for graph in self._alive:
+            if graph.shape.first_use.keys() == shape.first_use.keys():
+                graph.settle()
 
     def note(self, obstacle: str) -> None:
         """Remember what stands in the way of the plan, for explain()."""
@@ -102,15 +109,9 @@ class CompiledGraphs:
 
     def note_late(self) -> str:
         """All gradients came at the end of backward: remember it for explain(), and return why it is so."""
-        utils = getattr(sys.modules.get("torch._dynamo"), "utils", None)
-        mode = utils.get_optimize_ddp_mode() if utils is not None else CUT_MODE
-        if mode != CUT_MODE:
-            self.note(f'{LATE}: torch._dynamo.config.optimize_ddp is "{mode}", so nothing is cut; leave it at True')
-        elif not self._notes:
-            self.note(
-                f"{LATE}, as when the whole model is one compiled graph: nothing of their communication is hidden"
-            )
-        return next(reversed(self._notes))
+        if not self._notes:
+            self.note(_uncut_reason() or f"{LATE}, as when the whole model is one compiled graph")
+        return f"{next(reversed(self._notes))}: nothing of their communication can be hidden"
 
     def lines(self) -> list[str]:
         """For explain(): how graphs are cut, what compiling took, and what stands in the way of the plan."""
@@ -124,11 +125,43 @@ class CompiledGraphs:
                 f"Compiled: {len(graphs)} graph{'s' * (len(graphs) > 1)} in {parts} part{'s' * (parts > 1)}, cut "
                 f"{where}. The backend took {' and '.join(seconds)}."
             )
+        elif (reason := _uncut_reason()) and _has_compiled():
+            self.note(reason)
         return [*lines, *(f"Compiled: {note}." for note in self._notes)]
 
     @property
     def _alive(self) -> list["CutGraph"]:
         return [graph for reference in self._graphs if (graph := reference()) is not None]
+
+
+def python_reducer_reason() -> str:
+    """Why nothing can be planned if DDP is wrapped now: it would have a reducer in Python; empty if it would not."""
+    mode = _optimize_ddp_mode()
+    return f'torch._dynamo.config.optimize_ddp is "{mode}", so DDP averages without buckets' if "python" in mode else ""
+
+
+def _optimize_ddp_mode() -> str:
+    """What torch's compiler does for DDP; its default where a program has not imported it."""
+    utils = _dynamo_utils()
+    return utils.get_optimize_ddp_mode() if utils is not None else CUT_MODE
+
+
+def _uncut_reason() -> str:
+    """Why torch asks nobody where to cut; empty if it does."""
+    mode = _optimize_ddp_mode()
+    uncut = f'torch._dynamo.config.optimize_ddp is "{mode}", so torch cuts no graph of a compiled model, and {LATE}'
+    return "" if mode == CUT_MODE else f"{uncut}; leave it at True"
+
+
+def _has_compiled() -> bool:
+    """Whether torch has compiled any graph in this process."""
+    utils = _dynamo_utils()
+    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
+
+
+def _dynamo_utils() -> Any:
+    """The compiler's module that knows; None where a program has not imported the compiler."""
+    return sys.modules.get("torch._dynamo.utils")
 
 
 class CutGraph:
@@ -157,6 +190,7 @@ class CutGraph:
         self._compiled = {self.cuts: self._run}
         if has_dynamic_shapes(graph.graph) and fine:
             owner.note(DYNAMIC_SHAPES)
+            owner.settle_like(shape)  # torch has compiled them anew, for all shapes
             self.settle()
 
     @property
