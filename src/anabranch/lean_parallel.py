@@ -4,7 +4,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,13 +20,16 @@ from anabranch.comm.agree import all_or_none, check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.comm.model import ignored_names, model_parts
+from anabranch.compiled.graphs import CompiledGraphs
 from anabranch.compression import Compress, Settings, collectives_for, described, settings_of
+from anabranch.ddp.reducer import compiled_as_ddp
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
 from anabranch.network import Network
 from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
+from anabranch.planners.fixed import DDP_CAP_NBYTES
 from anabranch.sparse.options import OkTopk
 from anabranch.trace import TensorSpec, Trace
 from anabranch.tuning.options import Planner, TuningOptions
@@ -50,6 +53,8 @@ class LeanDataParallel(Tuned, nn.Module):
     """
 
     _layout: LeanLayout
+    _graph_cutter = CompiledGraphs({})  # of a copy, which plans nothing
+    bucket_bytes_cap = DDP_CAP_NBYTES  # by which torch cuts graphs where we cannot
     _sync_enabled = True  # False inside no_sync()
     _averaging_now = True  # whether this backward pass, or the one that comes next, is averaged
 
@@ -141,7 +146,10 @@ class LeanDataParallel(Tuned, nn.Module):
                 self._layout = LeanLayout(self.module, self.memory, collectives, plan, averaging, control, find_unused)
             return self._layout
 
-        tuner = self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings)
+        graphs = self._graph_cutter = CompiledGraphs(parameters)
+        tuner = self._start_tuning(
+            tuning, policy, collectives, parameters, make_layout, self.module, settings, graphs=graphs
+        )
         tuner.runner.timer.observers += [_AveragingObserver(owner), self._layout]
 
     @property
@@ -184,11 +192,13 @@ class LeanDataParallel(Tuned, nn.Module):
         finally:
             self._sync_enabled = before
 
+    @_disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; its gradients will be averaged, and its parameters updated, in backward."""
         will_average = torch.is_grad_enabled() and self._sync_enabled
         self._before_forward(will_average, inputs, kwargs)
-        output = self.module(*inputs, **kwargs)
+        with compiled_as_ddp(self) if self._graph_cutter.cuts_graphs else nullcontext():
+            output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self._after_forward(output, will_average)
         return output
@@ -232,6 +242,7 @@ class LeanDataParallel(Tuned, nn.Module):
             return
         tuner = self._running_tuner()
         check_outermost(self)
+        self._graph_cutter.install()
         if torch.is_grad_enabled():
             if not in_backward():
                 self._averaging_now = self._sync_enabled
@@ -300,6 +311,7 @@ class LeanDataParallel(Tuned, nn.Module):
             "_cache",
             "_collectives",
             "_layout",
+            "_graph_cutter",
             "_scaler",
             "_release",
             "_undo_activations",

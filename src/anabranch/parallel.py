@@ -67,7 +67,6 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     _alone = False  # one rank: gradients are already their own average
     _layout: DdpLayout | None = None
-    _asked_compiler = False
 
     def __init__(
         self,
@@ -203,24 +202,13 @@ class DataParallel(Tuned, ExtensibleDDP):
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         check_outermost(self)
         if self._tuner is not None and self._layout is not None:
-            if not self._asked_compiler:
-                self._ask_compiler()
+            self._graph_cutter.install()
             if torch.is_grad_enabled():
                 self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join:
                 self._note_input(inputs, kwargs)
                 self._tuner.before_forward(averaged=self.require_backward_grad_sync)
             self._layout.drain_buffers()  # after the step's first mark, so that this wait is measured
-
-    def _ask_compiler(self) -> None:
-        """Have torch ask this model's graph cutter, should it compile; here, since torch imports its compiler now."""
-        self._asked_compiler = True
-        try:
-            from anabranch.compiled.cutter import install
-
-            install()
-        except (ImportError, RuntimeError) as error:
-            self._graph_cutter.note(f"torch cuts graphs by bytes, and not where buckets end, since {error}")
 
     @_disable_dynamo
     def _after_forward(self, output: Any) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel

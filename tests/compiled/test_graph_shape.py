@@ -43,12 +43,14 @@ class Chain(nn.Module):
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x).relu()).relu()
+        result: torch.Tensor = self.b(self.a(x).relu()).relu()
+        return result
 
 
 class TiedAround(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(self.b(self.a(x)))
+        result: torch.Tensor = self.a(self.b(self.a(x)))
+        return result
 
 
 class InPlace(Chain):

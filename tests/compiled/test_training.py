@@ -1,4 +1,4 @@
-"""Training compiled models: the weights of DDP, gradients that leave part by part, and how often graphs are compiled."""
+"""Training compiled models: the weights of DDP, gradients that leave part by part, and how often torch compiles."""
 
 import warnings
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from anabranch import Bucket, Network, OkTopk, Plan, Trace, planners
+from anabranch import Bucket, Lean, Network, OkTopk, Plan, Trace, planners
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.sparse.naming import kind_of
 from compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
@@ -150,3 +150,28 @@ def test_auto() -> None:
     for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", {"compress": "auto", "network": None}):
         assert answer["apart"] < 0.02  # kinds round
         assert len(set(answer["compiled"])) <= 2
+
+
+def lean(rank: int, order: str) -> dict[str, Any]:
+    """Train under Lean, beside an eager DDP."""
+    log = Log()
+    theirs, net = pair()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05)
+    plan = pairs_of([name for name, _ in net.named_parameters()])
+    memory = Lean(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+    made, called = compiled(net, order, log, plan=plan, memory=memory, profile_steps=2)
+    for log.step in range(10):
+        log.events.clear()
+        optimizer.zero_grad()
+        theirs(inputs(rank, log.step)).square().mean().backward()
+        optimizer.step()
+        called(inputs(rank, log.step)).square().mean().backward()
+    return {"apart": furthest(theirs, made), "compiled": log.compiled, "parts": log.parts()}
+
+
+@pytest.mark.parametrize("order", ["compile(DP)", "net.compile()"])
+def test_lean(order: str) -> None:
+    for answer in on_ranks(lean, 2, order):
+        assert answer["apart"] < 1e-6
+        assert answer["compiled"] == [0] * (LAYERS // 2)
+        assert len(answer["parts"]) == LAYERS // 2

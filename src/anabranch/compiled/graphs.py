@@ -46,14 +46,33 @@ class CompiledGraphs:
         self._settled = False
         self._notes: dict[str, None] = {}  # in the order in which they were found
         self._graphs: list[weakref.ref[CutGraph]] = []  # weak: torch drops graphs that it compiles anew
+        self._installed = False
         self.round = 0  # counts the changes of ``_parts``
         self.compiled_s: list[float] = []  # seconds of compiling, by round
+
+    @property
+    def cuts_graphs(self) -> bool:
+        """Whether there is a plan to cut for, or may be one."""
+        return bool(self._names) and not (self._settled and self._parts is None)
+
+    def install(self) -> None:
+        """Have torch ask this object where to cut, should it compile. Call it in each forward: torch imports its
+        compiler in the first one."""
+        if self._installed:
+            return
+        self._installed = True
+        try:
+            from anabranch.compiled.cutter import install
+
+            install()
+        except (ImportError, RuntimeError) as error:
+            self.note(f"torch cuts graphs by bytes, and not where buckets end, since {error}")
 
     # Called by torch, through cutter.py.
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], compile_parts: CompileParts) -> Compiled | None:
         """The compiled graph, to be called instead of it; None if torch shall cut it by itself."""
-        if self._settled and self._parts is None:
+        if not self.cuts_graphs:
             return None
         names = [self._names.get(id(value)) for value in inputs]
         shape = shape_of(graph.graph, names, self._nbytes)
