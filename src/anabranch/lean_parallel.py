@@ -242,7 +242,7 @@ class LeanDataParallel(Tuned, nn.Module):
             return
         tuner = self._running_tuner()
         check_outermost(self)
-        self._graph_cutter.install()
+        self._graph_cutter.install(self.module)
         if torch.is_grad_enabled():
             if not in_backward():
                 self._averaging_now = self._sync_enabled

@@ -202,7 +202,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         check_outermost(self)
         if self._tuner is not None and self._layout is not None:
-            self._graph_cutter.install()
+            self._graph_cutter.install(self.module)
             if torch.is_grad_enabled():
                 self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join:

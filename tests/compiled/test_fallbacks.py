@@ -116,7 +116,7 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
         ("Net", "reduce-overhead", 'the modes "default" and "max-autotune-no-cudagraphs" let the plan cut'),
         ("Net", "dynamic", "torch.compile(dynamic=False), let the plan cut it"),
         ("Stream", "", "writing x = x + y lets the plan cut it"),
-        ("Blocks", "regional", "their gradients leave block by block"),
+        ("Blocks", "regional", "(their gradients leave block by block)"),
     ],
 )
 def test_what_stands_in_the_way(model: str, how: str, sentence: str) -> None:

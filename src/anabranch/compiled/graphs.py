@@ -23,8 +23,8 @@ DYNAMIC_SHAPES = (
     "torch.compile(dynamic=False), let the plan cut it"
 )
 SEVERAL_MODULES = (
-    "one graph serves several modules, as where blocks are compiled one by one: their gradients leave block by block, "
-    "and the plan cuts nothing inside a block"
+    "one graph serves several modules, as where blocks are compiled one by one (their gradients leave block by block) "
+    "or where two models have one class: it stays cut as it was for the first"
 )
 IN_PLACE = (
     "a graph cannot be cut, since operations in place (x += y) connect it from end to end: torch cuts it by bytes; "
@@ -55,16 +55,20 @@ class CompiledGraphs:
         """Whether there is a plan to cut for, or may be one."""
         return bool(self._names) and not (self._settled and self._parts is None)
 
-    def install(self) -> None:
-        """Have torch ask this object where to cut, should it compile. Call it in each forward: torch imports its
-        compiler in the first one."""
+    def install(self, module: nn.Module) -> None:
+        """Have torch ask this object where to cut the graphs of this module, should it compile them.
+
+        Call it in each forward: torch imports its compiler in the first one.
+        """
         if self._installed:
             return
         self._installed = True
         try:
-            from anabranch.compiled.cutter import install
+            from anabranch.compiled.cutter import forget_uncut, install
 
             install()
+            if _has_compiled():
+                forget_uncut(module)
         except (ImportError, RuntimeError) as error:
             self.note(f"torch cuts graphs by bytes, and not where buckets end, since {error}")
 
