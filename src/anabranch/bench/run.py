@@ -4,6 +4,7 @@ import os
 import platform
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,6 +15,13 @@ import torch
 import torch.distributed as dist
 
 from anabranch.alpha_beta import AlphaBeta
+from anabranch.bench.compiled import (
+    TimedBackend,
+    compile_seconds,
+    compiled_name,
+    compiled_references,
+    compiled_step,
+)
 from anabranch.bench.compress import Rival, compression
 from anabranch.bench.contestants import (
     DDP_OPTIONS,
@@ -46,7 +54,11 @@ MAX_TUNING_STEPS = 1000  # tuning usually takes 45 to 120
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How long to measure, and which contestants. ``only``: if given, contestants whose name contains one of these."""
+    """How long to measure, and which contestants.
+
+    ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP and every
+    DataParallel also under torch.compile.
+    """
 
     iters: int = 10
     batches: int = 10
@@ -56,6 +68,7 @@ class Settings:
     lanes: Sequence[int] = (2, 4)
     compress: Sequence[str] = ()
     only: Sequence[str] = ()
+    compiled: bool = False
 
 
 class TunedModel(NamedTuple):
@@ -80,10 +93,21 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
     }
     rivals = {text: kind for text, kind in compressions.items() if isinstance(kind, Rival)}
     contestants = _contestants(workload, settings, ours, compressed, rivals)
+    backends: dict[str, TimedBackend] = defaultdict(TimedBackend)
+    kinds: Mapping[str, Compress] = {OURS: None} | {
+        compressed[text].name: kind for text, kind in compressions.items() if not isinstance(kind, Rival)
+    }
+    twins = [
+        _tuned(workload, settings, name, kind, say, backends[compiled_name(name)])
+        for name, kind in kinds.items()
+        if settings.compiled
+    ]
+    if settings.compiled:
+        contestants += [*compiled_references(workload, backends), *(tuned_contestant(*twin) for twin in twins)]
     turns = _raced(workload, settings, contestants, say)
     trace = _trace(ours)
     nic_counts = nic_counts_all(turns[BASELINE], trace.nbytes)
-    tuned = [ours, *compressed.values()]
+    tuned = [ours, *compressed.values(), *twins]
     explanation = "\n\n".join(model.parallel.explain() for model in tuned)
     for model in tuned:
         model.parallel.close()
@@ -95,7 +119,7 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
         tuple(_row(contestant, turns[contestant.name], nic_counts) for contestant in contestants),
         _bound_s(trace, median(turn.seconds for turn in turns[COMPUTE])),
         explanation,
-        _facts(workload, settings),
+        _facts(workload, settings) | ({"compiling": compile_seconds(backends)} if backends else {}),
         () if _on_nccl() else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",),
     )
 
@@ -104,14 +128,23 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
 THOROUGH = TuningPolicy(min_predicted_gain=-0.05)
 
 
-def _tuned(workload: Workload, settings: Settings, name: str, compress: Compress, say: Say) -> TunedModel:
-    """A DataParallel on a model of its own, run until it has chosen a layout."""
+def _tuned(
+    workload: Workload,
+    settings: Settings,
+    name: str,
+    compress: Compress,
+    say: Say,
+    backend: TimedBackend | None = None,
+) -> TunedModel:
+    """A DataParallel on a model of its own, run until it has chosen a layout; compiled if there is a backend."""
     model, step = workload.build()
     # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.
     profile_steps = settings.profile_steps
     parallel = DataParallel(
         model, compress=compress, profile_steps=profile_steps, policy=THOROUGH, cache=False, **DDP_OPTIONS
     )
+    if backend is not None:
+        name, step = compiled_name(name), compiled_step(step, parallel, backend)
     progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
     for _ in range(MAX_TUNING_STEPS):
         step(parallel)

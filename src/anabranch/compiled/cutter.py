@@ -5,18 +5,17 @@ program that compiles.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import CodeType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch._dynamo.backends.distributed as torch_cutter
 import torch._inductor.config as inductor_config
-from torch import fx, nn
-from torch._dynamo.eval_frame import reset_code
+from torch import fx
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -43,7 +42,6 @@ CUDA_GRAPHS = (
 )
 
 Compiler = Callable[..., Callable[..., Any]]
-_CUT_CODES: WeakSet[CodeType] = WeakSet()  # whose graphs were cut by us, if torch has any
 
 
 def install() -> None:
@@ -80,17 +78,10 @@ def install() -> None:
     torch_cutter.DDPOptimizer = PlannedCuts  # type: ignore[misc]
 
 
-def forget_uncut(module: nn.Module) -> None:
-    """Have torch compile a module anew that was compiled before it was wrapped: it would use the graphs that it has.
-
-    Torch keeps graphs by the code of ``forward``, and other models of the same class have the same code: they are
-    compiled again, too, unless they were wrapped before.
-    """
-    for kind in {type(part) for part in module.modules()}:
-        code = getattr(kind.forward, "__code__", None)
-        if code is not None and code not in _CUT_CODES and not kind.__module__.startswith("torch."):
-            reset_code(code)
-            _CUT_CODES.add(code)
+def forget_graphs(codes: Iterable[CodeType]) -> None:
+    """Have torch compile these functions anew when they are called next."""
+    for code in codes:
+        reset_code(code)
 
 
 def compile_parts(

@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
+from types import CodeType
 from typing import Any
 
 from torch import fx, nn
@@ -32,6 +33,9 @@ IN_PLACE = (
 )
 
 
+_WRAPPED: "weakref.WeakSet[CompiledGraphs]" = weakref.WeakSet()
+
+
 class CompiledGraphs:
     """The compiled graphs of one model whose gradients these parameters get.
 
@@ -47,6 +51,7 @@ class CompiledGraphs:
         self._notes: dict[str, None] = {}  # in the order in which they were found
         self._graphs: list[weakref.ref[CutGraph]] = []  # weak: torch drops graphs that it compiles anew
         self._installed = False
+        self._codes: set[CodeType] = set()  # of the forward methods of the module's parts
         self.round = 0  # counts the changes of ``_parts``
         self.compiled_s: list[float] = []  # seconds of compiling, by round
 
@@ -63,14 +68,17 @@ class CompiledGraphs:
         if self._installed:
             return
         self._installed = True
+        self._codes = _forward_codes(module)
         try:
-            from anabranch.compiled.cutter import forget_uncut, install
+            from anabranch.compiled.cutter import forget_graphs, install
 
             install()
-            if _has_compiled():
-                forget_uncut(module)
+            # Torch keeps graphs by the code of forward(): it would use those it made before the module was wrapped,
+            # which are not cut. Models that were wrapped before, of the same classes, keep theirs.
+            forget_graphs(self._codes.difference(*(other._codes for other in _WRAPPED if other._alive)))
         except (ImportError, RuntimeError) as error:
             self.note(f"torch cuts graphs by bytes, and not where buckets end, since {error}")
+        _WRAPPED.add(self)
 
     # Called by torch, through cutter.py.
 
@@ -155,6 +163,12 @@ class CompiledGraphs:
     @property
     def _alive(self) -> list["CutGraph"]:
         return [graph for reference in self._graphs if (graph := reference()) is not None]
+
+
+def _forward_codes(module: nn.Module) -> set[CodeType]:
+    """The code of each forward method in a module that torch may compile."""
+    kinds = {type(part) for part in module.modules() if not type(part).__module__.startswith("torch.")}
+    return {kind.forward.__code__ for kind in kinds if hasattr(kind.forward, "__code__")}
 
 
 def python_reducer_reason() -> str:
