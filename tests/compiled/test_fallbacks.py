@@ -16,7 +16,7 @@ from parallel.twins import SCENARIOS, ring
 from ranks import RankError, on_ranks
 
 STEPS = 24
-OURS: dict[str, Any] = {"profile_steps": 2, "policy": SCENARIOS["keeps the plan"]}
+OURS: dict[str, Any] = {"profile_steps": 2, "lanes": 1, "policy": SCENARIOS["keeps the plan"]}
 
 
 class Breaks(Net):

@@ -34,7 +34,7 @@ def trained(rank: int, order: str, scenario: str, backend: str, options: dict[st
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
     log = Log(name=backend)
     theirs, net = pair()
-    defaults = {"planner": in_pairs, "profile_steps": 2, "network": ring(), "policy": SCENARIOS[scenario]}
+    defaults = {"planner": in_pairs, "lanes": 1, "profile_steps": 2, "network": ring(), "policy": SCENARIOS[scenario]}
     made, called = compiled(net, order, log, **{**defaults, **options})
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
     for step in steps(made):
