@@ -85,7 +85,7 @@ def compiled(net: nn.Module, order: str, backend: Log, **options: Any) -> tuple[
     if order == "net.compile()":
         net.compile(backend=backend)
     inner: Any = torch.compile(net, backend=backend) if order == "DP(compile(net))" else net
-    wrapped = DataParallel(inner, cache=False, **options)
+    wrapped = DataParallel(inner, **{"cache": False, **options})
     backend.watch(net)
     called: Any = torch.compile(wrapped, backend=backend) if order == "compile(DP)" else wrapped
     return wrapped, called

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,3 +197,22 @@ def test_a_model_that_was_compiled_before_it_was_wrapped_is_cut() -> None:
     for answer in on_ranks(compiled_before, 2):
         assert answer["before"] == 1, "torch keeps one graph for both models"
         assert len(answer["parts"]) == LAYERS // 2
+
+
+def with_cache(rank: int, folder: str, count: int) -> dict[str, Any]:
+    """Train with a plan cache, in a process of its own."""
+    log = Log()
+    _, net = pair()
+    options = {"planner": "per_tensor", "lanes": 1, "network": ring(), "policy": SCENARIOS["keeps the plan"]}
+    made, called = compiled(net, "compile(DP)", log, cache=folder, profile_steps=2, **options)
+    for log.step in range(count):
+        called(inputs(rank, log.step)).square().mean().backward()
+    return {"compiled": log.compiled, "explained": made.explain()}
+
+
+def test_a_cached_plan_is_compiled_once_with_its_cuts(tmp_path: Path) -> None:
+    on_ranks(with_cache, 2, str(tmp_path), 45)  # a choice is kept once a doubtful win was repeated
+    for answer in on_ranks(with_cache, 2, str(tmp_path), 6):
+        assert "as cached on" in answer["explained"]
+        assert set(answer["compiled"]) == {0}
+        assert "cut where buckets end" in answer["explained"]
