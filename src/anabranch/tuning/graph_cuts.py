@@ -100,14 +100,19 @@ def needed_parts(trace: Trace, plan: Plan | None, network: Network | None) -> Pa
     return parts
 
 
-def in_turns(
-    graphs: Graphs, best: Trial, parts: Parts, live: LiveTrials, policy: TuningPolicy
-) -> Schedule[tuple[Trial, Trial, bool]]:
-    """Run the best layout with graphs cut finely and cut into these parts, in turns; the faster is in force afterwards.
+def settled(
+    graphs: Graphs, best: Trial, parts: Parts, again: bool, live: LiveTrials, policy: TuningPolicy
+) -> Schedule[tuple[list[Trial], Trial]]:
+    """Settle where graphs are cut; ``again``: for these parts, in turns with the fine cuts, if that is faster.
 
-    Returns the trials of both, and whether these parts were faster. Their first step compiles the model once more,
-    which no trial counts.
+    Returns the trials of the best layout, and the faster of them, which is in force. The first step compiles the model
+    once more, which no trial counts.
     """
+    if not again:
+        if not graphs.would_change(parts):
+            graphs.cut_for(parts)  # for graphs that torch makes later
+        graphs.settle()
+        return [best], best
     graphs.cut_for(parts)
     yield from steps(policy.warmup_steps)
     graphs.cut_for(None)
@@ -118,4 +123,6 @@ def in_turns(
         best.plan,
         change=lambda ours: graphs.cut_for(parts if ours else None),
     )
-    return finely, replace(tried, doubtful=best.doubtful), faster
+    graphs.settle()
+    tried = replace(tried, doubtful=best.doubtful)
+    return [finely, tried], tried if faster else finely

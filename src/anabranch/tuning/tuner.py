@@ -38,7 +38,7 @@ from anabranch.tuning.comparison import drift
 from anabranch.tuning.drift_watch import DriftWatch
 from anabranch.tuning.explain import Findings
 from anabranch.tuning.gains import error_of_layout, expected_gain, simulated_gain
-from anabranch.tuning.graph_cuts import NOT_COMPILED, Graphs, in_turns, needed_parts, parts_of
+from anabranch.tuning.graph_cuts import NOT_COMPILED, Graphs, needed_parts, parts_of, settled
 from anabranch.tuning.live_network import LiveNetwork
 from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.options import TuningOptions
@@ -317,8 +317,7 @@ class Tuner:
         """Run what an earlier training chose from the first step on, in the hope that its batch was the same."""
         if self._cache is None or not may_communicate:
             return
-        cached = self._cache.read_newest(self.control, self.runner.lanes.max_lanes)
-        if cached is not None:
+        if cached := self._cache.read_newest(self.control, self.runner.lanes.max_lanes):
             self._cut_as(cached)
             if cached.plan is not None and self._may_run(cached.plan):
                 self.runner.use_plan(cached.plan)
@@ -390,12 +389,10 @@ class Tuner:
     def _cut_graphs(self, best: Trial) -> Schedule[None]:
         """Have graphs compiled once more, cut where the best layout needs it, and keep what is faster."""
         parts = needed_parts(self._trace, best.plan, self.network)
-        if self._as_rank_0(self._graphs.would_change(parts) and not self.hold_requested):
-            self.stage = f"compiling for {best.label}"
-            finely, tried, faster = yield from in_turns(self._graphs, best, parts, self._live, self._policy)
-            self.trials = [*(finely if trial is best else trial for trial in self.trials), tried]
-            self._best = tried if faster else finely
-        self._graphs.settle()
+        again = bool(self._as_rank_0(self._graphs.would_change(parts) and not self.hold_requested))
+        self.stage = f"compiling for {best.label}" if again else self.stage
+        found, self._best = yield from settled(self._graphs, best, parts, again, self._live, self._policy)
+        self.trials = [trial for old in self.trials for trial in (found if old is best else [old])]
 
     def _why_not_search(self, running: Trial) -> str:
         """Why a search is not worth while; empty if it is."""
