@@ -40,10 +40,13 @@ class Log:
     events: list[str] = field(default_factory=list)
     compiled: list[int] = field(default_factory=list)  # the step in which each part was
     step: int = 0
+    symbolic: bool = False  # a part was compiled for any shape
     name: str = ""  # another backend of torch, which does not tell when its parts run
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         self.compiled.append(self.step)
+        shapes = [value.shape for value in inputs if isinstance(value, torch.Tensor)]
+        self.symbolic |= any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)
         if self.name:
             return torch._dynamo.lookup_backend(self.name)(graph, inputs)
 

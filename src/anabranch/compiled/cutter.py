@@ -96,7 +96,12 @@ def compile_parts(
     torch_cutter.propagate_dynamo_source(graph, split)
     torch_cutter.propagate_metadata(graph, split)
     fake_mode = None if again else detect_fake_mode(inputs)
-    fake_mode = fake_mode or FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    if fake_mode is None:
+        fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+        inputs = [
+            fake_mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+            for value in inputs
+        ]
     context = tracing(TracingContext(fake_mode)) if again else nullcontext()
     with context, _disable_saved_tensors_hooks_during_tracing():
         torch_cutter.SubmodCompiler(split, compiler, fake_mode).run(*inputs)
