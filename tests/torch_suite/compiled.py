@@ -1,4 +1,4 @@
-"""Behaviours of compiled models: whether they are split, which plans do in other places than DDP, and what they compute."""
+"""Behaviours of compiled models: whether they are split (plans split elsewhere than DDP), and what they compute."""
 
 from collections.abc import Iterator
 from typing import Any

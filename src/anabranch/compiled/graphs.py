@@ -18,7 +18,6 @@ CompileParts = Callable[[fx.GraphModule, Cuts, Sequence[Any], bool], Compiled]
 Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in order
 
 CUT_MODE = "ddp_optimizer"  # of torch's compiler: it cuts graphs for DDP
-LATE = "all gradients come at the end of backward"
 DYNAMIC_SHAPES = (
     "a graph has dynamic shapes, so it stays cut as it was when torch compiled it: inputs of one shape, or "
     "torch.compile(dynamic=False), let the plan cut it"
@@ -31,7 +30,6 @@ IN_PLACE = (
     "a graph cannot be cut, since operations in place (x += y) connect it from end to end: torch cuts it by bytes; "
     "writing x = x + y lets the plan cut it"
 )
-
 
 _WRAPPED: "weakref.WeakSet[CompiledGraphs]" = weakref.WeakSet()
 
@@ -138,11 +136,10 @@ class CompiledGraphs:
         for graph in self._alive:
             graph.settle()
 
-    def note_late(self) -> str:
-        """All gradients came at the end of backward: remember it for explain(), and return why it is so."""
+    def note_late(self, what: str) -> None:
+        """All gradients came at the end of backward: remember why, or ``what`` if nobody knows, for explain()."""
         if not self._notes:
-            self.note(_uncut_reason() or f"{LATE}, as when the whole model is one compiled graph")
-        return f"{next(reversed(self._notes))}: nothing of their communication can be hidden"
+            self.note(_uncut_reason() or what)
 
     def lines(self) -> list[str]:
         """For explain(): how graphs are cut, what compiling took, and what stands in the way of the plan."""
@@ -186,8 +183,12 @@ def _optimize_ddp_mode() -> str:
 def _uncut_reason() -> str:
     """Why torch asks nobody where to cut; empty if it does."""
     mode = _optimize_ddp_mode()
-    uncut = f'torch._dynamo.config.optimize_ddp is "{mode}", so torch cuts no graph of a compiled model, and {LATE}'
-    return "" if mode == CUT_MODE else f"{uncut}; leave it at True"
+    if mode == CUT_MODE:
+        return ""
+    return (
+        f'torch._dynamo.config.optimize_ddp is "{mode}", so torch cuts no graph of a compiled model, and all gradients '
+        "come at the end of backward; leave it at True"
+    )
 
 
 def _has_compiled() -> bool:

@@ -34,8 +34,8 @@ class Graphs(Protocol):
         """Keep the cuts in force for good."""
         ...
 
-    def note_late(self) -> str:
-        """All gradients came at the end of backward: remember it for explain(), and return why it is so."""
+    def note_late(self, what: str) -> None:
+        """All gradients came at the end of backward: remember why, or ``what`` if nobody knows, for explain()."""
         ...
 
     def lines(self) -> list[str]:
@@ -55,8 +55,8 @@ class NotCompiled:
     def settle(self) -> None:
         """No-op, too."""
 
-    def note_late(self) -> str:
-        return f"{LATE}: nothing of their communication can be hidden"
+    def note_late(self, what: str) -> None:
+        """No-op: only compiled models have reasons."""
 
     def lines(self) -> list[str]:
         return []

@@ -38,7 +38,7 @@ from anabranch.tuning.comparison import drift
 from anabranch.tuning.drift_watch import DriftWatch
 from anabranch.tuning.explain import Findings
 from anabranch.tuning.gains import error_of_layout, expected_gain, simulated_gain
-from anabranch.tuning.graph_cuts import NOT_COMPILED, Graphs, needed_parts, parts_of, settled
+from anabranch.tuning.graph_cuts import LATE, NOT_COMPILED, Graphs, needed_parts, parts_of, settled
 from anabranch.tuning.live_network import LiveNetwork
 from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.options import TuningOptions
@@ -505,7 +505,8 @@ class Tuner:
         self._warn(order_note(trace))
         self.trace = agree_on(Trace, latest_over_ranks(trace, self.control), self.control)
         if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
-            self._warn(self._graphs.note_late())
+            self._warn(f"{LATE}: nothing of their communication can be hidden")
+            self._graphs.note_late(LATE)
         return trial
 
     def _measure(self) -> None:
