@@ -113,5 +113,6 @@ def uses_cuda_graphs(backend: Any) -> bool:
     """Whether a backend of torch.compile records CUDA graphs, by its mode, its options or the configuration."""
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
-    options: Mapping[str, Any] = getattr(backend, "config", None) or {}
-    return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+    options = getattr(backend, "config", None)
+    chosen = options.get("triton.cudagraphs") if isinstance(options, Mapping) else None
+    return bool(inductor_config.triton.cudagraphs if chosen is None else chosen)
