@@ -13,12 +13,12 @@ FILES = sorted(SRC.rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
-BASE = {"errors", "checks", "extras"}
+BASE = {"errors", "checks", "extras", "seams"}
 NOUNS = {*BASE, "kinds", "fidelity", "trace", "alpha_beta", "curve", "network", "plan", "timeline"}
 EVERYTHING = {"*"}
 LIBRARY = {
     *NOUNS, "exchange_cost", "version", "files", "network_presets", "profiler_trace", "sim", "planners", "scaling",
-    "comm", "observe", "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp", "tuning",
+    "comm", "observe", "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp", "compiled", "tuning",
     "wrapping", "parallel", "lean_parallel", "integrations",
 }  # fmt: skip
 MODELS_OF_KINDS = {  # no torch in them
@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "checks": {"errors"},
     "extras": {"errors"},
+    "seams": set(),
     "kinds": set(),
     "trace": {*BASE, "kinds"},
     "timeline": BASE,
@@ -58,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compression": {*NOUNS, "auto", "comm", "quantised", "sparse"},
     "activations": {*NOUNS, "observe"},
     "ddp": {*NOUNS, "comm", "observe"},
+    "compiled": {*NOUNS, "ddp"},
     "lean": {*NOUNS, "comm", "observe", "activations"},
     "tuning": {*NOUNS, "version", "files", "planners", "sim", "comm", "observe"},  # cached plans note the version
     "wrapping": {*NOUNS, "comm", "ddp", "tuning"},
@@ -84,6 +86,7 @@ TORCH_AT_MODULE_LEVEL = {
     "compression",
     "activations",
     "ddp",
+    "compiled",
     "lean",
     "tuning",
     "wrapping",

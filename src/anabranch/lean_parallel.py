@@ -4,7 +4,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -21,7 +21,9 @@ from anabranch.comm.agree import all_or_none, check_same, from_rank_0
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.comm.model import ignored_names, model_parts
+from anabranch.compiled.graphs import CompiledGraphs
 from anabranch.compression import Compress, Settings, collectives_for, described, settings_of
+from anabranch.ddp.reducer import compiled_as_ddp
 from anabranch.lean.clipping import Clipping
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
@@ -30,6 +32,7 @@ from anabranch.lean.torch_calls import scaler_of_this_pass, watch
 from anabranch.network import Network
 from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
+from anabranch.planners.fixed import DDP_CAP_NBYTES
 from anabranch.sparse.options import OkTopk
 from anabranch.trace import TensorSpec, Trace
 from anabranch.tuning.options import Planner, TuningOptions
@@ -54,6 +57,8 @@ class LeanDataParallel(Tuned, nn.Module):
     """
 
     _layout: LeanLayout
+    _graph_cutter = CompiledGraphs({})  # of a copy, which plans nothing
+    bucket_bytes_cap = DDP_CAP_NBYTES  # by which torch cuts graphs where we cannot
     _sync_enabled = True  # False inside no_sync()
     _averaging_now = True  # whether this backward pass, or the one that comes next, is averaged
 
@@ -152,7 +157,10 @@ class LeanDataParallel(Tuned, nn.Module):
                 )
             return self._layout
 
-        tuner = self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings)
+        graphs = self._graph_cutter = CompiledGraphs(parameters)
+        tuner = self._start_tuning(
+            tuning, policy, collectives, parameters, make_layout, self.module, settings, graphs=graphs
+        )
         tuner.runner.timer.observers += [_AveragingObserver(owner), self._layout]
         watch(self)
 
@@ -218,11 +226,13 @@ class LeanDataParallel(Tuned, nn.Module):
         finally:
             self._sync_enabled = before
 
+    @_disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; its gradients will be averaged, and its parameters updated, in backward."""
         will_average = torch.is_grad_enabled() and self._sync_enabled
         self._before_forward(will_average, inputs, kwargs)
-        output = self.module(*inputs, **kwargs)
+        with compiled_as_ddp(self) if self._graph_cutter.cuts_graphs else nullcontext():
+            output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self._after_forward(output, will_average)
         return output
@@ -266,6 +276,7 @@ class LeanDataParallel(Tuned, nn.Module):
             return
         tuner = self._running_tuner()
         check_outermost(self)
+        self._graph_cutter.install(self.module)
         if torch.is_grad_enabled():
             if not in_backward():
                 self._averaging_now = self._sync_enabled
@@ -351,6 +362,7 @@ class LeanDataParallel(Tuned, nn.Module):
             "_cache",
             "_collectives",
             "_layout",
+            "_graph_cutter",
             "_scaler",
             "_release",
             "_undo_activations",

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.comm.model import model_parts
+from anabranch.compiled.graphs import CompiledGraphs, python_reducer_reason
 from anabranch.compression import Compress, Settings, collectives_for, described, keeps_residuals, name_of, settings_of
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
@@ -91,7 +92,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         given = bound.arguments
         group = _group_of(given)
         reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
-        reason = dtensor_reason(module, given["device_mesh"]) or reason
+        reason = dtensor_reason(module, given["device_mesh"]) or python_reducer_reason() or reason
         needs_plan = tuning.plan is not None or keeps_residuals(compress)
         if group is not None and reason and needs_plan:
             what = "a plan" if tuning.plan is not None else f"compress={name_of(compress)}"
@@ -152,7 +153,10 @@ class DataParallel(Tuned, ExtensibleDDP):
             return self._layout
 
         parameters = reduced_parameters(self)
-        self._start_tuning(tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later)
+        graphs = self._graph_cutter = CompiledGraphs(parameters)
+        self._start_tuning(
+            tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later, graphs
+        )
 
     def _make_collectives(self, compress: Settings) -> Collectives:
         if keeps_residuals(compress) and self.find_unused_parameters and not self._no_plan_reason:
@@ -198,6 +202,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         check_outermost(self)
         if self._tuner is not None and self._layout is not None:
+            self._graph_cutter.install(self.module)
             if torch.is_grad_enabled():
                 self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join:
@@ -233,6 +238,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._cache = None
         self._collectives = None
         self._layout = None
+        self._graph_cutter = None
         self._no_plan_reason = reason
 
     def _install_buffers(self) -> bool:
@@ -250,7 +256,7 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         attributes: dict[str, Any] = super().__getstate__()
-        for name in ("_tuner", "_cache", "_release", "_collectives", "_layout", "_scaler"):
+        for name in ("_tuner", "_cache", "_release", "_collectives", "_layout", "_scaler", "_graph_cutter"):
             attributes.pop(name, None)
         if self._tuner is not None:
             self._drop_comm_hooks(attributes)  # the plan's hook, which the copy does not have

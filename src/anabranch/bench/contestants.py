@@ -53,7 +53,7 @@ def reference_contestants(model: nn.Module, step: Step, device: torch.device) ->
     """Computation without communication, and one all-reduce of all gradients without computation."""
     numel = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // 4
     return [
-        Contestant(COMPUTE, lambda: _unwrapped(step)),
+        Contestant(COMPUTE, lambda: unwrapped(step)),
         Contestant(ALL_REDUCE, lambda: _one_all_reduce(numel, device)),
     ]
 
@@ -136,7 +136,8 @@ def _power_sgd(ddp: DistributedDataParallel) -> None:
 
 
 @contextmanager
-def _unwrapped(step: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def unwrapped(step: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """A step that needs no setting up."""
     yield step
 
 
@@ -151,4 +152,4 @@ def tuned_contestant(name: str, parallel: DataParallel, step: Step) -> Contestan
     assert parallel.trace is not None and parallel.network is not None
     parallel.hold()
     expected_s = predicted_s(parallel.trace, parallel.plan, parallel.network)
-    return Contestant(name, lambda: _unwrapped(partial(step, parallel)), parallel.plan, expected_s)
+    return Contestant(name, lambda: unwrapped(partial(step, parallel)), parallel.plan, expected_s)

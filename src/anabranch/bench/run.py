@@ -4,6 +4,7 @@ import os
 import platform
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,6 +15,13 @@ import torch
 import torch.distributed as dist
 
 from anabranch.alpha_beta import AlphaBeta
+from anabranch.bench.compiled import (
+    TimedBackend,
+    compile_seconds,
+    compiled_name,
+    compiled_references,
+    compiled_step,
+)
 from anabranch.bench.compress import Rival, compression
 from anabranch.bench.contestants import (
     DDP_OPTIONS,
@@ -46,7 +54,11 @@ MAX_TUNING_STEPS = 1000  # tuning usually takes 45 to 120
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How long to measure, and which contestants. ``only``: if given, contestants whose name contains one of these."""
+    """How long to measure, and which contestants.
+
+    ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP and every
+    DataParallel also under torch.compile.
+    """
 
     iters: int = 10
     batches: int = 10
@@ -56,6 +68,7 @@ class Settings:
     lanes: Sequence[int] = (2, 4)
     compress: Sequence[str] = ()
     only: Sequence[str] = ()
+    compiled: bool = False
 
 
 class TunedModel(NamedTuple):
@@ -80,13 +93,25 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
     }
     rivals = {text: kind for text, kind in compressions.items() if isinstance(kind, Rival)}
     contestants = _contestants(workload, settings, ours, compressed, rivals)
-    tuned = [ours, *compressed.values()]
+    backends: dict[str, TimedBackend] = defaultdict(TimedBackend)
+    kinds: Mapping[str, Compress] = {OURS: None} | {
+        compressed[text].name: kind for text, kind in compressions.items() if not isinstance(kind, Rival)
+    }
+    twins = [
+        _tuned(workload, settings, name, kind, say, backends[compiled_name(name)])
+        for name, kind in kinds.items()
+        if settings.compiled
+    ]
+    if settings.compiled:
+        contestants += [*compiled_references(workload, backends), *(tuned_contestant(*twin) for twin in twins)]
+    tuned = [ours, *compressed.values(), *twins]
     benchmark = race_all(workload, settings, contestants, _trace(ours), say)
     explanation = "\n\n".join(model.parallel.explain() for model in tuned)
     for model in tuned:
         model.parallel.close()
     skipped = () if _on_nccl() else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",)
-    return replace(benchmark, explanation=explanation, skipped=skipped)
+    facts = {**benchmark.facts, **({"compiling": compile_seconds(backends)} if backends else {})}
+    return replace(benchmark, explanation=explanation, facts=facts, skipped=skipped)
 
 
 def race_all(
@@ -114,14 +139,23 @@ def race_all(
 THOROUGH = TuningPolicy(min_predicted_gain=-0.05)
 
 
-def _tuned(workload: Workload, settings: Settings, name: str, compress: Compress, say: Say) -> TunedModel:
-    """A DataParallel on a model of its own, run until it has chosen a layout."""
+def _tuned(
+    workload: Workload,
+    settings: Settings,
+    name: str,
+    compress: Compress,
+    say: Say,
+    backend: TimedBackend | None = None,
+) -> TunedModel:
+    """A DataParallel on a model of its own, run until it has chosen a layout; compiled if there is a backend."""
     model, step = workload.build()
     # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.
     profile_steps = settings.profile_steps
     parallel = DataParallel(
         model, compress=compress, profile_steps=profile_steps, policy=THOROUGH, cache=False, **DDP_OPTIONS
     )
+    if backend is not None:
+        name, step = compiled_name(name), compiled_step(step, parallel, backend)
     progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
     for _ in range(MAX_TUNING_STEPS):
         step(parallel)

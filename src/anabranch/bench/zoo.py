@@ -72,7 +72,7 @@ def model_and_step(
     def step(wrapped: nn.Module | None = None) -> None:
         model.zero_grad(set_to_none=True)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            value = loss(wrapped or model)
+            value = loss(model if wrapped is None else wrapped)  # a compiled model has no truth value
         value.backward()
 
     return model, step

@@ -51,6 +51,10 @@ CompressOption = Annotated[
         "buckets: topk:0.01, gtopk:0.01, dsa:0.01, gaussian:0.01; may be repeated.",
     ),
 ]
+CompileOption = Annotated[
+    bool,
+    typer.Option("--compile", help="Also computing alone, DDP and each DataParallel under torch.compile; for --model."),
+]
 OnlyOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -76,6 +80,7 @@ def bench(
     bucket_sizes: SizesOption = "1,5,10,50,100",
     lanes: LanesOption = "2,4",
     compress: CompressOption = None,
+    compiled: CompileOption = False,
     only: OnlyOption = None,
     backend: BackendOption = None,
     report: ReportOption = None,
@@ -85,7 +90,7 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Race DDP with every setting and hook against DataParallel on one model and network; predicted beside measured."""
-    _check_workloads(model, trace)
+    _check_workloads(model, trace, compiled)
     check_free([report, plot], force)
     _check_folders([report, plot])
     form = plot_format(plot)
@@ -99,7 +104,7 @@ def bench(
     for kind in kinds:
         compression(kind)  # refuses what it does not know
     steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
-    settings = Settings(*steps, sizes, counts, kinds, only or ())
+    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled)
     device = join(backend, on_gpu=bool(model))
     workloads = [zoo_workload(name, device, batch_size) for name in model or ()]
     workloads += [replay_workload(Path(text).stem, noun, slower) for text, noun in traces]
@@ -145,11 +150,15 @@ def _run(workloads: "Sequence[Workload]", settings: "Settings", outputs: _Output
     dist.destroy_process_group()
 
 
-def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None) -> None:
+def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, compiled: bool) -> None:
     if not model and not trace:
         raise ValueError("nothing to run: give --model resnet50, or --trace resnet50 where there is no GPU")
     if model and trace:
         raise ValueError("--model and --trace: models compute on the GPU and traces on the CPU; run them apart")
+    if trace and compiled:
+        raise ValueError(
+            "--compile and --trace: a replayed trace sleeps, and there is nothing to compile; give --model"
+        )
     if "RANK" not in os.environ:
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
 

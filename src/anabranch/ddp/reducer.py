@@ -29,6 +29,7 @@ class ExtensibleDDP(DistributedDataParallel):
     """A DistributedDataParallel whose extension points have names of our own, for a subclass to override."""
 
     _joining = False
+    _graph_cutter: Any = None  # is asked where torch.compile shall cut the model's graphs; None: torch decides
     _logged_before: Mapping[str, Any] | None = None  # the logging data of the reducer that this one has replaced
 
     def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
@@ -104,6 +105,7 @@ class ExtensibleDDP(DistributedDataParallel):
         iterations = int(self._logged_before.get("iteration", 0)) + int(now.get("iteration", 0))
         return {**self._logged_before, **now, "iteration": iterations}
 
+    @_disable_dynamo
     def _sync_buffers(self) -> None:
         if self._join_config.enable or hasattr(self, "buffer_hook"):
             self._discard_buffers()
@@ -145,8 +147,29 @@ def reduced_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
 def running_ddp_of(parameter: nn.Parameter | None) -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward is running now, if it averages this parameter."""
     running: Any = DistributedDataParallel._active_ddp_module
-    averaged = running is not None and any(known is parameter for known in running._module_parameters)
+    known = getattr(running, "_module_parameters", ())  # LeanDataParallel has none
+    averaged = any(one is parameter for one in known)
     return running if averaged else None
+
+
+@contextmanager
+@_disable_dynamo(recursive=False)
+def compiled_as_ddp(wrapper: Any) -> Iterator[None]:
+    """A context in which torch compiles a model for this wrapper as it would for a DistributedDataParallel.
+
+    The wrapper has a ``bucket_bytes_cap``, and may have a graph cutter.
+    """
+    outer = DistributedDataParallel._active_ddp_module
+    DistributedDataParallel._active_ddp_module = wrapper
+    try:
+        yield
+    finally:
+        DistributedDataParallel._active_ddp_module = outer
+
+
+def running_graph_cutter() -> Any:
+    """The graph cutter of the wrapper whose forward is running now; None if it has none."""
+    return getattr(DistributedDataParallel._active_ddp_module, "_graph_cutter", None)
 
 
 def relayout(ddp: Any, layout: BucketIndices | None, hook: Hook | None) -> None:

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.integrations.rank_files import load_rank_files, save_rank_file
-from anabranch.integrations.seams import check_seams, unsupported
 from anabranch.integrations.wrappers import Wrapper
 from anabranch.lean_parallel import LeanDataParallel
 from anabranch.parallel import DataParallel
+from anabranch.seams import check_seams, unsupported
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -29,7 +29,7 @@ from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.lanes import Lanes, Message
 from anabranch.compression import Compress, name_of, settings_of
 from anabranch.integrations.one_kind import OneKindExchanges, only_kind
-from anabranch.integrations.seams import check_seams
+from anabranch.seams import check_seams
 
 TESTED = "2.13.0"
 SEAMS = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}

@@ -17,11 +17,11 @@ from torch import nn
 from anabranch.compression import keeps_residuals, name_of, settings_of
 from anabranch.integrations import accelerate
 from anabranch.integrations.rank_files import load_rank_files, save_rank_file
-from anabranch.integrations.seams import check_seams
 from anabranch.integrations.wrappers import Wrapper, with_clip_norm
 from anabranch.lean.options import Lean
 from anabranch.lean_parallel import LeanDataParallel
 from anabranch.observe.metrics import Metrics
+from anabranch.seams import check_seams
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -26,6 +26,7 @@ class Findings:
     exchange_lines  lines about the state of exchanges, such as residuals
     cost            what searching has cost; empty before the first trial
     errors          measured relative errors of compressed buckets, by their names, once there are samples
+    graph_lines     lines about the graphs of a compiled model
     """
 
     stage: str
@@ -38,6 +39,7 @@ class Findings:
     exchange_lines: Sequence[str]
     cost: str = ""
     errors: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+    graph_lines: Sequence[str] = ()
 
 
 def explanation(found: Findings) -> str:
@@ -51,6 +53,7 @@ def explanation(found: Findings) -> str:
         )
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
+    lines += found.graph_lines
     title = f"Network ({found.network_note})" if found.network_note else "Network"
     if network is not None:
         whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0

@@ -65,14 +65,18 @@ class LiveTrials:
         plan: Plan | None,
         to_the_end: bool = False,
         min_gain: float | None = None,
+        change: Callable[[bool], None] | None = None,
     ) -> Schedule[tuple[Trial, Trial, bool]]:
         """Compare a plan with the layout in force, ``best``; the faster one is in force afterwards.
 
         Returns both trials, with all their steps, and whether the plan was faster. ``to_the_end``: whatever it costs.
-        ``min_gain``: in place of the policy's.
+        ``min_gain``: in place of the policy's. ``change(ours)``: how to change to the one or to the other, where they
+        differ by more than the plan.
         """
+        change = change or (lambda ours: self._runner.use_plan(plan if ours else best.plan))
         policy = self._policy if min_gain is None else replace(self._policy, min_gain=min_gain)
         theirs = yield from self.timed(best.label, best.plan)
+        change(True)
         ours = yield from self._after_change(label, plan, theirs)
         best, tried = best.with_more(theirs), ours
         pairs = [(theirs.steps_s, ours.steps_s)]
@@ -81,21 +85,24 @@ class LiveTrials:
             # The layout that runs goes on, then the other one: A B B A A B … has the fewest changes.
             if challenger_runs:
                 ours = yield from self.timed(label, plan)
+                change(False)
                 theirs = yield from self._after_change(best.label, best.plan, theirs)
             else:
                 theirs = yield from self.timed(best.label, best.plan)
+                change(True)
                 ours = yield from self._after_change(label, plan, theirs)
             challenger_runs = not challenger_runs
             best, tried = best.with_more(theirs), tried.with_more(ours)
             pairs.append((theirs.steps_s, ours.steps_s))
         faster = found.verdict == "faster"
         if faster != challenger_runs:
-            yield from self.change_to(plan if faster else best.plan)
+            change(faster)
+            yield from steps(self._policy.settle_steps)
         return best, replace(tried, result=_in_words(found, pairs), doubtful=found.doubtful), faster
 
     def _after_change(self, label: str, plan: Plan | None, reference: Trial) -> Schedule[Trial]:
-        """Change to a layout and time it; what it took longer than the layout in force is charged to the budget."""
-        yield from self.change_to(plan)
+        """Time a layout that was changed to; what it took longer than the layout in force is charged to the budget."""
+        yield from steps(self._policy.settle_steps)
         trial = yield from self.timed(label, plan)
         since_change = self._timer.last_steps(len(trial.steps) + self._policy.settle_steps)
         whole_s = [StepTimes.of(step, self._timer.clock).whole_s for step in since_change]

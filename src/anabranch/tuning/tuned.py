@@ -21,6 +21,7 @@ from anabranch.plan import Plan
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
 from anabranch.tuning.explain import explanation
+from anabranch.tuning.graph_cuts import Graphs
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout
@@ -53,10 +54,11 @@ class Tuned:
         module: nn.Module,
         settings: Sequence[str],
         agree_later: Agree | None = None,
+        graphs: Graphs | None = None,
     ) -> Tuner:
         """Start a tuner, which chooses the plans of a layout from now on.
 
-        ``settings`` are the lines of a cached plan's key that are not in ``options``; ``agree_later`` is the tuner's.
+        ``settings`` are the lines of a cached plan's key that are not in ``options``; the last two are the tuner's.
         """
         self._collectives = collectives
         options = replace(options, kinds=collectives.kinds, excluded=collectives.excluded, mixes=collectives.mixes)
@@ -65,7 +67,7 @@ class Tuned:
         if options.uses_cache:
             self._cache = TrainingCache(options, settings, module, parameters, collectives, group)
         name, layout = type(module).__name__, make_layout()
-        self._tuner = Tuner(layout, group, collectives, options, policy, name, self._cache, agree_later)
+        self._tuner = Tuner(layout, group, collectives, options, policy, name, self._cache, agree_later, graphs)
         self._release = weakref.finalize(self, _release, self._tuner, os.getpid())
         return self._tuner
 

@@ -23,7 +23,6 @@ from anabranch.comm.agree import agree_on, from_rank_0, latest_over_ranks, numbe
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.errors import CollectiveError
-from anabranch.fidelity import error_of_plan
 from anabranch.network import Network
 from anabranch.observe.environment import network_note
 from anabranch.observe.measure import WARM_UP, noise_note
@@ -34,13 +33,16 @@ from anabranch.planners.ladder import FREE
 from anabranch.trace import Trace
 from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
 from anabranch.tuning.budget import SearchBudget
-from anabranch.tuning.candidates import candidates, prediction_s
+from anabranch.tuning.candidates import candidates
 from anabranch.tuning.comparison import drift
 from anabranch.tuning.drift_watch import DriftWatch
 from anabranch.tuning.explain import Findings
+from anabranch.tuning.gains import error_of_layout, expected_gain, simulated_gain
+from anabranch.tuning.graph_cuts import LATE, NOT_COMPILED, Graphs, needed_parts, parts_of, settled
 from anabranch.tuning.live_network import LiveNetwork
 from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.options import TuningOptions
+from anabranch.tuning.plan_cache import CachedChoice
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout, PlanRunner
 from anabranch.tuning.switches import timeline_path, write_timeline
@@ -69,6 +71,7 @@ class Tuner:
     model_name   is written into traces
     cache        where earlier trainings have kept their choices; None for no cache
     agree_later  compares models and options between ranks, at the end of the first step; None: they have been compared
+    graphs       the graphs that torch.compile makes of the model
     """
 
     _noise_was_logged: ClassVar[bool] = False  # once per process is enough
@@ -83,6 +86,7 @@ class Tuner:
         model_name: str,
         cache: TrainingCache | None = None,
         agree_later: Agree | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.collectives = collectives
         self.runner = PlanRunner(layout, group, collectives, self._step_ended)
@@ -98,6 +102,7 @@ class Tuner:
         self._model_name = model_name
         self._cache = cache
         self._agree_later = agree_later
+        self._graphs = graphs if graphs is not None else NOT_COMPILED
         self._timer = self.runner.timer
         self._budget = SearchBudget(policy)
         self._live_network = LiveNetwork(self.runner, collectives, options.network)
@@ -111,7 +116,7 @@ class Tuner:
         self._timeline_path = timeline_path(group.rank())
         try:
             self._schedule = self._tuning()
-            next(self._schedule, None)
+            self._advance()
         except BaseException:
             self.runner.close()
             raise
@@ -188,6 +193,7 @@ class Tuner:
             exchange_lines=self.collectives.summary(),
             errors=self.collectives.relative_errors(),
             cost=self._budget.summary() if self.trials else "",
+            graph_lines=self._graphs.lines(),
         )
 
     @property
@@ -208,8 +214,7 @@ class Tuner:
             self._schedule.close()
             self.stage = f"no longer planning: {FROZEN}"
         try:
-            if next(self._schedule, OVER) is OVER:
-                self._call_after(NEVER)
+            self._advance()
         except Exception as error:
             self.stage = f"stopped planning: {type(error).__name__}: {error}"
             if type(error) is RuntimeError:  # of Gloo, which does not say whose message it was
@@ -221,6 +226,11 @@ class Tuner:
         ended_s = perf_counter()
         self._budget.charge(ended_s - began_s)
         self._budget.trained_s = ended_s - (self._first_step_at_s or began_s)
+
+    def _advance(self) -> None:
+        if next(self._schedule, OVER) is OVER:
+            self._graphs.settle()
+            self._call_after(NEVER)
 
     def _call_after(self, count: int) -> None:
         """Call ``_step_ended`` again after so many steps, and time those before coarsely, where nothing needs more."""
@@ -295,6 +305,7 @@ class Tuner:
         self._live_network.agree_on_given()
         self.stage = "running the plan it was given"
         self.runner.use_plan(plan)
+        self._graphs.cut_for(parts_of(plan))
         yield from steps(self._policy.warmup_steps)
         if self._options.profile_steps:
             self._keep((yield from self._profiled(GIVEN, plan)))
@@ -306,16 +317,19 @@ class Tuner:
         """Run what an earlier training chose from the first step on, in the hope that its batch was the same."""
         if self._cache is None or not may_communicate:
             return
-        cached = self._cache.read_newest(self.control, self.runner.lanes.max_lanes)
-        if cached is not None and cached.plan is not None and self._may_run(cached.plan):
-            self.runner.use_plan(cached.plan)
+        if cached := self._cache.read_newest(self.control, self.runner.lanes.max_lanes):
+            self._cut_as(cached)
+            if cached.plan is not None and self._may_run(cached.plan):
+                self.runner.use_plan(cached.plan)
 
     def _run_cached_choice(self) -> Schedule[bool]:
         """Run what an earlier training chose, and time some steps of it; whether they took as long as then."""
         cached = self._cache.read(self.control, self.runner.lanes.max_lanes) if self._cache is not None else None
         if cached is None:
             self._change_to(None)  # the newest choice was for another batch
+            self._graphs.cut_for(None)
             return False
+        self._cut_as(cached)
         self.trace, self._default_step_s = cached.trace, cached.default_step_s
         self._live_network.network = cached.network
         label, origin = cached.label, f", as cached on {cached.date}"
@@ -334,12 +348,19 @@ class Tuner:
         moved = drift([usual], [self._best.steps_s], self._policy)
         if self._as_rank_0(moved is None):
             self.trials = [self._best]
+            self._graphs.settle()
             self._conclude("it was fastest", origin)
             return True
         was_s, is_s = cached.step_s, self._best.step_s
         log.info("anabranch: %s%s: %.2f ms a step, not %.2f: searching", label, origin, is_s * 1e3, was_s * 1e3)
+        self._graphs.cut_for(None)
         yield from self._live.change_to(None)
         return False
+
+    def _cut_as(self, cached: CachedChoice) -> None:
+        """Have the model compiled as the training was whose choice this is: at once, and once."""
+        if cached.trace is not None:
+            self._graphs.cut_for(needed_parts(cached.trace, cached.plan, cached.network))
 
     def _change_to(self, plan: Plan | None) -> None:
         """Run this plan, or the layout's own buckets, unless the next step does so anyway."""
@@ -357,13 +378,21 @@ class Tuner:
         self._best = yield from self._profiled(self._default_label, None)
         if self.failure:
             return
-        why_not = self._why_not_search(self._best)
-        if not why_not:
+        if not (why_not := self._why_not_search(self._best)):
             self._measure()
             yield from self._search_warm_up()
             yield from self._search(self._options)
+        yield from self._cut_graphs(self._best)
         self._conclude(why_not or NOT_FASTER)
         self._search_cost_s = self._budget.spent_s - self._budget.set_up_s
+
+    def _cut_graphs(self, best: Trial) -> Schedule[None]:
+        """Have graphs compiled once more, cut where the best layout needs it, and keep what is faster."""
+        parts = needed_parts(self._trace, best.plan, self.network)
+        again = bool(self._as_rank_0(self._graphs.would_change(parts) and not self.hold_requested))
+        self.stage = f"compiling for {best.label}" if again else self.stage
+        found, self._best = yield from settled(self._graphs, best, parts, again, self._live, self._policy)
+        self.trials = [trial for old in self.trials for trial in (found if old is best else [old])]
 
     def _why_not_search(self, running: Trial) -> str:
         """Why a search is not worth while; empty if it is."""
@@ -441,8 +470,10 @@ class Tuner:
     def _try(self, label: str, plan: Plan | None) -> Schedule[None]:
         """Compare a layout with the best so far, unless it was tried already or no gain is predicted."""
         assert self._best is not None
-        expected, simulated = self._expected_gain(plan), self._simulated_gain(plan)
-        more_faithful = self._error(plan) < self._error(self._best.plan)
+        assert self.network is not None
+        expected = expected_gain(self._trace, plan, self._best, self.network, self._policy)
+        simulated = simulated_gain(self._trace, plan, self._best.plan, self.network)
+        more_faithful = error_of_layout(self._trace, plan) < error_of_layout(self._trace, self._best.plan)
         if more_faithful and expected >= -FREE:
             expected += FREE + self._policy.min_predicted_gain
         if any(trial.plan == plan for trial in self.trials) or not self._goes_on(expected):
@@ -456,32 +487,6 @@ class Tuner:
         self._beaten = best if faster else self._beaten
         self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), tried]
         self._best = tried if faster else best
-
-    def _error(self, plan: Plan | None) -> float:
-        """How lossy a layout is; the layout's own buckets are exact."""
-        return 0.0 if plan is None else error_of_plan(self._trace, plan)
-
-    def _simulated_gain(self, plan: Plan | None) -> float:
-        """The share of the best layout's simulated step that this one saves: live steps cannot disturb it."""
-        assert self.network is not None and self._best is not None
-        predicted_s = prediction_s(self._trace, plan, self.network)
-        best_s = prediction_s(self._trace, self._best.plan, self.network)
-        return math.inf if predicted_s is None or best_s is None else 1 - predicted_s / best_s
-
-    def _expected_gain(self, plan: Plan | None) -> float:
-        """The share of the step time that this layout is predicted to save, compared with the best so far."""
-        assert self.network is not None and self._best is not None
-        predicted_s = prediction_s(self._trace, plan, self.network)
-        best_s = prediction_s(self._trace, self._best.plan, self.network)
-        if predicted_s is None or best_s is None:
-            return math.inf
-        if plan is None:  # never slower than DDP: its own buckets are tried even where they are predicted to be close
-            return self._policy.max_drift + 1 - predicted_s / best_s
-        # Messages in live steps cost more than measured ones until a trial has shown by how much.
-        reference_s = (
-            best_s if any(name.startswith("refined") for name in self.network.meta) else max(best_s, self._best.step_s)
-        )
-        return 1 - predicted_s / reference_s
 
     def _profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """Record the trace under the layout in force; its step time is the one that plans must beat."""
@@ -500,10 +505,8 @@ class Tuner:
         self._warn(order_note(trace))
         self.trace = agree_on(Trace, latest_over_ranks(trace, self.control), self.control)
         if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
-            self._warn(
-                "all gradients come at the end of backward, as when the whole model is one compiled graph: "
-                "nothing of their communication can be hidden"
-            )
+            self._warn(f"{LATE}: nothing of their communication can be hidden")
+            self._graphs.note_late(LATE)
         return trial
 
     def _measure(self) -> None:

@@ -1,4 +1,4 @@
-"""Places where a framework lets anabranch in; other versions of it may have moved them."""
+"""Places where another package lets anabranch in; other versions of it may have moved them."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -6,19 +6,20 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def check_seams(package: str, tested: str, owner: object, seams: Mapping[str, Sequence[str]]) -> None:
-    """Raise RuntimeError unless ``owner`` has each of these methods, with arguments of these names.
+    """Raise RuntimeError unless ``owner`` has each of these functions, with arguments of these names.
 
-    package   the package that ``owner`` is from
+    package   the package that ``owner``, an object or a module, is from
     tested    the version of it that anabranch is tested with
-    seams     the names of arguments by name of method
+    seams     the names of arguments by name of function
     """
+    where = getattr(owner, "__name__", type(owner).__name__)
     for name, arguments in seams.items():
         method = getattr(owner, name, None)
         if not callable(method):
-            raise unsupported(package, tested, f"{type(owner).__name__} has no {name}()")
+            raise unsupported(package, tested, f"{where} has no {name}()")
         for argument in arguments:
             if argument not in inspect.signature(method).parameters:
-                raise unsupported(package, tested, f"{type(owner).__name__}.{name}() takes no {argument}")
+                raise unsupported(package, tested, f"{where}.{name}() takes no {argument}")
 
 
 def unsupported(package: str, tested: str, what: str) -> RuntimeError:

@@ -1,0 +1,1 @@
+"""Compiled models: graphs of torch.compile, cut where gradients shall leave."""

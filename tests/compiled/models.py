@@ -1,0 +1,113 @@
+"""Compiled models on ranks: what ran when, and how often the backend was called."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch import DataParallel
+
+WIDTH = 160  # a layer has 100 KiB, more than the least that is cut off
+LAYERS = 6
+ORDERS = ("compile(DP)", "DP(compile(net))", "net.compile()")
+
+
+class Net(nn.Module):
+    """Layers with buffers; changes activations in place, as ResNets do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu_(layer(x))
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+@dataclass
+class Log:
+    """A backend that notes when each part runs backward and how many parts were compiled; gradients are noted, too."""
+
+    events: list[str] = field(default_factory=list)
+    compiled: list[int] = field(default_factory=list)  # the step in which each part was
+    step: int = 0
+    symbolic: bool = False  # a part was compiled for any shape
+    name: str = ""  # another backend of torch, which does not tell when its parts run
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.compiled.append(self.step)
+        shapes = [value.shape for value in inputs if isinstance(value, torch.Tensor)]
+        self.symbolic |= any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)
+        if self.name:
+            return torch._dynamo.lookup_backend(self.name)(graph, inputs)
+
+        def forward(module: Any, _: Any) -> Any:
+            return make_boxed_func(module.forward)
+
+        def backward(module: Any, _: Any) -> Any:
+            def run(*values: Any) -> Any:
+                results = module(*values)
+                self.events.append("backward")
+                return results
+
+            return make_boxed_func(run)
+
+        return aot_autograd(fw_compiler=forward, bw_compiler=backward)(graph, inputs)
+
+    def watch(self, module: nn.Module) -> None:
+        """Note the gradients of a module by name."""
+
+        def noter(name: str) -> Callable[[torch.Tensor], None]:
+            return lambda _: self.events.append(name)
+
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(noter(name))
+
+    def parts(self) -> list[list[str]]:
+        """The gradients that left together in the last steps, after each backward of a part."""
+        found: list[list[str]] = []
+        for event in self.events:
+            if event == "backward":
+                found.append([])
+            else:
+                found[-1].append(event)
+        return found
+
+
+def compiled(net: nn.Module, order: str, backend: Log, **options: Any) -> tuple[DataParallel, nn.Module]:
+    """A DataParallel around a module that is compiled in one of the orders that people use, and what to call."""
+    if order == "net.compile()":
+        net.compile(backend=backend)
+    inner: Any = torch.compile(net, backend=backend) if order == "DP(compile(net))" else net
+    wrapped = DataParallel(inner, **{"cache": False, **options})
+    backend.watch(net)
+    called: Any = torch.compile(wrapped, backend=backend) if order == "compile(DP)" else wrapped
+    return wrapped, called
+
+
+def pair(build: Callable[[], nn.Module] = Net) -> tuple[DistributedDataParallel, nn.Module]:
+    """An eager DDP around a module, and an equal module."""
+    torch.manual_seed(7)
+    theirs = DistributedDataParallel(build())
+    torch.manual_seed(7)
+    return theirs, build()
+
+
+def inputs(rank: int, step: int, rows: int = 8) -> torch.Tensor:
+    """This rank's inputs of a step."""
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def furthest(theirs: nn.Module, ours: nn.Module) -> float:
+    """The largest difference between their parameters."""
+    pairs = zip(theirs.parameters(), ours.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)

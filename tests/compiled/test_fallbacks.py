@@ -1,0 +1,166 @@
+"""Where the plan cannot cut graphs, training goes on, and explain() says what stands in the way and what would help."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from compiled.models import LAYERS, WIDTH, Log, Net, compiled, furthest, inputs, pair
+from compiled.test_training import in_pairs
+from parallel.twins import SCENARIOS, ring
+from ranks import RankError, on_ranks
+
+STEPS = 24
+OURS: dict[str, Any] = {"profile_steps": 2, "lanes": 1, "policy": SCENARIOS["keeps the plan"]}
+
+
+class Breaks(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[: LAYERS // 2]:
+            x = layer(x).relu()
+        torch._dynamo.graph_break()
+        for layer in self.layers[LAYERS // 2 :]:
+            x = layer(x).relu()
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+class Stream(Net):
+    """Adds in place to what the first layer made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        for layer in self.layers:
+            x += layer(x.clone())
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+class Recomputes(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: layer(x).sin().cos(), x, use_reentrant=False)
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+class Autocasts(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = super().forward(x)
+        return x.float()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x).tanh()
+        return result
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+MODELS = {model.__name__: model for model in (Net, Breaks, Stream, Recomputes, Autocasts, Blocks)}
+
+
+def run(rank: int, model: str, how: str) -> dict[str, Any]:
+    """Train some steps beside an eager DDP."""
+    warnings.simplefilter("ignore")  # torch's own, inside its compiler
+    torch._dynamo.config.optimize_ddp = {"not cut": False, "python": "python_reducer"}.get(how, True)  # type: ignore[assignment]
+    log = Log()
+    theirs, net = pair(MODELS[model])
+    planner = in_pairs if isinstance(net, Net) else "by_bytes"
+    order = "blocks" if how == "regional" else "compile(DP)"
+    if how == "regional":
+        for block in net.blocks:  # type: ignore[union-attr]
+            block.compile(backend=log)
+    if how in ("reduce-overhead", "fullgraph"):
+        options: dict[str, Any] = {"mode": how} if how == "reduce-overhead" else {"fullgraph": True, "backend": log}
+        order, net = "made", cast(nn.Module, torch.compile(net, **options))
+    made, called = compiled(net, order, log, planner=planner, network=ring(), **OURS)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
+    for log.step in range(STEPS):
+        rows = 8 + (log.step % 3 if how == "dynamic" else 0)
+        for each, optimizer in zip((theirs, called), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(inputs(rank, log.step, rows)).square().mean().backward()
+            optimizer.step()
+        if how == "evaluates":
+            with torch.no_grad():
+                called(inputs(rank, log.step, 3))
+    return {"apart": furthest(theirs, made), "compiled": log.compiled, "explained": made.explain()}
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "sentence"),
+    [
+        ("Net", "not cut", 'optimize_ddp is "no_optimization", so torch cuts no graph'),
+        ("Net", "python", 'No plan: torch._dynamo.config.optimize_ddp is "python_reducer"'),
+        ("Net", "reduce-overhead", 'the modes "default" and "max-autotune-no-cudagraphs" let the plan cut'),
+        ("Net", "dynamic", "torch.compile(dynamic=False), let the plan cut it"),
+        ("Stream", "", "writing x = x + y lets the plan cut it"),
+        ("Blocks", "regional", "(their gradients leave block by block)"),
+    ],
+)
+def test_what_stands_in_the_way(model: str, how: str, sentence: str) -> None:
+    for answer in on_ranks(run, 2, model, how, timeout_s=90):
+        assert answer["apart"] < 1e-5
+        assert sentence in answer["explained"]
+        assert max(answer["compiled"], default=0) <= 1, "nothing is compiled again for a plan"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [("Breaks", ""), ("Recomputes", ""), ("Autocasts", ""), ("Net", "fullgraph"), ("Net", "evaluates")],
+)
+def test_what_does_not(model: str, how: str) -> None:
+    for answer in on_ranks(run, 2, model, how, timeout_s=90):
+        assert answer["apart"] < 1e-5
+        first = answer["compiled"].count(0)
+        assert first == LAYERS + (how == "evaluates")  # the graph without gradients is not cut
+        assert len(set(answer["compiled"])) == 2, "graphs are compiled once more, for the plan"
+
+
+@dataclass
+class FailsLater(Log):
+    fails: bool = False
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        if self.fails and self.step > 0:
+            raise RuntimeError("this graph is too much for me")
+        return super().__call__(graph, inputs)
+
+
+def broken(rank: int) -> dict[str, Any]:
+    """Rank 1's backend fails when graphs are compiled for the plan."""
+    _, net = pair()
+    backend = FailsLater(fails=rank == 1)
+    _made, called = compiled(net, "compile(DP)", backend, planner=in_pairs, network=ring(), **OURS)
+    for backend.step in range(STEPS):
+        called(inputs(rank, backend.step)).square().mean().backward()
+    return {}
+
+
+def test_a_compile_error_is_raised_and_the_other_rank_does_not_hang() -> None:
+    with pytest.raises(RankError) as failed:
+        on_ranks(broken, 2, timeout_s=90)
+    assert "rank 1 failed" in str(failed.value)
+    assert "this graph is too much for me" in str(failed.value)

@@ -1,0 +1,219 @@
+"""Training compiled models: the weights of DDP, gradients that leave part by part, and how often torch compiles."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch import Bucket, Lean, Network, OkTopk, Plan, Trace, planners
+from anabranch.comm.launcher import BucketLauncher
+from anabranch.sparse.naming import kind_of
+from compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
+from parallel.twins import SCENARIOS, ring, steps
+from ranks import on_ranks
+
+
+def in_pairs(trace: Trace, network: Network) -> Plan:
+    """A bucket for every two layers, in the order in which gradients are ready."""
+    return pairs_of([tensor.name for tensor in trace.tensors])
+
+
+def pairs_of(names: Sequence[str]) -> Plan:
+    """The same, for gradients of these names."""
+    pairs = [(f"layers.{layer}.", f"layers.{layer - 1}.") for layer in range(LAYERS - 1, 0, -2)]
+    groups = [[name for name in names if any(layer in name for layer in pair)] for pair in pairs]
+    groups[0] += [name for name in names if "norm" in name]
+    return Plan(tuple(Bucket(tuple(group)) for group in groups))
+
+
+def trained(rank: int, order: str, scenario: str, backend: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train beside an eager DDP, until there is a choice and some steps more."""
+    if backend:
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
+    log = Log(name=backend)
+    theirs, net = pair()
+    defaults = {"planner": in_pairs, "lanes": 1, "profile_steps": 2, "network": ring(), "policy": SCENARIOS[scenario]}
+    made, called = compiled(net, order, log, **{**defaults, **options})
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
+    for step in steps(made):
+        log.step = step
+        log.events.clear()
+        for model, optimizer in zip((theirs, called), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(inputs(rank, step)).square().mean().backward()
+            optimizer.step()
+    return {
+        "apart": furthest(theirs, made),
+        "compiled": log.compiled,
+        "parts": log.parts() if not backend else [],
+        "explained": made.explain(),
+        "spread": [tensor.ready_s / made.trace.backward_s for tensor in made.trace.tensors],  # type: ignore[union-attr]
+        "symbolic": log.symbolic,
+    }
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("scenario", ["keeps the plan", "goes back"])
+def test_the_weights_of_ddp_with_one_recompilation(order: str, scenario: str) -> None:
+    for answer in on_ranks(trained, 2, order, scenario, "", {}):
+        assert answer["apart"] < 1e-6
+        assert not answer["symbolic"], "shapes stay known: code for any shape is slow"
+        first = answer["compiled"].count(0)
+        assert first == LAYERS, "at first every layer is a part"
+        later = set(answer["compiled"]) - {0}
+        assert len(later) <= 1, "graphs are compiled once more at most"
+        if scenario == "keeps the plan":
+            assert later, "the plan needs fewer cuts"
+            assert "where buckets end" in answer["explained"]
+            assert len(answer["parts"]) == answer["compiled"].count(*later) < LAYERS
+        else:
+            assert len(answer["parts"]) == LAYERS
+
+
+def test_recorded_gradients_are_spread_over_backward() -> None:
+    for answer in on_ranks(trained, 2, "compile(DP)", "goes back", "", {}):
+        assert [sorted({name.split(".")[1] for name in part if "layers" in name}) for part in answer["parts"]] == [
+            [str(layer)] for layer in reversed(range(LAYERS))
+        ]
+        assert len(set(answer["spread"])) >= LAYERS
+        assert min(answer["spread"]) < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_inductor(order: str) -> None:
+    for answer in on_ranks(trained, 2, order, "keeps the plan", "inductor", {}, timeout_s=150):
+        assert answer["apart"] < 1e-4
+        assert len(set(answer["compiled"])) == 2, answer["explained"]
+
+
+def launches(rank: int) -> dict[str, Any]:
+    """With a given plan: the order of parts and launches, and the timeline."""
+    log = Log()
+    _, net = pair()
+    plan = pairs_of([name for name, _ in net.named_parameters()])
+    made, called = compiled(net, "compile(DP)", log, plan=plan, profile_steps=2)
+    launch = BucketLauncher.launch
+
+    def noted(self: BucketLauncher, index: int, buffer: torch.Tensor) -> Any:
+        log.events.append(f"launch {index}")
+        return launch(self, index, buffer)
+
+    BucketLauncher.launch = noted  # type: ignore[method-assign]
+    for step in range(10):
+        log.step = step
+        log.events.clear()
+        called(inputs(rank, step)).square().mean().backward()
+    timeline = made.timeline
+    assert timeline is not None
+    return {
+        "events": [event for event in log.events if event.startswith(("backward", "launch"))],
+        "compiled": log.compiled,
+        "overlap": timeline.overlap,
+    }
+
+
+def test_a_given_plan_is_compiled_once_and_each_bucket_leaves_when_its_part_ends() -> None:
+    for answer in on_ranks(launches, 2):
+        assert answer["compiled"] == [0] * (LAYERS // 2)
+        assert answer["events"] == [f"{what}" for i in range(LAYERS // 2) for what in ("backward", f"launch {i}")]
+        assert answer["overlap"] > 0
+
+
+def compressed(rank: int, kind: str) -> dict[str, Any]:
+    """Train with a plan of one kind of exchange, compiled and eager; how far they are apart."""
+    _, net = pair()
+    plan = planners.using(pairs_of([name for name, _ in net.named_parameters()]), kind)
+    compress = OkTopk(density=0.25, warmup_steps=0) if kind.startswith("oktopk") else None if kind == "dense" else kind
+    log, trained = Log(), []
+    for order in ("compile(DP)", "eager"):
+        _, net = pair()
+        made, called = compiled(net, order, log, plan=plan, compress=compress, profile_steps=0)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
+        for log.step in range(8):
+            optimizer.zero_grad()
+            called(inputs(rank, log.step)).square().mean().backward()
+            optimizer.step()
+        trained.append(made)
+    return {"apart": furthest(*trained), "compiled": log.compiled}
+
+
+@pytest.mark.parametrize("kind", ["dense", "bf16", "int8", "int4", kind_of(0.25)])
+def test_every_kind_of_exchange(kind: str) -> None:
+    for answer in on_ranks(compressed, 2, kind):
+        assert answer["apart"] < 1e-6
+        assert answer["compiled"] == [0] * (LAYERS // 2)
+
+
+def test_auto() -> None:
+    for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", {"compress": "auto", "network": None}):
+        assert answer["apart"] < 0.02  # kinds round
+        assert len(set(answer["compiled"])) <= 2
+
+
+def lean(rank: int, order: str) -> dict[str, Any]:
+    """Train under Lean, beside an eager DDP."""
+    log = Log()
+    theirs, net = pair()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05)
+    plan = pairs_of([name for name, _ in net.named_parameters()])
+    memory = Lean(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+    made, called = compiled(net, order, log, plan=plan, memory=memory, profile_steps=2)
+    for log.step in range(10):
+        log.events.clear()
+        optimizer.zero_grad()
+        theirs(inputs(rank, log.step)).square().mean().backward()
+        optimizer.step()
+        called(inputs(rank, log.step)).square().mean().backward()
+    return {"apart": furthest(theirs, made), "compiled": log.compiled, "parts": log.parts()}
+
+
+@pytest.mark.parametrize("order", ["compile(DP)", "net.compile()"])
+def test_lean(order: str) -> None:
+    for answer in on_ranks(lean, 2, order):
+        assert answer["apart"] < 1e-6
+        assert answer["compiled"] == [0] * (LAYERS // 2)
+        assert len(answer["parts"]) == LAYERS // 2
+
+
+def compiled_before(rank: int) -> dict[str, Any]:
+    """The model was compiled, and trained a step, before it was wrapped; another one of its class was, too."""
+    log = Log()
+    _, net = pair()
+    for module in (net, pair()[1]):
+        module.compile(backend=log)
+        module(inputs(rank, 0)).square().mean().backward()
+    before = len(log.compiled)
+    made, called = compiled(net, "wrapped", log, plan=pairs_of([name for name, _ in net.named_parameters()]))
+    for log.step in range(1, 4):
+        log.events.clear()
+        called(inputs(rank, log.step)).square().mean().backward()
+    return {"before": before, "parts": log.parts(), "explained": made.explain()}
+
+
+def test_a_model_that_was_compiled_before_it_was_wrapped_is_cut() -> None:
+    for answer in on_ranks(compiled_before, 2):
+        assert answer["before"] == 1, "torch keeps one graph for both models"
+        assert len(answer["parts"]) == LAYERS // 2
+
+
+def with_cache(rank: int, folder: str, count: int) -> dict[str, Any]:
+    """Train with a plan cache, in a process of its own."""
+    log = Log()
+    _, net = pair()
+    options = {"planner": "per_tensor", "lanes": 1, "network": ring(), "policy": SCENARIOS["keeps the plan"]}
+    made, called = compiled(net, "compile(DP)", log, cache=folder, profile_steps=2, **options)
+    for log.step in range(count):
+        called(inputs(rank, log.step)).square().mean().backward()
+    return {"compiled": log.compiled, "explained": made.explain()}
+
+
+def test_a_cached_plan_is_compiled_once_with_its_cuts(tmp_path: Path) -> None:
+    on_ranks(with_cache, 2, str(tmp_path), 45)  # a choice is kept once a doubtful win was repeated
+    for answer in on_ranks(with_cache, 2, str(tmp_path), 6):
+        assert "as cached on" in answer["explained"]
+        assert set(answer["compiled"]) == {0}
+        assert "cut where buckets end" in answer["explained"]
