@@ -56,6 +56,8 @@ def main() -> None:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         done = int(counted)
 
+    if done >= options.steps:
+        raise SystemExit(f"{options.checkpoint} has {done} steps: ask for more by --steps")
     losses: list[float] = []
     for step in range(done, options.steps):
         loss = model(text.batch(step, rank, ranks).to(device))

@@ -67,7 +67,7 @@ def test_real_links_where_this_machine_allows_them(
     assert not slow.emulated and not fast.emulated
     out, err = capsys.readouterr()
     assert "2 hosts, 100 Mbit/s links, network namespaces" in err and "emulated" not in err
-    assert "int8 trains 2.50× as fast as DDP here" in out and "437,888 parameters" in out
+    assert "A step with int8 is 2.50× as fast as DDP's here" in out and "437,888 parameters" in out
     page = tmp_path / "run" / "report.html"
     assert f"The page of it all: {page.as_uri()}" in err and "<h1>anabranch demo</h1>" in page.read_text()
 

@@ -379,6 +379,16 @@ def by_torch(rank: int) -> list[str]:
     refused(lean.parameters(), 0.5, norm_type=math.inf)
     refused(model.inner.parameters(), 0.5)
     refused([*model.parameters(), *other.parameters()], 0.5)
+    total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, total)
+    assert torch.equal(total, lean.grad_norm)  # under torch's public names, too
+    second = lean_of(made(), "adamw", {"clip_norm": 0.5})
+    second(tokens(0, rank)).backward()
+    refused([*lean.parameters(), *second.parameters()], 0.5)
+    second.module.inner[0].bias.data.fill_(math.nan)
+    second(tokens(0, rank)).backward()
+    refused(second.parameters(), 0.5, error_if_nonfinite=True)
+    second.close()
     with lean.no_sync():
         lean(tokens(1, rank)).backward()
     model.inner[0].bias.grad = None  # as if it were not used
@@ -393,12 +403,14 @@ def by_torch(rank: int) -> list[str]:
 
 
 def test_clipping_after_backward_leads_to_lean_or_is_refused() -> None:
-    for limit, norm_type, some, mixed, without in on_ranks(by_torch, 2):
+    for limit, norm_type, some, mixed, two, not_finite, without in on_ranks(by_torch, 2):
         assert "of max_norm 1.0 and norm_type 2.0 under Lean, with clip_norm 0.5" in limit
         assert "so give Lean(clip_norm=1.0), which clips there" in limit
         assert "give Lean(clip_norm=0.5, norm_type=inf)" in norm_type
         assert "given 6 of 7 parameters of a model under Lean, and 0 others" in some
         assert "given 7 of 7 parameters of a model under Lean, and 2 others" in mixed
+        assert "given 7 of 7 parameters of a model under Lean, and 7 others" in two
+        assert "the norm of the gradients is nan" in not_finite
         assert "with clip_norm None" in without
 
 

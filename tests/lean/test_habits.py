@@ -44,6 +44,21 @@ def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range 
         optimizer.step()
 
 
+def with_step_hooks(rank: int) -> list[str]:
+    model, called = made(), []
+    optimizer = adamw(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    ours = wrapped(model, optimizer)
+    train(ours, optimizer, rank, range(2))
+    ours.close()
+    return called
+
+
+def test_hooks_of_an_optimizer_that_is_taken_over_run_once_per_step() -> None:
+    assert on_ranks(with_step_hooks, 2) == [["before", "after"] * 2] * 2
+
+
 # step(closure).
 
 

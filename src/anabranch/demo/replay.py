@@ -22,7 +22,7 @@ from anabranch.tuning.candidates import predicted_s
 # A plan that sends everything gains most where the network takes about as long as backward. At the demo's fast links
 # that is so for GoogLeNet as recorded on an H200, ten times slower.
 NAME, SLOWER = "googlenet", 10.0
-RACE = Settings(iters=3, batches=2, warmup=1)
+RACE = Settings(iters=7, batches=1, warmup=1)
 MEASURE_S = 2.0
 
 

@@ -23,7 +23,7 @@ from anabranch.tuning.candidates import prediction_s
 
 SLOW, FAST = "slow", "fast"  # the demo's two parts
 LONGER = 2  # how many times as many steps compressed trainings have, so that all end at about the same time
-RACE = Settings(iters=4, batches=2, warmup=1)
+RACE = Settings(iters=8, batches=1, warmup=1)
 
 
 def main(part: str, folder: Path, steps: int) -> None:

@@ -1,7 +1,7 @@
 """Clipping by the norm over all average gradients, which is known only when the last bucket's average is there.
 
 The norm is torch's: the norm of the parameters' norms, in the model's order, so that the bits are those of
-``torch.nn.utils.clip_grad_norm_``.
+``torch.nn.utils.clip_grad_norm_``, if all have one dtype (torch takes dtypes one after another).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

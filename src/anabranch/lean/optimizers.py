@@ -7,6 +7,7 @@ groups of the user's optimizer, with their current settings and the same ``state
 """
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
@@ -20,6 +21,8 @@ from anabranch.lean.options import OptimizerFactory
 
 REPLACED = ("step", "add_param_group", "_opt_called", "_step_supports_amp_scaling")  # in the user's optimizer
 BEFORE_LEAN = "_before_lean"  # the attribute in which an optimizer that was taken over keeps what it had before
+# Of torch: where register_step_pre_hook() and register_step_post_hook() put hooks.
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class BucketOptimizers:
@@ -201,6 +204,8 @@ def _part_of(
     part: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(part).update((name, value) for name, value in before.items() if name not in ("step", "add_param_group"))
     part.param_groups = [{"params": list(parameters)}]
+    for hooks in STEP_HOOKS:  # the user's: they run once per step, and not for every bucket
+        setattr(part, hooks, OrderedDict())
     return part
 
 
@@ -260,12 +265,18 @@ def _step_of_user(self: torch.optim.Optimizer, closure: Callable[[], Any] | None
             "GradScaler.step() under Lean: every bucket was updated in backward. Call follow(scaler) on the model "
             "once, then scaler.scale(loss).backward() alone: no unscale_(), step() or update()"
         )
+    before, after = (list(getattr(self, name, {}).values()) for name in STEP_HOOKS)
+    result = None
+    for hook in before:
+        hook(self, (), {})
     if closure is not None:
         with torch.enable_grad():
-            return closure()
-    if _initialises_state(self):
+            result = closure()
+    elif _initialises_state(self):
         type(self).step(self)
-    return None
+    for hook in after:
+        hook(self, (), {})
+    return result
 
 
 def _initialises_state(optimizer: torch.optim.Optimizer) -> bool:

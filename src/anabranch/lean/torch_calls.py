@@ -1,4 +1,4 @@
-"""Calls of torch that take a model under Lean for another: for one with gradients, or for one that is no wrapper.
+"""Calls of torch that would misunderstand a model under Lean, which has no gradients after backward, and is a wrapper.
 
 ``torch.nn.utils.clip_grad_norm_`` finds no gradients after backward, a GradScaler that Lean does not follow makes every
 update too large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a parameter's name.
@@ -16,6 +16,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint
+from torch.nn import utils
 from torch.nn.utils import clip_grad
 
 from anabranch.observe.step_timer import tensors_in
@@ -23,7 +24,9 @@ from anabranch.observe.step_timer import tensors_in
 log = logging.getLogger("anabranch")
 
 TOTAL_NORM, CLIP = "_get_total_norm", "_clip_grads_with_norm_"  # of torch: what clip_grad_norm_() calls, in this order
-NORM_TYPE = "_anabranch_norm_type"
+# The same under their public names, which torch.nn.utils has imported.
+PUBLIC = {TOTAL_NORM: "get_total_norm", CLIP: "clip_grads_with_norm_"}
+NORM_TYPE, MUST_BE_FINITE = "_anabranch_norm_type", "_anabranch_must_be_finite"
 NAMES = "_get_fqns"  # of torch.distributed.checkpoint: the names under which an entry of a model's state_dict is saved
 PREFIX = "module."  # of all parameters of a wrapper
 CONCURRENT_PASSES = 64  # backward passes that run at the same time, at most
@@ -75,16 +78,22 @@ def _install() -> None:
                 torch.__version__, owner.__name__, name,
             )  # fmt: skip
             return
-        setattr(owner, name, ours(getattr(owner, name)))
+        replaced = ours(getattr(owner, name))
+        setattr(owner, name, replaced)
+        if hasattr(utils, public := PUBLIC.get(name, "")):
+            setattr(utils, public, replaced)
 
 
 def _noting_norm_type(stock: Any) -> Any:
-    """torch's total norm, which also notes its type: the call that follows is not told."""
+    """torch's total norm, which also notes what it was asked: the call that follows is not told."""
 
     @wraps(stock)
-    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
-        total: torch.Tensor = stock(tensors, norm_type, *args, **kwargs)
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        total: torch.Tensor = stock(tensors, norm_type, error_if_nonfinite, *args, **kwargs)
         setattr(total, NORM_TYPE, norm_type)
+        setattr(total, MUST_BE_FINITE, error_if_nonfinite)
         return total
 
     return total_norm
@@ -102,14 +111,22 @@ def _clipping(stock: Any) -> Any:
             found = sum(id(parameter) in without for parameter in own)
             if not found or any(parameter.grad is not None for parameter in own):  # these accumulate: torch clips them
                 continue
-            others = len(given) - len(without)
+            mine = {id(parameter) for parameter in own}
+            others = sum(parameter.requires_grad and id(parameter) not in mine for parameter in given)
             if found < len(own) or others:
                 raise RuntimeError(
                     f"clip_grad_norm_() was given {found} of {len(own)} parameters of a model under Lean, and {others} "
-                    "others with gradients: expected all of that model and no others, since it clips in backward, by "
+                    "others that are trained: expected all of that model and no others, since it clips in backward, by "
                     "the norm over all its gradients; call it for each model, or use Lean(clip_norm=...)"
                 )
-            total_norm.copy_(model.clip_grad_norm_(max_norm, getattr(total_norm, NORM_TYPE, 2.0)))
+            norm = model.clip_grad_norm_(max_norm, getattr(total_norm, NORM_TYPE, 2.0))
+            if getattr(total_norm, MUST_BE_FINITE, False) and not bool(norm.isfinite()):
+                raise RuntimeError(
+                    f"the norm of the gradients is {norm.item()}, and clip_grad_norm_() was given "
+                    "error_if_nonfinite=True; under Lean that step was left out already. To raise before it, use "
+                    "Lean(clip_norm=..., error_if_nonfinite=True)"
+                )
+            total_norm.copy_(norm)
             return
         stock(given, max_norm, total_norm, *args, **kwargs)
 

@@ -152,7 +152,7 @@ class BucketUpdater:
         return refusal
 
     def _apply_held(self, coefficient: torch.Tensor, refused: bool) -> None:
-        """Apply all held updates, or none if an average is not finite; their memory is freed one by one."""
+        """Apply all held updates, or none if an average is not finite."""
         held, self._held = self._held, []
         flags = [update.finite for update in held]
         record_stream(*flags, *(update.used for update in held if update.used is not None))

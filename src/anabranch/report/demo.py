@@ -82,8 +82,8 @@ def headline(found: DemoDocument) -> str:
     best = max([one for one in fast if one.price <= SAME_LOSS] or fast, key=lambda one: one.speedup)
     steps, base = compared_steps(found), compared_loss(found, found.training(BASELINE))
     return (
-        f"{best.name} trains {factor(best.speedup)} as fast as DDP here; after {count(steps, 'step')} its loss is "
-        f"{best.loss:.3f}, DDP's {base:.3f} ({signed_percent(best.price)})."
+        f"A step with {best.name} is {factor(best.speedup)} as fast as DDP's here; after {count(steps, 'step')} its "
+        f"loss is {best.loss:.3f}, DDP's {base:.3f} ({signed_percent(best.price)})."
     )
 
 

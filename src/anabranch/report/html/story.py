@@ -102,7 +102,7 @@ def _dense(replayed: Benchmark) -> Section:
     )  # fmt: skip
     about = (
         "Which gradients travel together, and when, matters most where the network just about keeps up with backward. "
-        f"{dense_plan(replayed)} Where messages take longer than all of backward, as above, no plan can hide them."
+        f"{dense_plan(replayed)} Where messages take longer than all of backward, no plan can hide them."
     )
     parts: list[Part] = [chart, Verbatim("Output of model.explain() for the plan", replayed.explanation)]
     return Section("story-dense-section", "A dense plan, predicted beside measured", about, parts)
