@@ -4,7 +4,7 @@ import pytest
 
 from anabranch import Bucket, Network, Plan, TensorSpec, Trace
 from anabranch.tuning.candidates import predicted_s
-from anabranch.tuning.graph_cuts import CUT_SHARE, needed_parts, parts_of
+from anabranch.tuning.graph_cuts import CUT_SHARE, MOST_PARTS, needed_parts, parts_of
 
 LAYERS = 8
 # A gradient of 256 KiB every millisecond.
@@ -57,3 +57,11 @@ def test_ddps_own_buckets_have_their_parts() -> None:
 
 def test_without_a_network_each_bucket_is_a_part() -> None:
     assert [tuple(part) for part in needed_parts(TRACE, EACH, None)] == [tuple(part) for part in parts_of(EACH)]
+
+
+def test_a_thousand_buckets_are_not_compared_pair_by_pair() -> None:
+    tensors = tuple(TensorSpec(f"t{i}", 1 << 12, 4, 1e-5 * (i + 1), "float32") for i in range(1000))
+    trace = Trace(tensors, 5e-3)
+    parts = needed_parts(trace, Plan(tuple(Bucket((tensor.name,)) for tensor in tensors)), network(1e-3))
+    assert [name for part in parts for name in part] == [tensor.name for tensor in tensors]
+    assert 1 < len(parts) <= MOST_PARTS + 1

@@ -1,7 +1,6 @@
 """Takes the place of the class by which torch cuts graphs for DDP, and compiles a graph in parts.
 
-Every private name of torch's compiler that we use is in this file. It imports the compiler: import it only in a
-program that compiles.
+It imports the compiler, so it is imported in a model's first forward, not with the package.
 """
 
 from bisect import bisect_right
@@ -49,10 +48,10 @@ def install() -> None:
 
     Only graphs of a DataParallel that plans are cut by us. Torch looks the class up each time it compiles.
     """
+    check_seams("torch", TESTED, torch_cutter, SEAMS)
     torch_class: Any = torch_cutter.DDPOptimizer
     if hasattr(torch_class, "cut_by_plan"):
         return
-    check_seams("torch", TESTED, torch_cutter, SEAMS)
 
     class PlannedCuts(torch_class):  # type: ignore[misc]
         """Cuts graphs of a DataParallel that plans where it says, and all others as torch does."""

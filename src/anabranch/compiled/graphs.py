@@ -151,7 +151,7 @@ class CompiledGraphs:
             where = finely if self._parts is None else "where buckets end"
             lines.append(
                 f"Compiled: {len(graphs)} graph{'s' * (len(graphs) > 1)} in {parts} part{'s' * (parts > 1)}, cut "
-                f"{where}. The backend took {' and '.join(seconds)}."
+                f"{where}. Forward was compiled in {' and '.join(seconds)}."
             )
         elif (reason := _uncut_reason()) and _has_compiled():
             self.note(reason)

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from anabranch.comm.agree import check_same
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.dense import all_finite, dense
-from anabranch.comm.exchange import Group, Steps
+from anabranch.comm.exchange import Group, Steps, record_stream
 from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.lanes import Lanes, Message
 from anabranch.compression import Compress, name_of, settings_of
@@ -135,7 +135,7 @@ class Replication:
 
     def explain(self) -> str:
         """What is sent between the nodes, and what waits to be sent."""
-        nodes = self._lanes[0].group.size()
+        nodes = self.node_count
         sent_nbytes = sum(
             self._exchanges.sent_nbytes(list(unit.shards), self._dtypes[unit.label])
             for unit in self._units
@@ -165,6 +165,7 @@ class Replication:
             self._compared = True
         steps = self._steps(unit, buffer, lane.group)
         if buffer.is_cuda:
+            record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it
             for work in steps:
                 work.wait()  # the current stream does, the host does not
         else:
@@ -175,7 +176,24 @@ class Replication:
     def _steps(self, unit: Unit, buffer: torch.Tensor, group: Group) -> Steps:
         if buffer.numel() != unit.numel:  # some parameters have no gradient, and FSDP2 does not say which
             return dense(buffer, group, group.size())
-        return self._exchanges.steps(list(unit.shards), buffer, group, self._scaler)
+        names = list(unit.shards)
+        if self._scaler is None:
+            return self._exchanges.steps(names, buffer, group, None)
+        return self._copied(names, buffer, group)
+
+    def _copied(self, names: list[str], buffer: torch.Tensor, group: Group) -> Steps:
+        """The exchange of a copy: if a scaler skips the step, what was sent is put back from it.
+
+        From the buffer it could not: where gradients are float16, FSDP2 divides it once more, in place.
+        """
+        copy = buffer.clone()
+        steps = self._exchanges.steps(names, copy, group, self._scaler)
+
+        def exchanged() -> Steps:
+            yield from steps
+            buffer.copy_(copy)
+
+        return exchanged()
 
 
 def _nothing(buffer: torch.Tensor) -> None:
@@ -219,6 +237,11 @@ def _units(model: nn.Module) -> list[Unit]:
                 )
             shards = {}
             for one in group.fsdp_params:
+                if one.offload_to_cpu:
+                    raise ValueError(
+                        f"{names[one.sharded_param]} is offloaded to the CPU, and its gradient is averaged on the GPU: "
+                        "call fully_shard() without CPUOffloadPolicy"
+                    )
                 sharded.add(one.sharded_param)
                 if one.sharded_param.requires_grad:
                     shards[names[one.sharded_param]] = _shard(one, group.mp_policy)

@@ -155,9 +155,9 @@ class ResidualMemory:
         return bool(gradients) and not bool(all_finite(*gradients))
 
     def _order(self, name: str) -> list[int]:
-        """The strides of a parameter and of its residual; empty if it is row-major."""
+        """The strides of a parameter and of its residual; empty if it is row-major, or a stand-in without memory."""
         parameter = self._parameters[name]
-        return [] if parameter.is_contiguous() else list(parameter.stride())
+        return [] if parameter.is_contiguous() or 0 in parameter.stride() else list(parameter.stride())
 
     def _check_orders(self, orders: Mapping[str, Sequence[int]]) -> None:
         for name in self._parameters:

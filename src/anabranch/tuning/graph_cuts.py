@@ -14,6 +14,7 @@ from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.trial import Trial
 
 LATE = "all gradients come at the end of backward, as when the whole model is one compiled graph"
+MOST_PARTS = 16  # about as many as graphs are cut into at most; all of them are compared pair by pair
 CUT_SHARE = 0.001  # of a step: a cut that saves less is left out, since it costs launches and fusion
 
 Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in order
@@ -80,8 +81,8 @@ def needed_parts(trace: Trace, plan: Plan | None, network: Network | None) -> Pa
     parts = [list(bucket.names) for bucket in plan.buckets]
     if network is None:
         return parts
-    sent = messages(trace, plan, network)
-    ends = [[message] for message in sent]  # by part
+    ends = [[message] for message in messages(trace, plan, network)]  # by part
+    parts, ends = _at_most(MOST_PARTS, trace, parts, ends)
 
     def finish_s(ends: Sequence[Sequence[Message]]) -> float:
         late = [message._replace(ready_s=max(other.ready_s for other in part)) for part in ends for message in part]
@@ -98,6 +99,28 @@ def needed_parts(trace: Trace, plan: Plan | None, network: Network | None) -> Pa
         ends = merged[index]
         parts[index : index + 2] = [[*parts[index], *parts[index + 1]]]
     return parts
+
+
+def _at_most(
+    count: int, trace: Trace, parts: list[list[str]], ends: list[list[Message]]
+) -> tuple[list[list[str]], list[list[Message]]]:
+    """Neighbouring parts merged until there are hardly more than so many, of about as many bytes each."""
+    if len(parts) <= count:
+        return parts, ends
+    sizes = {tensor.name: tensor.nbytes for tensor in trace.tensors}
+    share = trace.nbytes / count
+    merged: list[list[str]] = []
+    merged_ends: list[list[Message]] = []
+    nbytes = share  # of the last one: the first part begins a new one
+    for names, messages_of in zip(parts, ends, strict=True):
+        if nbytes >= share:
+            merged.append([])
+            merged_ends.append([])
+            nbytes = 0
+        merged[-1] += names
+        merged_ends[-1] += messages_of
+        nbytes += sum(sizes[name] for name in names)
+    return merged, merged_ends
 
 
 def settled(
