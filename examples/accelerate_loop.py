@@ -72,6 +72,7 @@ def main() -> None:
             print(model.explain())
         if options.losses:
             options.losses.write_text(json.dumps(losses))
+    accelerator.wait_for_everyone()  # a rank that ends right after a collective may hang in torch's clean-up
     accelerator.end_training()
 
 

@@ -82,6 +82,7 @@ def main() -> None:
             print(trainer.model_wrapped.explain())
         if options.losses:
             options.losses.write_text(json.dumps(losses))
+    trainer.accelerator.wait_for_everyone()  # a rank that ends right after a collective may hang in torch's clean-up
     trainer.accelerator.end_training()
 
 
