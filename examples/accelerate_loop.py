@@ -9,6 +9,7 @@ in the checkpoints, too. The same command goes on from the last checkpoint, afte
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -72,7 +73,7 @@ def main() -> None:
             print(model.explain())
         if options.losses:
             options.losses.write_text(json.dumps(losses))
-    accelerator.wait_for_everyone()  # a rank that ends right after a collective may hang in torch's clean-up
+    time.sleep(0.5)  # a rank that ends right after a collective may hang in torch's clean-up, also under plain DDP
     accelerator.end_training()
 
 

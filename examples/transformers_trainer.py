@@ -10,6 +10,7 @@ from the last checkpoint in ``run``, after a crash or with more ``--steps``.
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -82,7 +83,7 @@ def main() -> None:
             print(trainer.model_wrapped.explain())
         if options.losses:
             options.losses.write_text(json.dumps(losses))
-    trainer.accelerator.wait_for_everyone()  # a rank that ends right after a collective may hang in torch's clean-up
+    time.sleep(0.5)  # a rank that ends right after a collective may hang in torch's clean-up, also under plain DDP
     trainer.accelerator.end_training()
 
 
