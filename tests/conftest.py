@@ -13,6 +13,9 @@ from hypothesis import HealthCheck, settings
 
 # Before torch is imported. The tensors of tests are small: a second thread only makes the first one wait for it.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Before Triton is imported, as torch's compiler does: without a GPU kernels are tested in its interpreter.
+if not Path("/dev/nvidia0").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 # For tests and the ranks and programs that they start: no test may read or write the user's plans.
 os.environ["ANABRANCH_CACHE"] = "off"
 

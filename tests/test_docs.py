@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,6 +155,7 @@ def run_snippets(rank: int, folder: str, snippets: list[tuple[str, str]]) -> dic
     """What went wrong in each snippet on this rank; nothing if it ran."""
     failures = {}
     os.chdir(folder)
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # of torch's own, when it imports inductor
     for name, code in snippets:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
