@@ -71,17 +71,22 @@ def test_dense_training_is_that_of_ddp(
     on_ranks(beside_ddp, 2, optimizer, accumulate, norm_type, dtype, lanes)
 
 
+def step_both(lean: Any, ddp: nn.Module, stepped: torch.optim.Optimizer, *given: Any) -> None:
+    """One clipped step of both models; their norms are close."""
+    for model in (lean, ddp):
+        model(*given).backward()
+    torch.testing.assert_close(nn.utils.clip_grad_norm_(ddp.parameters(), CLIP), lean.grad_norm)
+    stepped.step()
+    stepped.zero_grad()
+
+
 def on_three_ranks(rank: int) -> None:
     """Where the order of sums is not the same: to rounding."""
     ours, theirs = made(), made()
     lean, ddp = lean_of(ours, "momentum", {"clip_norm": CLIP}), DistributedDataParallel(theirs)
     stepped = OPTIMIZERS["momentum"]([p for p in theirs.parameters() if p.requires_grad])
     for step in range(STEPS):
-        for model in (lean, ddp):
-            model(tokens(step, rank)).backward()
-        torch.testing.assert_close(nn.utils.clip_grad_norm_(ddp.parameters(), CLIP), lean.grad_norm)
-        stepped.step()
-        stepped.zero_grad()
+        step_both(lean, ddp, stepped, tokens(step, rank))
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b)
     lean.close()
@@ -134,11 +139,7 @@ def unused(rank: int) -> None:
     stepped = OPTIMIZERS["momentum"](theirs.parameters())
     for step in range(STEPS):
         given = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-        for model in (lean, ddp):
-            model(given, *([0, 1] if step < 2 else [rank] if step < 4 else [1])).backward()
-        torch.testing.assert_close(nn.utils.clip_grad_norm_(ddp.parameters(), CLIP), lean.grad_norm)
-        stepped.step()
-        stepped.zero_grad()
+        step_both(lean, ddp, stepped, given, *([0, 1] if step < 2 else [rank] if step < 4 else [1]))
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a, b)
     lean.close()

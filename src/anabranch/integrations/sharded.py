@@ -72,7 +72,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
     check_same("the sharded model", lines, nodes)
     for parameter in model.parameters():
         dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
-    exchanges = OneKindExchanges(settings, _joined(units), nodes, skipped=_Skipped(model, inside))
+    exchanges = OneKindExchanges(settings, _joined(units), nodes, skipped=partial(_scaler_skips, model, inside))
     return Replication(model, units, exchanges, nodes, inside)
 
 
@@ -125,9 +125,7 @@ class Replication:
 
     def any_in_node(self, here: bool) -> bool:
         """Whether any rank of this node says so. Collective in the node."""
-        flag = torch.tensor(int(here), device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._inside)
-        return bool(flag)
+        return _any_rank(torch.tensor(here, device=self._device), self._inside)
 
     def follow(self, scaler: Scaler) -> None:
         """Scale residuals with this GradScaler; call it on every rank."""
@@ -200,21 +198,22 @@ def _nothing(buffer: torch.Tensor) -> None:
     """A hook that does nothing."""
 
 
-class _Skipped:
+def _any_rank(here: torch.Tensor, group: Group) -> bool:
+    """Whether this is true on any rank of the group. Collective; waits for the device."""
+    flag = here.to(torch.int32)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag)
+
+
+def _scaler_skips(model: nn.Module, inside: Group) -> bool:
     """Whether a loss scaler will skip this step: it does on all ranks of a node if a shard on one is not finite."""
-
-    def __init__(self, model: nn.Module, inside: Group) -> None:
-        self._model, self._inside = model, inside
-
-    def __call__(self) -> bool:
-        shards: list[torch.Tensor] = [
-            parameter.grad.to_local()  # type: ignore[attr-defined]
-            for parameter in self._model.parameters()
-            if parameter.grad is not None
-        ]
-        finite = all_finite(*shards).to(torch.int32) if shards else torch.ones((), dtype=torch.int32)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self._inside)
-        return not bool(finite)
+    shards: list[torch.Tensor] = [
+        parameter.grad.to_local()  # type: ignore[attr-defined]
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
+    device = next(model.parameters()).device
+    return _any_rank(~all_finite(*shards).to(device), inside)
 
 
 def _joined(units: Sequence[Unit]) -> dict[str, torch.Tensor]:
