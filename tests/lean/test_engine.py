@@ -312,7 +312,10 @@ def test_a_backward_through_the_module_alone_is_no_step() -> None:
 
 
 def frozen_later(rank: int) -> list[int]:
-    """How many gradients are alive when the last one comes, before and after a layer is frozen."""
+    """How many gradients of the first bucket are alive when the last one comes, before and after a layer is frozen.
+
+    Only the first bucket is looked at: a later one's update may run just then, and gives its gradients for that long.
+    """
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]
     model = nn.Sequential(*layers)
     names = [name for name, _ in reversed(list(model.named_parameters()))]
@@ -321,7 +324,7 @@ def frozen_later(rank: int) -> list[int]:
     lean: Any = ab.DataParallel(model, plan=plan, profile_steps=0, memory=ab.Lean(sgd))
     alive: list[int] = []
     layers[0].weight.register_post_accumulate_grad_hook(
-        lambda _: alive.append(sum(parameter.grad is not None for parameter in model.parameters()))
+        lambda _: alive.append(sum(layer.weight.grad is not None for layer in layers[4:]))
     )
     for frozen in (False, True):
         layers[5].requires_grad_(not frozen)
@@ -333,5 +336,4 @@ def frozen_later(rank: int) -> list[int]:
 
 
 def test_what_is_frozen_later_keeps_no_gradient_alive() -> None:
-    for before, after in on_ranks(frozen_later, 2):
-        assert before == after <= 1
+    assert on_ranks(frozen_later, 2) == [[0, 0], [0, 0]]
