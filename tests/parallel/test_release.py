@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
+from anabranch.errors import CollectiveError
 from parallel.given_gradients import fresh, one_step, two_buckets
 from parallel.twins import (
     SCENARIOS,
@@ -81,6 +82,25 @@ def descriptors_kept(rank: int) -> int:
 
 def test_a_closed_model_holds_no_connections() -> None:
     assert on_ranks(descriptors_kept, 2) == [0, 0]
+
+
+def left_by_the_other(rank: int) -> tuple[int, bool]:
+    """The other rank leaves; this one fails in backward, and again in the next step. What is kept of the model then."""
+    dist.barrier()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    model = planned()
+    for kind in (RuntimeError, CollectiveError)[: 2 * (1 - rank)]:  # torch's, of a failed future; ours
+        with pytest.raises(kind, match="did not get through"):
+            model(batch(0)).sum().backward()
+    wrapper = weakref.ref(model)
+    model.close()
+    del model
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir())) - before, wrapper() is not None
+
+
+def test_a_failed_step_keeps_no_connections() -> None:
+    assert on_ranks(left_by_the_other, 2) == [(0, False), (0, False)]
 
 
 def closed_on_the_way(rank: int) -> int:

@@ -61,9 +61,12 @@ class Lane(Protocol):
 class HostLane:
     """A daemon thread that runs exchanges and waits for them. After one has failed it starts no other."""
 
-    def __init__(self, group: Group, name: str, failures: list[CollectiveError]) -> None:
+    def __init__(self, group: Group, name: str, failures: list[str]) -> None:
         self.group = group
-        self._failures = failures  # shared by all lanes of a model: after the first, no lane starts anything
+        # What went wrong, shared by all lanes of a model: after the first, no lane starts anything. Not as exceptions:
+        # one that is raised in a backward pass refers to that pass, and by it to DDP's reducer, which owns the hook
+        # that owns the lanes. Python cannot free such a ring.
+        self._failures = failures
         self._queue: queue.SimpleQueue[tuple[Message, Future[torch.Tensor]] | None] = queue.SimpleQueue()
         # Gloo's own threads must not hold the last reference to a work: releasing it as the interpreter ends aborts.
         self._kept_works: deque[dist.Work] = deque(maxlen=MAX_KEPT_WORKS)
@@ -72,7 +75,7 @@ class HostLane:
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
         if self._failures:
-            raise self._failures[0]
+            raise CollectiveError(self._failures[0])
         done: Future[torch.Tensor] = Future()
         # DDP's reducer cannot read an exception that was set on a future, but it can read one raised in then().
         readable = done.then(lambda future: future.wait())
@@ -102,7 +105,7 @@ class HostLane:
 
     def _run(self, message: Message) -> None:
         if self._failures:
-            raise self._failures[0]
+            raise CollectiveError(self._failures[0])
         started_s = monotonic()
         works = []
         try:
@@ -112,12 +115,11 @@ class HostLane:
                 work.wait()
         except Exception as error:
             other_rank = "Another rank has died, stalled or left this step: look for the first error among all ranks. "
-            failure = CollectiveError(
+            self._failures.append(
                 f"{message.label} did not get through after {monotonic() - started_s:.1f} s: {error}. "
                 f"{'' if isinstance(error, UpdateError) else other_rank}This rank starts no further collective"
             )
-            self._failures.append(failure)
-            raise failure from error
+            raise CollectiveError(self._failures[-1]) from error
         if message.on_end is not None:
             message.on_end(works)
 
@@ -176,7 +178,7 @@ class Lanes:
         self._control: Group | None = None
         self._closed = False
         self._lanes: list[Lane] = []
-        self._failures: list[CollectiveError] = []  # empty on NCCL, where torch's own watchdog reports failures
+        self._failures: list[str] = []  # empty on NCCL, where torch's own watchdog reports failures
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -202,7 +204,7 @@ class Lanes:
     def check(self) -> None:
         """Raise the error that stopped a lane, if one did."""
         if self._failures:
-            raise self._failures[0]
+            raise CollectiveError(self._failures[0])
 
     @property
     def max_lanes(self) -> int:
