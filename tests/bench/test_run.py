@@ -92,9 +92,9 @@ def gradients(rank: int) -> dict[str, list[float]]:
     for parameter in model.parameters():
         nn.init.uniform_(parameter)
 
-    def step(wrapped: nn.Module | None = None) -> None:
-        model.zero_grad(set_to_none=True)
-        (wrapped or model)(torch.full((2, 4), 1.0 + rank)).sum().backward()
+    def step(called: nn.Module) -> None:
+        called.zero_grad(set_to_none=True)
+        called(torch.full((2, 4), 1.0 + rank)).sum().backward()
 
     found = {}
     for contestant in [
@@ -125,7 +125,7 @@ def test_workloads() -> None:
     workload = replay_workload("tiny", tiny(), slower=2.0)
     assert (workload.name, workload.batch, workload.unit) == ("tiny (replayed, 2 times slower)", 16, "img")
     model, step = workload.build()
-    step()
+    step(model)
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(ValueError, match="--model is 'nonsense': expected one of googlenet"):
         zoo_workload("nonsense", torch.device("cpu"))
