@@ -36,6 +36,7 @@ SEAMS = {
     "register_save_state_pre_hook": ("hook",),
     "register_load_state_pre_hook": ("hook",),
 }
+PREPARED = "_is_accelerate_prepared"  # the mark on models that Accelerate leaves as they are
 REPLACED = ("NO", "MULTI_CPU", "MULTI_GPU")  # types of distributed training with DDP, or with one process and nothing
 
 
@@ -90,6 +91,8 @@ class Wrappers:
         stock = self._stock["prepare_model"]
         if isinstance(model, Wrapper):
             return self._prepare_wrapped(model)
+        if not evaluation_mode:
+            self._forget_evaluation(model)
         with _instead_of_ddp(self._wrap):
             prepared: nn.Module = stock(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         inner = getattr(prepared, "_orig_mod", prepared)  # torch.compile() comes last
@@ -141,6 +144,19 @@ class Wrappers:
         if self.options.get("memory") is None:  # Lean takes neither
             of_ddp |= {"device_ids": device_ids, "output_device": output_device}
         return self._take(DataParallel(module, **{**of_ddp, **self.options}))
+
+    def _forget_evaluation(self, model: nn.Module) -> None:
+        """Have a model prepared anew that was prepared for evaluation only.
+
+        Accelerate returns such a model as it is: it would train without averaging, and ranks would drift apart.
+        """
+        wrapped = isinstance(getattr(model, "_orig_mod", model), Wrapper) or self.of(model) is not None
+        if wrapped or self._accelerator.num_processes == 1 or not getattr(model, PREPARED, False):
+            return
+        setattr(model, PREPARED, False)
+        if "_original_forward" in vars(model):
+            model.forward = vars(model).pop("_original_forward")  # without autocast, which is added once more
+        self._accelerator._models = [one for one in self._accelerator._models if one is not model]
 
     def _prepare_wrapped(self, wrapper: Wrapper) -> Wrapper:
         """Prepare a model that is wrapped already: autocast, but no second wrapper, and no other device."""
