@@ -51,6 +51,12 @@ def use_anabranch(accelerator: "Accelerator", **options: Any) -> "Wrappers":
     check_seams("accelerate", TESTED, accelerator, SEAMS)
     if isinstance(getattr(accelerator.prepare_model, "__self__", None), Wrappers):
         raise ValueError("use_anabranch() was called twice with this Accelerator: call it once, with all options")
+    # Accelerate marks a model that it has prepared for evaluation, and for training the wrapper around it.
+    if accelerator.num_processes > 1 and any(not hasattr(model, PREPARED) for model in accelerator._models):
+        raise ValueError(
+            "use_anabranch() was called after prepare(), or train() of a Trainer: a model is in a "
+            "DistributedDataParallel already; call it before"
+        )
     kind = getattr(accelerator.distributed_type, "name", str(accelerator.distributed_type))
     if kind not in REPLACED:
         raise ValueError(
@@ -141,6 +147,12 @@ class Wrappers:
         """Called by Accelerate in place of DDP's constructor, with its arguments."""
         if (old := self.of(module)) is not None:  # the module is prepared again, such as for another batch size
             old.close()
+        hook = getattr(self._accelerator.ddp_handler, "comm_hook", None)
+        if self.options.get("memory") is not None and getattr(hook, "name", "NO") != "NO":
+            raise ValueError(
+                f"DistributedDataParallelKwargs has comm_hook={hook.name} under Lean, which has no comm hooks: use "
+                f"compress= of DataParallel, such as \"bf16\""
+            )
         if self.options.get("memory") is None:  # Lean takes neither
             of_ddp |= {"device_ids": device_ids, "output_device": output_device}
         return self._take(DataParallel(module, **{**of_ddp, **self.options}))
