@@ -118,6 +118,8 @@ def test_mistakes_are_one_line(
     assert "--compress is 'gtopk:0.01': expected bf16, int8" in error_of(
         capsys, "run", "--compress", "gtopk:0.01", script
     )
+    assert "no_such.module: no such module" in error_of(capsys, "run", "-m", "no_such.module")
+    assert "--planner is 'best': expected one of per_tensor, " in error_of(capsys, "run", "--planner", "best", script)
     monkeypatch.setenv("RANK", "0")
     assert "a launcher has started this rank already" in error_of(capsys, "run", "--nproc-per-node", "2", script)
     assert main(["run", "--help"]) == 0
