@@ -190,13 +190,16 @@ def refused_by_lightning(rank: int) -> list[str]:
         said.append(str(caught.value))
     with pytest.raises(ValueError) as given:
         strategy(memory=ab.Lean(torch.optim.SGD))
-    return [*said, str(given.value)]
+    with pytest.raises(ValueError) as hooked:
+        strategy(memory=ab.Lean(), ddp_comm_hook=ab.quantised_hook)
+    return [*said, str(given.value), str(hooked.value)]
 
 
 @LIGHTNING
 def test_lightning_is_refused_what_lean_cannot_do() -> None:
-    for values, manual, norm, given in on_ranks(refused_by_lightning, 2, timeout_s=IMPORTS_S):
+    for values, manual, norm, given, hooked in on_ranks(refused_by_lightning, 2, timeout_s=IMPORTS_S):
         assert 'use gradient_clip_algorithm="norm"' in values
         assert "automatic_optimization is False" in manual
         assert norm.startswith("Trainer gradient_clip_val is 0.3, and Lean clip_norm is 3.14")
         assert "leave Lean's optimizer out" in given
+        assert "was given ddp_comm_hook under Lean, which has no comm hooks" in hooked

@@ -151,7 +151,7 @@ class Wrappers:
         if self.options.get("memory") is not None and getattr(hook, "name", "NO") != "NO":
             raise ValueError(
                 f"DistributedDataParallelKwargs has comm_hook={hook.name} under Lean, which has no comm hooks: use "
-                f"compress= of DataParallel, such as \"bf16\""
+                f'compress= of DataParallel, such as "bf16"'
             )
         if self.options.get("memory") is None:  # Lean takes neither
             of_ddp |= {"device_ids": device_ids, "output_device": output_device}
