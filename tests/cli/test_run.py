@@ -101,6 +101,7 @@ def test_a_script_without_ddp(tmp_path: Path) -> None:
     done = started("anabranch", "run", str(path), ranks=True)
     assert (done.returncode, done.stdout) == (0, "hello\n")
     assert "made no DistributedDataParallel" in done.stderr and "mp.spawn" in done.stderr
+    assert "if it uses anabranch already" in done.stderr
 
 
 def test_options_reach_the_ranks(script: str) -> None:

@@ -121,7 +121,8 @@ def _report(outcomes: Sequence[object]) -> None:
         print(f"anabranch run: {outcome}", file=sys.stderr)
     if not outcomes:
         print(
-            "anabranch run: this process has made no DistributedDataParallel; if the script starts ranks by itself, "
-            "such as by mp.spawn, have them started by torchrun or --nproc-per-node",
+            "anabranch run: this process has made no DistributedDataParallel of torch's; if the script starts ranks by "
+            "itself, such as by mp.spawn, have them started by torchrun or --nproc-per-node; if it uses anabranch "
+            "already, run it without anabranch run",
             file=sys.stderr,
         )

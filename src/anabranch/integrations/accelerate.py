@@ -51,6 +51,8 @@ def use_anabranch(accelerator: "Accelerator", **options: Any) -> "Wrappers":
     check_seams("accelerate", TESTED, accelerator, SEAMS)
     if isinstance(getattr(accelerator.prepare_model, "__self__", None), Wrappers):
         raise ValueError("use_anabranch() was called twice with this Accelerator: call it once, with all options")
+    if not isinstance(getattr(accelerator, "_models", None), list):
+        raise unsupported("accelerate", TESTED, "Accelerator has no list _models")
     # Accelerate marks a model that it has prepared for evaluation, and for training the wrapper around it.
     if accelerator.num_processes > 1 and any(not hasattr(model, PREPARED) for model in accelerator._models):
         raise ValueError(

@@ -62,7 +62,7 @@ def _check_settings(trainer: "Trainer", options: dict[str, Any]) -> None:
             f"the Trainer's model is a {type(trainer.model).__name__}: give Trainer the model itself, and "
             "use_anabranch(trainer, ...) the arguments of DataParallel"
         )
-    if lean is not None and arguments.auto_find_batch_size:
+    if lean is not None and getattr(arguments, "auto_find_batch_size", False):
         raise ValueError(
             "auto_find_batch_size=True under Lean: a step that runs out of memory has updated some buckets already; "
             "choose per_device_train_batch_size, such as with anabranch memory"
