@@ -149,7 +149,7 @@ class Wrappers:
         """Called by Accelerate in place of DDP's constructor, with its arguments."""
         if (old := self.of(module)) is not None:  # the module is prepared again, such as for another batch size
             old.close()
-        hook = getattr(self._accelerator.ddp_handler, "comm_hook", None)
+        hook: Any = getattr(self._accelerator.ddp_handler, "comm_hook", None)
         if self.options.get("memory") is not None and getattr(hook, "name", "NO") != "NO":
             raise ValueError(
                 f"DistributedDataParallelKwargs has comm_hook={hook.name} under Lean, which has no comm hooks: use "
