@@ -10,7 +10,7 @@ LeanDataParallel is none: it is unwrapped here, and what it cannot do is refused
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -33,6 +33,7 @@ SEAMS = {
     "prepare_optimizer": ("optimizer", "device_placement"),
     "unwrap_model": ("model",),
     "clip_grad_value_": ("parameters", "clip_value"),
+    "trigger_sync_in_backward": ("model",),
     "register_save_state_pre_hook": ("hook",),
     "register_load_state_pre_hook": ("hook",),
 }
@@ -142,6 +143,16 @@ class Wrappers:
                 "clips by the norm over all gradients"
             )
         self._stock["clip_grad_value_"](parameters, clip_value)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """As Accelerate does; refused under Lean, where Accelerate would do nothing."""
+        if isinstance(model, LeanDataParallel):
+            raise RuntimeError(
+                "trigger_sync_in_backward() under Lean, which averages the backward pass of a forward pass outside "
+                "no_sync(): run the last forward pass outside no_sync() instead"
+            )
+        context: AbstractContextManager[None] = self._stock["trigger_sync_in_backward"](model)
+        return context
 
     # Wrappers.
 
