@@ -4,6 +4,7 @@ python benchmarks/record_traces.py OUTPUT_FOLDER [model[-bf16] ...]
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ def main() -> None:
         name = full_name.removesuffix("-bf16")
         half = full_name.endswith("-bf16")
         model, step = model_and_step(name, device, torch.bfloat16 if half else None)
-        trace = record(model, step, steps=30, warmup=10, meta=trace_meta(name, half))
+        trace = record(model, partial(step, model), steps=30, warmup=10, meta=trace_meta(name, half))
         save(trace, Path(folder) / f"{full_name}.json", force=True)
         print(
             f"{full_name}: {len(trace)} tensors, {trace.nbytes / 1e6:.1f} MB, "

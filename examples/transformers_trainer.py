@@ -63,6 +63,7 @@ def main() -> None:
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         logging_steps=10,
+        logging_first_step=True,
         save_strategy="steps" if options.output else "no",
         save_steps=20,
         save_total_limit=2,
@@ -79,7 +80,7 @@ def main() -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if trainer.is_world_process_zero():
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, evaluated {evaluated:.4f}, after {options.steps} steps")
-        if options.wrap == "anabranch":
+        if hasattr(trainer.model_wrapped, "explain"):  # with one process nothing is wrapped
             print(trainer.model_wrapped.explain())
         if options.losses:
             options.losses.write_text(json.dumps(losses))

@@ -87,9 +87,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         compress = settings_of(compress)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
-        bound = signature(DistributedDataParallel.__init__).bind(self, module, *args, **options)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = _arguments_of_ddp(self, module, *args, **options)
         group = _group_of(given)
         reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
         reason = dtensor_reason(module, given["device_mesh"]) or python_reducer_reason() or reason
@@ -282,6 +280,16 @@ def _instead(group: dist.ProcessGroup) -> str:
 
 def _unplannable(given: Mapping[str, Any]) -> list[str]:
     return [name for name in UNPLANNABLE_OPTIONS if given.get(name) is not None]
+
+
+def _arguments_of_ddp(*args: Any, **options: Any) -> Mapping[str, Any]:
+    """The arguments of DDP's constructor by name, with its defaults."""
+    try:
+        bound = signature(DistributedDataParallel.__init__).bind(*args, **options)
+    except TypeError as error:
+        raise TypeError(f"DataParallel() {error}: expected arguments of its own or of DDP") from None
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _group_of(arguments: Mapping[str, Any]) -> dist.ProcessGroup | None:

@@ -20,9 +20,9 @@ def build() -> tuple[nn.Module, Step]:
     model = Net()
     x = torch.randn(8, WIDTH)
 
-    def step(wrapped: nn.Module | None = None) -> None:
-        model.zero_grad(set_to_none=True)
-        (model if wrapped is None else wrapped)(x).square().mean().backward()
+    def step(called: nn.Module) -> None:
+        called.zero_grad(set_to_none=True)
+        called(x).square().mean().backward()
 
     return model, step
 

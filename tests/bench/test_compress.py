@@ -10,6 +10,7 @@ from anabranch.bench.race import Turn
 from anabranch.bench.run import Settings, nic_counts_all, run
 from anabranch.bench.sparse import sparse_rivals
 from anabranch.bench.workload import replay_workload
+from anabranch.bench.zoo import Step
 from anabranch.report.documents import BASELINE, COMPUTE, OURS
 from ranks import on_ranks
 
@@ -57,14 +58,14 @@ def test_a_density_is_a_share(text: str) -> None:
         compression(text)
 
 
-def model_and_step(rank: int) -> tuple[nn.Sequential, object]:
+def model_and_step(rank: int) -> tuple[nn.Module, Step]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 4, dtype=torch.float32))
 
-    def step(wrapped: nn.Module | None = None) -> None:
-        model.zero_grad(set_to_none=True)
+    def step(called: nn.Module) -> None:
+        called.zero_grad(set_to_none=True)
         torch.manual_seed(rank + 1)
-        (wrapped or model)(torch.randn(5, 6)).square().sum().backward()
+        called(torch.randn(5, 6)).square().sum().backward()
 
     return model, step
 
@@ -77,17 +78,17 @@ def trace_of(model: nn.Module) -> ab.Trace:
 def raced(rank: int, density: float) -> dict[str, list[float]]:
     """Gradients of every rival's first sparse steps, added up; and what each rank computes by itself."""
     model, step = model_and_step(rank)
-    step()  # type: ignore[operator]
+    step(model)
     found = {"own": _flat(model)}
     asked = {f"{name}:{density:g}": Rival(name, density) for name in OTHERS}
-    for contestant in sparse_rivals(model, step, trace_of(model), NETWORK, asked, []):  # type: ignore[arg-type]
+    for contestant in sparse_rivals(model, step, trace_of(model), NETWORK, asked, []):
         assert contestant.plan is not None
         assert {bucket.collective for bucket in contestant.plan.buckets} == {contestant.name}
         with contestant.enter() as go:
             for _ in range(contestant.warmup):
                 go()
             found[contestant.name] = _flat(model)
-    step()  # type: ignore[operator]
+    step(model)
     assert _flat(model) == found["own"], "nobody's hooks are left on the model"
     return found
 
@@ -119,9 +120,9 @@ def remembered(rank: int) -> list[float]:
     """The residual of a constant gradient after two turns, of three steps each once the layout is in force."""
     model = nn.Linear(8, 1, bias=False)
 
-    def step(wrapped: nn.Module | None = None) -> None:
-        model.zero_grad(set_to_none=True)
-        (wrapped or model)(torch.arange(1.0, 9.0)).sum().backward()
+    def step(called: nn.Module) -> None:
+        called.zero_grad(set_to_none=True)
+        called(torch.arange(1.0, 9.0)).sum().backward()
 
     (contestant,) = sparse_rivals(model, step, trace_of(model), NETWORK, {"topk:0.125": Rival("topk", 0.125)}, [])
     state = contestant.enter.args[-1]._families[0]._state  # type: ignore[attr-defined]
@@ -145,7 +146,7 @@ def in_the_buckets_of(rank: int) -> list[str]:
     ))  # fmt: skip
     dense = ab.planners.using(theirs, "bf16")
     asked = {"dsa:0.1": Rival("dsa", 0.1)}
-    (chosen,) = sparse_rivals(model, step, trace_of(model), NETWORK, asked, [None, dense, theirs])  # type: ignore[arg-type]
+    (chosen,) = sparse_rivals(model, step, trace_of(model), NETWORK, asked, [None, dense, theirs])
     with chosen.enter() as go:
         for _ in range(chosen.warmup):
             go()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
+from anabranch.bench import run as bench_run
 from anabranch.bench.contestants import ALL_REDUCE, ddp_contestants, planned_contestants, reference_contestants
 from anabranch.bench.workload import replay_workload, zoo_workload
 from anabranch.report.documents import BASELINE as DDP
@@ -92,9 +93,9 @@ def gradients(rank: int) -> dict[str, list[float]]:
     for parameter in model.parameters():
         nn.init.uniform_(parameter)
 
-    def step(wrapped: nn.Module | None = None) -> None:
-        model.zero_grad(set_to_none=True)
-        (wrapped or model)(torch.full((2, 4), 1.0 + rank)).sum().backward()
+    def step(called: nn.Module) -> None:
+        called.zero_grad(set_to_none=True)
+        called(torch.full((2, 4), 1.0 + rank)).sum().backward()
 
     found = {}
     for contestant in [
@@ -125,7 +126,20 @@ def test_workloads() -> None:
     workload = replay_workload("tiny", tiny(), slower=2.0)
     assert (workload.name, workload.batch, workload.unit) == ("tiny (replayed, 2 times slower)", 16, "img")
     model, step = workload.build()
-    step()
+    step(model)
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(ValueError, match="--model is 'nonsense': expected one of googlenet"):
         zoo_workload("nonsense", torch.device("cpu"))
+
+
+def unmeasured(rank: int) -> str:
+    bench_run.THOROUGH = ab.TuningPolicy(min_predicted_gain=2.0, obvious_gain=2.0)  # nothing is worth a measurement
+    with pytest.raises(RuntimeError) as caught:
+        bench_run.run(replay_workload("tiny", tiny()), bench_run.Settings(1, 1, 0, 2), lambda _: None)
+    return str(caught.value)
+
+
+def test_a_search_that_ends_before_it_measures_is_said() -> None:
+    for said in on_ranks(unmeasured, 2):
+        assert said.startswith("DataParallel has measured no network, which the other contestants need: run it again")
+        assert "waits for communication" in said

@@ -101,6 +101,7 @@ def test_a_script_without_ddp(tmp_path: Path) -> None:
     done = started("anabranch", "run", str(path), ranks=True)
     assert (done.returncode, done.stdout) == (0, "hello\n")
     assert "made no DistributedDataParallel" in done.stderr and "mp.spawn" in done.stderr
+    assert "if it uses anabranch already" in done.stderr
 
 
 def test_options_reach_the_ranks(script: str) -> None:
@@ -118,6 +119,8 @@ def test_mistakes_are_one_line(
     assert "--compress is 'gtopk:0.01': expected bf16, int8" in error_of(
         capsys, "run", "--compress", "gtopk:0.01", script
     )
+    assert "no_such.module: no such module" in error_of(capsys, "run", "-m", "no_such.module")
+    assert "--planner is 'best': expected one of per_tensor, " in error_of(capsys, "run", "--planner", "best", script)
     monkeypatch.setenv("RANK", "0")
     assert "a launcher has started this rank already" in error_of(capsys, "run", "--nproc-per-node", "2", script)
     assert main(["run", "--help"]) == 0

@@ -228,6 +228,14 @@ def refusals(rank: int) -> list[str]:
     ):
         other = accelerator(rank, {})
         refused(other.prepare, linear())
+    stock_helper = accelerator(rank, None)
+    stock_helper.prepare(linear())
+    refused(use_anabranch, stock_helper)
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    hooked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
+    memory = ab.Lean(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    refused(accelerator(rank, {"memory": memory}, kwargs_handlers=[hooked]).prepare, linear())
     with patch("accelerate.Accelerator.distributed_type", "FSDP"), patch("integrations.test_accelerate.dist"):
         from accelerate import Accelerator
 
@@ -236,11 +244,13 @@ def refusals(rank: int) -> list[str]:
 
 
 def test_another_version_or_another_kind_of_training_is_refused_with_a_sentence() -> None:
-    twice, arguments, missing, own, kind = on_ranks(refusals, 2)[0]
+    twice, arguments, missing, own, late, hook, kind = on_ranks(refusals, 2)[0]
     assert "called twice" in twice
     tested = "it is tested with 1.15.0: pip install accelerate==1.15.0"
     assert arguments.startswith("anabranch does not fit accelerate 1.") and arguments.endswith(tested)
     assert "prepare_model() takes no device_placement" in arguments
     assert "has no unwrap_model()" in missing and missing.endswith(tested)
     assert "makes a DistributedDataParallel of its own" in own and own.endswith(tested)
+    assert late.startswith("use_anabranch() was called after prepare()") and late.endswith("call it before")
+    assert "comm_hook=POWER_SGD under Lean" in hook and 'such as "bf16"' in hook
     assert "distributed_type is FSDP: expected NO or MULTI_CPU or MULTI_GPU" in kind

@@ -116,15 +116,18 @@ def refused_by_accelerate(rank: int) -> list[str]:
     assert helper.prepare(wrapped.optimizer).optimizer is wrapped.optimizer
     with pytest.raises(RuntimeError) as values:
         helper.clip_grad_value_(wrapped.parameters(), 1.0)
-    return [*said, str(other.value), str(values.value)]
+    with pytest.raises(RuntimeError) as triggered:
+        helper.trigger_sync_in_backward(wrapped)
+    return [*said, str(other.value), str(values.value), str(triggered.value)]
 
 
 @HUGGING_FACE
 def test_accelerate_is_refused_what_lean_cannot_do() -> None:
-    for unclipped, other, values in on_ranks(refused_by_accelerate, 2, timeout_s=IMPORTS_S):
+    for unclipped, other, values, triggered in on_ranks(refused_by_accelerate, 2, timeout_s=IMPORTS_S):
         assert "so give Lean(clip_norm=0.5), which clips there" in unclipped
         assert "prepare() was given a SGD" in other and "prepare the model first" in other
         assert "clip_grad_value_() under Lean" in values
+        assert triggered.startswith("trigger_sync_in_backward() under Lean, ")
 
 
 # Lightning.
@@ -190,13 +193,16 @@ def refused_by_lightning(rank: int) -> list[str]:
         said.append(str(caught.value))
     with pytest.raises(ValueError) as given:
         strategy(memory=ab.Lean(torch.optim.SGD))
-    return [*said, str(given.value)]
+    with pytest.raises(ValueError) as hooked:
+        strategy(memory=ab.Lean(), ddp_comm_hook=ab.quantised_hook)
+    return [*said, str(given.value), str(hooked.value)]
 
 
 @LIGHTNING
 def test_lightning_is_refused_what_lean_cannot_do() -> None:
-    for values, manual, norm, given in on_ranks(refused_by_lightning, 2, timeout_s=IMPORTS_S):
+    for values, manual, norm, given, hooked in on_ranks(refused_by_lightning, 2, timeout_s=IMPORTS_S):
         assert 'use gradient_clip_algorithm="norm"' in values
         assert "automatic_optimization is False" in manual
         assert norm.startswith("Trainer gradient_clip_val is 0.3, and Lean clip_norm is 3.14")
         assert "leave Lean's optimizer out" in given
+        assert "was given ddp_comm_hook under Lean, which has no comm hooks" in hooked

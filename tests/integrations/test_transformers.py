@@ -82,7 +82,31 @@ def test_losses_are_those_of_ddp_and_logs_have_metrics(tmp_path: Path) -> None:
     assert all("anabranch/density" not in entry for entry in by_rank[1][1][5])
 
 
+def evaluated_first(rank: int, folder: str) -> list[torch.Tensor]:
+    trained = []
+    for arguments in ({"bf16": True}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        made = trainer(rank, folder, {}, max_steps=2, **arguments)
+        made.evaluate()
+        made.train()
+        trained.append(losses_and_weights(made)[1])
+    return trained
+
+
+def test_evaluating_first_leaves_ranks_together(tmp_path: Path) -> None:
+    """The stock Trainer makes no DDP after that: its ranks train apart, and nothing says so."""
+    first, second = on_ranks(evaluated_first, 2, str(tmp_path))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 # Checkpoints.
+
+
+RESUMED = ("dense", "oktopk", "lean")
+
+
+def resumable(kind: str) -> dict[str, Any]:
+    """Options under which two runs are equal bit by bit; Lean's are Ok-Topk's."""
+    return {**options_of("oktopk"), "memory": ab.Lean()} if kind == "lean" else options_of(kind)
 
 
 def whole_and_first_half(rank: int, folder: str) -> list[Any]:
@@ -93,11 +117,11 @@ def whole_and_first_half(rank: int, folder: str) -> list[Any]:
             control.should_training_stop = state.global_step == 10
 
     answers = []
-    for kind in ("dense", "oktopk"):
-        whole = trainer(rank, f"{folder}/whole", options_of(kind))
+    for kind in RESUMED:
+        whole = trainer(rank, f"{folder}/whole", resumable(kind))
         whole.train()
         answers.append(losses_and_weights(whole))
-        stopped = trainer(rank, f"{folder}/{kind}", options_of(kind), save_strategy="steps", save_steps=5)
+        stopped = trainer(rank, f"{folder}/{kind}", resumable(kind), save_strategy="steps", save_steps=5)
         stopped.args.save_total_limit = 1
         stopped.add_callback(StopAfter10())
         stopped.train()
@@ -106,8 +130,8 @@ def whole_and_first_half(rank: int, folder: str) -> list[Any]:
 
 def second_half(rank: int, folder: str) -> list[Any]:
     answers = []
-    for kind in ("dense", "oktopk"):
-        made = trainer(rank, f"{folder}/{kind}", options_of(kind))
+    for kind in RESUMED:
+        made = trainer(rank, f"{folder}/{kind}", resumable(kind))
         made.train(resume_from_checkpoint=True)
         answers.append(losses_and_weights(made))
     return answers
@@ -149,19 +173,21 @@ def refusals(rank: int, folder: str) -> list[str]:
         refused(trainer, rank, folder, {})
     with patch("transformers.Trainer.log", lambda self, entries: None):
         refused(trainer, rank, folder, {})
+    refused(trainer, rank, folder, {"memory": ab.Lean()}, auto_find_batch_size=True)
     arguments = TrainingArguments(folder, use_cpu=True, report_to=[])
     refused(use_anabranch, Trainer(ab.DataParallel(gpt2()), arguments, train_dataset=rows()))
     return said
 
 
 def test_what_does_not_fit_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    twice, unused, missing, arguments, wrapped = on_ranks(refusals, 2, str(tmp_path))[0]
+    twice, unused, missing, arguments, batch, wrapped = on_ranks(refusals, 2, str(tmp_path))[0]
     assert "called twice" in twice
     assert unused.endswith("use TrainingArguments(ddp_find_unused_parameters=False)")
     tested = "it is tested with 5.22.2: pip install transformers==5.22.2"
     assert missing.startswith("anabranch does not fit transformers 5.") and missing.endswith(tested)
     assert "Trainer has no _save_optimizer_and_scheduler()" in missing
     assert "Trainer.log() takes no logs" in arguments and arguments.endswith(tested)
+    assert batch.startswith("auto_find_batch_size=True under Lean: ") and "per_device_train_batch_size" in batch
     assert "the Trainer's model is a DataParallel: give Trainer the model itself" in wrapped
 
 
@@ -178,6 +204,7 @@ def lean_and_not(rank: int, folder: str) -> list[Any]:
             save_strategy="steps", save_steps=10,
         )  # fmt: skip
         made.train()
+        made.train()  # the wrapper and its optimizer are used again
         assert isinstance(made.model_wrapped, ab.LeanDataParallel) == (name == "lean")
         made.save_model(f"{folder}/{name}/model")
         answers.append(losses_and_weights(made))

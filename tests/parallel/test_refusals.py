@@ -149,12 +149,14 @@ def test_plans_for_something_else_on_one_rank() -> None:
 def bad_arguments(rank: int) -> list[str]:
     wrong: list[Mapping[str, Any]] = [
         {"planner": "fastest"}, {"planner": 3}, {"lanes": 0}, {"lanes": 65}, {"compress": "zip"}, {"profile_steps": -1},
+        {"comprss": "int8"},
     ]  # fmt: skip
     return [refusal(lambda options=options: DataParallel(mlp(), **options)) for options in wrong]  # type: ignore[misc]
 
 
 def test_bad_arguments() -> None:
-    (answers,) = on_ranks(bad_arguments, 1)
+    ((*answers, misspelt),) = on_ranks(bad_arguments, 1)
+    assert misspelt.startswith("TypeError: DataParallel() got an unexpected keyword argument 'comprss': expected ")
     for answer, word in zip(
         answers, ["'fastest'", "is 3", "lanes is 0", "lanes is 65", "'zip'", "profile_steps is -1"], strict=True
     ):

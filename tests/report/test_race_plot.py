@@ -26,8 +26,9 @@ def test_svg_names_models_choices_and_numbers() -> None:
     content = race_plot([FULL, LEAST], "svg")
     assert ElementTree.fromstring(content).tag.endswith("svg")
     text = content.decode()  # matplotlib notes each text beside its outlines
-    for words in ("resnet $50$", "12 buckets, 2 lanes", "own buckets", "0.80  (80 ms)", "0.90  (90 ms)", "predicted",
-                  "computing alone", "25 Gbit/s"):  # fmt: skip
+    for words in ("resnet $50$", "sent in 12 messages, 2 at a time", "sent as by DDP", "0.80  (80 ms)", "0.90  (90 ms)",
+                  "predicted for DataParallel", "computing alone, nothing sent", "DDP with the best bucket size tried",
+                  "4 workers: 4 hosts, 25 Gbit/s, NVIDIA H200"):  # fmt: skip
         assert words in text
     assert "0.20  (20 ms)" not in text
     assert content == race_plot([FULL, LEAST], "svg")

@@ -44,7 +44,7 @@ def compiled_step(step: Step, wrapped: nn.Module, backend: TimedBackend) -> Step
     """The step, always through this module, compiled."""
     called = cast(nn.Module, torch.compile(wrapped, backend=backend))
 
-    def run(wrapped: nn.Module | None = None) -> None:  # noqa: ARG001
+    def run(_: nn.Module) -> None:
         step(called)
 
     return run
@@ -57,7 +57,7 @@ def compiled_references(workload: Workload, backends: Mapping[str, TimedBackend]
         model, step = workload.build()
         wrapped = DistributedDataParallel(model, **DDP_OPTIONS) if name == BASELINE else model
         run = compiled_step(step, wrapped, backends[compiled_name(name)])
-        found.append(Contestant(compiled_name(name), partial(unwrapped, run)))
+        found.append(Contestant(compiled_name(name), partial(unwrapped, partial(run, wrapped))))
     return found
 
 

@@ -53,7 +53,7 @@ def reference_contestants(model: nn.Module, step: Step, device: torch.device) ->
     """Computation without communication, and one all-reduce of all gradients without computation."""
     numel = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // 4
     return [
-        Contestant(COMPUTE, lambda: unwrapped(step)),
+        Contestant(COMPUTE, lambda: unwrapped(partial(step, model))),
         Contestant(ALL_REDUCE, lambda: _one_all_reduce(numel, device)),
     ]
 

@@ -161,6 +161,11 @@ def _tuned(
         step(parallel)
         progress.step_done()
         if parallel.timeline is not None:  # of the chosen layout
+            if parallel.network is None:  # its search had used up its budget, such as where steps vary by much
+                raise RuntimeError(
+                    "DataParallel has measured no network, which the other contestants need: run it again, on a "
+                    f"quieter machine; {parallel.explain()}"
+                )
             return TunedModel(name, parallel, step)
     raise RuntimeError(f"DataParallel has not chosen a layout in {MAX_TUNING_STEPS} steps: {parallel.explain()}")
 

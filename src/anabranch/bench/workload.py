@@ -13,7 +13,7 @@ from anabranch.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model to train. ``build`` makes it anew, with a function that runs forward and backward, plain or wrapped.
+    """A model to train. ``build`` makes it anew, with its step, which takes the model or a wrapper around it.
 
     ``batch`` is the number of images or sequences (``unit``) per rank and step.
     """
@@ -43,13 +43,11 @@ def replay_workload(name: str, trace: Trace, slower: float = 1.0) -> Workload:
     batch = recorded_batch if isinstance(recorded_batch, int) else 1
 
     def build() -> tuple[nn.Module, zoo.Step]:
-        model = ReplayedModel(replayed)
+        def step(called: nn.Module) -> None:
+            called.zero_grad(set_to_none=True)
+            called().backward()
 
-        def step(wrapped: nn.Module | None = None) -> None:
-            model.zero_grad(set_to_none=True)
-            (wrapped or model)().backward()
-
-        return model, step
+        return ReplayedModel(replayed), step
 
     label = f"{name} (replayed" + (f", {slower:g} times slower)" if slower != 1 else ")")
     return Workload(label, batch, "img" if "sequence_length" not in trace.meta else "seq", torch.device("cpu"), build)

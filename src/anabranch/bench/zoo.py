@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,27 +52,19 @@ LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, bool]]] = {  # by the begin
 MODELS = (*IMAGES, *SEQUENCES)
 
 Loss = Callable[[nn.Module], torch.Tensor]
-
-
-class Step(Protocol):
-    """Runs one forward and backward, of the model itself or through a wrapper of it."""
-
-    def __call__(self, wrapped: nn.Module | None = None) -> None: ...
+Step = Callable[[nn.Module], None]  # runs one forward and backward through the model, or through a wrapper around it
 
 
 def model_and_step(
     name: str, device: torch.device, autocast: torch.dtype | None = None, batch: int | None = None
 ) -> tuple[nn.Module, Step]:
-    """A freshly initialised model in training mode, and a function that runs one forward and backward of it.
-
-    The function also takes the model in a wrapper, such as DataParallel, to run it through that.
-    """
+    """A freshly initialised model in training mode, and its step; give that the model, or a wrapper around it."""
     model, loss = model_and_loss(name, device, batch)
 
-    def step(wrapped: nn.Module | None = None) -> None:
-        model.zero_grad(set_to_none=True)
+    def step(called: nn.Module) -> None:
+        called.zero_grad(set_to_none=True)
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            value = loss(model if wrapped is None else wrapped)  # a compiled model has no truth value
+            value = loss(called)
         value.backward()
 
     return model, step

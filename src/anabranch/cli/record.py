@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -102,4 +103,4 @@ def _named(
         raise ValueError("--device is cuda, but torch sees no GPU here: choose cpu, or install a torch build for CUDA")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, step = zoo.model_and_step(name, where, torch.bfloat16 if precision is Precision.bf16 else None, batch)
-    return model, step, zoo.trace_meta(name, precision is Precision.bf16, batch)
+    return model, partial(step, model), zoo.trace_meta(name, precision is Precision.bf16, batch)

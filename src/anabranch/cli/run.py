@@ -5,10 +5,13 @@ import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from anabranch.planners import PLANNERS
 
 SINGLE = "RANK"  # torchrun and other launchers set it
 MODULE = "anabranch.run"
@@ -84,6 +87,10 @@ def run(
         raise ValueError("--nproc-per-node, but a launcher has started this rank already: leave one of the two out")
     if not module and not Path(script[0]).is_file():
         raise ValueError(f"{script[0]}: no such file; expected a Python script, or a module after -m")
+    if module and PathFinder.find_spec(script[0].partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
+        raise ValueError(f"{script[0]}: no such module in this folder, or installed; expected what python -m takes")
+    if planner is not None and planner not in PLANNERS:
+        raise ValueError(f"--planner is {planner!r}: expected one of {', '.join(PLANNERS)}")
     options = {"planner": planner, "lanes": lanes, "compress": compress and _compression(compress)}
     given = {"--compress": compress, "--planner": planner, "--lanes": lanes}
     arguments = [text for name, value in given.items() if value is not None for text in (name, str(value))]
@@ -114,7 +121,8 @@ def _report(outcomes: Sequence[object]) -> None:
         print(f"anabranch run: {outcome}", file=sys.stderr)
     if not outcomes:
         print(
-            "anabranch run: this process has made no DistributedDataParallel; if the script starts ranks by itself, "
-            "such as by mp.spawn, have them started by torchrun or --nproc-per-node",
+            "anabranch run: this process has made no DistributedDataParallel of torch's; if the script starts ranks by "
+            "itself, such as by mp.spawn, have them started by torchrun or --nproc-per-node; if it uses anabranch "
+            "already, run it without anabranch run",
             file=sys.stderr,
         )

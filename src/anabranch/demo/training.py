@@ -166,8 +166,7 @@ def workload() -> Workload:
     """The demo's model for a race."""
 
     def build() -> tuple[nn.Module, Step]:
-        model, batch = new_model(), batch_of(0)
-        return model, lambda wrapped=None: forward_backward(wrapped or model, batch)
+        return new_model(), partial(forward_backward, batch=batch_of(0))
 
     return Workload("character transformer", BATCH, "seq", torch.device("cpu"), build)
 

@@ -10,7 +10,7 @@ LeanDataParallel is none: it is unwrapped here, and what it cannot do is refused
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -33,9 +33,11 @@ SEAMS = {
     "prepare_optimizer": ("optimizer", "device_placement"),
     "unwrap_model": ("model",),
     "clip_grad_value_": ("parameters", "clip_value"),
+    "trigger_sync_in_backward": ("model",),
     "register_save_state_pre_hook": ("hook",),
     "register_load_state_pre_hook": ("hook",),
 }
+PREPARED = "_is_accelerate_prepared"  # the mark on models that Accelerate leaves as they are
 REPLACED = ("NO", "MULTI_CPU", "MULTI_GPU")  # types of distributed training with DDP, or with one process and nothing
 
 
@@ -50,6 +52,14 @@ def use_anabranch(accelerator: "Accelerator", **options: Any) -> "Wrappers":
     check_seams("accelerate", TESTED, accelerator, SEAMS)
     if isinstance(getattr(accelerator.prepare_model, "__self__", None), Wrappers):
         raise ValueError("use_anabranch() was called twice with this Accelerator: call it once, with all options")
+    if not isinstance(getattr(accelerator, "_models", None), list):
+        raise unsupported("accelerate", TESTED, "Accelerator has no list _models")
+    # Accelerate marks a model that it has prepared for evaluation, and for training the wrapper around it.
+    if accelerator.num_processes > 1 and any(not hasattr(model, PREPARED) for model in accelerator._models):
+        raise ValueError(
+            "use_anabranch() was called after prepare(), or train() of a Trainer: a model is in a "
+            "DistributedDataParallel already; call it before"
+        )
     kind = getattr(accelerator.distributed_type, "name", str(accelerator.distributed_type))
     if kind not in REPLACED:
         raise ValueError(
@@ -90,6 +100,8 @@ class Wrappers:
         stock = self._stock["prepare_model"]
         if isinstance(model, Wrapper):
             return self._prepare_wrapped(model)
+        if not evaluation_mode:
+            self._forget_evaluation(model)
         with _instead_of_ddp(self._wrap):
             prepared: nn.Module = stock(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         inner = getattr(prepared, "_orig_mod", prepared)  # torch.compile() comes last
@@ -132,15 +144,44 @@ class Wrappers:
             )
         self._stock["clip_grad_value_"](parameters, clip_value)
 
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """As Accelerate does; refused under Lean, where Accelerate would do nothing."""
+        if isinstance(model, LeanDataParallel):
+            raise RuntimeError(
+                "trigger_sync_in_backward() under Lean, which averages the backward pass of a forward pass outside "
+                "no_sync(): run the last forward pass outside no_sync() instead"
+            )
+        context: AbstractContextManager[None] = self._stock["trigger_sync_in_backward"](model)
+        return context
+
     # Wrappers.
 
     def _wrap(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **of_ddp: Any) -> Wrapper:
         """Called by Accelerate in place of DDP's constructor, with its arguments."""
         if (old := self.of(module)) is not None:  # the module is prepared again, such as for another batch size
             old.close()
+        hook: Any = getattr(self._accelerator.ddp_handler, "comm_hook", None)
+        if self.options.get("memory") is not None and getattr(hook, "name", "NO") != "NO":
+            raise ValueError(
+                f"DistributedDataParallelKwargs has comm_hook={hook.name} under Lean, which has no comm hooks: use "
+                f'compress= of DataParallel, such as "bf16"'
+            )
         if self.options.get("memory") is None:  # Lean takes neither
             of_ddp |= {"device_ids": device_ids, "output_device": output_device}
         return self._take(DataParallel(module, **{**of_ddp, **self.options}))
+
+    def _forget_evaluation(self, model: nn.Module) -> None:
+        """Have a model prepared anew that was prepared for evaluation only.
+
+        Accelerate returns such a model as it is: it would train without averaging, and ranks would drift apart.
+        """
+        wrapped = isinstance(getattr(model, "_orig_mod", model), Wrapper) or self.of(model) is not None
+        if wrapped or self._accelerator.num_processes == 1 or not getattr(model, PREPARED, False):
+            return
+        setattr(model, PREPARED, False)
+        if "_original_forward" in vars(model):
+            model.forward = vars(model).pop("_original_forward")  # without autocast, which is added once more
+        self._accelerator._models = [one for one in self._accelerator._models if one is not model]
 
     def _prepare_wrapped(self, wrapper: Wrapper) -> Wrapper:
         """Prepare a model that is wrapped already: autocast, but no second wrapper, and no other device."""

@@ -34,6 +34,7 @@ WHAT = "anabranch.integrations.lightning"
 TESTED = ("2.4", "2.5", "2.6")  # versions of Lightning
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}  # what to import from each
 NAME = "anabranch"  # of the strategy, and of the entry in checkpoints
+COMM_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")  # arguments of DDPStrategy
 ON_PROGRESS_BAR = "exposed_s"
 
 
@@ -69,6 +70,10 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
                 raise ValueError(
                     "AnabranchStrategy was given Lean(optimizer=...), and Lightning has the optimizer of "
                     "configure_optimizers(): leave Lean's optimizer out"
+                )
+            if hooks := [name for name in COMM_HOOK if options.get(name) is not None]:
+                raise ValueError(
+                    f"AnabranchStrategy was given {hooks[0]} under Lean, which has no comm hooks: use compress= instead"
                 )
         super().__init__(**options)
         self._metrics = _LastMetrics()

@@ -62,6 +62,11 @@ def _check_settings(trainer: "Trainer", options: dict[str, Any]) -> None:
             f"the Trainer's model is a {type(trainer.model).__name__}: give Trainer the model itself, and "
             "use_anabranch(trainer, ...) the arguments of DataParallel"
         )
+    if lean is not None and getattr(arguments, "auto_find_batch_size", False):
+        raise ValueError(
+            "auto_find_batch_size=True under Lean: a step that runs out of memory has updated some buckets already; "
+            "choose per_device_train_batch_size, such as with anabranch memory"
+        )
     handler = trainer.accelerator.ddp_handler
     finds_unused = options.get("find_unused_parameters", getattr(handler, "find_unused_parameters", False))
     if keeps_residuals(compress) and finds_unused and lean is None and arguments.world_size > 1:
@@ -100,12 +105,15 @@ class AnabranchTraining:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The Trainer's optimizer; under Lean the model's own or this taken over, so the model is wrapped here."""
         trainer, lean = self._trainer, self._options.get("memory")
-        if lean is None or lean.optimizer is None:
+        is_new = self._wrappers.of(trainer.model) is None  # else train() is called once more
+        if is_new:
+            trainer.model_wrapped = trainer.model  # evaluate() before train() leaves it compiled, but not wrapped
+        if lean is None or (is_new and lean.optimizer is None):
             made: torch.optim.Optimizer = self._stock["create_optimizer"](*args, **kwargs)
             if lean is None:
                 return made
             self._wrappers.options["memory"] = replace(lean, optimizer=made)
-        if self._wrappers.of(trainer.model) is None:
+        if is_new:
             trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
         if isinstance(wrapper := trainer.model_wrapped, LeanDataParallel):
             trainer.optimizer = wrapper.optimizer

@@ -11,9 +11,14 @@ from anabranch.report.figures import ratio
 from anabranch.report.formatting import factor, percent, plain, time_scale
 from anabranch.report.tables import columns
 
+PLANNER_NAMES = (
+    "per_tensor: every gradient by itself (WFBP); single: one message after backward; by_bytes: torch DDP's default "
+    "(25 MiB, first bucket 1 MiB); horovod: 128 MiB; mgwfbp and asc: the rules of MG-WFBP and ASC-WFBP; optimal: exact "
+    "on one lane; lanes: searched on several."
+)
 CAPTION = (
-    "* best. Speed-up: iteration against by_bytes, torch DDP's default (25 MiB, first bucket 1 MiB); horovod: 128 MiB. "
-    "Above bound: how much later than the earliest finish conceivable on that many lanes."
+    "* best. Speed-up: iteration against by_bytes. Above bound: how much later than the earliest finish conceivable on "
+    f"that many lanes. {PLANNER_NAMES}"
 )
 
 

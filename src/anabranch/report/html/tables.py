@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from statistics import median
 
+from anabranch.report.comparison import PLANNER_NAMES
 from anabranch.report.documents import COMPUTE, Benchmark, CompareDocument, MemoryDocument
 from anabranch.report.formatting import count, factor, percent, seconds, size, time_scale
 from anabranch.report.html.elements import Cell, Table
@@ -38,9 +39,9 @@ def comparison_table(found: CompareDocument) -> Table:
         rows.append(cells)
     of = f"{found.trace} on {found.network}" if found.trace and found.network else count(found.world_size, "rank")
     caption = (
-        "Finish: end of communication, from the start of backward. Speed-up: iteration against by_bytes, torch DDP's "
-        "default. Above bound: how much later than the earliest possible finish, on as many lanes, of plans that "
-        "send everything in full."
+        "Finish: end of communication, from the start of backward. Speed-up: iteration against by_bytes. Above "
+        "bound: how much later than the earliest possible finish, on as many lanes, of plans that send everything in "
+        f"full. {PLANNER_NAMES}"
     )
     return Table(f"Planners, predicted: {of}", headers, rows, caption, found.best)
 

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from statistics import median
 
 from anabranch.report.demo import headline
-from anabranch.report.documents import BASELINE, OURS
+from anabranch.report.documents import BASELINE, LEAST_GAIN, OURS
 from anabranch.report.formatting import factor, percent, seconds, size
 from anabranch.report.html.step_view import StepView
 from anabranch.report.runs.reading import Runs
 from anabranch.report.runs.training import Training
 
 FEWEST_STEPS = 3  # whose median says something
-LEAST_GAIN = 0.01  # share of a step, below which a plan is called no faster
 
 
 def conditions(runs: Runs) -> str:
