@@ -135,8 +135,9 @@ def race_all(
     )
 
 
-# Also measures and tries where little is predicted to be gained: the other contestants need a network.
-THOROUGH = TuningPolicy(min_predicted_gain=-0.05)
+# Also measures and tries where little is predicted to be gained, and where a noisy machine has made the search costly:
+# the other contestants need a network.
+THOROUGH = TuningPolicy(min_predicted_gain=-0.05, first_search_steps=100)
 
 
 def _tuned(
