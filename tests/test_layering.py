@@ -18,8 +18,8 @@ NOUNS = {*BASE, "kinds", "fidelity", "trace", "alpha_beta", "curve", "network", 
 EVERYTHING = {"*"}
 LIBRARY = {
     *NOUNS, "exchange_cost", "version", "files", "network_presets", "profiler_trace", "sim", "planners", "sharded",
-    "scaling", "comm", "observe", "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp", "compiled",
-    "tuning", "wrapping", "parallel", "lean_parallel", "integrations",
+    "scaling", "comm", "observe", "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp",
+    "compiled", "tuning", "wrapping", "parallel", "lean_parallel", "integrations",
 }  # fmt: skip
 MODELS_OF_KINDS = {  # no torch in them
     "sparse.naming", "sparse.sizes", "sparse.cost_model", "sparse.options", "quantised.block_format",

@@ -1,0 +1,206 @@
+"""ab.shard: FSDP2 in planned units has the losses and weights of a unit per block, and the order that is simulated."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+import anabranch as ab
+from anabranch.sharded import Unit, save
+from anabranch.sharded.step import REST, host_order, unit_label
+from parallel.sharded_runs import BLOCKS, WIDTH, Block, model_of, train, two_nodes, weights
+from ranks import on_ranks
+
+STEPS = range(4)
+NAMES = [str(index) for index in range(1, BLOCKS + 1)]  # the first layer is left to the root, as in model_of
+PLANS = [
+    ab.ShardingPlan.per_block(NAMES),
+    ab.ShardingPlan.per_block(NAMES, reshard=False),
+    ab.ShardingPlan.from_cuts(NAMES, []),
+    ab.ShardingPlan.from_cuts(NAMES, [1], reshard=True, prefetch=2),
+    ab.ShardingPlan((Unit(("1",), True), Unit(("2", "3"), False)), 3),
+    ab.ShardingPlan((Unit(("1", "2"), False), Unit(("3",), True)), 2),
+    ab.ShardingPlan.from_cuts(NAMES, [1, 2], reshard=True, prefetch=3),
+]
+
+
+def whole(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, WIDTH), *(Block() for _ in range(BLOCKS)))
+
+
+def one_node() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    stock = weights(other)
+    return all(torch.equal(weight, stock[name]) for name, weight in weights(one).items())
+
+
+def planned_and_stock(rank: int, nodes: int, replicated: bool) -> list[bool]:
+    mesh = one_node() if nodes == 1 else two_nodes()
+    stock = model_of(mesh)
+    losses = train(stock, STEPS)
+    found = []
+    for plan in PLANS:
+        ours = ab.shard(whole(), mesh["shard"] if replicated else mesh, plan)
+        replication = ab.replicate(ours, mesh) if replicated else None
+        found.append(train(ours, STEPS) == losses and same(ours, stock))
+        if replication is not None:
+            replication.close()
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "replicated"), [(1, 2, False), (2, 4, False), (2, 4, True)])
+def test_planned_units_are_stock_fsdp2_bit_by_bit(nodes: int, ranks: int, replicated: bool) -> None:
+    for found in on_ranks(planned_and_stock, ranks, nodes, replicated):
+        assert found == [True] * len(PLANS)
+
+
+def mixed_precision(rank: int) -> bool:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    stock, ours = model_of(one_node(), policy=policy), ab.shard(whole(), one_node(), PLANS[2], mp_policy=policy)
+    return train(ours, STEPS) == train(stock, STEPS) and same(ours, stock)
+
+
+def test_options_of_fully_shard_are_passed_on() -> None:
+    assert all(on_ranks(mixed_precision, 2))
+
+
+def order(rank: int, number: int) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Messages, and messages with computing, as they were and as simulated."""
+    plan = PLANS[number]
+    model = ab.shard(whole(), one_node(), plan)
+    watch = ab.watch(model)
+    train(model, range(3))
+    spans = [span.name for span in watch.timeline().spans]
+    labels = [*(unit_label(unit.names) for unit in plan.units), "the rest"]
+    kinds = ("gather", "forward", "backward", "reduce")
+    simulated = [
+        f"{kind} {labels[unit]}"
+        for kind, unit in host_order([unit.reshard for unit in plan.units], plan.prefetch)
+        if kind in kinds and (kind, unit) != ("forward", REST)
+    ]
+    found = [name for name in spans if name.split()[0] in kinds]
+
+    def messages(names: Sequence[str]) -> list[str]:
+        return [name for name in names if name.split()[0] in ("gather", "reduce")]
+
+    return messages(found), messages(simulated), found, simulated
+
+
+@pytest.mark.parametrize("number", range(len(PLANS)))
+def test_fsdp2_does_what_the_simulator_says_in_that_order(number: int) -> None:
+    messages, simulated_messages, all_found, all_simulated = on_ranks(order, 2, number)[0]
+    assert messages == simulated_messages
+    if PLANS[number].prefetch > 1:  # else FSDP2 launches a gather when the device is asked for it: on CPUs, later
+        assert all_found == all_simulated
+
+
+def layout(rank: int) -> tuple[list[int], list[bool]]:
+    model = ab.shard(whole(), one_node(), PLANS[4])
+    train(model, range(1))
+    states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = {id(group): group for state in states for group in state._fsdp_param_groups}
+    return [len(group.modules) for group in groups.values()], [g._reshard_after_forward for g in groups.values()]
+
+
+def test_units_and_what_they_free_are_those_of_the_plan() -> None:
+    modules, freed = on_ranks(layout, 2)[0]
+    assert (modules, freed) == ([1, 1, 2], [False, True, False])  # the root, then the units
+
+
+def from_file(rank: int, path: str) -> int:
+    model = ab.shard(whole(), one_node(), path)
+    return len(ab.watch(model).plan)
+
+
+def test_a_plan_may_be_in_a_file(tmp_path: Path) -> None:
+    save(PLANS[3], tmp_path / "plan.json")
+    assert on_ranks(from_file, 2, str(tmp_path / "plan.json")) == [2, 2]
+
+
+# -------------------------------------------------------------------------------------------------------- blocks
+
+
+class Tied(nn.Module):
+    """The head has the embedding's weight, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(10, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class Wrapped(nn.Module):
+    """Most parameters are in one child, as in Transformers' models."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.transformer, self.head = inner, nn.Linear(2, 2)
+
+
+class Residual(nn.Module):
+    """A block with a list inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.downsample = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (whole(), ["0", *NAMES]),
+        (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3))), ["0", "2.0"]),
+        (Tied(), ["blocks.0", "blocks.1", "norm"]),
+        (
+            Wrapped(nn.Sequential(nn.Linear(9, 9), Residual(), Residual())),
+            ["transformer.0", "transformer.1", "transformer.2", "head"],
+        ),
+        (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), ["a", "b"]),
+    ],
+)
+def test_blocks_are_the_members_of_lists_and_what_stands_beside_them(model: nn.Module, names: list[str]) -> None:
+    assert ab.block_names(model) == names
+
+
+def test_a_layer_that_is_used_twice_is_no_block() -> None:
+    twice = nn.Linear(2, 2)
+    assert ab.block_names(nn.Sequential(twice, nn.Linear(2, 2), nn.Sequential(twice))) == ["1"]
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "options", "words"),
+    [
+        (Tied(), ["blocks.7"], {}, "the plan names blocks.7, which this model does not have"),
+        (Tied(), ["embedding", "head"], {}, "embedding.weight is in embedding and in head, which are two units"),
+        (Tied(), ["head"], {}, "embedding.weight is in the unit of head, and embedding uses it outside"),
+        (Tied(), ["norm"], {"reshard_after_forward": True}, "reshard_after_forward is for the plan to say"),
+    ],
+)
+def test_what_cannot_be_is_refused(model: nn.Module, plan: list[str], options: dict[str, Any], words: str) -> None:
+    with pytest.raises((ab.PlanError, ValueError), match=words):
+        ab.shard(model, None, ab.ShardingPlan.per_block(plan), **options)  # type: ignore[arg-type]
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="ReLU has no modules with parameters of their own"):
+        ab.block_names(nn.ReLU())
+
+
+def test_another_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_modules_to_forward_prefetch")
+    with pytest.raises(RuntimeError, match=r"anabranch does not fit torch .*FSDPModule has no set_modules_to_forward"):
+        ab.shard(Tied(), None)  # type: ignore[arg-type]
