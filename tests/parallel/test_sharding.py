@@ -1,5 +1,6 @@
 """ab.shard: FSDP2 in planned units has the losses and weights of a unit per block, and the order that is simulated."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,22 @@ def test_units_and_what_they_free_are_those_of_the_plan() -> None:
     assert (modules, freed) == ([1, 1, 2], [False, True, False])  # the root, then the units
 
 
+def replicated_units(rank: int) -> str:
+    mesh = two_nodes()
+    model = ab.shard(whole(), mesh["shard"], PLANS[2])
+    replication = ab.replicate(model, mesh)
+    train(model, range(1))
+    return replication.explain()
+
+
+def test_a_unit_of_several_modules_is_exchanged_once() -> None:
+    """All parameters once: 2 (n - 1) / n of their bytes between n = 2 nodes, half of them on each of two ranks."""
+    text = on_ranks(replicated_units, 4)[0]
+    assert "2 units between 2 nodes" in text
+    sent, whole_nbytes = (float(word) for word in re.findall(r"([0-9.]+) MiB", text))
+    assert sent == whole_nbytes
+
+
 def from_file(rank: int, path: str) -> int:
     model = ab.shard(whole(), one_node(), path)
     return len(ab.watch(model).plan)
@@ -141,7 +158,7 @@ class Tied(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """Most parameters are in one child, as in Transformers' models."""
+    """The lists are in a child, as in Transformers' models."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -161,15 +178,15 @@ class Residual(nn.Module):
     [
         (whole(), ["0", *NAMES]),
         (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3))), ["0", "2.0"]),
-        (Tied(), ["blocks.0", "blocks.1", "norm"]),
+        (Tied(), ["blocks.0", "blocks.1"]),
         (
             Wrapped(nn.Sequential(nn.Linear(9, 9), Residual(), Residual())),
-            ["transformer.0", "transformer.1", "transformer.2", "head"],
+            ["transformer.0", "transformer.1", "transformer.2"],
         ),
         (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), ["a", "b"]),
     ],
 )
-def test_blocks_are_the_members_of_lists_and_what_stands_beside_them(model: nn.Module, names: list[str]) -> None:
+def test_blocks_are_the_members_of_lists(model: nn.Module, names: list[str]) -> None:
     assert ab.block_names(model) == names
 
 
@@ -196,8 +213,8 @@ def test_what_cannot_be_is_refused(model: nn.Module, plan: list[str], options: d
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="ReLU has no modules with parameters of their own"):
-        ab.block_names(nn.ReLU())
+    with pytest.raises(ValueError, match="Wrapped has no list of layers"):
+        ab.block_names(Wrapped(nn.ReLU()))
 
 
 def test_another_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

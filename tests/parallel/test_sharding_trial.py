@@ -92,7 +92,10 @@ def one_dimension(rank: int) -> str:
 
 
 def test_compression_needs_nodes() -> None:
-    assert "mesh must have two dimensions with names" in on_ranks(one_dimension, 2)[0]
+    assert (
+        "mesh has 1 dimension, and compress is 'int8': between nodes, mesh must have two"
+        in on_ranks(one_dimension, 2)[0]
+    )
 
 
 def links(rank: int) -> list[Any]:

@@ -223,12 +223,15 @@ def _joined(units: Sequence[Unit]) -> dict[str, torch.Tensor]:
 def _units(model: nn.Module) -> list[Unit]:
     """The units that FSDP2 made of the model, each with its trained parameters in the order of its buffer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    units, sharded = [], set[nn.Parameter]()
+    units, sharded, seen = [], set[nn.Parameter](), set[int]()
     for path, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         check_seams("torch", TESTED, module, SEAMS)
         for group in parameter_groups(module):
+            if id(group) in seen:  # the modules of fully_shard([one, other]) have one unit
+                continue
+            seen.add(id(group))
             if group._is_hsdp:
                 raise ValueError(
                     f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "

@@ -278,13 +278,10 @@ class Watch:
             self._now = None
 
     def _complete(self, one: _Pass) -> bool:
-        """Whether every block ran forward and backward, and every trained unit was reduced (not if accumulating)."""
+        """Whether every block ran forward and backward, and gradients were reduced: they are not while accumulating."""
         blocks = [name for unit in self._units for name in unit.blocks]
-        reduced = {label for _, what, label, *_ in one.messages if what == "reduce"}
-        return (
-            one.lost is not None
-            and all(name in one.forward and one.backward.get(name, [None, None])[1] is not None for name in blocks)
-            and all(unit.label in reduced for unit in self._units if self._sizes(None, unit)[1])
+        return all(group.reduce_grads for unit in self._units for group in unit.groups) and all(
+            name in one.forward and one.backward.get(name, [None, None])[1] is not None for name in blocks
         )
 
     def _time_messages(self, unit: _Watched, group: Any) -> None:

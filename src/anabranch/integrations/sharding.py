@@ -65,30 +65,27 @@ def shard(
 
 
 def block_names(model: nn.Module) -> list[str]:
-    """The modules of a model that may be units: the members of its lists of layers, and what stands beside the lists.
+    """The modules of a model that may be units: the members of its outermost lists (Sequential, ModuleList, …).
 
-    Opened are the model itself, its Sequentials and other lists, and what has more than half of all parameters.
-    Modules that share a parameter with others are left out, as FSDP2 wants shared parameters in one unit.
+    What stands beside the lists is left to the root, since a model may use a parameter there without calling its
+    module. So are modules that share parameters with others, which FSDP2 wants in one unit.
     """
-    numels = {id(module): sum(p.numel() for p in module.parameters()) for module in model.modules()}
     everywhere = model.named_modules(remove_duplicate=False)
     uses = Counter(id(p) for _, module in everywhere for p in module._parameters.values() if p is not None)
     names: list[str] = []
 
     def visit(prefix: str, module: nn.Module) -> None:
         for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            is_list = type(child) in LISTS
-            if is_list or (next(child.children(), None) is not None and numels[id(child)] > numels[id(model)] / 2):
-                visit(f"{path}.", child)
-            elif numels[id(child)] and all(uses[id(p)] == 1 for p in child.parameters()):
-                names.append(path)
+            if type(module) not in LISTS or type(child) in LISTS:
+                visit(f"{prefix}{name}.", child)
+            elif (parameters := list(child.parameters())) and all(uses[id(p)] == 1 for p in parameters):
+                names.append(f"{prefix}{name}")
 
     visit("", model)
     if not names:
         raise ValueError(
-            f"{type(model).__name__} has no modules with parameters of their own that could be units: call "
-            "fully_shard() for the model itself"
+            f"{type(model).__name__} has no list of layers (Sequential, ModuleList, ModuleDict) whose members could be "
+            "units: name modules that are called once in a step, as in ShardingPlan.per_block(['encoder', 'decoder'])"
         )
     return names
 

@@ -4,7 +4,7 @@ FSDP2 cannot change the units of a model that is sharded. So the trial has model
 leaves nothing behind but a plan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -85,6 +85,7 @@ def find_sharding(
     mesh: DeviceMesh,
     step: Step,
     *,
+    blocks: Sequence[str] | None = None,
     compress: Compress = None,
     memory_nbytes: int | None = None,
     rounds: int = 5,
@@ -94,9 +95,10 @@ def find_sharding(
     """Find units that are faster than one per block for this model on these ranks; never slower ones. Collective.
 
     build           makes the model, whole, the same on every rank; called twice
-    mesh            of one dimension; or of two, nodes and the ranks in a node
+    mesh            of one dimension; or of two, nodes and the ranks in a node: between them ``ab.replicate`` averages
     step            trains one batch on the model that it is given: forward and backward
-    compress        what ``ab.replicate`` sends between nodes; by default FSDP2 averages there itself (HSDP)
+    blocks          names of the modules of which units are made, each called once in a step; by default block_names()
+    compress        of ``ab.replicate``; by default exact, as under HSDP
     memory_nbytes   for gathered parameters, gradients and buffers; by default what a unit per block needs and most of
                     what the device has left
     rounds          of the trial, in each of which both models train so many ``steps`` in turn
@@ -106,14 +108,13 @@ def find_sharding(
     replications: list[Replication] = []
 
     def sharded_by(plan: ShardingPlan | None) -> nn.Module:
-        model = build()
-        if compress is None:
-            return shard(model, mesh, plan, **options)
-        shard(model, _inner(mesh), plan, **options)
-        replications.append(replicate(model, mesh, compress=compress))
+        model = shard(build(), inside, plan, **options)
+        if mesh.ndim == 2:
+            replications.append(replicate(model, mesh, compress=compress))
         return model
 
-    stock = sharded_by(None)
+    inside = _inside(mesh, compress)
+    stock = sharded_by(None if blocks is None else ShardingPlan.per_block(blocks))
     device = next(stock.parameters()).device
     trace, default, recorded = _record(stock, step, mesh)
     links = measure_links(mesh, device, trace.nbytes)
@@ -152,11 +153,15 @@ def measure_links(mesh: DeviceMesh, device: torch.device, largest_nbytes: int = 
     return Links(network(inside, nodes, True), network(nodes, inside, False), overlaps=device.type == "cuda")
 
 
-def _inner(mesh: DeviceMesh) -> DeviceMesh:
+def _inside(mesh: DeviceMesh, compress: Compress) -> DeviceMesh:
+    """The mesh of the ranks among which the model is sharded."""
+    if mesh.ndim == 1 and compress is None:
+        return mesh
     if mesh.ndim != 2 or mesh.mesh_dim_names is None:
         raise ValueError(
-            "compress is for what travels between nodes: mesh must have two dimensions with names, nodes and the ranks "
-            'in a node, as init_device_mesh(device, (nodes, ranks), mesh_dim_names=("replicate", "shard")) makes them'
+            f"mesh has {mesh.ndim} dimension{'s' * (mesh.ndim > 1)}, and compress is {compress!r}: between nodes, mesh "
+            "must have two dimensions with names, nodes and the ranks in a node, as init_device_mesh(device, (nodes, "
+            'ranks), mesh_dim_names=("replicate", "shard")) makes them'
         )
     return mesh[mesh.mesh_dim_names[1]]
 
