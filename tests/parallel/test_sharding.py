@@ -1,7 +1,11 @@
 """ab.shard: FSDP2 in planned units has the losses and weights of a unit per block, and the order that is simulated."""
 
 import re
+import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +107,75 @@ def test_fsdp2_does_what_the_simulator_says_in_that_order(number: int) -> None:
     assert messages == simulated_messages
     if PLANS[number].prefetch > 1:  # else FSDP2 launches a gather when the device is asked for it: on CPUs, later
         assert all_found == all_simulated
+
+
+class Counted:
+    """A collective of FSDP2's whose whole buffers are counted while they live."""
+
+    def __init__(self, inner: Any, memory: "Memory", per_message: int) -> None:
+        self.inner, self.memory, self.per_message, self.calls = inner, memory, per_message, 0
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        buffer: torch.Tensor = self.inner.allocate(*args, **kwargs)
+        if self.calls % self.per_message == 0:  # what a reduction allocates next is a shard
+            self.memory.live[self, self.calls] = buffer.nbytes
+            weakref.finalize(buffer.untyped_storage(), self.memory.live.pop, (self, self.calls))
+        self.calls += 1
+        self.memory.sample()
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class Memory:
+    """What FSDP2 holds beside shards: gathered parameters, whole gradients, buffers of messages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.live: dict[tuple[Counted, int], int] = {}
+        self.peak = 0
+        states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+        self.groups = list({id(g): g for state in states for g in state._fsdp_param_groups}.values())
+        for group in self.groups:
+            group._all_gather_comm = Counted(group._all_gather_comm, self, 1)
+            group._reduce_scatter_comm = Counted(group._reduce_scatter_comm, self, 2)
+        for module in model.modules():
+            module.register_forward_pre_hook(self.begin)
+
+    def begin(self, module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        """In forward a unit has its parameters; when its input has a gradient, so have they."""
+        self.sample()
+        inputs[0].register_hook(lambda _: self.sample())
+
+    def sample(self) -> None:
+        time.sleep(0.005)  # Gloo's thread may hold a buffer for a moment after its message
+        held = sum(self.live.values())
+        for one in (param for group in self.groups for param in group.fsdp_params):
+            held += sum(tensor.untyped_storage().nbytes() for tensor in one.all_gather_outputs)
+            whole = getattr(one, "_unsharded_param", None)
+            held += 0 if whole is None or whole.grad is None else whole.grad.nbytes
+        self.peak = max(self.peak, held)
+
+
+def memory(rank: int, number: int) -> tuple[int, int]:
+    """The most bytes at a time, as counted and as predicted."""
+    plan = PLANS[number]
+    widths = (16, 64, 16, 32, 8)
+    layers = [nn.Linear(a, b, bias=False) for a, b in pairwise(widths)]
+    model = nn.Sequential(OrderedDict(zip([*NAMES, "rest"], layers, strict=True)))
+    *sizes, rest = [layer.weight.nbytes for layer in layers]
+    ab.shard(model, one_node(), plan)
+    counted = Memory(model)
+    for _ in range(2):
+        model(torch.randn(2, widths[0], requires_grad=True)).sum().backward()
+    blocks = [ab.sharded.Block(name, size, size, 0.0, 0.0) for name, size in zip(NAMES, sizes, strict=True)]
+    return counted.peak, ab.sharded.peak_nbytes(ab.ShardedTrace(tuple(blocks), rest, rest), plan)
+
+
+@pytest.mark.parametrize("number", range(len(PLANS)))
+def test_fsdp2_needs_the_memory_that_is_predicted(number: int) -> None:
+    counted, predicted = on_ranks(memory, 2, number)[0]
+    assert counted == predicted
 
 
 def layout(rank: int) -> tuple[list[int], list[bool]]:

@@ -224,24 +224,25 @@ class Watch:
                 self._now.due.setdefault(name, self._clock.mark())
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._now is None:
+            one = self._now
+            if one is None or name in one.forward:  # recomputed in backward
                 return
-            self._now.forward.setdefault(name, [self._clock.mark(), None])
-            inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+            one.forward[name] = [self._clock.mark(), None]
+            ended = partial(self._backward_ended, one, name)
+            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad)
             trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            for tensor in inputs:
-                tensor.register_hook(partial(self._backward_ended, self._now, name))
-            if not inputs and trained:  # the first block: its backward ends with its gradients
-                self._gradients.append(
-                    register_multi_grad_hook(trained, partial(self._backward_ended, self._now, name), mode="all")
-                )
+            if (activations := next(tensors, None)) is not None:
+                activations.register_hook(ended)
+            elif trained:  # the first block: its backward ends with its gradients
+                self._gradients.append(register_multi_grad_hook(trained, ended, mode="all"))
 
         def end(module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG001
-            if self._now is None:
+            one = self._now
+            if one is None or one.forward[name][1] is not None:
                 return
-            self._now.forward[name][1] = self._clock.mark()
+            one.forward[name][1] = self._clock.mark()
             for tensor in _tensors(output):
-                tensor.register_hook(partial(self._backward_begun, self._now, name))
+                tensor.register_hook(partial(self._backward_begun, one, name))
 
         def loss_ends(module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG001
             if self._now is not None:
