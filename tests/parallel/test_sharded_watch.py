@@ -72,7 +72,7 @@ def test_a_step_is_recorded_and_not_changed(nodes: int, ranks: int, compress: st
     sent_s = metrics["inside_s"] + metrics["between_s"]
     assert metrics["exposed_s"] == pytest.approx(sent_s) and metrics["overlap"] == pytest.approx(0)  # CPUs wait
     assert metrics["step_s"] >= metrics["compute_s"] + sent_s
-    assert "3 units, 3 of them freed after forward" in found["text"] and "Predicted" in found["text"]
+    assert "3 units, 3 freed after forward, 1 gathered ahead" in found["text"] and "Predicted" in found["text"]
 
 
 class Slow(torch.autograd.Function):
@@ -154,7 +154,41 @@ def accumulating(rank: int) -> tuple[int, str]:
 def test_passes_that_do_not_reduce_are_no_steps() -> None:
     for steps, error in on_ranks(accumulating, 2):
         assert steps == 2  # of three: the last one's optimizer is not over
-        assert "no step was recorded yet: train two or more steps" in error
+        assert "no step was recorded yet: none was made; train two or more steps" in error
+
+
+class Backwards(nn.Module):
+    """Calls its layers in another order than it has them, and one of them not at all."""
+
+    def __init__(self, unused: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.called = [3, 0, 1] if unused else [3, 0, 1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.called:
+            x = torch.relu(self.layers[index](x))
+        return x
+
+
+def in_another_order(rank: int, unused: bool) -> str:
+    model = ab.shard(Backwards(unused), init_device_mesh("cpu", (2,)))
+    watch = ab.watch(model)
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+    try:
+        watch.explain(Links(ab.Network.linear(2, 1e-4, 0.0), overlaps=False))
+    except RuntimeError as error:
+        return str(error)
+    return " ".join(watch.plan.names)
+
+
+def test_units_are_in_the_order_of_forward() -> None:
+    assert on_ranks(in_another_order, 2, False)[0] == "layers.3 layers.0 layers.1 layers.2"
+
+
+def test_a_block_that_is_not_called_is_named() -> None:
+    assert "layers.2 was not called in the last forward: leave it out" in on_ranks(in_another_order, 2, True)[0]
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

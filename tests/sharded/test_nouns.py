@@ -71,3 +71,8 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, old: str, new: str, words
     with pytest.raises(FileError, match=words) as caught:
         load(ShardedTrace, tmp_path / "trace.json")
     assert "trace.json" in str(caught.value)
+
+
+def test_a_plan_in_words() -> None:
+    assert ShardingPlan.per_block(["a", "b"]).described() == "2 units, 2 freed after forward, 1 gathered ahead"
+    assert ShardingPlan.from_cuts(["a", "b"], []).described() == "1 unit, 0 freed after forward, 1 gathered ahead"

@@ -26,7 +26,7 @@ from anabranch.integrations.sharded import TESTED, parameter_groups
 from anabranch.observe.clock import clock_for
 from anabranch.seams import check_seams, unsupported
 from anabranch.sharded import Block, Links, ShardedTrace, ShardingPlan, Unit, simulate
-from anabranch.sharded.step import BETWEEN, INSIDE, unit_label
+from anabranch.sharded.step import BETWEEN, INSIDE, REST_LABEL, unit_label
 from anabranch.timeline import COMPUTE, Span, Timeline
 
 SEAMS = {
@@ -44,17 +44,18 @@ PARTS: tuple[str, ...] = (
     "mp_policy",
 )
 KEEP = 16  # steps
-ROOT = "the rest"
-
-Pair = tuple[object, object]  # marks of a start and of an end
 
 
 @dataclass(slots=True)
 class _Pass:
     """A forward and its backward, in marks of the clock.
 
-    due        by block: when its forward could begin, had it its parameters; for backward, the end of the loss
-    messages   (track, what, unit, start, end) in the order in which they were launched
+    rooted     the parameters of the rest are there
+    due        by block: its forward could begin, had it its parameters
+    forward    by block, in the order of forward: begin and end; ``backward`` likewise
+    lost       the loss is over: the last block's backward could begin
+    messages   (track, what, unit, begin, end) in the order in which they were launched
+    averaged   all gradients are reduced; ``updated``: the next step begins
     """
 
     begun: object
@@ -95,6 +96,7 @@ class Watch:
         self._passes: deque[_Pass] = deque(maxlen=KEEP)
         self._now: _Pass | None = None
         self._ended: _Pass | None = None  # waits for the next one, until which the optimizer runs
+        self._why = "none was made"  # the last pass was not recorded
         self._undo: list[Callable[[], object]] = []
         self._gradients: list[Any] = []  # handles of hooks for this pass
         # In front of FSDP2's own hook, and behind it.
@@ -110,13 +112,15 @@ class Watch:
 
     @property
     def plan(self) -> ShardingPlan:
-        """The units as they are."""
-        planned = [unit for unit in self._units if unit.blocks]
-        units = tuple(Unit(tuple(unit.blocks), all(g._reshard_after_forward for g in unit.groups)) for unit in planned)
-        states: list[Any] = [
-            module._get_fsdp_state() for module in self._model.modules() if isinstance(module, FSDPModule)
-        ]
-        return ShardingPlan(units, max(1, *(len(state._states_to_forward_prefetch) for state in states)))
+        """The units as they are; in the order of forward, once a step was recorded."""
+        order = list(self._passes[-1].forward) if self._passes else [n for unit in self._units for n in unit.blocks]
+        units = []
+        for unit in self._units:
+            if names := sorted(unit.blocks, key=order.index):
+                units.append(Unit(tuple(names), all(group._reshard_after_forward for group in unit.groups)))
+        units.sort(key=lambda unit: order.index(unit.names[0]))
+        states: list[Any] = [m._get_fsdp_state() for m in self._model.modules() if isinstance(m, FSDPModule)]
+        return ShardingPlan(tuple(units), max(1, *(len(state._states_to_forward_prefetch) for state in states)))
 
     def trace(self) -> ShardedTrace:
         """What the blocks compute and weigh: medians over the recorded steps of this rank."""
@@ -175,8 +179,7 @@ class Watch:
         plan, timeline, metrics = self.plan, self.timeline(), self.metrics()
         ms = {name: value * 1e3 for name, value in metrics.items()}
         lines = [
-            f"anabranch: {len(plan)} units, {sum(unit.reshard for unit in plan.units)} of them freed after forward, "
-            f"{plan.prefetch} gathered ahead.",
+            f"anabranch: {plan.described()}.",
             f"A step takes {ms['step_s']:.1f} ms: {ms['compute_s']:.1f} ms of computing; messages inside "
             f"{ms['inside_s']:.1f} ms, between nodes {ms['between_s']:.1f} ms; of these, {ms['exposed_s']:.1f} ms are "
             "not hidden behind computing.",
@@ -275,15 +278,20 @@ class Watch:
             handle.remove()
         self._gradients.clear()
         if one is self._now:
-            self._ended = one if self._complete(one) else None
+            self._why = self._missing(one)
+            self._ended = None if self._why else one
             self._now = None
 
-    def _complete(self, one: _Pass) -> bool:
-        """Whether every block ran forward and backward, and gradients were reduced: they are not while accumulating."""
-        blocks = [name for unit in self._units for name in unit.blocks]
-        return all(group.reduce_grads for unit in self._units for group in unit.groups) and all(
-            name in one.forward and one.backward.get(name, [None, None])[1] is not None for name in blocks
-        )
+    def _missing(self, one: _Pass) -> str:
+        """Why this pass is no whole step; empty if it is one."""
+        if not all(group.reduce_grads for unit in self._units for group in unit.groups):
+            return "the last backward did not reduce gradients (set_requires_gradient_sync)"
+        for name in (name for unit in self._units for name in unit.blocks):
+            if name not in one.forward:
+                return f"{name} was not called in the last forward: leave it out of the units"
+            if one.backward.get(name, [None, None])[1] is None:
+                return f"the last backward did not pass through {name}"
+        return ""
 
     def _time_messages(self, unit: _Watched, group: Any) -> None:
         gather, reduce, hook = group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook
@@ -315,8 +323,8 @@ class Watch:
     def _recorded(self) -> list[_Pass]:
         if not self._passes:
             raise RuntimeError(
-                "no step was recorded yet: train two or more steps after watch(), each with a forward of the whole "
-                "model and a backward that reduces gradients"
+                f"no step was recorded yet: {self._why}; train two or more steps after watch(), each with a forward of "
+                "the whole model and a backward that reduces gradients"
             )
         self._clock.settle()
         return list(self._passes)
@@ -396,7 +404,7 @@ def _units(model: nn.Module) -> list[_Watched]:
                 if missing := next((part for part in PARTS if not hasattr(group, part)), None):
                     raise unsupported("torch", TESTED, f"{type(group).__name__} has no {missing}")
             blocks: dict[str, nn.Module] = {} if holds_others or not path else {path: module}
-            found[id(state)] = _Watched(path or ROOT, module, blocks, groups)
+            found[id(state)] = _Watched(path or REST_LABEL, module, blocks, groups)
     units = [
         _Watched(unit_label(list(unit.blocks)) if unit.blocks else unit.label, unit.module, unit.blocks, unit.groups)
         for unit in found.values()

@@ -65,11 +65,9 @@ class FoundSharding:
         ):  # fmt: skip
             predicted_s = step_s(self.trace, plan, self.links)
             measured = "not tried" if measured_s is None else f"{measured_s * 1e3:.1f} ms measured"
-            freed = sum(unit.reshard for unit in plan.units)
+            mib = peak_nbytes(self.trace, plan) / (1 << 20)
             lines.append(
-                f"{name}: {len(plan)} units, {freed} of them freed after forward, {plan.prefetch} gathered ahead, "
-                f"{peak_nbytes(self.trace, plan) / (1 << 20):.0f} MiB at most: {predicted_s * 1e3:.1f} ms predicted, "
-                f"{measured}."
+                f"{name}: {plan.described()}, {mib:.0f} MiB at most: {predicted_s * 1e3:.1f} ms predicted, {measured}."
             )
         if self.plan != self.default:
             lines.append("The planned units are used.")

@@ -72,6 +72,11 @@ class ShardingPlan:
         """The blocks, in the order of forward."""
         return tuple(name for unit in self.units for name in unit.names)
 
+    def described(self) -> str:
+        """The plan in a few words."""
+        count, freed = len(self), sum(unit.reshard for unit in self.units)
+        return f"{count} unit{'s' * (count > 1)}, {freed} freed after forward, {self.prefetch} gathered ahead"
+
     def check(self, trace: ShardedTrace) -> Self:
         """This plan, if its units are the blocks of ``trace`` in the same order; else PlanError."""
         names = tuple(block.name for block in trace.blocks)

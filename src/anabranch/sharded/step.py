@@ -24,6 +24,7 @@ from anabranch.timeline import COMPUTE, Span, Timeline
 
 INSIDE, BETWEEN = "inside", "between"
 REST = -1  # the unit of what is in no block
+REST_LABEL = "the rest"
 
 Kind = Literal["gather", "use", "forward", "free", "loss", "use again", "backward", "reduce"]
 
@@ -59,21 +60,20 @@ class StepCost(NamedTuple):
 def simulate(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> Timeline:
     """The predicted timeline of one step: computing, messages inside, messages between. Time zero: backward starts."""
     plan.check(trace)
-    labels = [*(unit_label(unit.names) for unit in plan.units), "the rest"]
+    labels = [*(unit_label(unit.names) for unit in plan.units), REST_LABEL]
     spans: list[tuple[str, str, float, float]] = []
 
     def record(track: str, what: str, unit: int, start_s: float, end_s: float) -> None:
         if end_s > start_s:
-            spans.append(
-                (track, f"{what} {labels[unit]}" if track != COMPUTE or unit != REST else what, start_s, end_s)
-            )
+            name = what if track == COMPUTE and unit == REST else f"{what} {labels[unit]}"
+            spans.append((track, name, start_s, end_s))
 
-    cost = step_cost(trace, plan, links)
-    finish = walk(cost, _actions(plan), links.overlaps, record)
-    zero_s = finish.backward_s
-    nothing = [] if any(span[0] == COMPUTE for span in spans) else [Span(COMPUTE, "nothing", 0.0, 0.0)]
+    finish = walk(step_cost(trace, plan, links), _actions(plan), links.overlaps, record)
+    if not any(track == COMPUTE for track, *_ in spans):
+        spans.append((COMPUTE, "nothing", finish.backward_s, finish.backward_s))
     meta: Meta = {"source": "simulated", "units": len(plan), "peak_nbytes": peak_nbytes(trace, plan)}
-    return Timeline((*(Span(t, n, a - zero_s, b - zero_s) for t, n, a, b in spans), *nothing), meta)
+    at = finish.backward_s
+    return Timeline(tuple(Span(track, name, start - at, end - at) for track, name, start, end in spans), meta)
 
 
 def unit_label(names: Sequence[str]) -> str:
