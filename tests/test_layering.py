@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sim": NOUNS,
     "planners": {*NOUNS, "sim"},
     "sharded": {*NOUNS, "files"},
-    "scaling": {*NOUNS, "files", "network_presets", "sim", "planners", "exchange_cost", *MODELS_OF_KINDS},
+    "scaling": {*NOUNS, "files", "network_presets", "sim", "planners", "sharded", "exchange_cost", *MODELS_OF_KINDS},
     # The library, from messages up to the wrappers.
     "comm": {*NOUNS, "files"},
     "observe": {*NOUNS, "files", "comm"},
