@@ -188,30 +188,48 @@ def walk(
     return Finish(backward_s or 0.0, compute_s)
 
 
+class Held(NamedTuple):
+    """Bytes beside shards: gathered parameters, whole gradients, buffers of gathers and of reductions."""
+
+    parameters: int
+    gradients: int
+    gathering: int
+    reducing: int
+
+
+def held_at(sizes: Sequence[tuple[int, int]], actions: Iterable[Action]) -> Iterator[tuple[Action, Held]]:
+    """What is held at the fullest moment of each action; sizes are (parameter bytes, gradient bytes), the rest last."""
+    parameters = gradients = gathering = reducing = 0
+    kept = 0  # the buffer of the last gather in forward, which lives until the next unit is used
+    for action in actions:
+        kind, unit = action
+        nbytes, gradient_nbytes = sizes[unit]
+        freed = 0
+        if kind == "gather":
+            gathering += nbytes
+        elif kind == "use":
+            gathering, kept = gathering - kept, nbytes
+            parameters += nbytes
+        elif kind == "use again":
+            parameters, freed = parameters + nbytes, nbytes  # copied out, then the buffer is freed at once
+        elif kind == "free":
+            parameters -= nbytes
+        elif kind == "loss":
+            gathering, kept = gathering - kept, 0
+            gradients += gradient_nbytes  # those of the rest wait for the end of backward
+        elif kind == "backward":
+            gradients += gradient_nbytes
+        elif kind == "reduce":  # parameters and the last buffer are freed, gradients are copied into a new one
+            parameters, reducing = parameters - nbytes, gradient_nbytes
+        yield action, Held(parameters, gradients, gathering, reducing)
+        gathering -= freed
+        if kind == "reduce":
+            gradients -= gradient_nbytes
+
+
 def peak_of(sizes: Sequence[tuple[int, int]], actions: Iterable[Action]) -> int:
     """``peak_nbytes`` for (parameter bytes, gradient bytes) of the units, the rest last, and FSDP2's ``actions``."""
-    peak = held = 0
-    kept = retained = 0  # the buffer of the last gather in forward, and of the last reduce-scatter
-    for kind, unit in actions:
-        nbytes, gradient_nbytes = sizes[unit]
-        if kind == "gather":
-            held += nbytes
-        elif kind == "use":  # copied out of the buffer, which is kept until the next unit is used
-            held, kept = held - kept + nbytes, nbytes
-        elif kind == "use again":
-            peak = max(peak, held + nbytes)  # copied out, and the buffer is freed at once
-        elif kind == "free":
-            held -= nbytes
-        elif kind == "loss":
-            held, kept = held - kept + gradient_nbytes, 0  # gradients of the rest wait for the end of backward
-        elif kind == "backward":
-            held += gradient_nbytes
-        elif kind == "reduce":  # parameters and the last buffer are freed, gradients are copied into a new one
-            held += gradient_nbytes - nbytes - retained
-            peak, retained = max(peak, held), gradient_nbytes
-            held -= gradient_nbytes
-        peak = max(peak, held)
-    return peak
+    return max(sum(held) for _, held in held_at(sizes, actions))
 
 
 def _actions(plan: ShardingPlan) -> Iterator[Action]:
