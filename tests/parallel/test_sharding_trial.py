@@ -98,6 +98,11 @@ def test_compression_needs_nodes() -> None:
     )
 
 
+def test_a_trial_has_steps() -> None:
+    with pytest.raises(ValueError, match="rounds is 0 and steps is 3: expected at least 1 of each"):
+        ab.find_sharding(build, None, step, rounds=0)  # type: ignore[arg-type]
+
+
 def links(rank: int) -> list[Any]:
     sharding_trial.MEASURING_S = 0.2
     found = sharding_trial.measure_links(two_nodes(), torch.device("cpu"), 1 << 20)

@@ -4,7 +4,8 @@ FSDP2 cannot change the units of a model that is sharded. So the trial has model
 leaves nothing behind but a plan.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -102,7 +103,26 @@ def find_sharding(
     rounds          of the trial, in each of which both models train so many ``steps`` in turn
     options         of fully_shard()
     """
+    if rounds < 1 or steps < 1:
+        raise ValueError(f"rounds is {rounds} and steps is {steps}: expected at least 1 of each, for the trial")
+    found = _find(build, mesh, step, blocks, compress, memory_nbytes, rounds, steps, options)
+    gc.collect()  # a model of FSDP2 is a cycle of references
+    if mesh.device_type == "cuda":
+        torch.cuda.empty_cache()
+    return found
 
+
+def _find(
+    build: Callable[[], nn.Module],
+    mesh: DeviceMesh,
+    step: Step,
+    blocks: Sequence[str] | None,
+    compress: Compress,
+    memory_nbytes: int | None,
+    rounds: int,
+    steps: int,
+    options: Mapping[str, Any],
+) -> FoundSharding:
     replications: list[Replication] = []
 
     def sharded_by(plan: ShardingPlan | None) -> nn.Module:
