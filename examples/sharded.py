@@ -4,6 +4,7 @@
 
 On one machine "nodes" are halves of its ranks. With ``--compress none`` gradients are averaged exactly, as stock HSDP
 does. The same command with more ``--steps`` goes on from the checkpoint, also on other numbers of nodes and ranks.
+With ``--plan FILE`` units are those of the plan in that file; the first run finds it, by a trial, and writes it.
 """
 
 import argparse
@@ -16,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import anabranch as ab
 from anabranch.demo.text import CharTransformer, StandardLibrary
@@ -31,6 +31,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--checkpoint", type=Path, help="save in this folder in the end, and go on from it")
+    parser.add_argument("--plan", type=Path, help="units as in this file; found by a trial if it is not there")
     parser.add_argument("--losses", type=Path, help="write the losses to this file, as JSON")
     options = parser.parse_args()
 
@@ -41,10 +42,18 @@ def main() -> None:
 
     torch.manual_seed(0)
     text, model = StandardLibrary(), CharTransformer().to(device)
-    for block in model.layers.layers:
-        fully_shard(block, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    replication = ab.replicate(model, mesh, compress=compress_of(options.compress))  # the one line
+    compress = compress_of(options.compress)
+    if options.plan and not options.plan.exists():
+        batch = text.batch(0, rank, ranks).to(device)
+        found = ab.find_sharding(
+            lambda: CharTransformer().to(device), mesh, lambda m: m(batch).backward(), compress=compress
+        )
+        if rank == 0:
+            print(found.explain())
+            ab.sharded.save(found.plan, options.plan)
+        dist.barrier()
+    ab.shard(model, mesh["shard"], options.plan)  # a unit per layer, or those of the plan
+    replication = ab.replicate(model, mesh, compress=compress)  # the one line
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
     done = 0

@@ -169,6 +169,16 @@ def test_the_sharded_example_resumes_bit_by_bit_and_on_fewer_ranks(tmp_path: Pat
     assert len(fewer) == 4 and max(fewer) < whole[0]
 
 
+def test_the_sharded_example_finds_a_plan_and_has_the_same_losses(tmp_path: Path) -> None:
+    program = (EXAMPLES / "sharded.py", "--compress", "none", "--steps", "6")
+    losses, _ = losses_under_torchrun(2, tmp_path, *program)
+    planned, out = losses_under_torchrun(2, tmp_path, *program, "--plan", tmp_path / "plan.json")
+    assert "A unit per block: 4 units" in out and "ms predicted" in out
+    again, out = losses_under_torchrun(2, tmp_path, *program, "--plan", tmp_path / "plan.json")
+    assert "ms predicted" not in out
+    assert planned == again == losses
+
+
 # With frameworks, where they are installed.
 
 FRAMEWORKS = [("transformers_trainer.py", "transformers"), ("accelerate_loop.py", "accelerate")]

@@ -17,9 +17,9 @@ BASE = {"errors", "checks", "extras", "seams"}
 NOUNS = {*BASE, "kinds", "fidelity", "trace", "alpha_beta", "curve", "network", "plan", "timeline"}
 EVERYTHING = {"*"}
 LIBRARY = {
-    *NOUNS, "exchange_cost", "version", "files", "network_presets", "profiler_trace", "sim", "planners", "scaling",
-    "comm", "observe", "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp", "compiled", "tuning",
-    "wrapping", "parallel", "lean_parallel", "integrations",
+    *NOUNS, "exchange_cost", "version", "files", "network_presets", "profiler_trace", "sim", "planners", "sharded",
+    "scaling", "comm", "observe", "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp",
+    "compiled", "tuning", "wrapping", "parallel", "lean_parallel", "integrations",
 }  # fmt: skip
 MODELS_OF_KINDS = {  # no torch in them
     "sparse.naming", "sparse.sizes", "sparse.cost_model", "sparse.options", "quantised.block_format",
@@ -50,7 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profiler_trace": {*NOUNS, "files"},
     "sim": NOUNS,
     "planners": {*NOUNS, "sim"},
-    "scaling": {*NOUNS, "files", "network_presets", "sim", "planners", "exchange_cost", *MODELS_OF_KINDS},
+    "sharded": {*NOUNS, "files"},
+    "scaling": {*NOUNS, "files", "network_presets", "sim", "planners", "sharded", "exchange_cost", *MODELS_OF_KINDS},
     # The library, from messages up to the wrappers.
     "comm": {*NOUNS, "files"},
     "observe": {*NOUNS, "files", "comm"},
@@ -107,6 +108,7 @@ TORCH_NEVER = {
     "files",
     "sim",
     "planners",
+    "sharded",
     "scaling",
     "report",
     "lab",
@@ -185,6 +187,8 @@ def parsed(path: Path) -> ast.Module:
         ("sim.iteration", "def f():\n    import torch"),
         ("planners.merge", "import torch.nn as nn"),
         ("planners.merge", "from anabranch.files import load"),
+        ("sharded.planner", "def f():\n    import torch"),
+        ("sharded.step", "from anabranch.observe.measure import measure"),
         ("report.html", "from anabranch.sim import simulate"),
         ("comm.lanes", "from anabranch.planners import optimal"),
         ("comm.agree", "import anabranch.sim"),

@@ -9,7 +9,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from anabranch import planners
+from anabranch import planners, sharded
 from anabranch.alpha_beta import AlphaBeta, TwoLevel
 from anabranch.curve import Curve, CurvePoint
 from anabranch.errors import (
@@ -27,6 +27,7 @@ from anabranch.files import load, save
 from anabranch.network import Contention, Network
 from anabranch.plan import Bucket, Plan
 from anabranch.planners import plan
+from anabranch.sharded import ShardedTrace, ShardingPlan
 from anabranch.sim import simulate
 from anabranch.timeline import Span, Timeline
 from anabranch.trace import TensorSpec, Trace
@@ -39,6 +40,9 @@ if _TYPE_CHECKING:
     from anabranch.integrations.distributed_checkpoint import CommState
     from anabranch.integrations.sharded import Replication, replicate
     from anabranch.integrations.sharded_checkpoint import ReplicationState
+    from anabranch.integrations.sharded_watch import Watch, watch
+    from anabranch.integrations.sharding import block_names, shard
+    from anabranch.integrations.sharding_trial import FoundSharding, find_sharding
     from anabranch.lean.options import Lean
     from anabranch.lean_parallel import LeanDataParallel
     from anabranch.observe.loggers import JsonLines, Progress, TensorBoard, WandB
@@ -63,6 +67,7 @@ __all__ = [
     "DataParallel",
     "DisagreementError",
     "FileError",
+    "FoundSharding",
     "JsonLines",
     "LabError",
     "Lean",
@@ -79,6 +84,8 @@ __all__ = [
     "Quantised",
     "Replication",
     "ReplicationState",
+    "ShardedTrace",
+    "ShardingPlan",
     "Span",
     "TensorBoard",
     "TensorSpec",
@@ -88,7 +95,10 @@ __all__ = [
     "TwoLevel",
     "UpdateError",
     "WandB",
+    "Watch",
     "__version__",
+    "block_names",
+    "find_sharding",
     "load",
     "oktopk_hook",
     "plan",
@@ -96,7 +106,10 @@ __all__ = [
     "quantised_hook",
     "replicate",
     "save",
+    "shard",
+    "sharded",
     "simulate",
+    "watch",
 ]
 
 
@@ -107,6 +120,7 @@ _WITH_TORCH = {
     "CommHookState": "anabranch.integrations.comm_hooks",
     "CommState": "anabranch.integrations.distributed_checkpoint",
     "DataParallel": "anabranch.parallel",
+    "FoundSharding": "anabranch.integrations.sharding_trial",
     "JsonLines": "anabranch.observe.loggers",
     "Lean": "anabranch.lean.options",
     "LeanDataParallel": "anabranch.lean_parallel",
@@ -120,9 +134,14 @@ _WITH_TORCH = {
     "TensorBoard": "anabranch.observe.loggers",
     "TuningPolicy": "anabranch.tuning.policy",
     "WandB": "anabranch.observe.loggers",
+    "Watch": "anabranch.integrations.sharded_watch",
+    "block_names": "anabranch.integrations.sharding",
+    "find_sharding": "anabranch.integrations.sharding_trial",
     "oktopk_hook": "anabranch.integrations.comm_hooks",
     "quantised_hook": "anabranch.integrations.comm_hooks",
     "replicate": "anabranch.integrations.sharded",
+    "shard": "anabranch.integrations.sharding",
+    "watch": "anabranch.integrations.sharded_watch",
 }
 
 

@@ -147,6 +147,11 @@ class Curve:
         tail = self.tail_s_per_byte * (after / last if last else 1.0)
         return replace(self, points=_never_falling(moved), tail_s_per_byte=tail)
 
+    def scaled(self, factor: float) -> Self:
+        """All costs that many times as high."""
+        points = tuple(replace(p, seconds=p.seconds * factor, spread_s=p.spread_s * factor) for p in self.points)
+        return replace(self, points=points, tail_s_per_byte=self.tail_s_per_byte * factor)
+
 
 def _never_falling(points: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
     """The nearest points that do not fall: neighbours that do share their mean (pooling adjacent violators)."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
 from anabranch.alpha_beta import AlphaBeta, TwoLevel
-from anabranch.curve import Curve
 from anabranch.network import Network
 
 Model = AlphaBeta | TwoLevel
@@ -159,10 +158,6 @@ class NetworkRange:
 def _times(network: Network, factor: float) -> Network:
     """All costs that many times as high."""
 
-    def curve(old: Curve) -> Curve:
-        points = tuple(replace(p, seconds=p.seconds * factor, spread_s=p.spread_s * factor) for p in old.points)
-        return Curve(points, old.tail_s_per_byte * factor)
-
     def links(old: AlphaBeta) -> AlphaBeta:
         costs = (old.alpha_s, old.beta_s_per_byte, old.gamma_s_per_byte)
         return AlphaBeta(old.algorithm, *(cost * factor for cost in costs))
@@ -172,4 +167,4 @@ def _times(network: Network, factor: float) -> Network:
         model = replace(model, inside=links(model.inside), across=links(model.across))
     elif model is not None:
         model = links(model)
-    return replace(network, curves={kind: curve(old) for kind, old in network.curves.items()}, model=model)
+    return replace(network, curves={kind: curve.scaled(factor) for kind, curve in network.curves.items()}, model=model)

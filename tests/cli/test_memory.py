@@ -237,3 +237,15 @@ def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
     both = json_of(capsys, *ASKED, "--compress", "oktopk", "--compress", "bf16")["modes"]
     assert list(both) == [*MODES, "bf16", "lean, bf16"]
     assert "--compress is 'fp8': expected oktopk or one of bf16" in error_of(capsys, *ASKED, "--compress", "fp8")
+
+
+def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--ranks", "4", "--sharded", "fsdp2", "--sharded", "fsdp2:reshard"]
+    document = json_of(capsys, *asked, "--within", "1GiB", "--rate", "10gbit")
+    assert list(document["modes"]) == [*MODES, "fsdp2", "fsdp2:reshard"]
+    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    for mode in ("fsdp2", "fsdp2:reshard"):
+        assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4)).nbytes
+        assert document["largest_batch"][mode] > 0 and document["samples_per_s"][mode] > 0
+    assert any("fsdp2's units" in line for line in document["assumptions"])
+    assert "--sharded is 'hsdp': expected one of fsdp2, fsdp2:reshard" in error_of(capsys, *ASKED, "--sharded", "hsdp")

@@ -304,3 +304,12 @@ def test_what_cannot_be_priced_is_named(
 ) -> None:
     argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *FEW, "--compress", way]
     assert words in error_of(capsys, *argv)
+
+
+def test_sharded_strategies_stand_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["scale", "--trace", "resnet50", "--network", "nvlink+25gbe", *QUICK, "--sharded", "fsdp2:planned"]
+    assert main([*argv, "--json"]) == 0
+    names = [strategy["name"] for strategy in json.loads(capsys.readouterr().out)["strategies"]]
+    assert names[-1] == "fsdp2:planned"
+    message = error_of(capsys, *argv, "--within", "1GiB")
+    assert "the memory of --sharded fsdp2:planned is not predicted" in message

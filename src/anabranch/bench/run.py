@@ -34,6 +34,7 @@ from anabranch.bench.contestants import (
 )
 from anabranch.bench.progress import RaceProgress, Say, SearchProgress
 from anabranch.bench.race import Turn, race
+from anabranch.bench.sharded import sharded_contestants
 from anabranch.bench.sparse import sparse_rivals
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
@@ -57,7 +58,7 @@ class Settings:
     """How long to measure, and which contestants.
 
     ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP and every
-    DataParallel also under torch.compile.
+    DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``bench.sharded``.
     """
 
     iters: int = 10
@@ -69,6 +70,7 @@ class Settings:
     compress: Sequence[str] = ()
     only: Sequence[str] = ()
     compiled: bool = False
+    sharded: Sequence[str] = ()
 
 
 class TunedModel(NamedTuple):
@@ -184,6 +186,7 @@ def _contestants(
     asked = [
         *(tuned_contestant(*tuned) for tuned in compressed.values()),
         *sparse_rivals(model, step, trace, network, rivals, [tuned.parallel.plan for tuned in compressed.values()]),
+        *(sharded_contestants(workload, settings.sharded) if settings.sharded else ()),
     ]
     found = [
         *reference_contestants(model, step, workload.device),

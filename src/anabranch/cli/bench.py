@@ -55,6 +55,14 @@ CompileOption = Annotated[
     bool,
     typer.Option("--compile", help="Also computing alone, DDP and each DataParallel under torch.compile; for --model."),
 ]
+ShardedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WAY",
+        help="Also the model sharded by FSDP2: fsdp2 (a unit per block), fsdp2:reshard (freed after forward), "
+        "fsdp2:planned (units of find_sharding), hsdp (inside nodes of several ranks); for --model; may be repeated.",
+    ),
+]
 OnlyOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -81,6 +89,7 @@ def bench(
     lanes: LanesOption = "2,4",
     compress: CompressOption = None,
     compiled: CompileOption = False,
+    sharded: ShardedOption = None,
     only: OnlyOption = None,
     backend: BackendOption = None,
     report: ReportOption = None,
@@ -90,7 +99,7 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Race DDP with every setting and hook against DataParallel on one model and network; predicted beside measured."""
-    _check_workloads(model, trace, compiled)
+    _check_workloads(model, trace, compiled, bool(sharded))
     check_free([report, plot], force)
     _check_folders([report, plot])
     form = plot_format(plot)
@@ -99,12 +108,15 @@ def bench(
 
     from anabranch.bench.compress import compression
     from anabranch.bench.run import Settings
+    from anabranch.bench.sharded import check_sharded
     from anabranch.bench.workload import replay_workload, zoo_workload
 
+    ways = list(dict.fromkeys(sharded or ()))
+    check_sharded(ways)
     for kind in kinds:
         compression(kind)  # refuses what it does not know
     steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
-    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled)
+    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled, ways)
     device = join(backend, on_gpu=bool(model))
     workloads = [zoo_workload(name, device, batch_size) for name in model or ()]
     workloads += [replay_workload(Path(text).stem, noun, slower) for text, noun in traces]
@@ -150,7 +162,7 @@ def _run(workloads: "Sequence[Workload]", settings: "Settings", outputs: _Output
     dist.destroy_process_group()
 
 
-def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, compiled: bool) -> None:
+def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, compiled: bool, sharded: bool) -> None:
     if not model and not trace:
         raise ValueError("nothing to run: give --model resnet50, or --trace resnet50 where there is no GPU")
     if model and trace:
@@ -159,6 +171,8 @@ def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, c
         raise ValueError(
             "--compile and --trace: a replayed trace sleeps, and there is nothing to compile; give --model"
         )
+    if trace and sharded:
+        raise ValueError("--sharded and --trace: a replayed trace has no blocks to make units of; give --model")
     if "RANK" not in os.environ:
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
 

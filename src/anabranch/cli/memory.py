@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 RATE_ALPHA = "30us"
 DEFAULT_RANKS = 4
+SHARDED_ASSUMPTION = (
+    "fsdp2's units are the parameters with the same number in their names; it is predicted alone, and not measured"
+)
 ZOO_DTYPE = "float32, as in torchvision or transformers"
 
 
@@ -79,6 +82,14 @@ CompressOption = Annotated[
         "Default: oktopk.",
     ),
 ]
+ShardedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WAY",
+        help="Also sharded over all ranks by FSDP2: fsdp2 (a unit per block), fsdp2:reshard (freed after forward); may "
+        "be repeated.",
+    ),
+]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run a few steps of each mode on this GPU.")]
 
 
@@ -87,6 +98,7 @@ def memory(
     batch_size: BatchOption,
     ranks: RanksOption = None,
     compress: CompressOption = None,
+    sharded: ShardedOption = None,
     density: DensityOption = 0.01,
     optimizer: OptimizerOption = Optimizer.momentum,
     activations: ActivationsOption = Activations.keep,
@@ -109,11 +121,11 @@ def memory(
         raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
     buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
     setting = Setting(ranks=ranks, density=density, buckets=buckets)
-    modes = _modes(compress or [KIND])
+    modes = _modes(compress or [KIND], sharded or ())
     estimator = estimator_of(model, optimizer, activations, plan)
     footprints = estimator.footprints(batch_size, setting, modes)
     measured = _measured(model, batch_size, optimizer, activations, setting, modes) if measure else {}
-    assumptions = list(estimator.assumptions)
+    assumptions = [*estimator.assumptions, *([SHARDED_ASSUMPTION] if sharded else [])]
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
         batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
@@ -143,15 +155,19 @@ def memory(
         _print(document)
 
 
-def _modes(compress: Sequence[str]) -> list[str]:
-    """DDP and the modes of these ways to compress; beside Ok-Topk the naive way to be sparse."""
-    from anabranch.estimate.account import DDP, NAIVE, OKTOPK, modes_of
+def _modes(compress: Sequence[str], sharded: Sequence[str]) -> list[str]:
+    """DDP and the modes of these ways to compress; beside Ok-Topk the naive way to be sparse; then FSDP2's."""
+    from anabranch.estimate.account import DDP, NAIVE, OKTOPK, SHARDED_MODES, modes_of
 
     for way in compress:
         if way not in (OKTOPK, *COMPRESSED):
             raise ValueError(f"--compress is {way!r}: expected {OKTOPK} or one of {', '.join(COMPRESSED)}")
+    for way in sharded:
+        if way not in SHARDED_MODES:
+            raise ValueError(f"--sharded is {way!r}: expected one of {', '.join(SHARDED_MODES)}")
     naive = [NAIVE] if OKTOPK in compress else []
-    return [DDP, *naive, *(mode for way in dict.fromkeys(compress) for mode in modes_of(way))]
+    compressed = [mode for way in dict.fromkeys(compress) for mode in modes_of(way)]
+    return [DDP, *naive, *compressed, *dict.fromkeys(sharded)]
 
 
 def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
@@ -209,6 +225,7 @@ def _measured(
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.activations import policy
     from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, world
+    from anabranch.estimate.account import SHARDED_MODES
 
     build, factory = _build_at(model)(batch), OPTIMIZERS[optimizer.value]
     options = policy.Activations(activations.value)
@@ -218,6 +235,7 @@ def _measured(
         return {
             mode: peak(build, mode, factory, setting.ranks, setting.density, options).steady
             for mode in runnable_modes(modes)
+            if mode not in SHARDED_MODES
         }
 
 

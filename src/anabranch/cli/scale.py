@@ -78,6 +78,14 @@ CompressOption = Annotated[
         f"Default: {', '.join(COMPRESS)}.",
     ),
 ]
+ShardedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="WAY",
+        help="Also models sharded by FSDP2: fsdp2 (a unit per block), fsdp2:reshard (freed after forward), "
+        "fsdp2:planned; on networks with nodes hsdp, hsdp:reshard, hsdp:planned; may be repeated.",
+    ),
+]
 ScalingOption = Annotated[Basis, typer.Option(help="Keep the batch of each rank (weak) or the global batch (strong).")]
 BatchOption = Annotated[
     int | None,
@@ -108,6 +116,7 @@ def scale(
     world_sizes: SizesOption = DEFAULT_SIZES,
     planners: PlannersOption = DEFAULT_PLANNERS,
     compress: CompressOption = None,
+    sharded: ShardedOption = None,
     scaling: ScalingOption = Basis.weak,
     batch: BatchOption = None,
     fixed_share: FixedOption = 0.0,
@@ -128,12 +137,17 @@ def scale(
     recorded = arguments.trace(trace)
     ranges = arguments.network_ranges(network or NETWORKS, spread)
     chosen = _chosen(planners, compress, batch, within)
+    ways = list(dict.fromkeys(sharded or ()))
     if within is not None:
+        if ways:
+            raise ValueError(
+                f"--within is {within}: the memory of --sharded {ways[0]} is not predicted; run them apart"
+            )
         chosen = _fitting(recorded, chosen, within, scaling, sizes[-1])
     with progress_bar() as on_point:
         found = predict(
-            recorded, ranges, sizes, chosen.planners, chosen.compress, scaling=scaling.value, batch=chosen.batch,
-            compute=compute, assumptions=chosen.assumptions, on_point=on_point,
+            recorded, ranges, sizes, chosen.planners, chosen.compress, sharded=ways, scaling=scaling.value,
+            batch=chosen.batch, compute=compute, assumptions=chosen.assumptions, on_point=on_point,
         )  # fmt: skip
     found = replace(found, written=str(plot) if plot else None)
     if plot and form:

@@ -9,6 +9,7 @@
     lean            weights n, residual n, which is also where gradients add up, two slots of the largest bucket
     lean, host      weights n, four slots: the residual is in host memory
     lean, int8      weights n, two slots, the messages of int8; other kinds alike
+    fsdp2           shards of weights, gradients and state; gathered weights and whole gradients, unit by unit
 
 A peak is the highest of many moments: each part of backward between two gradients, each bucket's exchange, and the
 optimizer's step. Not counted: what NCCL and the CUDA context take, which torch's allocator does not see, and
@@ -31,12 +32,15 @@ from anabranch.kinds import COMPRESSED
 from anabranch.lean.slots import SLOTS
 from anabranch.quantised.cost_model import Region
 from anabranch.quantised.options import Quantised
+from anabranch.scaling.sharding import block_of
+from anabranch.sharded.step import REST, held_at, host_order
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import CHUNK_NUMEL
 from anabranch.sparse.sizes import Sizes, widest_numel
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
 DDP, NAIVE, OKTOPK, LEAN, LEAN_HOST = MODES = ("ddp", "naive sparse", "oktopk", "lean", "lean, host")
+FSDP2, FSDP2_RESHARD = SHARDED_MODES = ("fsdp2", "fsdp2:reshard")  # a unit per block, kept or freed after forward
 BUCKET_NBYTES = 25 * 2**20  # DDP's own
 BLAS_WORKSPACE_NBYTES = 2 * 32 * 2**20  # cuBLAS's on an H100 or H200: one for the thread of forward, one for backward's
 PAIR_NBYTES = 8  # a float32 value and its int32 position
@@ -135,8 +139,10 @@ def _moments(profile: StepProfile, mode: str, setting: Setting) -> Iterator[Foot
         return _ddp(profile, setting)
     if mode == NAIVE:
         return _naive(profile, setting)
+    if mode in SHARDED_MODES:
+        return _fsdp2(profile, setting, mode == FSDP2_RESHARD)
     if mode not in WAYS:
-        raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *WAYS])}")
+        raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *WAYS, *SHARDED_MODES])}")
     way = WAYS[mode]
     return _lean(profile, setting, way) if way.lean else _data_parallel(profile, setting, way)
 
@@ -199,6 +205,48 @@ def _lean(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprin
     share = largest / max(1, profile.gradients_nbytes)  # each bucket has a step of its own
     workspace = int(share * profile.optimizer.workspace_nbytes)
     yield always.plus_use("a bucket's step", profile.after_backward, workspace=workspace)
+
+
+def _fsdp2(profile: StepProfile, setting: Setting, reshard: bool) -> Iterator[Footprint]:
+    """Units are blocks by the names of their parameters. Gradients count as shards during the whole step."""
+    ranks, always = setting.ranks, _always(profile, setting)
+    shards = {**{kind: always.kinds[kind] // ranks for kind in ("weights", "optimizer state")},
+              "gradients": profile.gradients_nbytes // ranks, "workspace": always.kinds["workspace"]}  # fmt: skip
+    always = Footprint(shards, "")
+    last = {block_of(gradient.name): index for index, gradient in enumerate(profile.gradients)}
+    blocks = [block for block in sorted(last, key=lambda block: last[block], reverse=True) if block]
+    nbytes = dict.fromkeys([*blocks, ""], 0)
+    for gradient in profile.gradients:
+        nbytes[block_of(gradient.name)] += gradient.nbytes
+    sizes = [(nbytes[block], nbytes[block]) for block in (*blocks, "")]
+    begun = 0  # the first gradient of the backward that comes next
+    for (kind, unit), held in held_at(sizes, host_order([reshard] * len(blocks), 1)):
+        gathered = {"weights": held.parameters, "send": held.reducing, "receive": held.gathering}
+        if kind == "forward" and unit == len(blocks) - 1:  # the last one; REST where there is no block
+            yield always.plus_use("end of forward", _without_gradients(profile.gradients[0].peak_before), **gathered)
+        elif kind == "backward":
+            end = last[blocks[unit]] + 1
+            waiting = held.gradients - sizes[unit][1]
+            for gradient in profile.gradients[begun:end]:
+                yield always.plus_use(_before(gradient.name), gradient.peak_before, gradients=waiting, **gathered)
+                waiting += gradient.nbytes if block_of(gradient.name) else 0
+            begun = end
+        elif kind == "reduce" and unit != REST:
+            use = _without_gradients(profile.gradients[begun - 1].when_ready)
+            yield always.plus_use(f"reduction of {blocks[unit]}", use, gradients=held.gradients, **gathered)
+    rest, buffer = nbytes[""], sizes[0][1] if blocks else 0  # gathered for the whole step; of the last reduction
+    for gradient in profile.gradients[begun:]:
+        more = {"weights": rest, "gradients": rest - gradient.nbytes, "send": buffer}
+        yield always.plus_use(_before(gradient.name), gradient.peak_before, **more)
+    yield always.plus_use(
+        "reduction of the rest", _without_gradients(profile.after_backward), gradients=rest, send=rest
+    )
+    workspace = profile.optimizer.workspace_nbytes // ranks
+    yield always.plus_use("optimizer step", profile.after_backward, workspace=workspace)
+
+
+def _without_gradients(use: MemoryUse) -> MemoryUse:
+    return use._replace(gradients=0)
 
 
 def _before(name: str) -> str:

@@ -223,12 +223,15 @@ def _joined(units: Sequence[Unit]) -> dict[str, torch.Tensor]:
 def _units(model: nn.Module) -> list[Unit]:
     """The units that FSDP2 made of the model, each with its trained parameters in the order of its buffer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    units, sharded = [], set[nn.Parameter]()
+    units, sharded, seen = [], set[nn.Parameter](), set[int]()
     for path, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         check_seams("torch", TESTED, module, SEAMS)
-        for group in _parameter_groups(module):
+        for group in parameter_groups(module):
+            if id(group) in seen:  # the modules of fully_shard([one, other]) have one unit
+                continue
+            seen.add(id(group))
             if group._is_hsdp:
                 raise ValueError(
                     f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "
@@ -259,7 +262,7 @@ def _units(model: nn.Module) -> list[Unit]:
     return units
 
 
-def _parameter_groups(module: FSDPModule) -> list[Any]:
+def parameter_groups(module: FSDPModule) -> list[Any]:
     """FSDP2's own record of a unit; before torch 2.13 a unit has at most one."""
     state: Any = module._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)
@@ -281,7 +284,7 @@ def _groups(mesh: DeviceMesh, units: Sequence[Unit]) -> tuple[Group, Group]:
         )
     nodes, inside = mesh.get_group(0), mesh.get_group(1)
     for unit in units:
-        (group, *_) = _parameter_groups(unit.module)
+        (group, *_) = parameter_groups(unit.module)
         found = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
         if found != dist.get_process_group_ranks(inside):
             raise ValueError(

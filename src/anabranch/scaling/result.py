@@ -10,7 +10,7 @@ from anabranch.exchange_cost import BETWEEN_NODES
 from anabranch.kinds import COMPRESSED
 
 Basis = Literal["weak", "strong"]
-Kind = Literal["dense", "quantised", "sparse", "lean"]
+Kind = Literal["dense", "quantised", "sparse", "lean", "sharded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,10 @@ Curves = Mapping[str, Mapping[int, ScalePoint]]  # strategy -> world size -> poi
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A planner, alone, with compressed buckets or on Lean; ``batch`` is per rank (weak scaling) or global (strong)."""
+    """A planner, alone, with compressed buckets or on Lean, or a way to shard by FSDP2.
+
+    ``batch`` is per rank (weak scaling) or global (strong).
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -76,7 +79,7 @@ class Strategy:
         if self.kind == "lean":
             exchange = self.name.removesuffix(BETWEEN_NODES).partition(":")[2]
             return "quantised" if exchange in COMPRESSED else "sparse"
-        return self.kind
+        return "dense" if self.kind == "sharded" else self.kind
 
 
 @dataclass(frozen=True, slots=True)

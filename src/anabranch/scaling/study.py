@@ -11,6 +11,7 @@ from anabranch.scaling.answer import answer
 from anabranch.scaling.compression import Compression, compressed_strategies
 from anabranch.scaling.line_up import configured_planner
 from anabranch.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
+from anabranch.scaling.sharding import ASSUMPTIONS, Sharding
 from anabranch.scaling.sweep import STEADY, Compute, recorded_batch, sweep
 from anabranch.trace import Trace
 
@@ -32,6 +33,7 @@ def scale(
     planners: Sequence[str] = PLANNERS,
     compress: Sequence[str] = COMPRESS,
     *,
+    sharded: Sequence[str] = (),
     scaling: Basis = "weak",
     batch: int | Mapping[str, int] | None = None,
     compute: Compute = STEADY,
@@ -47,6 +49,8 @@ def scale(
                     element, "oktopk:0.01" sends 1 % of them, "oktopk" chooses the density, "auto" among all of these;
                     "lean:int8", "lean:0.01" and "lean" do so on the Lean engine; "int8@nodes" does so between nodes
                     that are dense inside
+    sharded         further strategies that shard the model by FSDP2: "fsdp2", "fsdp2:reshard" (freed after forward),
+                    "fsdp2:planned"; inside nodes "hsdp", "hsdp:reshard" and "hsdp:planned", on two-level networks
     scaling         "weak" keeps the batch of each rank, "strong" the global batch
     batch           that batch, for all strategies or by name of the strategy; as recorded unless given. The trace's
                     meta must then say for which batch it was recorded.
@@ -58,7 +62,7 @@ def scale(
     """
     if not world_sizes or world_sizes[0] < 1 or any(high <= low for low, high in pairwise(world_sizes)):
         raise ValueError(f"world_sizes is {list(world_sizes)}: expected rising whole numbers from 1 on")
-    kinds = strategy_kinds(planners, compress)
+    kinds = strategy_kinds(planners, compress, sharded)
     study = _Study(trace, world_sizes, kinds, _batches(trace, kinds, batch), scaling, compute)
     points: list[ScalePoint] = []
     more_assumptions: list[str] = []
@@ -79,10 +83,11 @@ def scale(
     return replace(result, answer=tuple(answer(result)))
 
 
-def strategy_kinds(planners: Sequence[str], compress: Sequence[str]) -> dict[str, Kind]:
-    """Every strategy by name, with its kind: the planners, then those with compressed buckets."""
+def strategy_kinds(planners: Sequence[str], compress: Sequence[str], sharded: Sequence[str] = ()) -> dict[str, Kind]:
+    """Every strategy by name, with its kind: planners, then those with compressed buckets, then those of FSDP2."""
     kinds: dict[str, Kind] = dict.fromkeys(planners, "dense")
-    return kinds | {name: Compression.named(name).strategy_kind for name in compress}
+    kinds |= {name: Compression.named(name).strategy_kind for name in compress}
+    return kinds | dict.fromkeys(sharded, "sharded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +103,13 @@ class _Study:
 
     def points(self, network: NetworkRange, on_point: OnPoint | None) -> tuple[list[ScalePoint], Sequence[str]]:
         """The points of one network, and what its compressed strategies assume."""
-        names = [name for name, kind in self.kinds.items() if kind != "dense"]
+        runners = {name: Sharding.named(name) for name, kind in self.kinds.items() if kind == "sharded"}
+        names = [name for name, kind in self.kinds.items() if kind != "dense" and name not in runners]
         compressed = compressed_strategies(names, self.trace, network.middle)
         planners = {
             name: configured_planner(name) if kind == "dense" else compressed.planners[name]
             for name, kind in self.kinds.items()
+            if name not in runners
         }
         recorded = recorded_batch(self.trace)
         steps = sweep(
@@ -117,13 +124,14 @@ class _Study:
             batches={name: batch / recorded for name, batch in self.batches.items() if recorded},
             recorded_batch=recorded,
             pricing=compressed.priced,
+            runners=runners,
         )
         found = []
         for point in steps:
             found.append(point)
             if on_point is not None:
-                on_point(network.name, len(found), len(self.world_sizes) * len(planners))
-        return found, compressed.assumptions
+                on_point(network.name, len(found), len(self.world_sizes) * len(self.kinds))
+        return found, [*compressed.assumptions, *(ASSUMPTIONS if runners else ())]
 
     def assumptions(self, ranges: Sequence[NetworkRange]) -> list[str]:
         """What the numbers assume besides the trace and the costs of the networks."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
+from typing import NamedTuple
 
 from anabranch.network import Network
 from anabranch.plan import Plan
@@ -11,7 +13,17 @@ from anabranch.sim.iteration import finish_s
 from anabranch.sim.ranks import slowest_ranks
 from anabranch.trace import Trace
 
+
+class Ran(NamedTuple):
+    """What a strategy did at one world size: its buckets and lanes, and its step on each of the networks."""
+
+    buckets: int
+    lanes: int
+    steps_s: list[float]
+
+
 Planner = Callable[[Trace, Network], Plan]
+Runner = Callable[[Trace, Trace, Sequence[Network]], Ran]  # the quiet trace, the real one, the networks
 Pricing = Callable[[Network], Network]
 
 
@@ -59,6 +71,7 @@ def sweep(
     batches: Mapping[str, float] | None = None,
     recorded_batch: int | None = None,
     pricing: Pricing | None = None,
+    runners: Mapping[str, Runner] | None = None,
 ) -> Iterator[ScalePoint]:
     """Every planner at every world size, on ``network`` carried to that size; a point as soon as it is known.
 
@@ -68,6 +81,7 @@ def sweep(
     Plans are made for ``network`` from the trace without jitter and stragglers, as a planner would see it. The same
     plan then runs with jitter and stragglers, on ``network`` and on each of ``around``: the shortest and the longest of
     these steps are the band. ``pricing`` adds the costs of further collectives to a network of any world size.
+    ``runners`` are strategies that have no plan of buckets; their points come behind those of the planners.
     """
     if scaling not in ("weak", "strong"):
         raise ValueError(f"scaling is {scaling!r}: expected 'weak' or 'strong'")
@@ -77,24 +91,29 @@ def sweep(
         slowest = slowest_ranks(
             trace, world_sizes, compute.jitter, compute.stragglers, compute.straggler_factor, compute.seed
         )
+    strategies = {name: partial(_planned, planner) for name, planner in planners.items()} | dict(runners or {})
     for world_size in world_sizes:
-        here, *others = (_priced(other.at(world_size), pricing) for other in (network, *around))
+        networks = [_priced(other.at(world_size), pricing) for other in (network, *around)]
         scaled: dict[float, tuple[Trace, Trace]] = {}
-        for name, planner in planners.items():
+        for name, run in strategies.items():
             total = (batches or {}).get(name, 1.0)  # of all ranks (strong) or of each (weak), in recorded batches
             factor = compute.factor(total / world_size if scaling == "strong" else total)
             if factor not in scaled:
                 scaled[factor] = (trace.scaled(factor), slowest.get(world_size, trace).scaled(factor))
             quiet, real = scaled[factor]
-            plan = planner(quiet, here)
-            steps = [real.forward_s + finish_s(real, plan, at) for at in (here, *others)]
+            buckets, lanes, steps = run(quiet, real, networks)
             done = total if scaling == "strong" else total * world_size  # recorded batches per step, by all ranks
             speedup = done * alone_s / steps[0] if steps[0] else float(world_size)
             samples = done * recorded_batch / steps[0] if recorded_batch and steps[0] else None
             yield ScalePoint(
-                network_name, name, world_size, len(plan), plan.lanes, steps[0], min(steps), max(steps),
+                network_name, name, world_size, buckets, lanes, steps[0], min(steps), max(steps),
                 steps[0] - real.forward_s - real.backward_s, speedup, speedup / world_size, samples,
             )  # fmt: skip
+
+
+def _planned(planner: Planner, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
+    plan = planner(quiet, networks[0])
+    return Ran(len(plan), plan.lanes, [real.forward_s + finish_s(real, plan, at) for at in networks])
 
 
 def _priced(network: Network, pricing: Pricing | None) -> Network:

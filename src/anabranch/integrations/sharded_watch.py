@@ -1,0 +1,429 @@
+"""What a model sharded by FSDP2 does in a step: when each unit gathers, computes, reduces and averages.
+
+    watch = ab.watch(model)   # after fully_shard() and ab.replicate()
+    ...                       # some steps
+    print(watch.explain())
+
+Messages are timed where FSDP2 lets a custom collective in, and between nodes by its all-reduce hook. Each block has
+hooks before and after FSDP2's own, so that waiting for parameters is told apart from computing.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import FSDPModule
+
+from anabranch.checks import Meta
+from anabranch.integrations.sharded import TESTED, parameter_groups
+from anabranch.observe.clock import clock_for
+from anabranch.seams import check_seams, unsupported
+from anabranch.sharded import Block, Links, ShardedTrace, ShardingPlan, Unit, simulate
+from anabranch.sharded.step import BETWEEN, INSIDE, REST_LABEL, unit_label
+from anabranch.timeline import COMPUTE, Span, Timeline
+
+SEAMS = {
+    "set_custom_all_gather": ("comm",),
+    "set_custom_reduce_scatter": ("comm",),
+    "set_all_reduce_hook": ("hook",),
+    "_get_fsdp_state": (),
+}
+PARTS: tuple[str, ...] = (
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "_all_reduce_hook",
+    "fsdp_params",
+    "modules",
+    "mp_policy",
+)
+KEEP = 16  # steps
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A forward and its backward, in marks of the clock.
+
+    rooted     the parameters of the rest are there
+    due        by block: its forward could begin, had it its parameters
+    forward    by block, in the order of forward: begin and end; ``backward`` likewise
+    lost       the loss is over: the last block's backward could begin
+    messages   (track, what, unit, begin, end) in the order in which they were launched
+    averaged   all gradients are reduced; ``updated``: the next step begins
+    """
+
+    begun: object
+    rooted: object | None = None
+    due: dict[str, object] = field(default_factory=dict)
+    forward: dict[str, list[object]] = field(default_factory=dict)
+    lost: object | None = None
+    backward: dict[str, list[object]] = field(default_factory=dict)
+    messages: list[tuple[str, str, str, object, object]] = field(default_factory=list)
+    averaged: object | None = None
+    updated: object | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A unit of FSDP2's: its label, its blocks by name, and its parameter groups."""
+
+    label: str
+    module: FSDPModule
+    blocks: dict[str, nn.Module]
+    groups: list[Any]
+
+
+def watch(model: nn.Module) -> "Watch":
+    """Watch the steps of a model that FSDP2 shards, from now on. Call it after fully_shard() and ``ab.replicate``."""
+    return Watch(model)
+
+
+class Watch:
+    """Recorded steps of a sharded model; ``watch`` makes it. Results are of the last steps on this rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._units = _units(model)
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._device = next(model.parameters()).device
+        self._clock = clock_for(self._device)
+        self._passes: deque[_Pass] = deque(maxlen=KEEP)
+        self._now: _Pass | None = None
+        self._ended: _Pass | None = None  # waits for the next one, until which the optimizer runs
+        self._why = "none was made"  # the last pass was not recorded
+        self._undo: list[Callable[[], object]] = []
+        self._gradients: list[Any] = []  # handles of hooks for this pass
+        # In front of FSDP2's own hook, and behind it.
+        self._handle(model.register_forward_pre_hook(self._begin, prepend=True))
+        self._handle(model.register_forward_pre_hook(self._root_there))
+        for unit in self._units:
+            for name, module in unit.blocks.items():
+                self._hook_block(name, module)
+            for group in unit.groups:
+                self._time_messages(unit, group)
+
+    # ------------------------------------------------------------------------------------------------- results
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The units as they are; in the order of forward, once a step was recorded."""
+        order = list(self._passes[-1].forward) if self._passes else [n for unit in self._units for n in unit.blocks]
+        units = []
+        for unit in self._units:
+            if names := sorted(unit.blocks, key=order.index):
+                units.append(Unit(tuple(names), all(group._reshard_after_forward for group in unit.groups)))
+        units.sort(key=lambda unit: order.index(unit.names[0]))
+        states: list[Any] = [m._get_fsdp_state() for m in self._model.modules() if isinstance(m, FSDPModule)]
+        return ShardingPlan(tuple(units), max(1, *(len(state._states_to_forward_prefetch) for state in states)))
+
+    def trace(self) -> ShardedTrace:
+        """What the blocks compute and weigh: medians over the recorded steps of this rank."""
+        passes = self._recorded()
+        order = list(passes[-1].forward)
+        blocks = []
+        for name, following in zip(order, [*order[1:], None], strict=True):
+            nbytes, gradient_nbytes = self._sizes(name)
+            forward_s = median(self._forward_s(one, name, following) for one in passes)
+            backward_s = median(self._s(*one.backward[name]) for one in passes)
+            blocks.append(Block(name, nbytes, gradient_nbytes, forward_s, backward_s))
+        rest = [self._sizes(None, unit) for unit in self._units if not unit.blocks]
+        meta: Meta = {"source": "recorded", "steps": len(passes), "torch": torch.__version__,
+                      "device": self._device_name()}  # fmt: skip
+        return ShardedTrace(
+            tuple(blocks), sum(nbytes for nbytes, _ in rest), sum(nbytes for _, nbytes in rest),
+            median(max(0.0, self._s(one.rooted, one.due[order[0]])) for one in passes),
+            median(self._s(one.forward[order[-1]][1], one.lost) for one in passes),
+            median(self._s(one.averaged, one.updated) for one in passes),
+            meta,
+        )  # fmt: skip
+
+    def timeline(self) -> Timeline:
+        """The recorded step of median length, on three tracks: computing, messages inside, messages between nodes."""
+        passes = self._recorded()
+        one = sorted(passes, key=lambda one: self._s(one.begun, one.updated))[len(passes) // 2]
+        zero = one.backward[list(one.forward)[-1]][0]
+        at = partial(self._s, zero)
+        spans = list(self._computing(one, at))
+        free_s = dict.fromkeys((INSIDE, BETWEEN), at(one.begun))
+        for track, what, label, start, end in one.messages:
+            # A track carries one message at a time: one that was launched before has to end first.
+            start_s = max(at(start), free_s[track])
+            free_s[track] = max(at(end), start_s)
+            spans.append(Span(track, f"{what} {label}", start_s, free_s[track]))
+        order = sorted(spans, key=lambda span: span.start_s)
+        return Timeline(tuple(order), {"source": "measured", "units": len(self.plan), "steps": len(passes)})
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger, of the step of median length: seconds of the step, of computing, of messages."""
+        timeline = self.timeline()
+        inside = [span for span in timeline.spans if span.track == INSIDE]
+        between = [span for span in timeline.spans if span.track == BETWEEN]
+        compute_s = sum(span.seconds for span in timeline.compute)
+        return {
+            "step_s": timeline.iteration_s,
+            "compute_s": compute_s,
+            "inside_s": sum(span.seconds for span in inside),
+            "between_s": sum(span.seconds for span in between),
+            "exposed_s": timeline.exposed_s,
+            "overlap": timeline.overlap,
+        }
+
+    def explain(self, links: Links | None = None) -> str:
+        """Where the time of a step goes, by unit; with the costs of ``links``, also what was predicted."""
+        plan, timeline, metrics = self.plan, self.timeline(), self.metrics()
+        ms = {name: value * 1e3 for name, value in metrics.items()}
+        lines = [
+            f"anabranch: {plan.described()}.",
+            f"A step takes {ms['step_s']:.1f} ms: {ms['compute_s']:.1f} ms of computing; messages inside "
+            f"{ms['inside_s']:.1f} ms, between nodes {ms['between_s']:.1f} ms; of these, {ms['exposed_s']:.1f} ms are "
+            "not hidden behind computing.",
+        ]
+        if links is not None:
+            predicted_s = simulate(self.trace(), plan, links).iteration_s
+            error = (predicted_s / metrics["step_s"] - 1) * 100
+            lines.append(f"Predicted: {predicted_s * 1e3:.1f} ms ({error:+.0f} %).")
+        kinds = ("gather", "forward", "backward", "reduce", "average")
+        lines.append(f"{'ms':<32}" + "".join(f"{kind:>10}" for kind in kinds))
+        for unit in self._units:
+            sums = [sum(span.seconds for span in timeline.spans if span.name == f"{k} {unit.label}") for k in kinds]
+            lines.append(f"{unit.label[:31]:<32}" + "".join(f"{seconds * 1e3:>10.2f}" for seconds in sums))
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Remove all hooks; FSDP2's own collectives are used again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._clock.close()
+
+    # ----------------------------------------------------------------------------------------------- recording
+
+    def _handle(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    def _begin(self, *_: object) -> None:
+        """In front of FSDP2's hook on the model."""
+        if not torch.is_grad_enabled():
+            return
+        mark = self._clock.mark()
+        if self._ended is not None:
+            self._ended.updated = mark
+            self._passes.append(self._ended)
+        self._ended, self._now = None, _Pass(mark)
+
+    def _root_there(self, *_: object) -> None:
+        if self._now is not None:
+            self._now.rooted = self._clock.mark()
+
+    def _hook_block(self, name: str, module: nn.Module) -> None:
+        def due(*_: object) -> None:
+            if self._now is not None:
+                self._now.due.setdefault(name, self._clock.mark())
+
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            one = self._now
+            if one is None or name in one.forward:  # recomputed in backward
+                return
+            one.forward[name] = [self._clock.mark(), None]
+            ended = partial(self._backward_ended, one, name)
+            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.requires_grad)
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            if (activations := next(tensors, None)) is not None:
+                activations.register_hook(ended)
+            elif trained:  # the first block: its backward ends with its gradients
+                self._gradients.append(register_multi_grad_hook(trained, ended, mode="all"))
+
+        def end(module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG001
+            one = self._now
+            if one is None or one.forward[name][1] is not None:
+                return
+            one.forward[name][1] = self._clock.mark()
+            for tensor in _tensors(output):
+                tensor.register_hook(partial(self._backward_begun, one, name))
+
+        def loss_ends(module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG001
+            if self._now is not None:
+                for tensor in _tensors(output):
+                    tensor.register_hook(partial(self._loss_over, self._now))
+
+        self._handle(module.register_forward_pre_hook(due, prepend=True))
+        self._handle(module.register_forward_pre_hook(begin, with_kwargs=True))
+        self._handle(module.register_forward_hook(loss_ends, prepend=True))
+        self._handle(module.register_forward_hook(end))
+
+    def _loss_over(self, one: _Pass, gradient: torch.Tensor) -> None:  # noqa: ARG002
+        """In front of FSDP2's hook on the output of a block; of the last block first."""
+        if one.lost is None:
+            one.lost = self._clock.mark()
+            # Callbacks run in order when backward ends; FSDP2 has queued the one that waits for reductions.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(partial(self._end, one)))
+
+    def _backward_begun(self, one: _Pass, name: str, gradient: torch.Tensor) -> None:  # noqa: ARG002
+        one.backward.setdefault(name, [self._clock.mark(), None])
+
+    def _backward_ended(self, one: _Pass, name: str, *gradients: object) -> None:  # noqa: ARG002
+        if name in one.backward:
+            one.backward[name][1] = self._clock.mark()
+
+    def _end(self, one: _Pass) -> None:
+        one.averaged = self._clock.mark()
+        for handle in self._gradients:
+            handle.remove()
+        self._gradients.clear()
+        if one is self._now:
+            self._why = self._missing(one)
+            self._ended = None if self._why else one
+            self._now = None
+
+    def _missing(self, one: _Pass) -> str:
+        """Why this pass is no whole step; empty if it is one."""
+        if not all(group.reduce_grads for unit in self._units for group in unit.groups):
+            return "the last backward did not reduce gradients (set_requires_gradient_sync)"
+        for name in (name for unit in self._units for name in unit.blocks):
+            if name not in one.forward:
+                return f"{name} was not called in the last forward: leave it out of the units"
+            if one.backward.get(name, [None, None])[1] is None:
+                return f"the last backward did not pass through {name}"
+        return ""
+
+    def _time_messages(self, unit: _Watched, group: Any) -> None:
+        gather, reduce, hook = group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook
+        module = unit.module
+        module.set_custom_all_gather(_Timed(gather, partial(self._message, INSIDE, "gather", unit.label), self._clock))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(
+            _Timed(reduce, partial(self._message, INSIDE, "reduce", unit.label), self._clock)  # type: ignore[arg-type]
+        )
+        self._undo += [partial(module.set_custom_all_gather, gather), partial(module.set_custom_reduce_scatter, reduce)]
+        if hook is not None or group._is_hsdp:
+            module.set_all_reduce_hook(partial(self._average, unit.label, hook))
+            self._undo.append(partial(module.set_all_reduce_hook, hook))
+
+    def _average(self, label: str, hook: Callable[[torch.Tensor], None] | None, buffer: torch.Tensor) -> None:
+        """FSDP2's hook: behind the all-reduce of HSDP, which began when the reduce-scatter was over; else around it."""
+        start = self._clock.mark()
+        if hook is not None:
+            hook(buffer)
+        elif self._now is not None:
+            start = next(end for *_, of, _, end in reversed(self._now.messages) if of == label)
+        self._message(BETWEEN, "average", label, start, self._clock.mark())
+
+    def _message(self, track: str, what: str, label: str, start: object, end: object) -> None:
+        if self._now is not None:
+            self._now.messages.append((track, what, label, start, end))
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    def _recorded(self) -> list[_Pass]:
+        if not self._passes:
+            raise RuntimeError(
+                f"no step was recorded yet: {self._why}; train two or more steps after watch(), each with a forward of "
+                "the whole model and a backward that reduces gradients"
+            )
+        self._clock.settle()
+        return list(self._passes)
+
+    def _s(self, start: object, end: object) -> float:
+        return self._clock.elapsed_s(start, end)
+
+    def _forward_s(self, one: _Pass, name: str, following: str | None) -> float:
+        """Until the next block is due: what is computed between two blocks counts as the first one's."""
+        begin, end = one.forward[name]
+        return max(0.0, self._s(begin, one.due[following] if following is not None else end))
+
+    def _computing(self, one: _Pass, at: Callable[[object], float]) -> Iterator[Span]:
+        first, *_, last = [*one.forward, *one.forward]
+        yield Span(COMPUTE, "before", at(one.rooted), max(at(one.rooted), at(one.due[first])))
+        for unit in self._units:
+            if unit.blocks:
+                order = [name for name in one.forward if name in unit.blocks]
+                yield Span(
+                    COMPUTE, f"forward {unit.label}", at(one.forward[order[0]][0]), at(one.forward[order[-1]][1])
+                )
+                yield Span(
+                    COMPUTE, f"backward {unit.label}", at(one.backward[order[-1]][0]), at(one.backward[order[0]][1])
+                )
+        yield Span(COMPUTE, "loss", at(one.forward[last][1]), at(one.lost))
+        yield Span(COMPUTE, "update", at(one.averaged), at(one.updated))
+
+    def _sizes(self, name: str | None, unit: _Watched | None = None) -> tuple[int, int]:
+        """Bytes that are gathered and that are reduced for a block; for the whole unit where no name is given."""
+        units = [unit] if unit is not None else [unit for unit in self._units if name in unit.blocks]
+        nbytes = gradient_nbytes = 0
+        for group in units[0].groups:
+            for one in group.fsdp_params:
+                parameter = one.sharded_param
+                if name is None or self._names[parameter].startswith(f"{name}."):
+                    policy, numel = group.mp_policy, parameter.numel()
+                    kept = policy.param_dtype or parameter.dtype
+                    nbytes += numel * kept.itemsize
+                    gradient_nbytes += numel * (policy.reduce_dtype or kept).itemsize * parameter.requires_grad
+        return nbytes, gradient_nbytes
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
+
+
+class _Timed:
+    """A collective of FSDP2's with marks around it."""
+
+    def __init__(self, inner: Any, record: Callable[[object, object], None], clock: Any) -> None:
+        self._inner, self._record, self._clock = inner, record, clock
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.allocate(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start = self._clock.mark()
+        result = self._inner(*args, **kwargs)
+        self._record(start, self._clock.mark())
+        return result
+
+
+def _units(model: nn.Module) -> list[_Watched]:
+    """FSDP2's units in the order of the model's modules; one that holds others has no block, and is of the rest."""
+    found: dict[int, _Watched] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        check_seams("torch", TESTED, module, SEAMS)
+        groups = parameter_groups(module)
+        state = module._get_fsdp_state()
+        assert isinstance(module, nn.Module)
+        holds_others = any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module)
+        if id(state) in found:
+            found[id(state)].blocks[path] = module
+        elif groups or not holds_others:
+            for group in groups:
+                if missing := next((part for part in PARTS if not hasattr(group, part)), None):
+                    raise unsupported("torch", TESTED, f"{type(group).__name__} has no {missing}")
+            blocks: dict[str, nn.Module] = {} if holds_others or not path else {path: module}
+            found[id(state)] = _Watched(path or REST_LABEL, module, blocks, groups)
+    units = [
+        _Watched(unit_label(list(unit.blocks)) if unit.blocks else unit.label, unit.module, unit.blocks, unit.groups)
+        for unit in found.values()
+    ]
+    if not any(unit.blocks for unit in units):
+        raise ValueError(
+            "the model has no units to watch: call ab.shard(model, mesh), or fully_shard() for its blocks and itself"
+        )
+    return units
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a module's output that will have a gradient."""
+    if isinstance(output, torch.Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, list | tuple):
+        for one in output:
+            yield from _tensors(one)
+    elif isinstance(output, dict):
+        for one in output.values():
+            yield from _tensors(one)

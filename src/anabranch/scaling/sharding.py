@@ -1,0 +1,99 @@
+"""Strategies that shard the model by FSDP2, over all ranks or inside nodes (HSDP), at any world size."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+
+from anabranch.alpha_beta import TwoLevel
+from anabranch.network import Network
+from anabranch.scaling.sweep import Ran
+from anabranch.sharded import Block, Links, ShardedTrace, ShardingPlan, plan, step_s
+from anabranch.trace import Trace
+
+KEPT, RESHARD, PLANNED = "", "reshard", "planned"
+FSDP2, HSDP = "fsdp2", "hsdp"
+WAYS = tuple(f"{family}{':' * bool(units)}{units}" for family in (FSDP2, HSDP) for units in (KEPT, RESHARD, PLANNED))
+ASSUMPTIONS = (
+    "blocks of sharded strategies are the parameters with the same number in their names, and forward is divided among "
+    "them as backward is; their gathers and reduce-scatters take half an all-reduce each; memory is not bounded",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What the name of a strategy says: a unit per block, kept or freed (":reshard") after forward, or planned units.
+
+    ``nodes``: the model is sharded inside each node, and averaged between nodes (HSDP).
+    """
+
+    nodes: bool
+    units: str
+
+    @classmethod
+    def named(cls, name: str) -> "Sharding":
+        """The strategy of this name; ValueError if there is none."""
+        if name not in WAYS:
+            raise ValueError(f"--sharded is {name!r}: expected one of {', '.join(WAYS)}")
+        family, _, units = name.partition(":")
+        return cls(family == HSDP, units)
+
+    def __call__(self, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
+        """Planned for the first network and the quiet trace, as planners of buckets are."""
+        here, *others = (self.links(network) for network in networks)
+        trace = sharded_trace(quiet)
+        names = [block.name for block in trace.blocks]
+        chosen = plan(trace, here) if self.units == PLANNED else ShardingPlan.per_block(names, self.units == RESHARD)
+        run = sharded_trace(real, names)
+        return Ran(len(chosen), 1, [step_s(run, chosen, links) for links in (here, *others)])
+
+    def links(self, network: Network) -> Links:
+        """What a step sends on, on this network."""
+        if not self.nodes:
+            return Links(network)
+        model = network.model
+        if not isinstance(model, TwoLevel):
+            raise ValueError("hsdp shards inside nodes, and this network has none: expected one like nvlink+25gbe")
+        inside = min(network.world_size, model.ranks_per_node)
+        count = ceil(network.world_size / model.ranks_per_node)
+        if count == 1:
+            return Links(Network.modelled(inside, model.inside))
+        # The shards of a node pass its one card together.
+        card = replace(model.across, beta_s_per_byte=inside * model.across.beta_s_per_byte)
+        return Links(Network.modelled(inside, model.inside), Network.modelled(count, card))
+
+
+def sharded_trace(trace: Trace, names: Sequence[str] | None = None) -> ShardedTrace:
+    """The blocks of a trace: parameters whose names begin alike, up to a number ("layer1.0.conv.weight": "layer1.0").
+
+    A block's backward ends with its last gradient. ``names``: the order of forward, where it is known. ValueError if
+    no name has a number.
+    """
+    ready_s: dict[str, float] = {}
+    nbytes: dict[str, int] = {}
+    for tensor in trace.tensors:
+        block = block_of(tensor.name)
+        nbytes[block] = nbytes.get(block, 0) + tensor.nbytes
+        ready_s[block] = tensor.ready_s
+    rest = nbytes.pop("", 0)
+    if not nbytes:
+        raise ValueError(
+            f"no block can be told from the names of the trace, such as {trace.tensors[0].name}: sharded strategies "
+            "need names with the numbers of layers, such as layers.0.weight"
+        )
+    order = list(reversed(names)) if names is not None else sorted(nbytes, key=lambda block: ready_s[block])
+    ends = [ready_s[block] for block in order[:-1]] + [trace.backward_s]
+    spans = [max(0.0, end - start) for start, end in pairwise([0.0, *ends])]
+    total = sum(spans) or 1.0
+    blocks = [
+        Block(block, nbytes[block], nbytes[block], trace.forward_s * span / total, span)
+        for block, span in zip(order, spans, strict=True)
+    ]
+    return ShardedTrace(tuple(reversed(blocks)), rest, rest)
+
+
+def block_of(name: str) -> str:
+    """The part of a parameter's name up to a number; empty where there is none."""
+    parts = name.split(".")
+    at = next((place for place, part in enumerate(parts[:-1]) if part.isdigit()), -1)
+    return ".".join(parts[: at + 1])
