@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ def test_the_weights_of_ddp_with_one_recompilation(order: str, scenario: str) ->
             assert len(answer["parts"]) == answer["compiled"].count(*later) < LAYERS
         else:
             assert len(answer["parts"]) == LAYERS
+
+
+def test_fewer_cuts_and_ddps_own_are_tried_where_cuts_may_be_dear() -> None:
+    dear = {"policy": replace(SCENARIOS["keeps the plan"], cut_doubt=1e9)}  # keeps whatever it tries
+    for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", dear):
+        assert answer["apart"] < 1e-6
+        assert "in_pairs, graphs cut for it, fewer cuts" in answer["explained"]
+        assert "* DDP's own buckets, DDP's cuts" in answer["explained"]
+        assert len(answer["parts"]) == 1, "all of these gradients are one bucket of DDP"
+        assert len(set(answer["compiled"])) == 3, "the last version has the cuts of the one before"
 
 
 def test_recorded_gradients_are_spread_over_backward() -> None:

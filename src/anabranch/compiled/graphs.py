@@ -52,6 +52,7 @@ class CompiledGraphs:
         self._codes: set[CodeType] = set()  # of the forward methods of the module's parts
         self.round = 0  # counts the changes of ``_parts``
         self.compiled_s: list[float] = []  # seconds of compiling, by round
+        self._forward_done_s: float | None = None  # when a forward was compiled whose step has not ended
 
     @property
     def cuts_graphs(self) -> bool:
@@ -63,6 +64,7 @@ class CompiledGraphs:
 
         Call it in each forward: torch imports its compiler in the first one.
         """
+        self._forward_done_s = None  # of a step whose end nobody saw, such as one of several that are accumulated
         if self._installed:
             return
         self._installed = True
@@ -118,8 +120,31 @@ class CompiledGraphs:
         """Add to the time that compiling has taken in this round."""
         self.compiled_s += [0.0] * (self.round + 1 - len(self.compiled_s))
         self.compiled_s[self.round] += seconds
+        self._forward_done_s = perf_counter()
 
     # Called by the tuner.
+
+    @property
+    def parts(self) -> Parts | None:
+        """What graphs are cut for; None: as finely as at first."""
+        return self._parts
+
+    @property
+    def can_change(self) -> bool:
+        """Whether there is a graph that can be compiled again."""
+        return any(graph.can_change for graph in self._alive)
+
+    def cuts_for(self, parts: Parts | None) -> int:
+        """How many cuts there are in all graphs if they are cut for these parts; None: as finely as at first."""
+        return sum(
+            len(graph.fine if parts is None else cuts_for(parts, graph.shape, graph.fine)) for graph in self._alive
+        )
+
+    def step_ended(self) -> None:
+        """A step has ended: torch compiles backward when it first runs, so the rest of the step counts, too."""
+        if self._forward_done_s is not None:
+            self.compiled_s[-1] += perf_counter() - self._forward_done_s
+            self._forward_done_s = None
 
     def would_change(self, parts: Parts) -> bool:
         """Whether ``cut_for`` would have a graph compiled again."""
@@ -151,7 +176,7 @@ class CompiledGraphs:
             where = finely if self._parts is None else "where buckets end"
             lines.append(
                 f"Compiled: {len(graphs)} graph{'s' * (len(graphs) > 1)} in {parts} part{'s' * (parts > 1)}, cut "
-                f"{where}. Forward was compiled in {' and '.join(seconds)}."
+                f"{where}. Compiling took {' and '.join(seconds)}, with the step in which it happened."
             )
         elif (reason := _uncut_reason()) and _has_compiled():
             self.note(reason)
