@@ -1,5 +1,7 @@
 """Training compiled models: the weights of DDP, gradients that leave part by part, and how often torch compiles."""
 
+import json
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +14,10 @@ import torch
 from anabranch import Bucket, Lean, Network, OkTopk, Plan, Trace, planners
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.sparse.naming import kind_of
+from anabranch.tuning import tuner
+from anabranch.tuning.live_trials import LiveTrials
 from compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
+from observe.trace_events import check_format, of_rank
 from parallel.twins import SCENARIOS, ring, steps
 from ranks import on_ranks
 
@@ -101,8 +106,8 @@ def test_inductor(order: str) -> None:
         assert len(set(answer["compiled"])) == 2, answer["explained"]
 
 
-def launches(rank: int) -> dict[str, Any]:
-    """With a given plan: the order of parts and launches, and the timeline."""
+def launches(rank: int, path: str) -> dict[str, Any]:
+    """With a given plan: the order of parts and launches, the timeline, and a trace of the last steps."""
     log = Log()
     _, net = pair()
     plan = pairs_of([name for name, _ in net.named_parameters()])
@@ -114,6 +119,7 @@ def launches(rank: int) -> dict[str, Any]:
         return launch(self, index, buffer)
 
     BucketLauncher.launch = noted  # type: ignore[method-assign]
+    made.trace_steps(8, 10, path)
     for step in range(10):
         log.step = step
         log.events.clear()
@@ -127,11 +133,50 @@ def launches(rank: int) -> dict[str, Any]:
     }
 
 
-def test_a_given_plan_is_compiled_once_and_each_bucket_leaves_when_its_part_ends() -> None:
-    for answer in on_ranks(launches, 2):
+def test_a_given_plan_is_compiled_once_and_each_bucket_leaves_when_its_part_ends(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for answer in on_ranks(launches, 2, str(path)):
         assert answer["compiled"] == [0] * (LAYERS // 2)
         assert answer["events"] == [f"{what}" for i in range(LAYERS // 2) for what in ("backward", f"launch {i}")]
         assert answer["overlap"] > 0
+    document = json.loads(path.read_text())
+    check_format(document)
+    for rank in range(2):
+        backwards = {event["args"]["step"]: event for event in of_rank(document, rank, name="backward")}
+        assert list(backwards) == [8, 9, 10]
+        for step, backward in backwards.items():
+            end = backward["ts"] + backward["dur"]
+            ready = {event["ts"] for event in of_rank(document, rank, cat="gradient") if event["args"]["step"] == step}
+            sent = [e["args"] for e in of_rank(document, rank, cat="communication") if e["args"]["step"] == step]
+            assert len(ready) >= LAYERS // 2, "gradients are ready part by part"
+            assert sum(bucket["launched_us"] < end for bucket in sent) >= LAYERS // 2 - 1, "all but the last overlap"
+
+
+def doubtful(rank: int) -> dict[str, Any]:
+    """A plan has won by luck: the steps in which it was tried once more, and those in which graphs were compiled."""
+    decided: list[str] = []  # by verdict, the stage
+    tuner.simulated_gain = lambda *_: math.inf  # type: ignore[attr-defined]
+    log, (_, net) = Log(), pair()
+    options = {"planner": in_pairs, "lanes": 1, "profile_steps": 2, "network": ring()}
+    made, called = compiled(net, "compile(DP)", log, policy=SCENARIOS["keeps the plan"], **options)
+
+    def verdict(self: LiveTrials, *_: Any) -> str:
+        decided.append(f"{made.explain().splitlines()[0]} after {len(set(log.compiled))} compilations")
+        return "faster"
+
+    LiveTrials._verdict = verdict  # type: ignore[method-assign,assignment]
+    for log.step in range(24):
+        called(inputs(rank, log.step)).square().mean().backward()
+    return {"decided": decided, "explained": made.explain()}
+
+
+def test_a_doubtful_plan_wins_again_before_graphs_are_compiled_for_it() -> None:
+    for answer in on_ranks(doubtful, 2):
+        tried, again, cut = answer["decided"]
+        assert "trying in_pairs." in tried and tried.endswith("after 1 compilations")
+        assert "trying in_pairs once more" in again and again.endswith("after 1 compilations")
+        assert "compiling for in_pairs" in cut and cut.endswith("after 2 compilations")
+        assert "running in_pairs, graphs cut for it" in answer["explained"]
 
 
 def compressed(rank: int, kind: str) -> dict[str, Any]:
