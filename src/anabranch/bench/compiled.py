@@ -56,6 +56,11 @@ def compiled_step(step: Step, wrapped: nn.Module, backend: CountingBackend) -> S
     return run
 
 
+def start_compiler(device: torch.device) -> None:
+    """Compile something small, so that the first contestant does not pay for starting the compiler."""
+    torch.compile(lambda x: x + 1, backend=BACKEND)(torch.zeros(1, device=device))
+
+
 def compiled_references(workload: Workload, backends: Mapping[str, CountingBackend]) -> list[Contestant]:
     """Computing alone and stock DDP, compiled; each keeps its model between its turns."""
     found = []

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.alpha_beta import AlphaBeta
-from anabranch.bench.compiled import CountingBackend, compiled_name, compiled_references, compiled_step
+from anabranch.bench.compiled import CountingBackend, compiled_name, compiled_references, compiled_step, start_compiler
 from anabranch.bench.compress import Rival, compression
 from anabranch.bench.contestants import (
     DDP_OPTIONS,
@@ -88,6 +88,8 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
     rivals = {text: kind for text, kind in compressions.items() if isinstance(kind, Rival)}
     contestants = _contestants(workload, settings, ours, compressed, rivals)
     backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
+    if settings.compiled:
+        start_compiler(workload.device)
     kinds: Mapping[str, Compress] = {OURS: None} | {
         compressed[text].name: kind for text, kind in compressions.items() if not isinstance(kind, Rival)
     }

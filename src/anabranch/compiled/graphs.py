@@ -163,7 +163,8 @@ class CompiledGraphs:
 
     def note_late(self, what: str) -> None:
         """All gradients came at the end of backward: remember why, or ``what`` if nobody knows, for explain()."""
-        if not self._notes:
+        is_cut = any(graph.cuts for graph in self._alive)  # then they came late by chance, or the model is odd
+        if not self._notes and not is_cut:
             self.note(_uncut_reason() or what)
 
     def lines(self) -> list[str]:
@@ -171,12 +172,13 @@ class CompiledGraphs:
         lines = []
         if graphs := self._alive:
             parts = sum(len(graph.cuts) + 1 for graph in graphs)
-            seconds = [f"{took_s:.1f} s" for took_s in self.compiled_s if took_s]
+            *seconds, last = [f"{took_s:.1f} s" for took_s in self.compiled_s if took_s]
+            took = f"{', '.join(seconds)} and {last}" if seconds else last
             finely = "finely" if self._settled else "finely, to see when gradients could leave"
             where = finely if self._parts is None else "where buckets end"
             lines.append(
                 f"Compiled: {len(graphs)} graph{'s' * (len(graphs) > 1)} in {parts} part{'s' * (parts > 1)}, cut "
-                f"{where}. Compiling took {' and '.join(seconds)}, with the step in which it happened."
+                f"{where}. Compiling took {took}, with the step in which it happened."
             )
         elif (reason := _uncut_reason()) and _has_compiled():
             self.note(reason)
