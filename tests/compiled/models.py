@@ -70,7 +70,8 @@ class Log:
             return lambda _: self.events.append(name)
 
         for name, parameter in module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(noter(name))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(noter(name))
 
     def parts(self) -> list[list[str]]:
         """The gradients that left together in the last steps, after each backward of a part."""

@@ -92,7 +92,7 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
             def __init__(self, *arguments: Any) -> None:
                 super().__init__(*arguments)
 
-        torch_cutter.SubmodCompiler = Renamed  # type: ignore[misc]
+        torch_cutter.SubmodCompiler = Renamed  # type: ignore[misc,assignment]
     log = Log()
     theirs, net = pair(MODELS[model])
     planner = in_pairs if isinstance(net, Net) else "by_bytes"

@@ -80,6 +80,10 @@ class CompiledGraphs:
             self.note(f"torch cuts graphs by bytes, and not where buckets end, since {error}")
         _WRAPPED.add(self)
 
+    def close(self) -> None:
+        """The wrapper is closed: torch shall not use its graphs for the next wrapper of this module."""
+        _WRAPPED.discard(self)
+
     # Called by torch, through cutter.py.
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], compile_parts: CompileParts) -> Compiled | None:

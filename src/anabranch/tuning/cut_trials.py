@@ -60,7 +60,10 @@ class CutTrials:
         Returns the measured seconds that a cut costs; 0 if nothing was measured.
         """
         graphs = self._graphs
-        if not self._decide(graphs.would_change(parts)):
+        changes = graphs.would_change(parts)
+        if not self._decide(changes):
+            if not changes:
+                graphs.cut_for(parts)  # for graphs that torch makes later
             return 0.0
         graphs.cut_for(parts)
         yield from steps(self._policy.warmup_steps)
