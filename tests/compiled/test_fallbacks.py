@@ -138,6 +138,7 @@ def test_what_stands_in_the_way(model: str, how: str, sentence: str) -> None:
         assert answer["apart"] < 1e-5
         assert sentence in answer["explained"]
         assert max(answer["compiled"], default=0) <= 1, "nothing is compiled again for a plan"
+        assert how != "dynamic" or answer["compiled"].count(1) == 1, "cut as DDP's would be: these are one bucket"
 
 
 @pytest.mark.slow

@@ -35,11 +35,13 @@ def pairs_of(names: Sequence[str]) -> Plan:
     return Plan(tuple(Bucket(tuple(group)) for group in groups))
 
 
-def trained(rank: int, order: str, scenario: str, backend: str, options: dict[str, Any]) -> dict[str, Any]:
+def trained(
+    rank: int, order: str, scenario: str, backend: str, options: dict[str, Any], part_s: float = 0.0
+) -> dict[str, Any]:
     """Train beside an eager DDP, until there is a choice and some steps more."""
     if backend:
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
-    log = Log(name=backend)
+    log = Log(name=backend, part_s=part_s)
     theirs, net = pair()
     defaults = {"planner": in_pairs, "lanes": 1, "profile_steps": 2, "network": ring(), "policy": SCENARIOS[scenario]}
     made, called = compiled(net, order, log, **{**defaults, **options})
@@ -90,7 +92,7 @@ def test_fewer_cuts_and_ddps_own_are_tried_where_cuts_may_be_dear() -> None:
 
 
 def test_recorded_gradients_are_spread_over_backward() -> None:
-    for answer in on_ranks(trained, 2, "compile(DP)", "goes back", "", {}):
+    for answer in on_ranks(trained, 2, "compile(DP)", "goes back", "", {}, 0.02):
         assert [sorted({name.split(".")[1] for name in part if "layers" in name}) for part in answer["parts"]] == [
             [str(layer)] for layer in reversed(range(LAYERS))
         ]

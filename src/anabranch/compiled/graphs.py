@@ -19,8 +19,8 @@ Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in or
 
 CUT_MODE = "ddp_optimizer"  # of torch's compiler: it cuts graphs for DDP
 DYNAMIC_SHAPES = (
-    "a graph has dynamic shapes, so it stays cut as it was when torch compiled it: inputs of one shape, or "
-    "torch.compile(dynamic=False), let the plan cut it"
+    "a graph has dynamic shapes, so it stays as it is: cut for the plan that there was when torch compiled it, or else "
+    "by bytes, as for DDP; inputs of one shape, or torch.compile(dynamic=False), let the plan cut it"
 )
 SEVERAL_MODULES = (
     "one graph serves several modules, as where blocks are compiled one by one (their gradients leave block by block) "
@@ -99,9 +99,15 @@ class CompiledGraphs:
         if not shape.first_use:
             return None
         fine = fine_cuts(shape, model_nbytes)
+        is_dynamic = bool(fine) and has_dynamic_shapes(graph.graph)
+        if is_dynamic:
+            self.note(DYNAMIC_SHAPES)
+            self._settle_like(shape)  # torch has compiled them anew, for all shapes
+            if self._parts is None:
+                return None  # fine cuts would stay for good, whatever they cost
         sample = names.index(next(iter(shape.first_use)))
         made = CutGraph(self, graph, shape, fine, sample, inputs, compile_parts)
-        if self._settled:
+        if self._settled or is_dynamic:
             made.settle()
         self._graphs.append(weakref.ref(made))
         return made
@@ -110,7 +116,7 @@ class CompiledGraphs:
         """Where a graph is to be cut now; ``fine``: where it may be."""
         return fine if self._parts is None else cuts_for(self._parts, shape, fine)
 
-    def settle_like(self, shape: GraphShape) -> None:
+    def _settle_like(self, shape: GraphShape) -> None:
         """Keep the cuts of graphs with the same parameters."""
         for graph in self._alive:
             if graph.shape.first_use.keys() == shape.first_use.keys():
@@ -257,10 +263,6 @@ class CutGraph:
         self._round = owner.round
         self._run = self._timed(inputs, again=False)
         self._compiled = {self.cuts: self._run}
-        if has_dynamic_shapes(graph.graph) and fine:
-            owner.note(DYNAMIC_SHAPES)
-            owner.settle_like(shape)  # torch has compiled them anew, for all shapes
-            self.settle()
 
     @property
     def can_change(self) -> bool:
