@@ -76,7 +76,8 @@ def compiled_lines(benchmark: Benchmark) -> list[str]:
         others = [other for other in (stock, row.name.removesuffix(COMPILED), alone) if other != row.name]
         ratios = [f"{row.ratio_to(benchmark.row(other)):.2f} × {other}" for other in others if other in names]
         alone_s = sum(benchmark.row(alone).compile_s) if alone in names else 0.0
-        took = f"; compiling {sum(row.compile_s) / alone_s:.1f} × as long as without cuts" if alone_s else ""
+        times = " + ".join(f"{step_s / alone_s:.1f}" for step_s in row.compile_s) if alone_s else ""
+        took = f"; compiling {times} × as long as without cuts" if times else ""
         lines.append(f"{row.name}: a step takes {', '.join(ratios)}{took}.")
     return lines
 
