@@ -343,6 +343,7 @@ class LeanDataParallel(Tuned, nn.Module):
         """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
         if self._tuner is not None:
             self._release()
+            self._graph_cutter.close()
             self._undo_activations()
         layout = self.__dict__.pop("_layout", None)  # also after a constructor that failed before there was a tuner
         if layout is not None:

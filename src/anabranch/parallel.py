@@ -181,6 +181,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
         if self._tuner is not None:
             self._release()
+            self._graph_cutter.close()
         self._mark_closed()
         self._layout = None
         self._alone = False

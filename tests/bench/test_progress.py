@@ -35,6 +35,12 @@ def test_the_time_left_follows_from_the_median_step_and_the_usual_number_of_step
     assert len(lines) == 2
 
 
+def test_a_first_step_that_compiles_says_nothing_about_the_others() -> None:
+    lines = searched(30, lambda step: 60.0 if step == 0 else 0.6)
+    assert lines[0][1] == f"resnet50: choosing, step 1 of about {USUAL_TRIALS * 13}"
+    assert lines[1][1].endswith(f"{time_left(0.6 * (USUAL_TRIALS * 13 - 26))}")
+
+
 def test_lines_are_rare() -> None:
     lines = searched(2500, lambda step: 0.01)
     instants = [at_s for at_s, _ in lines]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import sleep
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Log:
     step: int = 0
     symbolic: bool = False  # a part was compiled for any shape
     name: str = ""  # another backend of torch, which does not tell when its parts run
+    part_s: float = 0.0  # what the backward of each part takes at least, so that a busy machine changes little
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         self.compiled.append(self.step)
@@ -56,6 +58,7 @@ class Log:
         def backward(module: Any, _: Any) -> Any:
             def run(*values: Any) -> Any:
                 results = module(*values)
+                sleep(self.part_s)
                 self.events.append("backward")
                 return results
 
@@ -70,7 +73,8 @@ class Log:
             return lambda _: self.events.append(name)
 
         for name, parameter in module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(noter(name))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(noter(name))
 
     def parts(self) -> list[list[str]]:
         """The gradients that left together in the last steps, after each backward of a part."""

@@ -1,7 +1,10 @@
 """Training compiled models: the weights of DDP, gradients that leave part by part, and how often torch compiles."""
 
+import json
+import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,10 @@ import torch
 from anabranch import Bucket, Lean, Network, OkTopk, Plan, Trace, planners
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.sparse.naming import kind_of
+from anabranch.tuning import tuner
+from anabranch.tuning.live_trials import LiveTrials
 from compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
+from observe.trace_events import check_format, of_rank
 from parallel.twins import SCENARIOS, ring, steps
 from ranks import on_ranks
 
@@ -29,11 +35,13 @@ def pairs_of(names: Sequence[str]) -> Plan:
     return Plan(tuple(Bucket(tuple(group)) for group in groups))
 
 
-def trained(rank: int, order: str, scenario: str, backend: str, options: dict[str, Any]) -> dict[str, Any]:
+def trained(
+    rank: int, order: str, scenario: str, backend: str, options: dict[str, Any], part_s: float = 0.0
+) -> dict[str, Any]:
     """Train beside an eager DDP, until there is a choice and some steps more."""
     if backend:
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
-    log = Log(name=backend)
+    log = Log(name=backend, part_s=part_s)
     theirs, net = pair()
     defaults = {"planner": in_pairs, "lanes": 1, "profile_steps": 2, "network": ring(), "policy": SCENARIOS[scenario]}
     made, called = compiled(net, order, log, **{**defaults, **options})
@@ -73,8 +81,18 @@ def test_the_weights_of_ddp_with_one_recompilation(order: str, scenario: str) ->
             assert len(answer["parts"]) == LAYERS
 
 
+def test_fewer_cuts_and_ddps_own_are_tried_where_cuts_may_be_dear() -> None:
+    dear = {"policy": replace(SCENARIOS["keeps the plan"], cut_doubt=1e9)}  # keeps whatever it tries
+    for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", dear):
+        assert answer["apart"] < 1e-6
+        assert "in_pairs, graphs cut for it, fewer cuts" in answer["explained"]
+        assert "* DDP's own buckets, DDP's cuts" in answer["explained"]
+        assert len(answer["parts"]) == 1, "all of these gradients are one bucket of DDP"
+        assert len(set(answer["compiled"])) == 3, "the last version has the cuts of the one before"
+
+
 def test_recorded_gradients_are_spread_over_backward() -> None:
-    for answer in on_ranks(trained, 2, "compile(DP)", "goes back", "", {}):
+    for answer in on_ranks(trained, 2, "compile(DP)", "goes back", "", {}, 0.02):
         assert [sorted({name.split(".")[1] for name in part if "layers" in name}) for part in answer["parts"]] == [
             [str(layer)] for layer in reversed(range(LAYERS))
         ]
@@ -90,8 +108,8 @@ def test_inductor(order: str) -> None:
         assert len(set(answer["compiled"])) == 2, answer["explained"]
 
 
-def launches(rank: int) -> dict[str, Any]:
-    """With a given plan: the order of parts and launches, and the timeline."""
+def launches(rank: int, path: str) -> dict[str, Any]:
+    """With a given plan: the order of parts and launches, the timeline, and a trace of the last steps."""
     log = Log()
     _, net = pair()
     plan = pairs_of([name for name, _ in net.named_parameters()])
@@ -103,6 +121,7 @@ def launches(rank: int) -> dict[str, Any]:
         return launch(self, index, buffer)
 
     BucketLauncher.launch = noted  # type: ignore[method-assign]
+    made.trace_steps(8, 10, path)
     for step in range(10):
         log.step = step
         log.events.clear()
@@ -116,11 +135,50 @@ def launches(rank: int) -> dict[str, Any]:
     }
 
 
-def test_a_given_plan_is_compiled_once_and_each_bucket_leaves_when_its_part_ends() -> None:
-    for answer in on_ranks(launches, 2):
+def test_a_given_plan_is_compiled_once_and_each_bucket_leaves_when_its_part_ends(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for answer in on_ranks(launches, 2, str(path)):
         assert answer["compiled"] == [0] * (LAYERS // 2)
         assert answer["events"] == [f"{what}" for i in range(LAYERS // 2) for what in ("backward", f"launch {i}")]
         assert answer["overlap"] > 0
+    document = json.loads(path.read_text())
+    check_format(document)
+    for rank in range(2):
+        backwards = {event["args"]["step"]: event for event in of_rank(document, rank, name="backward")}
+        assert list(backwards) == [8, 9, 10]
+        for step, backward in backwards.items():
+            end = backward["ts"] + backward["dur"]
+            ready = {event["ts"] for event in of_rank(document, rank, cat="gradient") if event["args"]["step"] == step}
+            sent = [e["args"] for e in of_rank(document, rank, cat="communication") if e["args"]["step"] == step]
+            assert len(ready) >= LAYERS // 2, "gradients are ready part by part"
+            assert sum(bucket["launched_us"] < end for bucket in sent) >= LAYERS // 2 - 1, "all but the last overlap"
+
+
+def doubtful(rank: int) -> dict[str, Any]:
+    """A plan has won by luck: the steps in which it was tried once more, and those in which graphs were compiled."""
+    decided: list[str] = []  # by verdict, the stage
+    tuner.simulated_gain = lambda *_: math.inf  # type: ignore[attr-defined]
+    log, (_, net) = Log(), pair()
+    options = {"planner": in_pairs, "lanes": 1, "profile_steps": 2, "network": ring()}
+    made, called = compiled(net, "compile(DP)", log, policy=SCENARIOS["keeps the plan"], **options)
+
+    def verdict(self: LiveTrials, *_: Any) -> str:
+        decided.append(f"{made.explain().splitlines()[0]} after {len(set(log.compiled))} compilations")
+        return "faster"
+
+    LiveTrials._verdict = verdict  # type: ignore[method-assign,assignment]
+    for log.step in range(24):
+        called(inputs(rank, log.step)).square().mean().backward()
+    return {"decided": decided, "explained": made.explain()}
+
+
+def test_a_doubtful_plan_wins_again_before_graphs_are_compiled_for_it() -> None:
+    for answer in on_ranks(doubtful, 2):
+        tried, again, cut = answer["decided"]
+        assert "trying in_pairs." in tried and tried.endswith("after 1 compilations")
+        assert "trying in_pairs once more" in again and again.endswith("after 1 compilations")
+        assert "compiling for in_pairs" in cut and cut.endswith("after 2 compilations")
+        assert "running in_pairs, graphs cut for it" in answer["explained"]
 
 
 def compressed(rank: int, kind: str) -> dict[str, Any]:
@@ -180,24 +238,32 @@ def test_lean(order: str) -> None:
 
 
 def compiled_before(rank: int) -> dict[str, Any]:
-    """The model was compiled, and trained a step, before it was wrapped; another one of its class was, too."""
+    """The model was compiled, and trained a step, before it was wrapped; another one of its class was, too.
+
+    Then the wrapper is closed, and the model is wrapped again, with another plan.
+    """
     log = Log()
     _, net = pair()
     for module in (net, pair()[1]):
         module.compile(backend=log)
         module(inputs(rank, 0)).square().mean().backward()
     before = len(log.compiled)
-    made, called = compiled(net, "wrapped", log, plan=pairs_of([name for name, _ in net.named_parameters()]))
-    for log.step in range(1, 4):
-        log.events.clear()
-        called(inputs(rank, log.step)).square().mean().backward()
-    return {"before": before, "parts": log.parts(), "explained": made.explain()}
+    names = [name for name, _ in net.named_parameters()]
+    parts = []
+    for plan in (pairs_of(names), Plan((Bucket(tuple(reversed(names))),))):
+        made, called = compiled(net, "wrapped", log, plan=plan)
+        for log.step in range(1, 4):
+            log.events.clear()
+            called(inputs(rank, log.step)).square().mean().backward()
+        parts.append(len([event for event in log.events if event == "backward"]))
+        made.close()
+    return {"before": before, "parts": parts}
 
 
 def test_a_model_that_was_compiled_before_it_was_wrapped_is_cut() -> None:
     for answer in on_ranks(compiled_before, 2):
         assert answer["before"] == 1, "torch keeps one graph for both models"
-        assert len(answer["parts"]) == LAYERS // 2
+        assert answer["parts"] == [LAYERS // 2, 1]
 
 
 def with_cache(rank: int, folder: str, count: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from anabranch.report.benchmark import benchmark_report, closing_lines, markdown
+from anabranch.report.benchmark import benchmark_report, closing_lines, compiled_lines, markdown
 from anabranch.report.documents import BenchDocument, Benchmark, BenchmarkRow, printed
 
 
@@ -120,3 +120,23 @@ def test_a_benchmark_has_ddp_and_as_many_turns_for_all() -> None:
         example(rows=(BenchmarkRow("DataParallel", (0.1,)),))
     with pytest.raises(ValueError, match=r"of \[1, 2\] turns"):
         example(rows=(BenchmarkRow("DDP", (0.1,)), BenchmarkRow("DataParallel", (0.1, 0.2))))
+
+
+def test_compiled_contestants_stand_beside_their_twins_and_say_what_compiling_took() -> None:
+    compiled = (
+        BenchmarkRow("compute only, compiled", (0.04,) * 3, compile_s=(20.0,)),
+        BenchmarkRow("DDP, compiled", (0.12,) * 3, compile_s=(22.0,)),
+        BenchmarkRow("DataParallel, compiled", (0.06,) * 3, compile_s=(18.0, 10.0)),
+    )
+    found = example(rows=(*example().rows, *compiled))
+    lines = [
+        "DDP, compiled: a step takes 1.20 × DDP, 3.00 × compute only, compiled; compiling 1.1 × as long as without "
+        "cuts.",
+        "DataParallel, compiled: a step takes 0.50 × DDP, compiled, 0.67 × DataParallel, 1.50 × compute only, "
+        "compiled; compiling 0.9 + 0.5 × as long as without cuts.",
+    ]
+    assert compiled_lines(found) == lines
+    assert "18.0 + 10.0" in shown(found)
+    text = markdown("Benchmark", [found])
+    assert all(line in text for line in lines) and "| compiled s |" in text
+    assert compiled_lines(example()) == [] and "compiled" not in shown(example()).partition("Bound")[0]

@@ -50,7 +50,9 @@ def cache_of(
 
 
 def keep(cache: TrainingCache, choice: CachedChoice) -> None:
-    cache.write(choice.label, choice.plan, [choice.step_s] * 3, choice.default_step_s, choice.network, choice.trace)
+    cache.write(
+        choice.label, choice.plan, [choice.step_s] * 3, choice.default_step_s, choice.network, choice.trace, None
+    )
 
 
 class Lines(logging.Handler):
@@ -219,13 +221,13 @@ def evidence(rank: int, folder: str) -> list[Any]:
     assert dist.group.WORLD is not None
     lines, model = Lines(), mlp()
     cache, choice = cache_of(model, folder), choice_for(model, 1)
-    cache.write("too early", choice.plan, [1.0], 2.0, choice.network, choice.trace)
+    cache.write("too early", choice.plan, [1.0], 2.0, choice.network, choice.trace, None)
     assert cache.read(dist.group.WORLD, 2) is None
     for steps_s, default_step_s in (([], 1.0), ([0.0], 1.0), ([float("nan")], 1.0), ([1.0], 0.0), ([1.0], -1.0)):
-        cache.write("nothing", choice.plan, steps_s, default_step_s, choice.network, choice.trace)
-    cache.write("other gradients", choice_for(mlp(2), 1).plan, [1.0], 1.0, choice.network, choice.trace)
+        cache.write("nothing", choice.plan, steps_s, default_step_s, choice.network, choice.trace, None)
+    cache.write("other gradients", choice_for(mlp(2), 1).plan, [1.0], 1.0, choice.network, choice.trace, None)
     assert len(lines.found) == 6 and cache.read(dist.group.WORLD, 2) is None
-    cache.write("kept", choice.plan, [3.0, 1.0, 2.0, 5.0, 4.0], 6.0, choice.network, choice.trace)
+    cache.write("kept", choice.plan, [3.0, 1.0, 2.0, 5.0, 4.0], 6.0, choice.network, choice.trace, None)
     found = cache.read(dist.group.WORLD, 2)
     assert found is not None and found.trace == choice.trace
     return [found.label, found.step_s, found.spread_s, found.gain]

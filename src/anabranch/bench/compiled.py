@@ -1,11 +1,11 @@
-"""Contestants under torch.compile, each with a backend of its own, which counts the seconds of compiling.
+"""Contestants under torch.compile, each with a backend of its own, and the steps in which torch compiles them.
 
 torch keeps compiled graphs by the code of a model's forward and by their backend. Models of one class that share a
 backend share graphs: DDP would run those of the model alone, which are not cut, and nothing would overlap.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any, cast
@@ -17,40 +17,51 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.bench.contestants import DDP_OPTIONS, Contestant, unwrapped
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
-from anabranch.report.documents import BASELINE, COMPUTE
+from anabranch.report.documents import BASELINE, COMPILED, COMPUTE
 
 BACKEND = "inductor"
 
 
 @dataclass(eq=False)
-class TimedBackend:
-    """torch's default backend; ``seconds`` is what compiling has taken so far."""
+class CountingBackend:
+    """torch's default backend; counts the graphs that it is given. ``steps_s``: the steps in which it was given any."""
 
-    seconds: float = 0.0
+    graphs: int = 0
+    steps_s: list[float] = field(default_factory=list)
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        began_s = perf_counter()
+        self.graphs += 1
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
-        self.seconds += perf_counter() - began_s
         return compiled
 
 
 def compiled_name(name: str) -> str:
     """The name of a contestant's compiled twin."""
-    return f"{name}, compiled"
+    return f"{name}{COMPILED}"
 
 
-def compiled_step(step: Step, wrapped: nn.Module, backend: TimedBackend) -> Step:
-    """The step, always through this module, compiled."""
+def compiled_step(step: Step, wrapped: nn.Module, backend: CountingBackend) -> Step:
+    """The step, always through this module, compiled; those in which torch compiles are timed.
+
+    The whole step counts: torch traces before it calls the backend, and compiles backward when that first runs.
+    """
     called = cast(nn.Module, torch.compile(wrapped, backend=backend))
 
     def run(_: nn.Module) -> None:
+        before, began_s = backend.graphs, perf_counter()
         step(called)
+        if backend.graphs > before:
+            backend.steps_s.append(perf_counter() - began_s)
 
     return run
 
 
-def compiled_references(workload: Workload, backends: Mapping[str, TimedBackend]) -> list[Contestant]:
+def start_compiler(device: torch.device) -> None:
+    """Compile something small, so that the first contestant does not pay for starting the compiler."""
+    torch.compile(lambda x: x + 1, backend=BACKEND)(torch.zeros(1, device=device))
+
+
+def compiled_references(workload: Workload, backends: Mapping[str, CountingBackend]) -> list[Contestant]:
     """Computing alone and stock DDP, compiled; each keeps its model between its turns."""
     found = []
     for name in (COMPUTE, BASELINE):
@@ -59,8 +70,3 @@ def compiled_references(workload: Workload, backends: Mapping[str, TimedBackend]
         run = compiled_step(step, wrapped, backends[compiled_name(name)])
         found.append(Contestant(compiled_name(name), partial(unwrapped, partial(run, wrapped))))
     return found
-
-
-def compile_seconds(backends: Mapping[str, TimedBackend]) -> str:
-    """What compiling each contestant took on this rank, in words."""
-    return "; ".join(f"{name} {backend.seconds:.1f} s" for name, backend in backends.items())

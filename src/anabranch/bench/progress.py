@@ -11,6 +11,8 @@ INTERVAL_S = 15.0  # between two lines
 # are predicted to gain, and on the noise of steps.
 USUAL_TRIALS, MOST_TRIALS = 6, 9
 
+FEWEST_STEPS = 3  # say how long a step takes: the first one may compile the model
+
 Say = Callable[[str], None]
 Clock = Callable[[], float]
 
@@ -43,6 +45,8 @@ class SearchProgress:
     def _line(self) -> str:
         done, step_s = len(self._steps_s), median(self._steps_s)
         usual, most = USUAL_TRIALS * self._trial_steps, MOST_TRIALS * self._trial_steps
+        if done < FEWEST_STEPS:
+            return f"choosing, step {done} of about {usual}"
         if done < usual:
             return f"choosing, step {done} of about {usual}; {time_left(step_s * (usual - done))}"
         if done < most:

@@ -15,13 +15,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.alpha_beta import AlphaBeta
-from anabranch.bench.compiled import (
-    TimedBackend,
-    compile_seconds,
-    compiled_name,
-    compiled_references,
-    compiled_step,
-)
+from anabranch.bench.compiled import CountingBackend, compiled_name, compiled_references, compiled_step, start_compiler
 from anabranch.bench.compress import Rival, compression
 from anabranch.bench.contestants import (
     DDP_OPTIONS,
@@ -95,7 +89,9 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
     }
     rivals = {text: kind for text, kind in compressions.items() if isinstance(kind, Rival)}
     contestants = _contestants(workload, settings, ours, compressed, rivals)
-    backends: dict[str, TimedBackend] = defaultdict(TimedBackend)
+    backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
+    if settings.compiled:
+        start_compiler(workload.device)
     kinds: Mapping[str, Compress] = {OURS: None} | {
         compressed[text].name: kind for text, kind in compressions.items() if not isinstance(kind, Rival)
     }
@@ -112,8 +108,8 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
     for model in tuned:
         model.parallel.close()
     skipped = () if _on_nccl() else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",)
-    facts = {**benchmark.facts, **({"compiling": compile_seconds(backends)} if backends else {})}
-    return replace(benchmark, explanation=explanation, facts=facts, skipped=skipped)
+    rows = tuple(replace(row, compile_s=tuple(backends[row.name].steps_s)) for row in benchmark.rows)
+    return replace(benchmark, rows=rows, explanation=explanation, skipped=skipped)
 
 
 def race_all(
@@ -131,7 +127,7 @@ def race_all(
         workload.unit,
         dist.get_world_size(),
         tuple(_row(contestant, turns[contestant.name], nic_counts) for contestant in contestants),
-        _bound_s(trace, median(turn.seconds for turn in turns[COMPUTE])),
+        _bound_s(trace, min(_compute_s(turns[name]) for name in (COMPUTE, compiled_name(COMPUTE)) if name in turns)),
         explanation="",
         facts=_facts(workload, settings),
     )
@@ -148,7 +144,7 @@ def _tuned(
     name: str,
     compress: Compress,
     say: Say,
-    backend: TimedBackend | None = None,
+    backend: CountingBackend | None = None,
 ) -> TunedModel:
     """A DataParallel on a model of its own, run until it has chosen a layout; compiled if there is a backend."""
     model, step = workload.build()
@@ -237,6 +233,10 @@ def nic_counts_all(baseline: Sequence[Turn], nbytes: int) -> bool:
     They do not where ranks share a host and its memory, or where RDMA bypasses the kernel.
     """
     return median(turn.sent_nbytes for turn in baseline) >= nbytes
+
+
+def _compute_s(turns: Sequence[Turn]) -> float:
+    return median(turn.seconds for turn in turns)
 
 
 def _bound_s(trace: Trace, compute_s: float) -> float:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch._dynamo.backends.distributed as torch_cutter
 import torch._inductor.config as inductor_config
+import torch.fx.passes.split_module as splitting
 from torch import fx
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.passes.split_module import split_module
 
 from anabranch.compiled.cuts import Cuts
 from anabranch.compiled.graph_shape import operations
@@ -28,12 +28,20 @@ from anabranch.ddp.reducer import running_graph_cutter
 from anabranch.seams import check_seams
 
 TESTED = "2.13.0"  # and 2.11
-SEAMS = {
-    "DDPOptimizer": ("bucket_bytes_cap", "backend_compile_fn"),
-    "SubmodCompiler": ("module", "compiler", "fake_mode"),
-    "propagate_metadata": ("orig_gm", "split_gm"),
-    "propagate_dynamo_source": ("orig_gm", "split_gm"),
-}
+SEAMS: tuple[tuple[object, Mapping[str, Sequence[str]]], ...] = (
+    (
+        torch_cutter,
+        {
+            "DDPOptimizer": ("bucket_bytes_cap", "backend_compile_fn"),
+            "SubmodCompiler": ("module", "compiler", "fake_mode"),
+            "propagate_metadata": ("orig_gm", "split_gm"),
+            "propagate_dynamo_source": ("orig_gm", "split_gm"),
+        },
+    ),
+    (torch_cutter.DDPOptimizer, {"compile_fn": ("gm", "example_inputs")}),
+    (splitting, {"split_module": ("split_callback", "keep_original_order")}),
+    (FakeTensorMode, {"from_tensor": ("static_shapes",)}),
+)
 
 CUDA_GRAPHS = (
     'mode="reduce-overhead" records CUDA graphs, so torch cuts by bytes and not where buckets end: the modes "default" '
@@ -48,7 +56,8 @@ def install() -> None:
 
     Only graphs of a DataParallel that plans are cut by us. Torch looks the class up each time it compiles.
     """
-    check_seams("torch", TESTED, torch_cutter, SEAMS)
+    for owner, seams in SEAMS:
+        check_seams("torch", TESTED, owner, seams)
     torch_class: Any = torch_cutter.DDPOptimizer
     if hasattr(torch_class, "cut_by_plan"):
         return
@@ -91,7 +100,7 @@ def compile_parts(
     ``again``: torch has compiled this graph before, and the inputs are those of a call.
     """
     part_of = {node: bisect_right(cuts, position) for position, node in enumerate(operations(graph.graph))}
-    split = split_module(graph, None, part_of.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+    split = splitting.split_module(graph, None, part_of.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     torch_cutter.propagate_dynamo_source(graph, split)
     torch_cutter.propagate_metadata(graph, split)
     fake_mode = None if again else detect_fake_mode(inputs)

@@ -19,8 +19,8 @@ Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in or
 
 CUT_MODE = "ddp_optimizer"  # of torch's compiler: it cuts graphs for DDP
 DYNAMIC_SHAPES = (
-    "a graph has dynamic shapes, so it stays cut as it was when torch compiled it: inputs of one shape, or "
-    "torch.compile(dynamic=False), let the plan cut it"
+    "a graph has dynamic shapes, so it stays as it is: cut for the plan that there was when torch compiled it, or else "
+    "by bytes, as for DDP; inputs of one shape, or torch.compile(dynamic=False), let the plan cut it"
 )
 SEVERAL_MODULES = (
     "one graph serves several modules, as where blocks are compiled one by one (their gradients leave block by block) "
@@ -52,6 +52,7 @@ class CompiledGraphs:
         self._codes: set[CodeType] = set()  # of the forward methods of the module's parts
         self.round = 0  # counts the changes of ``_parts``
         self.compiled_s: list[float] = []  # seconds of compiling, by round
+        self._forward_done_s: float | None = None  # when a forward was compiled whose step has not ended
 
     @property
     def cuts_graphs(self) -> bool:
@@ -63,6 +64,7 @@ class CompiledGraphs:
 
         Call it in each forward: torch imports its compiler in the first one.
         """
+        self._forward_done_s = None  # of a step whose end nobody saw, such as one of several that are accumulated
         if self._installed:
             return
         self._installed = True
@@ -77,6 +79,10 @@ class CompiledGraphs:
         except (ImportError, RuntimeError) as error:
             self.note(f"torch cuts graphs by bytes, and not where buckets end, since {error}")
         _WRAPPED.add(self)
+
+    def close(self) -> None:
+        """The wrapper is closed: torch shall not use its graphs for the next wrapper of this module."""
+        _WRAPPED.discard(self)
 
     # Called by torch, through cutter.py.
 
@@ -93,9 +99,15 @@ class CompiledGraphs:
         if not shape.first_use:
             return None
         fine = fine_cuts(shape, model_nbytes)
+        is_dynamic = bool(fine) and has_dynamic_shapes(graph.graph)
+        if is_dynamic:
+            self.note(DYNAMIC_SHAPES)
+            self._settle_like(shape)  # torch has compiled them anew, for all shapes
+            if self._parts is None:
+                return None  # fine cuts would stay for good, whatever they cost
         sample = names.index(next(iter(shape.first_use)))
         made = CutGraph(self, graph, shape, fine, sample, inputs, compile_parts)
-        if self._settled:
+        if self._settled or is_dynamic:
             made.settle()
         self._graphs.append(weakref.ref(made))
         return made
@@ -104,7 +116,7 @@ class CompiledGraphs:
         """Where a graph is to be cut now; ``fine``: where it may be."""
         return fine if self._parts is None else cuts_for(self._parts, shape, fine)
 
-    def settle_like(self, shape: GraphShape) -> None:
+    def _settle_like(self, shape: GraphShape) -> None:
         """Keep the cuts of graphs with the same parameters."""
         for graph in self._alive:
             if graph.shape.first_use.keys() == shape.first_use.keys():
@@ -118,8 +130,31 @@ class CompiledGraphs:
         """Add to the time that compiling has taken in this round."""
         self.compiled_s += [0.0] * (self.round + 1 - len(self.compiled_s))
         self.compiled_s[self.round] += seconds
+        self._forward_done_s = perf_counter()
 
     # Called by the tuner.
+
+    @property
+    def parts(self) -> Parts | None:
+        """What graphs are cut for; None: as finely as at first."""
+        return self._parts
+
+    @property
+    def can_change(self) -> bool:
+        """Whether there is a graph that can be compiled again."""
+        return any(graph.can_change for graph in self._alive)
+
+    def cuts_for(self, parts: Parts | None) -> int:
+        """How many cuts there are in all graphs if they are cut for these parts; None: as finely as at first."""
+        return sum(
+            len(graph.fine if parts is None else cuts_for(parts, graph.shape, graph.fine)) for graph in self._alive
+        )
+
+    def step_ended(self) -> None:
+        """A step has ended: torch compiles backward when it first runs, so the rest of the step counts, too."""
+        if self._forward_done_s is not None:
+            self.compiled_s[-1] += perf_counter() - self._forward_done_s
+            self._forward_done_s = None
 
     def would_change(self, parts: Parts) -> bool:
         """Whether ``cut_for`` would have a graph compiled again."""
@@ -138,7 +173,8 @@ class CompiledGraphs:
 
     def note_late(self, what: str) -> None:
         """All gradients came at the end of backward: remember why, or ``what`` if nobody knows, for explain()."""
-        if not self._notes:
+        is_cut = any(graph.cuts for graph in self._alive)  # then they came late by chance, or the model is odd
+        if not self._notes and not is_cut:
             self.note(_uncut_reason() or what)
 
     def lines(self) -> list[str]:
@@ -146,12 +182,13 @@ class CompiledGraphs:
         lines = []
         if graphs := self._alive:
             parts = sum(len(graph.cuts) + 1 for graph in graphs)
-            seconds = [f"{took_s:.1f} s" for took_s in self.compiled_s if took_s]
+            *seconds, last = [f"{took_s:.1f} s" for took_s in self.compiled_s if took_s]
+            took = f"{', '.join(seconds)} and {last}" if seconds else last
             finely = "finely" if self._settled else "finely, to see when gradients could leave"
             where = finely if self._parts is None else "where buckets end"
             lines.append(
                 f"Compiled: {len(graphs)} graph{'s' * (len(graphs) > 1)} in {parts} part{'s' * (parts > 1)}, cut "
-                f"{where}. Forward was compiled in {' and '.join(seconds)}."
+                f"{where}. Compiling took {took}, with the step in which it happened."
             )
         elif (reason := _uncut_reason()) and _has_compiled():
             self.note(reason)
@@ -226,10 +263,6 @@ class CutGraph:
         self._round = owner.round
         self._run = self._timed(inputs, again=False)
         self._compiled = {self.cuts: self._run}
-        if has_dynamic_shapes(graph.graph) and fine:
-            owner.note(DYNAMIC_SHAPES)
-            owner.settle_like(shape)  # torch has compiled them anew, for all shapes
-            self.settle()
 
     @property
     def can_change(self) -> bool:

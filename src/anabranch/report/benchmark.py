@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from anabranch.report.documents import OURS, Benchmark
+from anabranch.report.documents import BASELINE, COMPILED, COMPUTE, OURS, Benchmark
 from anabranch.report.formatting import plain, seconds, time_scale
 from anabranch.report.tables import columns, facts
 
@@ -17,6 +17,7 @@ def _cells(benchmark: Benchmark) -> tuple[list[str], list[list[str]]]:
     headers = [
         "contestant", "buckets", "lanes", f"step {scale.unit}", "from – to", "step / DDP", "step / bound",
         f"predicted {scale.unit}", "error", *(["sent MB"] if _has_sent_bytes(benchmark) else []),
+        *(["compiled s"] if _has_compiled(benchmark) else []),
     ]  # fmt: skip
     table = []
     for row in benchmark.rows:
@@ -32,6 +33,7 @@ def _cells(benchmark: Benchmark) -> tuple[list[str], list[list[str]]]:
             "-" if row.predicted_s is None else scale(row.predicted_s),
             "-" if error is None else f"{error:+.1%}",
             *([f"{(row.sent_nbytes or 0.0) / 1e6:.2f}"] if _has_sent_bytes(benchmark) else []),
+            *([" + ".join(f"{step_s:.1f}" for step_s in row.compile_s) or "-"] if _has_compiled(benchmark) else []),
         ])  # fmt: skip
     return headers, table
 
@@ -45,7 +47,8 @@ def benchmark_report(benchmark: Benchmark) -> RenderableType:
     table.caption = Text(_legend(benchmark))
     about = facts("Measured on", [(name, plain(value)) for name, value in benchmark.facts.items()])
     left_out = [Text("Left out: " + plain(reason)) for reason in benchmark.skipped]
-    return Group(about, Text(), table, *left_out)
+    compiled = [Text(line) for line in compiled_lines(benchmark)]
+    return Group(about, Text(), table, *compiled, *left_out)
 
 
 def closing_lines(benchmark: Benchmark) -> list[str]:
@@ -62,6 +65,23 @@ def closing_lines(benchmark: Benchmark) -> list[str]:
     ]
 
 
+def compiled_lines(benchmark: Benchmark) -> list[str]:
+    """What compiling gains each contestant: its step, and what compiling takes, beside those that it competes with."""
+    names = {row.name for row in benchmark.rows}
+    alone, stock = f"{COMPUTE}{COMPILED}", f"{BASELINE}{COMPILED}"
+    lines = []
+    for row in benchmark.rows:
+        if not row.name.endswith(COMPILED) or row.name == alone:
+            continue
+        others = [other for other in (stock, row.name.removesuffix(COMPILED), alone) if other != row.name]
+        ratios = [f"{row.ratio_to(benchmark.row(other)):.2f} × {other}" for other in others if other in names]
+        alone_s = sum(benchmark.row(alone).compile_s) if alone in names else 0.0
+        times = " + ".join(f"{step_s / alone_s:.1f}" for step_s in row.compile_s) if alone_s else ""
+        took = f"; compiling {times} × as long as without cuts" if times else ""
+        lines.append(f"{row.name}: a step takes {', '.join(ratios)}{took}.")
+    return lines
+
+
 def markdown(title: str, benchmarks: Sequence[Benchmark]) -> str:
     """A report for benchmarks/: the conditions, a table per model, and the output of ``explain()``."""
     lines = [f"# {title}", ""]
@@ -71,6 +91,7 @@ def markdown(title: str, benchmarks: Sequence[Benchmark]) -> str:
         lines += ["", f"## {_title(benchmark)}", "", _line(headers), "|---" + "|---:" * (len(headers) - 1) + "|"]
         lines += [_line([f"**{cell}**" for cell in row] if row[0] == OURS else row) for row in rows]
         lines += ["", _legend(benchmark), ""]
+        lines += [f"{line}\n" for line in compiled_lines(benchmark)]
         lines += [f"Left out: {reason}.\n" for reason in benchmark.skipped]
         lines += [*closing_lines(benchmark), "", "```", benchmark.explanation, "```"]
     return "\n".join(lines) + "\n"
@@ -84,18 +105,29 @@ def _has_sent_bytes(benchmark: Benchmark) -> bool:
     return any(row.sent_nbytes is not None for row in benchmark.rows)
 
 
+def _has_compiled(benchmark: Benchmark) -> bool:
+    return any(row.compile_s for row in benchmark.rows)
+
+
 def _legend(benchmark: Benchmark) -> str:
     sent = (
         " Sent: a step, by the busiest rank's host, as its network cards count it."
         if _has_sent_bytes(benchmark)
         else ""
     )
+    compiled = (
+        " Compiled: the steps in which torch compiled, each as a whole; later contestants find parts of what earlier "
+        "ones compiled in torch's caches, unless TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
+        if _has_compiled(benchmark)
+        else ""
+    )
     return (
         "Medians over the turns, and their range: differences within the ranges mean nothing. step / DDP: median over "
         "the rounds of the ratio to DDP's default in "
-        f"the same round. Bound: {seconds(benchmark.bound_s)}, computing alone, or its forward part and all bytes at "
-        "the link's rate where that is longer; only fewer bytes can beat it. Predicted: the simulator's, from the "
-        f"recorded backward and the network as DataParallel measured it and corrected it by its own trials.{sent}"
+        f"the same round. Bound: {seconds(benchmark.bound_s)}, computing alone, compiled where that is faster, or its "
+        "forward part and all bytes at the link's rate where that is longer; only fewer bytes can beat it. Predicted: "
+        "the simulator's, from the recorded backward and the network as DataParallel measured it and corrected it by "
+        f"its own trials.{sent}{compiled}"
     )
 
 

@@ -32,6 +32,7 @@ LEAST_ROUNDS = 0.85  # share of the rounds in which it must be faster: all but o
 
 # Rows of a benchmark that others are compared with.
 COMPUTE, BASELINE, OURS = "compute only", "DDP", "DataParallel"
+COMPILED = ", compiled"  # ends the name of a contestant's twin under torch.compile
 
 
 # ------------------------------------------------------------------------------------------------ plan and simulate
@@ -211,7 +212,8 @@ class MemoryDocument:
 class BenchmarkRow:
     """One contestant: seconds per step in each of its turns, and the predicted step where there is a prediction.
 
-    ``sent_nbytes``: what the busiest rank's host sent in a step, where that is known.
+    ``sent_nbytes``: what the busiest rank's host sent in a step, where that is known. ``compile_s``: on rank 0, each
+    step in which torch compiled something, of a compiled contestant.
     """
 
     __pydantic_config__: ClassVar = READ
@@ -222,6 +224,7 @@ class BenchmarkRow:
     buckets: Count | None = None
     lanes: Count | None = None
     sent_nbytes: Number | None = None
+    compile_s: tuple[Seconds, ...] = ()
 
     @property
     def step_s(self) -> float:

@@ -79,7 +79,7 @@ def explanation(found: Findings) -> str:
 
 def in_short(found: Findings) -> str:
     """What was gained over the layout's own buckets, or that nothing was, and why: one or two lines."""
-    own = next((trial for trial in found.trials if trial.plan is None), None)
+    own = min((trial for trial in found.trials if trial.plan is None), key=lambda trial: trial.step_s, default=None)
     kept = found.kept
     if kept is None:
         return f"nothing was chosen before training ended ({found.stage}): a search takes some 60 steps."

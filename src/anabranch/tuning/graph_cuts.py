@@ -1,7 +1,6 @@
 """Which gradients shall leave a compiled model together: a cut costs computing, and a missing one delays a bucket."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from anabranch import planners
@@ -9,19 +8,30 @@ from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.sim.iteration import Message, messages, schedule
 from anabranch.trace import Trace
-from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
-from anabranch.tuning.policy import TuningPolicy
-from anabranch.tuning.trial import Trial
 
 LATE = "all gradients come at the end of backward, as when the whole model is one compiled graph"
 MOST_PARTS = 16  # about as many as graphs are cut into at most; all of them are compared pair by pair
-CUT_SHARE = 0.001  # of a step: a cut that saves less is left out, since it costs launches and fusion
+CUT_SHARE = 0.001  # of a step: what a cut costs in launches and fusion at least, and until that is measured
 
 Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in order
 
 
 class Graphs(Protocol):
     """The graphs that torch.compile has made of a model."""
+
+    @property
+    def parts(self) -> Parts | None:
+        """What graphs are cut for; None: as finely as at first."""
+        ...
+
+    @property
+    def can_change(self) -> bool:
+        """Whether there is a graph that can be compiled again."""
+        ...
+
+    def cuts_for(self, parts: Parts | None) -> int:
+        """How many cuts there are in all graphs if they are cut for these parts; None: as finely as at first."""
+        ...
 
     def would_change(self, parts: Parts) -> bool:
         """Whether ``cut_for`` would have a graph compiled again."""
@@ -33,6 +43,10 @@ class Graphs(Protocol):
 
     def settle(self) -> None:
         """Keep the cuts in force for good."""
+        ...
+
+    def step_ended(self) -> None:
+        """A step has ended: what it took, if something was compiled in it, counts as compiling."""
         ...
 
     def note_late(self, what: str) -> None:
@@ -47,6 +61,12 @@ class Graphs(Protocol):
 class NotCompiled:
     """The graphs of a model that has none."""
 
+    parts: Parts | None = None
+    can_change = False
+
+    def cuts_for(self, parts: Parts | None) -> int:  # noqa: ARG002
+        return 0
+
     def would_change(self, parts: Parts) -> bool:  # noqa: ARG002
         return False
 
@@ -55,6 +75,9 @@ class NotCompiled:
 
     def settle(self) -> None:
         """No-op, too."""
+
+    def step_ended(self) -> None:
+        """No-op: nothing was compiled."""
 
     def note_late(self, what: str) -> None:
         """No-op: only compiled models have reasons."""
@@ -71,13 +94,18 @@ def parts_of(plan: Plan) -> Parts:
     return [bucket.names for bucket in plan.buckets]
 
 
-def needed_parts(trace: Trace, plan: Plan | None, network: Network | None) -> Parts:
-    """The parts for this plan, or for DDP's own buckets: as few as let it end as early as one for each bucket would.
+def parts_of_ddp(trace: Trace) -> Parts:
+    """One part for each of DDP's own buckets."""
+    return parts_of(_buckets(trace, None))
 
-    Where no network is known nothing can be predicted, and each bucket is a part.
+
+def needed_parts(trace: Trace, plan: Plan | None, network: Network | None, cut_s: float | None = None) -> Parts:
+    """The parts for this plan, or for DDP's own buckets: a cut that saves less than it costs, ``cut_s``, is left out.
+
+    Where no network is known nothing can be predicted, and each bucket is a part. Where the cost of a cut is not known,
+    it is a small share of a step.
     """
-    if plan is None:
-        plan = planners.by_bytes(trace, network or Network.ring(2, 0.0, 0.0))  # which does not ask the network
+    plan = _buckets(trace, plan)
     parts = [list(bucket.names) for bucket in plan.buckets]
     if network is None:
         return parts
@@ -89,7 +117,7 @@ def needed_parts(trace: Trace, plan: Plan | None, network: Network | None) -> Pa
         return max(end_s for _, end_s in schedule(late, network.contention))
 
     longest_s = finish_s(ends)
-    cut_s = CUT_SHARE * (trace.forward_s + longest_s)
+    cut_s = CUT_SHARE * (trace.forward_s + longest_s) if cut_s is None else cut_s
     while len(parts) > 1:
         longest_s += cut_s
         merged = [[*ends[:i], [*ends[i], *ends[i + 1]], *ends[i + 2 :]] for i in range(len(ends) - 1)]
@@ -99,6 +127,23 @@ def needed_parts(trace: Trace, plan: Plan | None, network: Network | None) -> Pa
         ends = merged[index]
         parts[index : index + 2] = [[*parts[index], *parts[index + 1]]]
     return parts
+
+
+def step_in_parts_s(trace: Trace, plan: Plan | None, network: Network, parts: Parts) -> float:
+    """The simulated step if the gradients of each part leave together, when the last of them is there."""
+    plan = _buckets(trace, plan)
+    ready_s = {tensor.name: tensor.ready_s for tensor in trace.tensors}
+    late_s = {name: max(ready_s[other] for other in part) for part in parts for name in part}
+    late = [
+        message._replace(ready_s=max(late_s[name] for name in bucket.names))
+        for bucket, message in zip(plan.buckets, messages(trace, plan, network), strict=True)
+    ]
+    return trace.forward_s + max(trace.backward_s, *(end_s for _, end_s in schedule(late, network.contention)))
+
+
+def _buckets(trace: Trace, plan: Plan | None) -> Plan:
+    """The plan, or DDP's own buckets."""
+    return plan if plan is not None else planners.by_bytes(trace, Network.ring(2, 0.0, 0.0))  # needs no network
 
 
 def _at_most(
@@ -121,31 +166,3 @@ def _at_most(
         merged_ends[-1] += messages_of
         nbytes += sum(sizes[name] for name in names)
     return merged, merged_ends
-
-
-def settled(
-    graphs: Graphs, best: Trial, parts: Parts, again: bool, live: LiveTrials, policy: TuningPolicy
-) -> Schedule[tuple[list[Trial], Trial]]:
-    """Settle where graphs are cut; ``again``: for these parts, in turns with the fine cuts, if that is faster.
-
-    Returns the trials of the best layout, and the faster of them, which is in force. The first step compiles the model
-    once more, which no trial counts.
-    """
-    if not again:
-        if not graphs.would_change(parts):
-            graphs.cut_for(parts)  # for graphs that torch makes later
-        graphs.settle()
-        return [best], best
-    graphs.cut_for(parts)
-    yield from steps(policy.warmup_steps)
-    graphs.cut_for(None)
-    yield from steps(policy.settle_steps)
-    finely, tried, faster = yield from live.challenge(
-        best,
-        f"{best.label}, graphs cut for it",
-        best.plan,
-        change=lambda ours: graphs.cut_for(parts if ours else None),
-    )
-    graphs.settle()
-    tried = replace(tried, doubtful=best.doubtful)
-    return [finely, tried], tried if faster else finely

@@ -65,15 +65,21 @@ class LiveTrials:
         plan: Plan | None,
         to_the_end: bool = False,
         min_gain: float | None = None,
-        change: Callable[[bool], None] | None = None,
+        in_doubt: bool = False,
+        also: Callable[[bool], None] = lambda _: None,
     ) -> Schedule[tuple[Trial, Trial, bool]]:
         """Compare a plan with the layout in force, ``best``; the faster one is in force afterwards.
 
         Returns both trials, with all their steps, and whether the plan was faster. ``to_the_end``: whatever it costs.
-        ``min_gain``: in place of the policy's. ``change(ours)``: how to change to the one or to the other, where they
-        differ by more than the plan.
+        ``min_gain``: in place of the policy's. ``in_doubt``: whether the plan stays where the steps do not tell.
+        ``also(ours)``: what changes beside the plan, to ours or back.
         """
-        change = change or (lambda ours: self._runner.use_plan(plan if ours else best.plan))
+
+        def change(ours: bool) -> None:
+            if plan != best.plan:
+                self._runner.use_plan(plan if ours else best.plan)
+            also(ours)
+
         policy = self._policy if min_gain is None else replace(self._policy, min_gain=min_gain)
         theirs = yield from self.timed(best.label, best.plan)
         change(True)
@@ -81,7 +87,7 @@ class LiveTrials:
         best, tried = best.with_more(theirs), ours
         pairs = [(theirs.steps_s, ours.steps_s)]
         challenger_runs = True
-        while (found := self._compared(pairs, policy, to_the_end)).verdict == "undecided":
+        while (found := self._compared(pairs, policy, to_the_end, in_doubt)).verdict == "undecided":
             # The layout that runs goes on, then the other one: A B B A A B … has the fewest changes.
             if challenger_runs:
                 ours = yield from self.timed(label, plan)
@@ -109,10 +115,12 @@ class LiveTrials:
         self._budget.charge(sum(whole_s) - len(whole_s) * reference.step_s)
         return trial
 
-    def _compared(self, pairs: Pairs, policy: TuningPolicy, to_the_end: bool) -> Comparison:
+    def _compared(self, pairs: Pairs, policy: TuningPolicy, to_the_end: bool, in_doubt: bool) -> Comparison:
         """This rank's comparison of these pairs, with rank 0's verdict."""
         found = compare(pairs, policy)
         verdict = self._verdict(found, policy.min_gain, to_the_end)
+        if in_doubt and verdict == "not faster" and found.gain >= policy.min_gain:
+            verdict = "faster"
         return found._replace(verdict=VERDICTS[self._decide(VERDICTS.index(verdict))])
 
     def _verdict(self, found: Comparison, min_gain: float, to_the_end: bool) -> Verdict:

@@ -89,6 +89,7 @@ class CachedChoice:
     step_s           median step of the choice; ``spread_s`` is its interquartile range
     default_step_s   median step under the layout's own buckets
     date             of the search, such as "2026-11-16"
+    parts            gradients that leave a compiled model together; None if its graphs were cut finely, or never
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -101,6 +102,7 @@ class CachedChoice:
     plan: Plan | None
     network: Network
     trace: Trace
+    parts: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("step_s", "spread_s", "default_step_s"):

@@ -20,6 +20,7 @@ class TuningPolicy:
     search_share         what all searching may cost once training has been long enough, as a share of training so far
     drift_check_steps    steps between two checks of rank 0 whether to plan again
     max_drift            share by which the step time may change, beyond its noise, before rank 0 plans again
+    cut_doubt            how many times what was measured a cut of a compiled graph may cost: what wins then is tried
     late_gradients       warn if the first gradient is ready later than this share of backward: nothing can overlap then
     """
 
@@ -36,6 +37,7 @@ class TuningPolicy:
     search_share: float = 0.01
     drift_check_steps: int = 20
     max_drift: float = 0.10
+    cut_doubt: float = 2.0
     late_gradients: float = 0.9
 
     def __post_init__(self) -> None:
@@ -57,7 +59,8 @@ COUNTS = (
     "warmup_steps", "settle_steps", "trial_steps", "max_pairs", "first_search_steps", "drift_check_steps",
 )  # fmt: skip
 SHARES = (
-    "min_gain", "min_predicted_gain", "lanes_min_gain", "obvious_gain", "search_share", "max_drift", "late_gradients",
+    "min_gain", "min_predicted_gain", "lanes_min_gain", "obvious_gain", "search_share", "max_drift", "cut_doubt",
+    "late_gradients",
 )  # fmt: skip
 DEFAULT_POLICY = TuningPolicy()
 

@@ -105,6 +105,7 @@ class TrainingCache:
         default_step_s: float,
         network: Network | None,
         trace: Trace | None,
+        parts: Sequence[Sequence[str]] | None,
     ) -> None:
         """Have rank 0 keep this choice with its measured steps; other ranks do nothing. Not collective, never raises.
 
@@ -124,6 +125,7 @@ class TrainingCache:
                 plan=plan,
                 network=network,
                 trace=trace,
+                parts=tuple(map(tuple, parts)) if parts is not None else None,
             )
         except (ValueError, IndexError) as error:  # on rank 0 alone, so it must not stop this rank
             log.warning("anabranch: the plan cache cannot keep %s: %s", label, error)

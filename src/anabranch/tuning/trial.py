@@ -83,6 +83,11 @@ class Trial:
         return median(step.exposed_s for step in self.steps)
 
     @property
+    def computing_s(self) -> float:
+        """Median time from the start of forward to the end of computing."""
+        return median(step.whole_s - step.exposed_s for step in self.steps)
+
+    @property
     def finish_s(self) -> float:
         """Median time from the start of backward to averaged gradients."""
         return median(step.finish_s for step in self.steps)

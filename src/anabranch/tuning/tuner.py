@@ -35,26 +35,26 @@ from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
 from anabranch.tuning.budget import SearchBudget
 from anabranch.tuning.candidates import candidates
 from anabranch.tuning.comparison import drift
+from anabranch.tuning.cut_trials import CutTrials
 from anabranch.tuning.drift_watch import DriftWatch
 from anabranch.tuning.explain import Findings
 from anabranch.tuning.gains import error_of_layout, expected_gain, simulated_gain
-from anabranch.tuning.graph_cuts import LATE, NOT_COMPILED, Graphs, needed_parts, parts_of, settled
+from anabranch.tuning.graph_cuts import LATE, NOT_COMPILED, Graphs, needed_parts, parts_of
 from anabranch.tuning.live_network import LiveNetwork
 from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.plan_cache import CachedChoice
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout, PlanRunner
 from anabranch.tuning.switches import timeline_path, write_timeline
 from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.trial import Trial, allowed_loss
+from anabranch.tuning.warm_up import may_run, warm_up_kinds
 
 log = logging.getLogger("anabranch")
 
 SETTLING = "settling"
 GIVEN = "the plan it was given"
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
-WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still waits for its warm-up: it delays nothing
 HELD = "hold"
 OVER = object()
 NEVER = sys.maxsize
@@ -107,6 +107,7 @@ class Tuner:
         self._budget = SearchBudget(policy)
         self._live_network = LiveNetwork(self.runner, collectives, options.network)
         self._live = LiveTrials(self.runner, policy, self._budget, self._as_rank_0, lambda: self.hold_requested)
+        self._cuts = CutTrials(self._graphs, self._live, policy, self._as_rank_0)
         self._best: Trial | None = None  # the layout in force while others are tried
         self._beaten: Trial | None = None  # the one before it
         self._default_step_s: float | None = None  # the last measured step of the layout's own buckets
@@ -193,7 +194,7 @@ class Tuner:
             exchange_lines=self.collectives.summary(),
             errors=self.collectives.relative_errors(),
             cost=self._budget.summary() if self.trials else "",
-            graph_lines=self._graphs.lines(),
+            graph_lines=[*self._graphs.lines(), *self._cuts.lines],
         )
 
     @property
@@ -208,6 +209,7 @@ class Tuner:
     @_disable_dynamo
     def _step_ended(self) -> None:
         began_s, stage = perf_counter(), self.stage
+        self._graphs.step_ended()
         self.runner.check_loaded()
         self.collectives.on_step_end()
         if self.runner.stale:
@@ -318,7 +320,7 @@ class Tuner:
         if self._cache is None or not may_communicate:
             return
         if cached := self._cache.read_newest(self.control, self.runner.lanes.max_lanes):
-            self._cut_as(cached)
+            self._graphs.cut_for(cached.parts)  # at once, and once
             if cached.plan is not None and self._may_run(cached.plan):
                 self.runner.use_plan(cached.plan)
 
@@ -329,7 +331,7 @@ class Tuner:
             self._change_to(None)  # the newest choice was for another batch
             self._graphs.cut_for(None)
             return False
-        self._cut_as(cached)
+        self._graphs.cut_for(cached.parts)
         self.trace, self._default_step_s = cached.trace, cached.default_step_s
         self._live_network.network = cached.network
         label, origin = cached.label, f", as cached on {cached.date}"
@@ -357,21 +359,13 @@ class Tuner:
         yield from self._live.change_to(None)
         return False
 
-    def _cut_as(self, cached: CachedChoice) -> None:
-        """Have the model compiled as the training was whose choice this is: at once, and once."""
-        if cached.trace is not None:
-            self._graphs.cut_for(needed_parts(cached.trace, cached.plan, cached.network))
-
     def _change_to(self, plan: Plan | None) -> None:
         """Run this plan, or the layout's own buckets, unless the next step does so anyway."""
         if self.runner.plan != plan:
             self.runner.use_plan(plan)
 
     def _may_run(self, plan: Plan | None) -> bool:
-        """Whether a plan may run now: exchanges with residuals wait until training has warmed up."""
-        if plan is None or self.steps_done >= self.collectives.warmup_steps:
-            return True
-        return not any(self.collectives.keeps_residual(bucket.collective) for bucket in plan.buckets)
+        return may_run(plan, self.steps_done, self.collectives)
 
     def _first_search(self) -> Schedule[None]:
         self.stage = "profiling"
@@ -387,12 +381,17 @@ class Tuner:
         self._search_cost_s = self._budget.spent_s - self._budget.set_up_s
 
     def _cut_graphs(self, best: Trial) -> Schedule[None]:
-        """Have graphs compiled once more, cut where the best layout needs it, and keep what is faster."""
-        parts = needed_parts(self._trace, best.plan, self.network)
-        again = bool(self._as_rank_0(self._graphs.would_change(parts) and not self.hold_requested))
-        self.stage = f"compiling for {best.label}" if again else self.stage
-        found, self._best = yield from settled(self._graphs, best, parts, again, self._live, self._policy)
-        self.trials = [trial for old in self.trials for trial in (found if old is best else [old])]
+        """Have graphs compiled once more, cut where the best layout needs it, and keep what is fastest."""
+        if not self._as_rank_0(self._graphs.can_change and not self.hold_requested):
+            if not self._graphs.would_change(parts := needed_parts(self._trace, best.plan, self.network)):
+                self._graphs.cut_for(parts)  # for graphs that torch makes later
+            self._graphs.settle()
+            return
+        if self._as_rank_0(best.doubtful and best.plan is not None):  # before graphs are compiled for it alone
+            best = yield from self._win_again(best)
+        self.stage = f"compiling for {best.label}"
+        yield from self._cuts.settle(best, self.trials, self._trace, self.network)
+        self.trials, self._best = self._cuts.trials, self._cuts.best
 
     def _why_not_search(self, running: Trial) -> str:
         """Why a search is not worth while; empty if it is."""
@@ -419,6 +418,11 @@ class Tuner:
         yield from self._watched(CONFIRM_AFTER_CHECKS * self._policy.drift_check_steps)
         if not self._goes_on():
             return
+        yield from self._win_again(kept)
+        self._conclude(f"{kept.label} did not win again")
+
+    def _win_again(self, kept: Trial) -> Schedule[Trial]:
+        """Have a plan win once more against the layout that it beat; returns the faster one, which is in force."""
         self.stage = f"trying {kept.label} once more, since noise could have won"
         beaten = self._beaten
         assert beaten is not None  # by the doubtful win
@@ -427,9 +431,9 @@ class Tuner:
         self._budget.charge(len(other.steps) * (other.step_s - kept.step_s))
         other, again, faster = yield from self._live.challenge(other, kept.label, kept.plan, to_the_end=True)
         tried = {trial.plan: trial for trial in self.trials} | {other.plan: other, again.plan: again}
-        self.trials = list(tried.values())
-        self._best = replace(again if faster else other, doubtful=False)
-        self._conclude(f"{kept.label} did not win again")
+        best = self._best = replace(again if faster else other, doubtful=False)
+        self.trials = [best if trial.plan == best.plan else trial for trial in tried.values()]
+        return best
 
     def _search_again(self, kept: Trial, why: str) -> Schedule[None]:
         """Profile in the layout in force, and try what the new trace calls for."""
@@ -527,11 +531,7 @@ class Tuner:
             self._warn(note)
 
     def _warm_up_kinds(self) -> list[str]:
-        """Kinds that delay nothing, so that plans may use them while those with residuals wait."""
-        asked = [kind for kind in self._options.kinds if not self.collectives.keeps_residual(kind)]
-        dtypes = {parameter.dtype for parameter in self.runner.parameters.values()}
-        may_round = all(self.collectives.supports(WARM_UP_KIND, dtype) for dtype in dtypes)
-        return asked or ([WARM_UP_KIND] if may_round else [])
+        return warm_up_kinds(self._options.kinds, self.collectives, self.runner.parameters)
 
     def _plan(self, options: TuningOptions) -> Schedule[Candidates]:
         """Have rank 0 plan while training continues; returns its candidates, on every rank."""
@@ -558,11 +558,12 @@ class Tuner:
         best = self._best
         assert best is not None
         self._keep(best)
-        own = [trial.step_s for trial in self.trials if trial.plan is None]
-        self._default_step_s = own[0] if own else self._default_step_s
+        own_s = [trial.step_s for trial in self.trials if trial.plan is None]
+        self._default_step_s = min(own_s, default=self._default_step_s)
         settled = not origin and not self.failure and not best.doubtful
         if self._cache is not None and settled and self._default_step_s is not None:
-            self._cache.write(best.label, best.plan, best.steps_s, self._default_step_s, self.network, self.trace)
+            parts, default_s = self._graphs.parts, self._default_step_s
+            self._cache.write(best.label, best.plan, best.steps_s, default_s, self.network, self.trace, parts)
         self._live_network.note_error(self.trace, best)
         reason = f"planning failed ({self.failure})" if self.failure else reason
         self.failure = ""

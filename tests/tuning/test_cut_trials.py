@@ -1,0 +1,137 @@
+"""Where a compiled model is cut in the end: whatever was measured to be the fastest, and nothing compiled in vain."""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from anabranch import Network, Plan, TensorSpec, Trace, planners
+from anabranch.tuning.cut_trials import CutTrials
+from anabranch.tuning.graph_cuts import step_in_parts_s
+from anabranch.tuning.live_trials import LiveTrials
+from anabranch.tuning.policy import DEFAULT_POLICY
+from anabranch.tuning.trial import StepTimes, Trial
+
+LAYERS = 16
+MIB = 1 << 20
+NETWORK = Network.linear(2, 0.0, 2e-3 / MIB)  # 2 ms for each gradient
+# A gradient of 1 MiB every millisecond, so that DDP's own buckets are of one and of all others.
+TRACE = Trace(tuple(TensorSpec(f"t{i}", MIB // 4, 4, 1e-3 * (i + 1), "float32") for i in range(LAYERS)), 5e-3)
+PLAN = planners.optimal(TRACE, NETWORK)
+NAMES = [tensor.name for tensor in TRACE.tensors]
+
+Parts = Sequence[Sequence[str]]
+
+
+@dataclass
+class Graphs:
+    """One graph of a chain of layers, which can be cut before each."""
+
+    parts: Parts | None = None
+    can_change: bool = True
+    compiled: list[int] = field(default_factory=lambda: [LAYERS - 1])  # by version, its number of cuts
+    settled: bool = False
+
+    def cuts_for(self, parts: Parts | None) -> int:
+        return LAYERS - 1 if parts is None else len(parts) - 1
+
+    def would_change(self, parts: Parts) -> bool:
+        return self.cuts_for(parts) != self.cuts_for(self.parts)
+
+    def cut_for(self, parts: Parts | None) -> None:
+        self.parts = parts
+        if self.cuts_for(parts) not in self.compiled:
+            self.compiled.append(self.cuts_for(parts))
+
+    def settle(self) -> None:
+        self.settled = True
+
+
+@dataclass
+class Live:
+    """Steps of a model whose cuts cost so much each; ``saved_s`` is what DDP's own buckets take less than simulated."""
+
+    graphs: Graphs
+    cut_s: float
+    saved_s: float = 0.0
+
+    def trial(self, label: str, plan: Plan | None) -> Trial:
+        parts = self.graphs.parts
+        step_s = step_in_parts_s(TRACE, plan, NETWORK, [[name] for name in NAMES] if parts is None else parts)
+        step_s += self.cut_s * self.graphs.cuts_for(parts) - (self.saved_s if plan is None else 0.0)
+        computing_s = TRACE.forward_s + TRACE.backward_s + self.cut_s * self.graphs.cuts_for(parts)
+        return Trial(label, plan, (StepTimes(step_s, step_s - computing_s, step_s - TRACE.forward_s),))
+
+    def challenge(
+        self,
+        best: Trial,
+        label: str,
+        plan: Plan | None,
+        min_gain: float = DEFAULT_POLICY.min_gain,
+        in_doubt: bool = False,
+        also: Callable[[bool], None] = lambda _: None,
+    ) -> Generator[None, None, tuple[Trial, Trial, bool]]:
+        theirs = self.trial(best.label, best.plan)
+        also(True)
+        ours = self.trial(label, plan)
+        faster = 1 - ours.step_s / theirs.step_s > min_gain
+        also(faster)
+        yield
+        return best.with_more(theirs), ours, faster
+
+
+def settled(cut_s: float, saved_s: float = 0.0, decide: Callable[[int], int] = int) -> tuple[CutTrials, Graphs]:
+    """The trials of a model whose cuts cost so much."""
+    graphs = Graphs()
+    live = Live(graphs, cut_s, saved_s)
+    cuts = CutTrials(cast(Any, graphs), cast(LiveTrials, live), DEFAULT_POLICY, decide)
+    trials = [live.trial("own", None), live.trial("optimal", PLAN)]
+    for _ in cuts.settle(trials[1], trials, TRACE, NETWORK):
+        assert not graphs.settled
+    assert graphs.settled
+    assert cuts.best in cuts.trials
+    assert cuts.best.step_s == pytest.approx(min(trial.step_s for trial in cuts.trials), rel=0.01)
+    return cuts, graphs
+
+
+def test_cheap_cuts_are_compiled_once_more_for_the_plan() -> None:
+    cuts, graphs = settled(cut_s=1e-5)
+    assert cuts.best is not None and cuts.best.plan == PLAN
+    assert cuts.best.label == "optimal, graphs cut for it"
+    assert len(graphs.compiled) == 2 and graphs.parts is not None
+    assert "with 15 cuts computing takes" in cuts.lines[0]
+    assert "without any cut" in cuts.lines[1]
+    assert "own with DDP's cuts take at least" in cuts.lines[2]
+
+
+def test_fewer_cuts_that_might_be_faster_are_tried_and_dropped_where_they_are_not() -> None:
+    cuts, graphs = settled(cut_s=1.5e-3)
+    assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it"
+    assert f"{cuts.best.label}, fewer cuts" in [trial.label for trial in cuts.trials]
+    assert graphs.cuts_for(graphs.parts) == graphs.compiled[1] > min(graphs.compiled)
+
+
+def test_where_cuts_cost_more_than_they_hide_nothing_is_cut() -> None:
+    cuts, graphs = settled(cut_s=8e-3)
+    assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it, fewer cuts"
+    assert graphs.cuts_for(graphs.parts) == 0
+
+
+def test_ddps_own_buckets_and_cuts_stay_where_they_are_fastest() -> None:
+    saved_s = 0.999 * (Live(Graphs(), 0.0).trial("", None).step_s - Live(Graphs(), 0.0).trial("", PLAN).step_s)
+    cuts, graphs = settled(cut_s=1e-3, saved_s=saved_s + 3e-3)
+    assert cuts.best is not None and cuts.best.plan is None
+    assert cuts.best.label == "own, DDP's cuts"
+    assert graphs.parts is not None and [len(part) for part in graphs.parts] == [1, LAYERS - 1]
+
+
+def test_fine_cuts_stay_where_they_are_clearly_faster() -> None:
+    cuts, graphs = settled(cut_s=-1e-3)  # as where the plan's own cuts happen to fall badly
+    assert cuts.best is not None and cuts.best.label == "optimal"
+    assert graphs.parts is None
+
+
+def test_other_ranks_compile_nothing_that_rank_0_does_not() -> None:
+    _, graphs = settled(cut_s=1e-5, decide=lambda _: 0)
+    assert graphs.compiled == [LAYERS - 1]
