@@ -33,6 +33,7 @@ from anabranch.network import Network
 from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
 from anabranch.planners.fixed import DDP_CAP_NBYTES
+from anabranch.quantised.block_format import STORED
 from anabranch.sparse.options import OkTopk
 from anabranch.trace import TensorSpec, Trace
 from anabranch.tuning.options import Planner, TuningOptions
@@ -137,7 +138,10 @@ class LeanDataParallel(Tuned, nn.Module):
             return own._layout.applied(names) if own is not None else ()
 
         frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
-        collectives = collectives_for(compress, parameters, self.process_group, averaging, applied, frozen)
+        collectives = collectives_for(
+            compress, parameters, self.process_group, averaging, applied, frozen,
+            form=STORED.get(self.memory.residuals),
+        )  # fmt: skip
         plan, find_unused = ddp_sized_plan(parameters), self.find_unused_parameters
 
         def control() -> dist.ProcessGroup:

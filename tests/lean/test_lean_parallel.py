@@ -106,6 +106,7 @@ def test_the_same_weights_with_and_without(optimizer: str, residuals: str) -> No
 WAYS = pytest.mark.parametrize(
     ("residuals", "kind"), [("in place", "oktopk:0.1"), ("host", "oktopk:0.1"), ("in place", "dense")]
 )
+ROUNDED = ["bf16", "int8"]
 
 
 @WAYS
@@ -185,7 +186,15 @@ def not_finite(rank: int, residuals: str, kind: str) -> dict[str, Any]:
     return found
 
 
-@WAYS
+@pytest.mark.parametrize(
+    ("residuals", "kind"),
+    [
+        ("in place", "oktopk:0.1"),
+        ("host", "oktopk:0.1"),
+        ("in place", "dense"),
+        *((how, "oktopk:0.1") for how in ROUNDED),
+    ],
+)
 def test_a_bucket_that_is_not_finite_is_updated_nowhere(residuals: str, kind: str) -> None:
     assert on_ranks(not_finite, 2, residuals, kind) == [{"skipped": 1}, {"skipped": 1}]
 
@@ -218,7 +227,7 @@ def resumed(rank: int, optimizer: str, residuals: str) -> None:
     going_on.close()
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host"])
+@pytest.mark.parametrize("residuals", ["in place", "host", *ROUNDED])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_resuming_is_exact(optimizer: str, residuals: str) -> None:
     on_ranks(resumed, 2, optimizer, residuals)
@@ -245,7 +254,7 @@ def scaled(rank: int, residuals: str) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host"])
+@pytest.mark.parametrize("residuals", ["in place", "host", *ROUNDED])
 def test_a_loss_scale_is_followed(residuals: str) -> None:
     on_ranks(scaled, 2, residuals)
 

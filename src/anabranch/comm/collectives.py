@@ -1,6 +1,7 @@
 """Collectives: all exchanges that the buckets of one model can name, and the state they keep between steps."""
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ class ResidualState(Protocol):
     """
 
     names: tuple[str, ...]
+    numels: tuple[int, ...]
     residual: torch.Tensor
     step: int
     accumulates_in_place: bool
@@ -41,6 +43,18 @@ class ResidualState(Protocol):
 
     def pieces(self) -> Mapping[str, torch.Tensor]:
         """The residual of each parameter; views."""
+        ...
+
+    def unpack(self, target: torch.Tensor) -> None:
+        """Where residuals are rounded between exchanges: read it into ``target``, the residual until ``pack()``."""
+        ...
+
+    def pack(self) -> None:
+        """Round the residual, and drop it in float32."""
+        ...
+
+    def whole(self) -> AbstractContextManager[torch.Tensor]:
+        """The residual in float32, to be changed between two exchanges."""
         ...
 
     def hold(self, names: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 
+import torch
 from torch import nn
 
 from anabranch.comm.collectives import Collectives
@@ -13,7 +14,7 @@ from anabranch.lean.engine import Engine
 from anabranch.lean.frozen import FrozenAgreement
 from anabranch.lean.optimizers import BucketOptimizers
 from anabranch.lean.options import Lean
-from anabranch.lean.residuals import DeviceResiduals, HostResiduals, ResidualStore
+from anabranch.lean.residuals import DeviceResiduals, HostResiduals, ResidualStore, RoundedResiduals
 from anabranch.lean.update import BucketUpdater
 from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
@@ -47,7 +48,7 @@ class LeanLayout(StepObserver):
         device = next(iter(self._parameters.values())).device
         self.optimizers = BucketOptimizers(lean.optimizer, self._parameters)
         self.updates = BucketUpdater(lean.clipping, list(self._parameters.values()))
-        self.residuals: ResidualStore = HostResiduals(device) if lean.residuals == "host" else DeviceResiduals()
+        self.residuals = _store_for(lean, device)
         self.exchange = UpdatingExchange(collectives, self.updates, self.residuals, find_unused)
         self._collectives = collectives
         self._averaging = averaging
@@ -154,6 +155,12 @@ class ModuleFingerprint:
             (parameter.dtype, parameter.device, parameter.requires_grad, parameter.stride())
             for parameter in self._parameters
         ]
+
+
+def _store_for(lean: Lean, device: torch.device) -> ResidualStore:
+    if lean.rounds_residuals:
+        return RoundedResiduals(device)
+    return HostResiduals(device) if lean.residuals == "host" else DeviceResiduals()
 
 
 def _memory_format(parameter: nn.Parameter) -> str:

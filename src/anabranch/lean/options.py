@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -14,7 +14,7 @@ from anabranch.lean.clipping import Clipping
 KEPT = Activations(mode="keep")
 GIVEN_CLASSES = "torch.optim."  # where classes are defined whose optimizers can be taken over
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
-ResidualPlacement = Literal["in place", "host"]
+ResidualPlacement = Literal["in place", "host", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class Lean:
                   each bucket has its own and is updated inside backward, so its gradient need not live any longer. Or
                   an optimizer of torch.optim over the model's parameters, which is taken over. None: that of the
                   framework, where an integration says so
-    residuals     where residuals of sparse buckets are: "in place" (on the device, where gradients add up) or "host"
-                  (in pinned host memory, fetched while the bucket before is computed)
+    residuals     where residuals of sparse buckets are between exchanges: "in place" (on the device, where gradients
+                  add up), "host" (in pinned host memory, fetched while the bucket before is computed), or on the device
+                  rounded to "bf16" or "int8", in half or a quarter of the memory
     activations   where activations are until backward: kept, or Activations(mode="offload"), "recompute", or "auto"
                   within a budget
     clip_norm     the average gradients are scaled down to this norm over all of them, as by
@@ -54,8 +55,8 @@ class Lean:
             )
         if self.optimizer is not None and not is_optimizer and not callable(self.optimizer):
             raise ValueError(f"Lean optimizer is {self.optimizer!r}: expected a function (parameters) -> optimizer")
-        if self.residuals not in ("in place", "host"):
-            raise ValueError(f"Lean residuals is {self.residuals!r}: expected 'in place' or 'host'")
+        if self.residuals not in (allowed := get_args(ResidualPlacement)):
+            raise ValueError(f"Lean residuals is {self.residuals!r}: expected one of {', '.join(map(repr, allowed))}")
         if not isinstance(self.activations, Activations):
             raise ValueError(f"Lean activations is {self.activations!r}: expected Activations(mode=...)")
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
@@ -67,6 +68,11 @@ class Lean:
                 f"Lean norm_type is {self.norm_type} and error_if_nonfinite {self.error_if_nonfinite} without a "
                 "clip_norm: give clip_norm, too; clip_norm=math.inf computes the norm and clips nothing"
             )
+
+    @property
+    def rounds_residuals(self) -> bool:
+        """Whether residuals are rounded between exchanges."""
+        return self.residuals in ("bf16", "int8")
 
     @property
     def clipping(self) -> Clipping | None:
