@@ -79,6 +79,9 @@ CompressOption = Annotated[
         "Default: oktopk.",
     ),
 ]
+ClipsOption = Annotated[
+    bool, typer.Option("--clip-norm", help="Count averages that Lean(clip_norm=...) holds until backward ends.")
+]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run a few steps of each mode on this GPU.")]
 
 
@@ -95,6 +98,7 @@ def memory(
     rate: RateOption = None,
     trace: TraceOption = None,
     plan: PlanOption = None,
+    clips: ClipsOption = False,
     measure: MeasureOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -105,15 +109,15 @@ def memory(
     from anabranch.estimate.account import Setting
     from anabranch.report.documents import MemoryDocument, printed
 
-    if plan is not None and measure:
-        raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
-    buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
-    setting = Setting(ranks=ranks, density=density, buckets=buckets)
+    if clips and measure:
+        raise ValueError("--clip-norm and --measure were given, and --measure clips nothing: expected one of them")
+    setting = Setting(ranks=ranks, density=density, buckets=_buckets(plan, measure), clips=clips)
     modes = _modes(compress or [KIND])
     estimator = estimator_of(model, optimizer, activations, plan)
     footprints = estimator.footprints(batch_size, setting, modes)
     measured = _measured(model, batch_size, optimizer, activations, setting, modes) if measure else {}
     assumptions = list(estimator.assumptions)
+    assumptions += ["lean holds averages until the norm over all gradients is known"] if clips else []
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
         batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
@@ -143,15 +147,22 @@ def memory(
         _print(document)
 
 
+def _buckets(plan: Path | None, measure: bool) -> list[tuple[str, ...]] | None:
+    """The buckets of --plan."""
+    if plan is not None and measure:
+        raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
+    return None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
+
+
 def _modes(compress: Sequence[str]) -> list[str]:
-    """DDP and the modes of these ways to compress; beside Ok-Topk the naive way to be sparse."""
-    from anabranch.estimate.account import DDP, NAIVE, OKTOPK, modes_of
+    """DDP, Lean without compression, and the modes of these ways to compress; beside Ok-Topk the naive way."""
+    from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
 
     for way in compress:
         if way not in (OKTOPK, *COMPRESSED):
             raise ValueError(f"--compress is {way!r}: expected {OKTOPK} or one of {', '.join(COMPRESSED)}")
     naive = [NAIVE] if OKTOPK in compress else []
-    return [DDP, *naive, *(mode for way in dict.fromkeys(compress) for mode in modes_of(way))]
+    return [DDP, LEAN_DENSE, *naive, *(mode for way in dict.fromkeys(compress) for mode in modes_of(way))]
 
 
 def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
