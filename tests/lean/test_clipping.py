@@ -433,7 +433,7 @@ def freed(rank: int) -> list[int]:
 
     def finish_step() -> Any:
         nonlocal most
-        tensors.extend(slots._tensors)
+        tensors.extend(slots._tensors.values())
         most = max(most, sum(tensor.untyped_storage().nbytes() for tensor in tensors))
         return apply()
 

@@ -13,6 +13,7 @@ from anabranch.cli.output import JsonOption, print_json, show_tables
 from anabranch.files import bundled_traces
 from anabranch.kinds import COMPRESSED
 from anabranch.network_presets import PRESETS
+from anabranch.quantities import size_nbytes
 from anabranch.sparse.naming import KIND
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def memory(
     as_json: JsonOption = False,
 ) -> None:
     """Predict peak memory by kind of object: for DDP, compressed exchanges and Lean; the largest batch that fits."""
-    limit_nbytes = None if within is None else network_text.size_nbytes("--within", within)
+    limit_nbytes = None if within is None else size_nbytes("--within", within)
     links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
     from anabranch.estimate.account import Setting

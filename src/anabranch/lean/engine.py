@@ -5,7 +5,7 @@ freed. In a dense bucket it stays until the bucket is complete, which is then co
 exchange and after it the step of the bucket's optimizer; then the slot is freed. Two buckets have one at a time.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -80,7 +80,8 @@ class Engine:
         device = next(iter(parameters.values())).device
         self._slots = FreshSlots(device)
         self._dense_slots = FreshSlots(device, at_once=None) if updates.holds_updates else self._slots
-        residuals.allocate([sum(p.numel() for p in bucket.parameters) * torch.float32.itemsize for bucket in kept])
+        self._residual_nbytes = [bucket.numel * torch.float32.itemsize for bucket in kept]
+        residuals.allocate(self._residual_nbytes)
         self._launched = 0  # number of buckets launched in this backward pass
         self._any_gradient_arrived = False  # in this backward pass
         # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.
@@ -94,6 +95,16 @@ class Engine:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def buckets(self) -> Sequence[LiveBucket]:
+        """The buckets of the plan."""
+        return self._buckets
+
+    def use_residuals(self, residuals: ResidualStore) -> None:
+        """Take residuals from this store from the next step on."""
+        self._residuals = residuals
+        residuals.allocate(self._residual_nbytes)
 
     def close(self) -> None:
         """Remove the hooks and free all memory. Call it once, since the engine is unusable afterwards."""

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from anabranch.comm.collectives import ResidualState
 from anabranch.comm.dense import all_finite
 from anabranch.comm.exchange import Group
 from anabranch.plan import Bucket, Plan
-from anabranch.quantised.block_format import BlockFormat
+from anabranch.quantised.block_format import STORED, BlockFormat
 from anabranch.sparse.momentum import Momentum
 from anabranch.sparse.residual_flush import Applied, ResidualFlush
 from anabranch.sparse.residual_monitor import SAMPLE_PERIOD, residual_grows
@@ -100,6 +101,9 @@ class ResidualMemory:
         kept = {name for bucket in buckets if self.keeps_residual(bucket.collective) for name in bucket.names}
         self._residual_flush.set_sparse_names(kept)
         self._sizes.clear()
+
+    def store_residuals(self, how: str, settle: Callable[[ResidualState], object]) -> None:
+        self._state.store_as(STORED.get(how), settle)
 
     def summary(self) -> list[str]:
         lines = []

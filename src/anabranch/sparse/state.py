@@ -6,7 +6,7 @@ balances its own.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
@@ -91,6 +91,14 @@ class BucketState:
         assert self.packed is not None
         self.packed.write(self.residual, self.step, self.names)
         self.residual = self.residual.new_empty(0)
+
+    def store_as(self, form: BlockFormat | None, rank: int) -> None:
+        """From now on the residual is stored in this format between exchanges; None: as it is, on the device."""
+        whole = self.current().to(self.boundaries.device)
+        self.packed = None if form is None else PackedResidual.zeros(len(whole), form, rank, whole.device)
+        self.residual = whole
+        if self.packed is not None:
+            self.pack()
 
     def current(self) -> torch.Tensor:
         """The residual in float32, to be read only; between two exchanges, or in the middle of one."""
@@ -213,6 +221,13 @@ class SparseState:
                 self.unbucketed[name].add_(piece.to(self.unbucketed[name].device))
             else:
                 self.unbucketed[name] = piece
+
+    def store_as(self, form: BlockFormat | None, settle: Callable[[BucketState], object]) -> None:
+        """From now on residuals are stored in this format; ``settle`` is called with each bucket in turn."""
+        self._form = form
+        for state in self._buckets.values():
+            state.store_as(form, self.rank)
+            settle(state)
 
     def rescale(self, scale: float) -> None:
         """From now on gradients are those of a loss times ``scale``: rescale all residuals to match."""
