@@ -171,9 +171,11 @@ def _oktopk_on_one_rank(setup: TrainingSetup) -> Generator[None, None, None]:
         unwrap(wrapped)
 
 
-def lean(setup: TrainingSetup, way: Way, activations: Activations = KEPT) -> Generator[None, None, None]:
-    """DataParallel with Lean."""
-    memory = Lean(setup.optimizer, way.residuals, activations)
+def lean(
+    setup: TrainingSetup, way: Way, activations: Activations = KEPT, within_nbytes: int | None = None
+) -> Generator[None, None, None]:
+    """DataParallel with Lean; with a budget it chooses how residuals are stored and where activations are."""
+    memory = Lean(setup.optimizer, way.residuals, activations, within_nbytes)
     wrapped = _wrapped(setup, way, memory=memory)
     try:
         while True:
