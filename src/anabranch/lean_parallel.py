@@ -225,6 +225,14 @@ class LeanDataParallel(Tuned, nn.Module):
             )
         return torch.zeros(()) if self.grad_norm is None else self.grad_norm
 
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Do nothing, since backward has clipped; RuntimeError unless ``Lean`` has clipped at this value."""
+        if self.memory.clip_value != float(clip_value):
+            raise RuntimeError(
+                f"clip_grad_value_() of clip_value {clip_value} under Lean, with clip_value {self.memory.clip_value}: "
+                f"every bucket was updated in backward, so give Lean(clip_value={float(clip_value)}), which clips there"
+            )
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context whose forwards only accumulate gradients, in ``parameter.grad``, until the next averaged step."""

@@ -47,7 +47,7 @@ class LeanLayout(StepObserver):
         self._parameters = trained_parameters(module)
         device = next(iter(self._parameters.values())).device
         self.optimizers = BucketOptimizers(lean.optimizer, self._parameters)
-        self.updates = BucketUpdater(lean.clipping, list(self._parameters.values()))
+        self.updates = BucketUpdater(lean.clipping, list(self._parameters.values()), lean.clip_value)
         self._device = device
         self.residuals = _store_for(lean.first_residuals, device)
         self.exchange = UpdatingExchange(collectives, self.updates, self.residuals, find_unused)

@@ -38,6 +38,8 @@ class Lean:
                   until the end of backward; infinite: the norm is only computed, and nothing is held
     norm_type     of that norm: 2, inf or any other number above 0
     error_if_nonfinite   raise an error on every rank if that norm is not finite, and update nothing
+    clip_value    the elements of average gradients are clipped to this magnitude, as by
+                  ``torch.nn.utils.clip_grad_value_`` under DDP; nothing is held for it
     """
 
     optimizer: OptimizerFactory | torch.optim.Optimizer | None = None
@@ -47,6 +49,7 @@ class Lean:
     clip_norm: float | None = None
     norm_type: float = 2.0
     error_if_nonfinite: bool = False
+    clip_value: float | None = None
 
     def __post_init__(self) -> None:
         given = type(self.optimizer)
@@ -68,6 +71,13 @@ class Lean:
         self._check_within()
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise ValueError(f"Lean clip_norm is {self.clip_norm!r}: expected more than 0, or None")
+        if self.clip_value is not None and not _is_positive(self.clip_value):
+            raise ValueError(f"Lean clip_value is {self.clip_value!r}: expected more than 0, or None")
+        if self.clip_value is not None and self.clip_norm is not None:
+            raise ValueError(
+                f"Lean clip_value is {self.clip_value} and clip_norm {self.clip_norm}: expected one of them, since it "
+                "is not known which comes first"
+            )
         if not _is_positive(self.norm_type):
             raise ValueError(f"Lean norm_type is {self.norm_type!r}: expected more than 0, such as 2 or inf")
         if self.clip_norm is None and (self.norm_type != 2.0 or self.error_if_nonfinite):
@@ -117,7 +127,7 @@ class Lean:
         """Return a line per setting. Ranks with equal lines have equal options."""
         return [
             f"Lean residuals {self.residuals}",
-            f"Lean clipping {self.clipping}",
+            f"Lean clipping {self.clipping}, by value {self.clip_value}",
             f"Lean {self.activations}",
             f"Lean within {self.within}",
         ]
