@@ -3,7 +3,7 @@
     anabranch lab --hosts 4 --rate 10gbit --backend nccl -- python -m benchmarks.lean gpt2-medium resnet152
     anabranch lab --hosts 2 --rate unshaped --backend nccl -- python -m benchmarks.lean resnet152:128 gpt2:8
 
-Beside the measured peak is the predicted one, where activations are kept or recomputed, in fp32.
+Beside the measured peak is the predicted one, where activations are kept or recomputed.
 
 Prints a Markdown table for each model. With a batch all systems train at it, with as much memory as they take; only
 those that choose within a limit are told ``--limit-gib``. Without one no rank may have more than that, and each system
@@ -249,7 +249,7 @@ def seen(make: System, system: str, case: Case) -> Row:
     """What it shows, or why it cannot run."""
     try:
         peak_nbytes, seconds = timed(make, case)
-        said = predicted_nbytes(case, *PREDICTED[system]) if system in PREDICTED and not case.half else None
+        said = predicted_nbytes(case, *PREDICTED[system]) if system in PREDICTED else None
         return Row(system, case.batch, peak_nbytes, seconds, predicted_nbytes=said)
     except ValueError as error:  # on every rank alike
         return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
@@ -259,7 +259,7 @@ def seen(make: System, system: str, case: Case) -> Row:
 
 
 def predicted_nbytes(case: Case, mode: str, recomputed: bool) -> int:
-    """The peak that ``anabranch memory`` predicts; in fp32, since autocast does nothing to tensors without data."""
+    """The peak that ``anabranch memory`` predicts."""
 
     def optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """One that needs as little beside its state as a fused one."""
@@ -275,7 +275,7 @@ def predicted_nbytes(case: Case, mode: str, recomputed: bool) -> int:
 
     buckets = [bucket.names for bucket in plan_of(case, mode).buckets] if mode in WAYS else None
     setting = Setting(ranks=dist.get_world_size(), density=DENSITY, buckets=buckets)
-    return account.predict(probe(build, optimizer), mode, setting).nbytes
+    return account.predict(probe(build, optimizer, half=case.half), mode, setting).nbytes
 
 
 def still_nbytes(case: Case) -> int:

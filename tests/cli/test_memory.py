@@ -260,3 +260,18 @@ def test_clipping_counts_what_lean_holds(capsys: pytest.CaptureFixture[str]) -> 
     assert any("lean holds averages" in said for said in clipped["assumptions"])
     assert not any("lean holds averages" in said for said in plain["assumptions"])
     assert "--measure clips nothing" in error_of(capsys, *asked, "--clip-norm", "--measure")
+
+
+def test_bf16_is_autocast(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--precision", "bf16")
+    profile = probe(images(4), bench.OPTIMIZERS["momentum"], half=True)
+    assert document["modes"]["ddp"]["predicted_nbytes"] == predict(profile, "ddp").nbytes
+    assert any("autocast to bfloat16" in said for said in document["assumptions"])
+    full = json_of(capsys, *ASKED)["modes"]["ddp"]["kinds"]
+    assert document["modes"]["ddp"]["kinds"]["weights"] == full["weights"]
+    assert document["modes"]["ddp"]["kinds"]["activations"] < full["activations"]
+
+
+def test_a_build_under_autocast() -> None:
+    model, loss = bench.under_autocast(images(2))(torch.device("cpu"))
+    assert loss(model).dtype == torch.float32, "only on a GPU"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 RATE_ALPHA = "30us"
 DEFAULT_RANKS = 4
+CLIPPED = "lean holds averages until the norm over all gradients is known"
 ZOO_DTYPE = "float32, as in torchvision or transformers"
 
 
@@ -43,6 +44,13 @@ class Activations(StrEnum):
     recompute = "recompute"
 
 
+class Precision(StrEnum):
+    """In what forward computes."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 EXAMPLE = "module:function, where function(batch, device) returns a model and its loss as a function of the model"
 ModelOption = Annotated[
     str,
@@ -57,6 +65,7 @@ RanksOption = Annotated[
 ]
 DensityOption = Annotated[float, typer.Option(metavar="D", help="Share of the elements that the sparse modes send.")]
 OptimizerOption = Annotated[Optimizer, typer.Option(help="Whose state to count.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="bf16: under autocast, with float32 weights.")]
 ActivationsOption = Annotated[Activations, typer.Option(help="How the Lean modes keep activations.")]
 WithinOption = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Find the largest batch that fits in this: 16GiB.")
@@ -94,6 +103,7 @@ def memory(
     density: DensityOption = 0.01,
     optimizer: OptimizerOption = Optimizer.momentum,
     activations: ActivationsOption = Activations.keep,
+    precision: PrecisionOption = Precision.fp32,
     within: WithinOption = None,
     network: NetworkOption = None,
     rate: RateOption = None,
@@ -114,11 +124,10 @@ def memory(
         raise ValueError("--clip-norm and --measure were given, and --measure clips nothing: expected one of them")
     setting = Setting(ranks=ranks, density=density, buckets=_buckets(plan, measure), clips=clips)
     modes = _modes(compress or [KIND])
-    estimator = estimator_of(model, optimizer, activations, plan)
+    estimator = estimator_of(model, optimizer, activations, plan, half := precision == Precision.bf16)
     footprints = estimator.footprints(batch_size, setting, modes)
-    measured = _measured(model, batch_size, optimizer, activations, setting, modes) if measure else {}
-    assumptions = list(estimator.assumptions)
-    assumptions += ["lean holds averages until the norm over all gradients is known"] if clips else []
+    measured = _measured(model, batch_size, optimizer, activations, setting, modes, half) if measure else {}
+    assumptions = [*estimator.assumptions, *([CLIPPED] if clips else [])]
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
         batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
@@ -179,16 +188,16 @@ def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
 
 
 def estimator_of(
-    model: str, optimizer: Optimizer, activations: Activations, plan: Path | None = None
+    model: str, optimizer: Optimizer, activations: Activations, plan: Path | None = None, half: bool = False
 ) -> "MemoryEstimator":
     """The estimator of a model of torchvision or transformers, or of the user's own as module:function."""
     from anabranch.bench.memory import OPTIMIZERS
     from anabranch.estimate.estimator import MemoryEstimator
 
-    words = {} if plan is None else {"buckets": f"those of {plan}"}
+    words: dict[str, Any] = {} if plan is None else {"buckets": f"those of {plan}"}
     if ":" not in model:
         words["dtype"] = ZOO_DTYPE
-    return MemoryEstimator(_build_at(model), OPTIMIZERS[optimizer.value], activations.value, **words)
+    return MemoryEstimator(_build_at(model), OPTIMIZERS[optimizer.value], activations.value, half=half, **words)
 
 
 def _build_at(model: str) -> "BuildAt":
@@ -212,7 +221,13 @@ def _limits(batches: Mapping[str, int]) -> list[str]:
 
 
 def _measured(
-    model: str, batch: int, optimizer: Optimizer, activations: Activations, setting: "Setting", modes: Sequence[str]
+    model: str,
+    batch: int,
+    optimizer: Optimizer,
+    activations: Activations,
+    setting: "Setting",
+    modes: Sequence[str],
+    half: bool,
 ) -> dict[str, int]:
     """The allocator's peak of each mode that can run here."""
     import torch
@@ -220,9 +235,10 @@ def _measured(
     if not torch.cuda.is_available():
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.activations import policy
-    from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, world
+    from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, under_autocast, world
 
     build, factory = _build_at(model)(batch), OPTIMIZERS[optimizer.value]
+    build = under_autocast(build) if half else build
     options = policy.Activations(activations.value)
     with world() as ranks:
         if ranks not in (1, setting.ranks):

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from anabranch.estimate.half import HalfPrecision
 from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile, allocated_nbytes
 from anabranch.lean.options import OptimizerFactory
 from anabranch.quantised.exchanges import DTYPES
@@ -92,27 +93,33 @@ def probe(
     *,
     device: torch.device = META,
     offload: bool = False,
+    half: bool = False,
     convolution_workspace: float = CONVOLUTION_WORKSPACE,
 ) -> StepProfile:
     """Profile one forward and backward of what ``build(device)`` returns: a model, and its loss as a function of it.
 
     ``optimizer`` makes an optimizer for parameters; give it ``foreach`` where a GPU's default is wanted. ``offload``:
-    activations are in host memory between forward and backward. On the meta device, operations save what they save on
-    a GPU.
+    activations are in host memory between forward and backward. ``half``: forward runs as under autocast to bfloat16.
+    On the meta device, operations save what they save on a GPU.
     """
     if offload and device.type != "meta":
         raise ValueError(f"offload is asked for on {device}: expected the meta device, where it costs no copies")
     with ExitStack() as stack:
+        precision = HalfPrecision() if half else None
         if device.type == "meta":
             stack.enter_context(device)
-            stack.enter_context(saving_as_on_gpu())
+            stack.enter_context(saving_as_on_gpu(precision))
         model, loss = build(device)
+        if precision is not None:  # also in backward, which may recompute
+            stack.enter_context(precision)
         tracker = stack.enter_context(StorageTracker(device, convolution_workspace))
         weights = {tracker.number_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         gradients: set[int] = set()
         handles = _record_gradients(model, tracker, gradients)
         with _offloaded(model, device) if offload else nullcontext():
             value = loss(model)
+        if precision is not None:
+            precision.forget()
         value.backward()
         del value
         for handle in handles:
@@ -218,13 +225,14 @@ def _offloaded(model: nn.Module, device: torch.device) -> AbstractContextManager
 
 
 @contextmanager
-def saving_as_on_gpu() -> Iterator[None]:
+def saving_as_on_gpu(precision: HalfPrecision | None = None) -> Iterator[None]:
     """While open, ``torch.nn.functional``'s dropout and attention save what they save on a GPU; on meta tensors only.
 
     Below autograd nothing shows for which device a model is meant. On a GPU, dropout saves a mask of one byte per
     element, elsewhere one of four. Attention saves its inputs and outputs, elsewhere with dropout all probabilities.
     """
-    replaced: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
+    attention = partial(_attention, precision=precision)
+    replaced: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": attention}
     originals = {name: getattr(functional, name) for name in replaced}
     for name, function in replaced.items():
         setattr(functional, name, function)
@@ -251,7 +259,10 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    precision: HalfPrecision | None = None,
 ) -> torch.Tensor:
+    if precision is not None:
+        query, key, value = precision.lowered(query, key, value)
     if enable_gqa and key.shape[-3] != query.shape[-3]:  # the fused kernels read every key several times
         times = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(times, dim=-3) for t in (key, value))

@@ -1,7 +1,7 @@
 """Calls of torch that would misunderstand a model under Lean, which has no gradients after backward, and is a wrapper.
 
-``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` find no gradients after backward, a GradScaler that Lean does
-not follow makes every update too large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a
+``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` find no gradients after backward, a GradScaler that is not
+followed makes every update too large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a
 parameter's name.
 Programs and frameworks call them by names that they have imported before. So, once there is a model under Lean, the
 parts of torch that those calls go through come by here; for other models they do what they did.
