@@ -28,7 +28,7 @@ from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.torch_calls import scaler_of_this_pass, watch
-from anabranch.lean.within import Held, WithinBudget
+from anabranch.lean.within import Held, WithinBudget, nbytes_of
 from anabranch.lean.within import described as described_within
 from anabranch.network import Network
 from anabranch.observe.step_timer import StepObserver
@@ -344,7 +344,7 @@ class LeanDataParallel(Tuned, nn.Module):
             )
         return Held(
             sum(tensors.values()),
-            sum(value.nbytes for value in state),
+            sum(map(nbytes_of, state)),
             max(bucket.nbytes for bucket in buckets),
             sum(p.numel() for p in kept.values()),
             max(bucket.numel for bucket in buckets) if kept else 0,

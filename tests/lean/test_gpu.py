@@ -154,7 +154,7 @@ def sparse_lean(model: nn.Module, residuals: Any) -> Any:
 @pytest.mark.parametrize("residuals", ["bf16", "int8"])
 def test_rounded_residuals_train_nearly_the_same_and_resume(alone: None, residuals: str) -> None:
     start = torch.cat([p.detach().flatten() for p in made("cuda").parameters()])
-    ends = []
+    ends: list[torch.Tensor] = []
     for how in ("in place", residuals, residuals):  # the last one is saved and loaded after half of the steps
         model = made("cuda")
         lean = sparse_lean(model, how)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anabranch.activations.cost_model import BlockCosts, Forecast, HostLink, predict
 from anabranch.activations.profiler import measure_memory
@@ -197,6 +198,13 @@ def described(message: Mapping[str, Any]) -> str:
         f"{activations}; predicted peak {message['peak_nbytes'] / gib:.2f} GiB, +{1e3 * message['extra_s']:.2f} ms a "
         f"step{instead}"
     )
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """The memory of a tensor; one that rounds its values says the size that they would have."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    return sum(nbytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def _peak_nbytes(storage: Storage, forecast: Forecast, link: HostLink) -> int:
