@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import anabranch as ab
 from activations.lazy_copies import LazyCopies
 from anabranch.lean import engine, residuals
-from anabranch.lean.slots import FreshSlots, Slot, SlotRing
+from anabranch.lean.slots import FreshSlots, Slot, SlotRing, ring_nbytes
 from anabranch.lean.update import BucketUpdater
 from ranks import on_ranks
 
@@ -240,6 +242,20 @@ def test_nothing_is_lost_in_any_bucket(residuals: str) -> None:
 def test_the_engine_hands_out_what_the_log_watches() -> None:
     assert vars(engine)["FreshSlots"] is FreshSlots
     assert vars(residuals)["SlotRing"] is SlotRing
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=6))
+def test_neighbours_never_meet_in_a_ring(numels: list[int]) -> None:
+    ring = SlotRing([4 * numel for numel in numels], torch.device("cpu"))
+    assert ring._memory.nbytes == ring_nbytes([4 * numel for numel in numels])
+    assert ring._memory.nbytes <= 2 * (4 * max(numels) + 512)
+    before: set[int] = set()
+    for numel in 3 * numels:  # a step after another: with an odd number of buckets sides change
+        tensor = ring.acquire(numel, torch.float32).tensor
+        own = set(range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+        assert len(tensor) == numel and own.isdisjoint(before)
+        before = own
 
 
 def test_two_slots_at_a_time_each_as_large_as_its_bucket() -> None:

@@ -8,7 +8,7 @@
     int4            the same, and a residual
     lean, dense     weights n, slots: a bucket's gradients from when it is complete until it is updated, two at a time
     lean            weights n, residual n, which is also where gradients add up, slots
-    lean, host      weights n, slots, two more of the largest bucket: the residual is in host memory
+    lean, host      weights n, slots, and those of the two largest neighbours: the residual is in host memory
     lean, residuals bf16 (int8)   weights n, residual n/2 (n/4), slots, two more for residuals in float32
     lean, int8      weights n, slots, the messages of int8; other kinds alike
 
@@ -34,7 +34,7 @@ from anabranch.estimate.step_profile import (
 )
 from anabranch.kinds import COMPRESSED, DENSE
 from anabranch.lean.options import ResidualPlacement
-from anabranch.lean.slots import SLOTS
+from anabranch.lean.slots import SLOTS, ring_nbytes
 from anabranch.quantised.block_format import STORED
 from anabranch.quantised.cost_model import Region
 from anabranch.quantised.options import Quantised
@@ -274,8 +274,8 @@ def _lean(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprin
 def _always_of_lean(profile: StepProfile, setting: Setting, way: Way, buckets: Sequence[BucketSize]) -> Footprint:
     """Return what Lean has in memory during the whole step, residuals included."""
     stored = [way.stored_nbytes(bucket) for bucket in buckets]
-    on_host = way.residuals == "host"
-    always = _always(profile, setting, residual=SLOTS * max(stored) if on_host else sum(stored))
+    kept, on_host = [nbytes for nbytes in stored if nbytes], way.residuals == "host"
+    always = _always(profile, setting, residual=ring_nbytes(kept) if on_host else sum(stored))
     if setting.options.deterministic:  # else an owner adds its sums up in the slot
         always = always.plus(workspace=_owner_sums_nbytes(buckets, setting, way))
     return Footprint(always.kinds, "", sum(stored)) if on_host else always

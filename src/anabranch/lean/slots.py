@@ -7,6 +7,7 @@ import torch
 from torch.futures import Future
 
 SLOTS = 2  # one for the bucket whose exchange runs, one for the next bucket
+ALIGNMENT = 512  # bytes: where a slot may begin
 
 
 class Slot(NamedTuple):
@@ -16,15 +17,21 @@ class Slot(NamedTuple):
     tensor: torch.Tensor
 
 
-class SlotRing:
-    """``SLOTS`` slots for as long as the plan is in force, each as large as the largest bucket, used in turn.
+def ring_nbytes(bucket_nbytes: Sequence[int]) -> int:
+    """The memory of a ``SlotRing`` for these buckets: of the two largest neighbours; the first follows the last."""
+    whole = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in bucket_nbytes]
+    return max((one + other for one, other in zip(whole, [*whole[1:], *whole[:1]], strict=True)), default=0)
 
+
+class SlotRing:
+    """Memory for ``SLOTS`` buckets at a time, for as long as the plan is in force.
+
+    Buckets take it in their order, alternately from its begin and from its end, so that two neighbours never meet.
     ``acquire`` waits for the slot's last user: the host waits on a CPU, the current stream on a GPU.
     """
 
     def __init__(self, bucket_nbytes: Sequence[int], device: torch.device) -> None:
-        largest = max(bucket_nbytes, default=0)
-        self._memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._memory = torch.empty(ring_nbytes(bucket_nbytes), dtype=torch.uint8, device=device)
         self._last_use: list[Future[torch.Tensor] | None] = [None] * SLOTS
         self._next = 0
 
@@ -34,7 +41,9 @@ class SlotRing:
         self._next = (index + 1) % SLOTS
         if (last := self._last_use[index]) is not None:
             last.wait()
-        return Slot(index, self._memory[index][: numel * dtype.itemsize].view(dtype))
+        nbytes = numel * dtype.itemsize
+        start = 0 if index == 0 else len(self._memory) - -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return Slot(index, self._memory[start : start + nbytes].view(dtype))
 
     def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:
         """Let the slot be acquired again when ``last_use`` is complete."""
