@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from anabranch.estimate.half import HalfPrecision
+from anabranch.activations.recompute import recompute
+from anabranch.estimate.half import half_precision
 from anabranch.estimate.probe import Loss, probe
 from estimate.models import images
 
@@ -46,22 +47,36 @@ def test_memory_is_that_of_torchs_own_on_a_cpu() -> None:
 
 
 def test_functions_have_the_precision_of_a_gpu() -> None:
-    mode, weight = HalfPrecision(), nn.Parameter(torch.zeros(8, 8, device=META))
-    x = torch.zeros(2, 8, device=META)
-    with mode:
+    weight, x = nn.Parameter(torch.zeros(8, 8, device=META)), torch.zeros(2, 8, device=META)
+    before = [(owner, dict(vars(owner))) for owner in (functional, torch, torch.Tensor)]
+    with half_precision() as weights:
         y = functional.linear(x, weight)
         assert y.dtype == (x @ weight).dtype == torch.addmm(x, x, weight).dtype == torch.bfloat16
         assert functional.layer_norm(y, (8,)).dtype == functional.softmax(y, dim=1).dtype == torch.float32
+        assert y.softmax(dim=1).dtype == torch.float32
         assert (y + 1).dtype == functional.gelu(y).dtype == torch.bfloat16
         assert torch.zeros(2, dtype=torch.int64, device=META).sum().dtype == torch.int64
-        (casts,) = mode._weights.values()
-        assert casts.dtype == torch.bfloat16, "a weight is cast once"
-        mode.forget()
-        assert not mode._weights
+        assert weights.lowered(weight) is weights.lowered(weight), "a weight is cast once"
+        once = weights.lowered(weight)
+        weights.forget()
+        assert weights.lowered(weight) is not once
     assert functional.linear(x, weight).dtype == torch.float32
+    assert all(dict(vars(owner)) == kept for owner, kept in before), "all is as it was"
 
 
 def test_a_model_needs_less() -> None:
     full, half = probe(images(8)), probe(images(8), half=True)
     assert half.gradients[0].peak_before.activations < full.gradients[0].peak_before.activations
     assert half.weights_nbytes == full.weights_nbytes
+
+
+def test_what_is_recomputed_has_the_same_precision() -> None:
+    def build(device: torch.device) -> tuple[nn.Module, Loss]:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).to(device)
+        given = torch.zeros(512, 64, device=device)
+        recompute(model)
+        return model, lambda wrapped: wrapped(given).sum()
+
+    full, half = probe(build), probe(build, half=True)
+    peaks = [max(one.peak_before.activations for one in found.gradients) for found in (full, half)]
+    assert peaks[1] < peaks[0]

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from anabranch.estimate.half import HalfPrecision
+from anabranch.estimate.half import half_precision
 from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile, allocated_nbytes
 from anabranch.lean.options import OptimizerFactory
 from anabranch.quantised.exchanges import DTYPES
@@ -105,21 +105,19 @@ def probe(
     if offload and device.type != "meta":
         raise ValueError(f"offload is asked for on {device}: expected the meta device, where it costs no copies")
     with ExitStack() as stack:
-        precision = HalfPrecision() if half else None
         if device.type == "meta":
             stack.enter_context(device)
-            stack.enter_context(saving_as_on_gpu(precision))
+            stack.enter_context(saving_as_on_gpu())
+        cast_weights = stack.enter_context(half_precision()) if half else None
         model, loss = build(device)
-        if precision is not None:  # also in backward, which may recompute
-            stack.enter_context(precision)
         tracker = stack.enter_context(StorageTracker(device, convolution_workspace))
         weights = {tracker.number_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         gradients: set[int] = set()
         handles = _record_gradients(model, tracker, gradients)
         with _offloaded(model, device) if offload else nullcontext():
             value = loss(model)
-        if precision is not None:
-            precision.forget()
+        if cast_weights is not None:
+            cast_weights.forget()
         value.backward()
         del value
         for handle in handles:
@@ -225,14 +223,13 @@ def _offloaded(model: nn.Module, device: torch.device) -> AbstractContextManager
 
 
 @contextmanager
-def saving_as_on_gpu(precision: HalfPrecision | None = None) -> Iterator[None]:
+def saving_as_on_gpu() -> Iterator[None]:
     """While open, ``torch.nn.functional``'s dropout and attention save what they save on a GPU; on meta tensors only.
 
     Below autograd nothing shows for which device a model is meant. On a GPU, dropout saves a mask of one byte per
     element, elsewhere one of four. Attention saves its inputs and outputs, elsewhere with dropout all probabilities.
     """
-    attention = partial(_attention, precision=precision)
-    replaced: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": attention}
+    replaced: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
     originals = {name: getattr(functional, name) for name in replaced}
     for name, function in replaced.items():
         setattr(functional, name, function)
@@ -259,10 +256,7 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    precision: HalfPrecision | None = None,
 ) -> torch.Tensor:
-    if precision is not None:
-        query, key, value = precision.lowered(query, key, value)
     if enable_gqa and key.shape[-3] != query.shape[-3]:  # the fused kernels read every key several times
         times = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(times, dim=-3) for t in (key, value))
