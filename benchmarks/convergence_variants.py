@@ -14,6 +14,7 @@ weigh=tensor   selected by magnitude over the root mean square of the optimizer'
 weigh=element  … over the root of its second moment at the same place: what would change the model most
 keep=SHARE     the residual shrinks by this factor in every step
 beta1=SHARE    momentum of the optimizer
+stored=KIND    the residual is rounded after every step, as by ``Lean(residuals=KIND)``; nearest: to the nearest bf16
 """
 
 import argparse
@@ -30,7 +31,9 @@ from benchmarks.convergence_tasks import TASKS, Task, anneal
 
 import anabranch as ab
 from anabranch.bench.virtual import VirtualWorld
+from anabranch.quantised.block_format import STORED
 from anabranch.sparse.oktopk import exchange
+from anabranch.sparse.packed_residual import PackedResidual
 from anabranch.sparse.state import BucketState
 
 RANKS = 4
@@ -45,11 +48,12 @@ class Variant:
     weigh: str = ""
     keep: float = 1.0
     beta1: float = BETA1
+    stored: str = ""
 
 
 def parsed(text: str) -> tuple[Contestant, Variant]:
     """A contestant that keeps its whole name, and its variant."""
-    own = {"via": str, "weigh": str, "keep": float, "beta1": float}
+    own = {"via": str, "weigh": str, "keep": float, "beta1": float, "stored": str}
     parts = text.split(",")
     given: dict[str, Any] = {k: own[k](v) for k, _, v in (part.partition("=") for part in parts) if k in own}
     plain = Contestant.parsed(",".join(part for part in parts if part.partition("=")[0] not in own))
@@ -64,6 +68,9 @@ class Bucket:
         self._numels = [p.numel() for p in parameters]
         blank = torch.zeros(RANKS, sum(self._numels))
         self.states = [BucketState.of(row, RANKS) for row in blank]
+        if (form := STORED.get(variant.stored)) is not None:
+            for rank, state in enumerate(self.states):
+                state.packed = PackedResidual.zeros(blank.shape[1], form, rank, None)
         self.ages = torch.zeros_like(blank)
         self._first, self._second = torch.zeros_like(blank), torch.zeros_like(blank)
         self._momentum = torch.zeros(sum(self._numels))
@@ -104,6 +111,13 @@ class Bucket:
             exchange(row, state, comm, RANKS, self._density, options)
             for row, state, comm in zip(sent, self.states, world.comms, strict=True)
         ])  # fmt: skip
+        for state in self.states:
+            residual = state.residual
+            if state.packed is not None:
+                state.pack()
+                state.unpack(residual)
+            elif self._variant.stored == "nearest":
+                residual.copy_(residual.bfloat16())
         waiting = torch.stack([state.residual for state in self.states]) != 0
         self.ages.add_(1.0).mul_(waiting)
         if self._variant.via == "momentum":

@@ -25,6 +25,7 @@ CLOSE = 0.95  # of that is enough
 ENOUGH_S = 6.0  # of timed steps, where the network is slow
 WARM, WARM_MIX, TIMED = 2, 4, 3  # steps; Lean chooses its mix after two
 IMAGES, SEQUENCES = 8, 1  # samples to begin with
+BUCKETS = 12  # few, as sparse exchanges like it
 
 Step = Callable[[], None]
 
@@ -36,7 +37,7 @@ def _sizes(name: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model to train at a batch, on the ranks of a group, within a limit; ``half``: in bfloat16 if it speaks."""
+    """A model to train at a batch, on the ranks of a group, within a limit; ``half``: in bfloat16, by autocast."""
 
     name: str
     batch: int
@@ -45,7 +46,8 @@ class Case:
     host_nbytes: int
     half: bool
     dense: bool = False  # by DDP
-    budget_nbytes: int | None = None  # for a mix of what is done with activations
+    budget_nbytes: int | None = None  # for a mix of what is done with activations, or for all that Lean chooses
+    buckets: int = BUCKETS
     steps: int = TIMED
 
     @property
@@ -67,8 +69,8 @@ class Case:
 
     @property
     def precision(self) -> AbstractContextManager[object]:
-        """Images in TF32, as cuDNN does by itself."""
-        return torch.autocast("cuda", torch.bfloat16, enabled=self.half and self.speaks)
+        """bfloat16 by autocast; else images in TF32, as cuDNN does by itself."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self.half)
 
     def model_and_loss(self) -> tuple[nn.Module, Loss]:
         """The model and its loss."""

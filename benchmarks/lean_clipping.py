@@ -1,5 +1,7 @@
 """Clipping by the global norm under Lean: updates held until it is known, against updates applied and corrected.
 
+Also the peak of memory with rounded residuals, beside the same.
+
     python benchmarks/lean_clipping.py --layers 8 --width 2048 --steps 15
 
 Every way runs in processes of its own, which train the same model on the same data: two Gloo ranks, or with
@@ -35,6 +37,7 @@ WAYS = [
     ("SGD", "DDP, clip_grad_norm_"), ("SGD", "Lean, unclipped"), ("SGD", "Lean, norm only"), ("SGD", "Lean, held"),
     ("SGD", "Lean, corrected"), ("AdamW", "DDP, clip_grad_norm_"), ("AdamW", "Lean, unclipped"),
     ("AdamW", "Lean, held"), ("AdamW", "Lean sparse, unclipped"), ("AdamW", "Lean sparse, held"),
+    ("AdamW", "Lean sparse, residuals bf16"), ("AdamW", "Lean sparse, residuals int8"),
 ]  # fmt: skip
 
 
@@ -71,7 +74,9 @@ def stepper(way: str, optimizer: str, model: nn.Module, plans: tuple[ab.Plan, ab
     options: dict[str, Any] = {"plan": plans[0]}
     if "sparse" in way:
         options = {"plan": plans[1], "compress": ab.OkTopk(density=DENSITY, warmup_steps=0)}
-    lean: Any = ab.DataParallel(model, profile_steps=0, memory=ab.Lean(make, clip_norm=clip), **options)
+    how: Any = way.partition("residuals ")[2] or "in place"
+    memory = ab.Lean(make, residuals=how, clip_norm=clip)
+    lean: Any = ab.DataParallel(model, profile_steps=0, memory=memory, **options)
 
     def with_lean(inputs: torch.Tensor) -> None:
         before = [parameter.detach().clone() for parameter in model.parameters()] if "corrected" in way else []

@@ -13,7 +13,7 @@ FILES = sorted(SRC.rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
-BASE = {"errors", "checks", "extras", "seams"}
+BASE = {"errors", "checks", "extras", "seams", "quantities"}
 NOUNS = {*BASE, "kinds", "fidelity", "trace", "alpha_beta", "curve", "network", "plan", "timeline"}
 EVERYTHING = {"*"}
 LIBRARY = {
@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checks": {"errors"},
     "extras": {"errors"},
     "seams": set(),
+    "quantities": set(),
     "kinds": set(),
     "trace": {*BASE, "kinds"},
     "timeline": BASE,

@@ -10,6 +10,7 @@ from anabranch.comm.collectives import Collectives
 from anabranch.comm.dense import DenseExchanges, dense
 from anabranch.comm.exchange import Collective, Group
 from anabranch.kinds import COMPRESSED, DENSE
+from anabranch.quantised.block_format import BlockFormat
 from anabranch.quantised.exchanges import DTYPES, QuantisedExchanges, options_by_kind, sent_dense
 from anabranch.quantised.options import Quantised
 from anabranch.sparse.exchanges import OkTopkExchanges
@@ -78,6 +79,7 @@ def collectives_for(
     applied: Applied | None = None,
     frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
     skipped: Callable[[], bool] | None = None,
+    form: BlockFormat | None = None,
 ) -> Collectives:
     """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``ResidualMemory``.
 
@@ -103,6 +105,7 @@ def collectives_for(
         momentum=Momentum(options.momentum, rounds=options.wire != "fp32"),
         sample_period=options.region_period,
         skipped=skipped,
+        form=form,
     )
     families = [OkTopkExchanges(sparse, options, memory)] if sparse else []
     quantised = QuantisedExchanges(rounded, memory.begin_exchange)

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -29,10 +28,14 @@ from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.torch_calls import scaler_of_this_pass, watch
+from anabranch.lean.within import Held, WithinBudget, nbytes_of
+from anabranch.lean.within import described as described_within
 from anabranch.network import Network
 from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
 from anabranch.planners.fixed import DDP_CAP_NBYTES
+from anabranch.quantised.block_format import STORED
+from anabranch.sparse.naming import density_of
 from anabranch.sparse.options import OkTopk
 from anabranch.trace import TensorSpec, Trace
 from anabranch.tuning.options import Planner, TuningOptions
@@ -107,7 +110,9 @@ class LeanDataParallel(Tuned, nn.Module):
             self._broadcast_from_rank_0(_synchronised_tensors(tensors, module))
         if alone and plan is None:
             tuning = replace(tuning, profile_steps=0)
-        self._activations = ManagedActivations(module, memory.activations)
+        self._within = self._within_budget(next(iter(parameters.values())).device)
+        choosing = None if self._within is None else self._within.choosing
+        self._activations = ManagedActivations(module, memory.managed, choosing)
         self._undo_activations = weakref.finalize(self, self._activations.undo)
         self._undo_activations.atexit = False  # the module is not used after the interpreter has ended
         try:
@@ -137,7 +142,10 @@ class LeanDataParallel(Tuned, nn.Module):
             return own._layout.applied(names) if own is not None else ()
 
         frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
-        collectives = collectives_for(compress, parameters, self.process_group, averaging, applied, frozen)
+        collectives = collectives_for(
+            compress, parameters, self.process_group, averaging, applied, frozen,
+            form=STORED.get(self.memory.first_residuals),
+        )  # fmt: skip
         plan, find_unused = ddp_sized_plan(parameters), self.find_unused_parameters
 
         def control() -> dist.ProcessGroup:
@@ -181,7 +189,8 @@ class LeanDataParallel(Tuned, nn.Module):
         if not self.layout.residuals.in_use:  # an optimizer may call this in the middle of an update
             with suppress(RuntimeError):  # the error of a lane, which was raised already in backward
                 self.layout.residuals.synchronize()
-        return super().explain()
+        chosen = self._activations.agreed if self._within is not None else {}
+        return "\n".join([super().explain(), *([described_within(chosen)] if chosen else [])])
 
     def comm_state_dict(self) -> dict[str, Any]:
         """The state of this rank to save in a checkpoint beside the model: its residuals; {} if none are kept."""
@@ -215,6 +224,14 @@ class LeanDataParallel(Tuned, nn.Module):
                 f"so give {_lean_arguments(wanted)}, which clips there"
             )
         return torch.zeros(()) if self.grad_norm is None else self.grad_norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Do nothing, since backward has clipped; RuntimeError unless ``Lean`` has clipped at this value."""
+        if self.memory.clip_value != float(clip_value):
+            raise RuntimeError(
+                f"clip_grad_value_() of clip_value {clip_value} under Lean, with clip_value {self.memory.clip_value}: "
+                f"every bucket was updated in backward, so give Lean(clip_value={float(clip_value)}), which clips there"
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -284,7 +301,7 @@ class LeanDataParallel(Tuned, nn.Module):
             self._note_input(*inputs)
             tuner.before_forward(averaged=self._sync_enabled)
         if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
-            self._activations.choose(partial(_choice_of_rank_0, self.process_group))
+            self._choose()
         if self._broadcast_buffers and (will_average or self._buffers_changed):
             with torch.no_grad():
                 self._broadcast_from_rank_0(_synchronised_tensors(self.module.named_buffers(), self.module))
@@ -293,6 +310,63 @@ class LeanDataParallel(Tuned, nn.Module):
     @_disable_dynamo
     def _after_forward(self, output: Any, averaged: bool) -> None:
         self._running_tuner().after_forward(output, averaged)
+
+    def _within_budget(self, device: torch.device) -> WithinBudget | None:
+        """What chooses within the budget of ``memory``, if there is one."""
+        if self.memory.within_nbytes is None:
+            return None
+        owner = weakref.ref(self)
+
+        def held() -> Held:
+            own = owner()
+            assert own is not None  # one of its forwards begins
+            return own._held()
+
+        return WithinBudget(self.memory.within_nbytes, held, device)
+
+    def _held(self) -> Held:
+        """What this rank holds beside activations, now that the optimizer has its state."""
+        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers())}
+        state = [value for one in self.optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
+        collectives = self._collectives
+        assert collectives is not None  # it trains
+        parameters, kinds = trained_parameters(self.module), collectives.kinds
+        with_residual = [kind for kind in kinds if collectives.keeps_residual(kind)]
+        excluded = [collectives.excluded.get(kind, frozenset[str]()) for kind in with_residual]
+        kept = {name: p for name, p in parameters.items() if any(name not in names for names in excluded)}
+        buckets = self.layout.buckets()
+        averages_nbytes = 0
+        if self.memory.clipping is not None and self.memory.clipping.holds_updates:
+            densities = [density_of(kind) or 1.0 for kind in with_residual]
+            exact = sum(p.nbytes for name, p in parameters.items() if name not in kept)
+            averages_nbytes = exact + int(
+                sum(p.nbytes for p in kept.values()) * min(1.0, 2 * max(densities, default=0))
+            )
+        return Held(
+            sum(tensors.values()),
+            sum(map(nbytes_of, state)),
+            max(bucket.nbytes for bucket in buckets),
+            sum(p.numel() for p in kept.values()),
+            max(bucket.numel for bucket in buckets) if kept else 0,
+            bool(kinds),
+            averages_nbytes,
+        )
+
+    def _choose(self) -> None:
+        """Choose where activations are and, within a budget, how residuals are stored; once steps were profiled."""
+        if self._activations.choice is not None:
+            return
+
+        def agree(message: ChoiceMessage) -> ChoiceMessage:
+            agreed = _choice_of_rank_0(self.process_group, message)
+            if self._within is not None and "actions" in agreed:
+                with all_or_none("checking what rank 0 has chosen within the budget", self.process_group):
+                    self._within.check(agreed)
+            return agreed
+
+        self._activations.choose(agree)
+        if "residuals" in self._activations.agreed:
+            self.layout.use_residuals(self._activations.agreed["residuals"])
 
     def _backward_begins(self, averaged: bool) -> None:
         """Called when a gradient reaches an output; ``averaged``: whether its forward was outside no_sync().
@@ -352,7 +426,7 @@ class LeanDataParallel(Tuned, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy: everything except tuner, layout and groups. The copied module is as before wrapping."""
-        mode = self.memory.activations.mode
+        mode = self.memory.managed.mode
         if self._tuner is not None and mode in ("offload", "auto"):
             raise RuntimeError(
                 f"a DataParallel under Lean with Activations mode {mode!r} cannot be copied, since its module keeps "

@@ -172,7 +172,7 @@ def test_evaluation_between_profiled_steps_is_not_counted() -> None:
     ("options", "message"),
     [
         ({"mode": "maybe"}, "mode is 'maybe': expected one of keep, offload"),
-        ({"mode": "auto"}, "mode is 'auto' with budget_nbytes=None: expected a budget"),
+        ({"mode": "recompute", "budget_nbytes": 1}, "mode is 'recompute' with budget_nbytes=1: expected a budget"),
         ({"mode": "keep", "budget_nbytes": 5}, "mode is 'keep' with budget_nbytes=5"),
         ({"mode": "auto", "budget_nbytes": 0}, "budget_nbytes is 0"),
         ({"mode": "offload", "window_nbytes": -1}, "window_nbytes is -1"),

@@ -54,7 +54,9 @@ def test_real_ranks_exchange_what_they_have() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(one, mirrored, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["int8", "lean, int8", "lean, int4, host", "lean"])
+@pytest.mark.parametrize(
+    "mode", ["int8", "lean, int8", "lean, int4, host", "lean", "lean, dense", "lean, residuals bf16"]
+)
 def test_every_mode_trains_on_real_ranks(mode: str) -> None:
     one, other = on_ranks(on_real_ranks, 2, mode)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, other, strict=True))

@@ -1,5 +1,6 @@
 """A family of exchanges and a memory of its own, for tests of what is independent of real exchanges."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ class FakeMemory:
 
     def use_plan(self, plan: Plan | None) -> None:
         self.calls.append(f"use_plan {None if plan is None else len(plan)}")
+
+    def store_residuals(self, how: str, settle: Callable[[ResidualState], object]) -> None:
+        self.calls.append(f"store_residuals {how}")
 
     def summary(self) -> list[str]:
         return ["a line of the memory"]

@@ -54,9 +54,46 @@ def test_an_optimizers_step_can_be_the_fullest_moment() -> None:
 
 def test_a_plans_buckets_are_taken_and_unknown_names_refused() -> None:
     one = [[f"layer.{index}" for index in range(4)]]
-    assert predict(small(), "lean", Setting(buckets=one)).kinds["gradients"] >= 2 * 160_000_000
+    whole = predict(small(activations=0), "lean", Setting(buckets=one))
+    assert whole.kinds["gradients"] == 160_000_000 + 40_000_000 and whole.at == "exchange of the bucket to layer.3"
     with pytest.raises(ValueError, match=r"a bucket names layer\.9, which has no gradient in this step"):
         predict(small(), "lean", Setting(buckets=[["layer.9"]]))
+
+
+def test_lean_needs_less_than_ddp() -> None:
+    """Where activations are most of the memory, at the peak there is a bucket or two, each 1/20 of all."""
+    profile, n = small(activations=1000 * MIB, layers=20), 20 * 40_000_000
+    ddp = predict(profile, "ddp").nbytes
+    less = {mode: (ddp - predict(profile, mode).nbytes) / n for mode in MODES if mode.startswith("lean")}
+    assert less["lean, dense"] == pytest.approx(1 - 0.05)
+    assert less["lean"] == pytest.approx(0.0 - 0.05, abs=0.03)
+    assert less["lean, residuals bf16"] == pytest.approx(0.5 - 3 * 0.05, abs=0.03)
+    assert less["lean, residuals int8"] == pytest.approx(1 - 65 / 256 - 3 * 0.05, abs=0.03)
+    assert less["lean, host"] == pytest.approx(1 - 3 * 0.05, abs=0.03), "two slots of residuals are there all the time"
+
+
+def test_slots_where_there_are_no_activations() -> None:
+    profile = small(activations=0, layers=20)
+    bucket = 40_000_000
+    dense, rounded = (predict(profile, mode).kinds for mode in ("lean, dense", "lean, residuals bf16"))
+    assert dense["gradients"] == 3 * bucket and dense["residual"] == 0  # two slots, and autograd's own
+    assert rounded["gradients"] == 3 * bucket and rounded["residual"] == 20 * bucket // 2 + 2 * bucket
+
+
+def test_gradients_wait_for_the_rest_of_their_bucket() -> None:
+    pairs = [[f"layer.{index}", f"layer.{index + 1}"] for index in (0, 2)]
+    for mode, waiting in (("lean", 0), ("lean, dense", 40_000_000), ("lean, residuals bf16", 40_000_000)):
+        found = predict(small(activations=0), mode, Setting(buckets=pairs))
+        assert found.kinds["gradients"] == 2 * 80_000_000 + waiting + 40_000_000, mode
+
+
+def test_clipping_holds_averages_until_the_end() -> None:
+    profile, n = small(activations=0, layers=20, optimizer=OptimizerMemory(0, 20 * 40_000_000)), 20 * 40_000_000
+    dense, sparse = (predict(profile, mode, Setting(clips=True)) for mode in ("lean, dense", "lean"))
+    assert dense.at == "a bucket's step" and dense.kinds["gradients"] == n
+    assert sparse.kinds["gradients"] == 3 * 40_000_000 + n * 8 // 400  # two slots, one whole average, 1 % as pairs
+    early = small(activations=1000 * MIB, layers=20)
+    assert predict(early, "lean, dense", Setting(clips=True)) == predict(early, "lean, dense"), "none at its peak"
 
 
 @pytest.mark.parametrize(

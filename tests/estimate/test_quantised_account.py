@@ -69,7 +69,9 @@ def test_the_residual_of_int4_can_be_on_the_host() -> None:
 
 
 def test_modes_by_exchange() -> None:
-    assert modes_of("oktopk") == ["oktopk", "lean", "lean, host"]
+    rounded = ["residuals bf16", "residuals int8"]
+    assert modes_of("dense") == ["lean, dense"]
+    assert modes_of("oktopk") == ["oktopk", "lean", "lean, host", *(f"lean, {how}" for how in rounded)]
     assert modes_of("int8") == ["int8", "lean, int8"]
-    assert modes_of("int4") == ["int4", "lean, int4", "lean, int4, host"]
+    assert modes_of("int4") == ["int4", "lean, int4", "lean, int4, host", *(f"lean, int4, {how}" for how in rounded)]
     assert all(mode in WAYS for kind in COMPRESSED for mode in modes_of(kind))

@@ -126,7 +126,7 @@ def test_accelerate_is_refused_what_lean_cannot_do() -> None:
     for unclipped, other, values, triggered in on_ranks(refused_by_accelerate, 2, timeout_s=IMPORTS_S):
         assert "so give Lean(clip_norm=0.5), which clips there" in unclipped
         assert "prepare() was given a SGD" in other and "prepare the model first" in other
-        assert "clip_grad_value_() under Lean" in values
+        assert "so give Lean(clip_value=1.0), which clips there" in values
         assert triggered.startswith("trigger_sync_in_backward() under Lean, ")
 
 

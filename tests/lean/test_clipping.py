@@ -280,12 +280,12 @@ def left_out(rank: int, residuals: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host"])
+@pytest.mark.parametrize("residuals", ["in place", "host", "bf16"])
 def test_a_step_that_is_left_out_is_left_out_whole_and_loses_nothing(residuals: str) -> None:
     answers = on_ranks(left_out, 2, residuals)
     computed = sum(one["computed"].double() for one in answers)
     accounted = 2 * answers[0]["applied"].double() + sum(one["waiting"].double() for one in answers)
-    assert float((computed - accounted).abs().max()) < 1e-4
+    assert float((computed - accounted).abs().max()) < (0.3 if residuals == "bf16" else 1e-4)
     assert [one["skipped"] for one in answers] == [3, 3]
 
 
@@ -433,7 +433,7 @@ def freed(rank: int) -> list[int]:
 
     def finish_step() -> Any:
         nonlocal most
-        tensors.extend(slots._tensors)
+        tensors.extend(slots._tensors.values())
         most = max(most, sum(tensor.untyped_storage().nbytes() for tensor in tensors))
         return apply()
 

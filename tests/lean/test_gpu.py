@@ -145,6 +145,50 @@ def test_the_host_waits_for_nothing_where_dense_updates_are_held(alone: None) ->
     lean.close()
 
 
+def sparse_lean(model: nn.Module, residuals: Any) -> Any:
+    options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
+    memory = ab.Lean(OPTIMIZERS["momentum"], residuals=residuals)
+    return ab.DataParallel(model, plan=planned(model, "oktopk:0.1"), compress=options, profile_steps=0, memory=memory)
+
+
+@pytest.mark.parametrize("residuals", ["bf16", "int8"])
+def test_rounded_residuals_train_nearly_the_same_and_resume(alone: None, residuals: str) -> None:
+    start = torch.cat([p.detach().flatten() for p in made("cuda").parameters()])
+    ends: list[torch.Tensor] = []
+    for how in ("in place", residuals, residuals):  # the last one is saved and loaded after half of the steps
+        model = made("cuda")
+        lean = sparse_lean(model, how)
+        for step in range(12):
+            if step == 6 and len(ends) == 2:
+                kept = (lean.optimizer.state_dict(), lean.comm_state_dict())
+                lean.close()
+                lean = sparse_lean(model, how)
+                lean.optimizer.load_state_dict(kept[0])
+                lean.load_comm_state_dict(kept[1])
+            lean(tokens(step, 0).cuda()).backward()
+        packed = [state.packed is not None for state in lean._collectives._memory._state.buckets()]
+        assert packed and all(packed) == (how != "in place")
+        lean.close()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    exact, rounded, resumed = ends
+    assert 0.0 < float((exact - rounded).norm()) < 0.1 * float((exact - start).norm())
+    assert torch.equal(rounded, resumed)
+
+
+def test_slots_are_there_only_in_backward(alone: None) -> None:
+    """Without gradients and slots between steps, what is left is weights, state and residuals."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
+    lean: Any = ab.DataParallel(model, profile_steps=0, memory=ab.Lean(OPTIMIZERS["momentum"]))
+    given = torch.randn(4, 1024, device="cuda")
+    for _ in range(3):
+        lean(given).square().mean().backward()
+    torch.cuda.synchronize()
+    weights_nbytes = sum(p.nbytes for p in model.parameters())
+    between_nbytes = torch.cuda.memory_allocated()
+    lean.close()
+    assert between_nbytes < 2 * weights_nbytes + (66 << 20), "weights, momentum, and what cuBLAS keeps"
+
+
 def main() -> None:
     """Everything on the ranks of a lab: all must end with the same weights."""
     torch.cuda.set_device(0)

@@ -106,6 +106,7 @@ def test_the_same_weights_with_and_without(optimizer: str, residuals: str) -> No
 WAYS = pytest.mark.parametrize(
     ("residuals", "kind"), [("in place", "oktopk:0.1"), ("host", "oktopk:0.1"), ("in place", "dense")]
 )
+ROUNDED = ["bf16", "int8"]
 
 
 @WAYS
@@ -114,24 +115,26 @@ def test_accumulation(optimizer: str, residuals: str, kind: str) -> None:
     on_ranks(side_by_side, 3, optimizer, residuals, kind, 2)
 
 
-def against_ddp(rank: int) -> None:
-    """Dense, with buckets as DDP makes them."""
+def against_ddp(rank: int, made_by: str) -> None:
+    """Dense, with buckets as DDP makes them: its weights, bit by bit."""
     ours, theirs = made(), made()
-    lean: Any = ab.DataParallel(ours, profile_steps=0, memory=ab.Lean(OPTIMIZERS["adamw"]))
+    lean: Any = ab.DataParallel(ours, profile_steps=0, memory=ab.Lean(OPTIMIZERS[made_by]))
     ddp = DistributedDataParallel(theirs)
-    optimizer = OPTIMIZERS["adamw"]([p for p in theirs.parameters() if p.requires_grad])
+    optimizer = OPTIMIZERS[made_by]([p for p in theirs.parameters() if p.requires_grad])
     for step in range(5):
         lean(tokens(step, rank)).backward()
         ddp(tokens(step, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(a, b) and a.grad is None
+    assert lean.comm_state_dict() == {}, "nothing is kept between steps"
     lean.close()
 
 
-def test_dense_trains_as_ddp() -> None:
-    on_ranks(against_ddp, 2)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_dense_trains_as_ddp(optimizer: str) -> None:
+    on_ranks(against_ddp, 2, optimizer)
 
 
 def through_the_course(rank: int) -> str:
@@ -185,7 +188,15 @@ def not_finite(rank: int, residuals: str, kind: str) -> dict[str, Any]:
     return found
 
 
-@WAYS
+@pytest.mark.parametrize(
+    ("residuals", "kind"),
+    [
+        ("in place", "oktopk:0.1"),
+        ("host", "oktopk:0.1"),
+        ("in place", "dense"),
+        *((how, "oktopk:0.1") for how in ROUNDED),
+    ],
+)
 def test_a_bucket_that_is_not_finite_is_updated_nowhere(residuals: str, kind: str) -> None:
     assert on_ranks(not_finite, 2, residuals, kind) == [{"skipped": 1}, {"skipped": 1}]
 
@@ -218,7 +229,7 @@ def resumed(rank: int, optimizer: str, residuals: str) -> None:
     going_on.close()
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host"])
+@pytest.mark.parametrize("residuals", ["in place", "host", *ROUNDED])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_resuming_is_exact(optimizer: str, residuals: str) -> None:
     on_ranks(resumed, 2, optimizer, residuals)
@@ -245,7 +256,7 @@ def scaled(rank: int, residuals: str) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host"])
+@pytest.mark.parametrize("residuals", ["in place", "host", *ROUNDED])
 def test_a_loss_scale_is_followed(residuals: str) -> None:
     on_ranks(scaled, 2, residuals)
 

@@ -88,7 +88,7 @@ def skipped(rank: int, residuals: Any) -> list[torch.Tensor]:
     return [computed, -layer.weight.detach(), kept.float()]
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host"])
+@pytest.mark.parametrize("residuals", ["in place", "host", "int8"])
 def test_a_step_that_is_not_finite_is_skipped_as_a_whole_and_nothing_else_is_lost(residuals: str) -> None:
     answers = on_ranks(skipped, 2, residuals)
     computed = torch.stack([answer[0].double() for answer in answers]).sum(dim=0)
@@ -96,5 +96,6 @@ def test_a_step_that_is_not_finite_is_skipped_as_a_whole_and_nothing_else_is_los
     finite_rank = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(30)).sum(dim=0).double()
     total = 2 * answers[0][1].double() + torch.as_tensor(kept)
     # Rank 0's own gradient of that step was finite: it may wait in its residual.
-    close = [torch.allclose(total, computed + extra, rtol=1e-4, atol=1e-4) for extra in (0.0, finite_rank)]
+    atol = 0.15 if residuals == "int8" else 1e-4
+    close = [torch.allclose(total, computed + extra, rtol=1e-4, atol=atol) for extra in (0.0, finite_rank)]
     assert any(close), (total - computed).abs().max()

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import anabranch as ab
 from activations.lazy_copies import LazyCopies
 from anabranch.lean import engine, residuals
-from anabranch.lean.slots import Slot, SlotRing
+from anabranch.lean.slots import FreshSlots, Slot, SlotRing, ring_nbytes
 from anabranch.lean.update import BucketUpdater
 from ranks import on_ranks
 
@@ -97,12 +99,7 @@ class Log:
 def recorded(log: Log) -> None:
     """Have every slot, and every step with what is in one, tell the log; exchanges take their time."""
     in_slots: dict[int, Live] = {}
-    acquire, step, release = SlotRing.acquire, BucketUpdater.exchange_and_step, SlotRing.release_after
-
-    def telling_acquire(self: SlotRing, numel: int, dtype: torch.dtype) -> Slot:
-        slot = acquire(self, numel, dtype)
-        in_slots[slot.tensor.data_ptr()] = log.born(f"slot {slot.number} of {id(self)}", slot.tensor)
-        return slot
+    step = BucketUpdater.exchange_and_step
 
     def telling_step(self: BucketUpdater, exchange: Any, average: torch.Tensor, *rest: Any) -> Iterator[Any]:
         entry = in_slots[average.data_ptr()]
@@ -110,22 +107,28 @@ def recorded(log: Log) -> None:
         yield from step(self, exchange, average, *rest)
         log.died(entry)
 
-    def telling_release(self: SlotRing, slot: Slot, last_use: Any) -> None:
-        entry = in_slots[slot.tensor.data_ptr()]
+    def tell(owner: Any) -> None:
+        acquire, release = owner.acquire, owner.release_after
 
-        def over(future: Any) -> None:
-            if entry.died is None:
-                log.died(entry)
+        def telling_acquire(self: Any, numel: int, dtype: torch.dtype) -> Slot:
+            slot: Slot = acquire(self, numel, dtype)
+            in_slots[slot.tensor.data_ptr()] = log.born(f"slot {slot.number} of {id(self)}", slot.tensor)
+            return slot
 
-        release(self, slot, last_use.then(over))
+        def telling_release(self: Any, slot: Slot, last_use: Any) -> None:
+            entry = in_slots[slot.tensor.data_ptr()]
 
-    ways = (
-        (SlotRing, "acquire", telling_acquire),
-        (SlotRing, "release_after", telling_release),
-        (BucketUpdater, "exchange_and_step", telling_step),
-    )
-    for owner, name, telling in ways:
-        setattr(owner, name, telling)
+            def over(future: Any) -> None:
+                if entry.died is None:
+                    log.died(entry)
+
+            release(self, slot, last_use.then(over))
+
+        owner.acquire, owner.release_after = telling_acquire, telling_release
+
+    for owner in (SlotRing, FreshSlots):
+        tell(owner)
+    setattr(BucketUpdater, "exchange_and_step", telling_step)  # noqa: B010 - a method
 
 
 def aliasing(rank: int, residuals: Any, kind: str) -> int:
@@ -143,7 +146,8 @@ def aliasing(rank: int, residuals: Any, kind: str) -> int:
         log.born(name, parameter.detach())
         log.born(f"momentum of {name}", lean.optimizer.state[parameter]["momentum_buffer"])
     for state in lean._collectives._memory._state.buckets() if kind != "dense" else []:
-        log.born(f"the residual of {state.names}", state.residual)
+        stored = state.residual if state.packed is None else state.packed.message
+        log.born(f"the residual of {state.names}", stored)
     assert log.clashes() == []
     assert all(entry.died is not None for entry in log.entries if entry.whose.startswith("slot"))
     handed_out = len([entry for entry in log.entries if entry.whose.startswith("slot")])
@@ -153,10 +157,10 @@ def aliasing(rank: int, residuals: Any, kind: str) -> int:
 
 @pytest.mark.parametrize(
     ("residuals", "kind", "a_step"),
-    [("in place", "dense", 6), ("in place", "oktopk:0.2", 6), ("host", "oktopk:0.2", 11)],
+    [("in place", "dense", 6), ("in place", "oktopk:0.2", 6), ("host", "oktopk:0.2", 11), ("int8", "oktopk:0.2", 11)],
 )
 def test_two_live_objects_never_share_memory(residuals: str, kind: str, a_step: int) -> None:
-    """A slot is in use from when it is taken until its bucket is updated, or its residual is back in host memory."""
+    """A slot is in use from when it is taken until its bucket is updated, or its residual is stored."""
     assert on_ranks(aliasing, 2, residuals, kind) == [STEPS * a_step] * 2
 
 
@@ -236,4 +240,50 @@ def test_nothing_is_lost_in_any_bucket(residuals: str) -> None:
 
 
 def test_the_engine_hands_out_what_the_log_watches() -> None:
-    assert vars(engine)["SlotRing"] is SlotRing is vars(residuals)["SlotRing"]
+    assert vars(engine)["FreshSlots"] is FreshSlots
+    assert vars(residuals)["SlotRing"] is SlotRing
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=6))
+def test_neighbours_never_meet_in_a_ring(numels: list[int]) -> None:
+    ring = SlotRing([4 * numel for numel in numels], torch.device("cpu"))
+    assert ring._memory.nbytes == ring_nbytes([4 * numel for numel in numels])
+    assert ring._memory.nbytes <= 2 * (4 * max(numels) + 512)
+    before: set[int] = set()
+    for numel in 3 * numels:  # a step after another: with an odd number of buckets sides change
+        tensor = ring.acquire(numel, torch.float32).tensor
+        own = set(range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+        assert len(tensor) == numel and own.isdisjoint(before)
+        before = own
+
+
+def test_two_slots_at_a_time_each_as_large_as_its_bucket() -> None:
+    slots = FreshSlots(torch.device("cpu"))
+    uses: list[Any] = [torch.futures.Future() for _ in range(4)]
+    sizes = (3, 50, 2, 7)
+    given = []
+    for numel, use in zip(sizes, uses, strict=True):
+        use.set_result(None)
+        given.append(slots.acquire(numel, torch.float32).tensor)
+        slots.release_after(Slot(len(given) - 1, given[-1]), use)
+    assert [tensor.untyped_storage().nbytes() for tensor in given] == [0, 0, 8, 28], "the first two were freed"
+    slots.wait()
+    slots.free()
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in given)
+
+
+def test_a_slot_is_not_freed_before_its_user_is_done() -> None:
+    slots = FreshSlots(torch.device("cpu"))
+    first = slots.acquire(3, torch.float32)
+    at_its_end: list[int] = []
+
+    class Use:
+        def wait(self) -> None:
+            at_its_end.append(first.tensor.untyped_storage().nbytes())
+
+    slots.release_after(first, Use())  # type: ignore[arg-type]
+    slots.acquire(3, torch.float32)
+    assert at_its_end == []
+    slots.acquire(3, torch.float32)
+    assert at_its_end == [12] and first.tensor.untyped_storage().nbytes() == 0

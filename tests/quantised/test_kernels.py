@@ -7,7 +7,7 @@ from quantised.worlds import gradients
 from sparse.triton_device import DEVICE  # first: it sets the interpreter
 
 from anabranch.quantised import torch_steps, triton_steps  # isort: skip
-from anabranch.quantised.block_format import FORMATS, BlockFormat, Kept  # isort: skip
+from anabranch.quantised.block_format import FORMATS, STORED, BlockFormat, Kept  # isort: skip
 from anabranch.quantised.stochastic import Seeds  # isort: skip
 
 
@@ -21,7 +21,7 @@ def same_messages(one: torch.Tensor, other: torch.Tensor, form: BlockFormat) -> 
     return torch.equal(one, other) if form.scaled else same(one.view(torch.bfloat16), other.view(torch.bfloat16))
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.kind)
+@pytest.mark.parametrize("form", [*FORMATS.values(), STORED["int8"]], ids=[*FORMATS, "stored int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("ranks", "numel"), [(1, 1), (1, 4097), (3, 63), (3, 1300), (2, 9000)])
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -69,3 +69,20 @@ def test_every_step(
             torch.testing.assert_close(found_residual, residual, rtol=0, atol=1e-37)
         else:
             assert same(found_buffer, buffer) and same(found_residual, residual)
+
+
+@pytest.mark.parametrize("form", STORED.values(), ids=STORED)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_is_stored_is_the_same_after_it_is_read_and_stored_again(form: BlockFormat) -> None:
+    values = gradients(1, 1000, seed=7)[0].to(DEVICE)
+    values[:128] *= 127.0 / values[:128].abs().max()  # a block whose scale is 1
+    values[128:256] *= 127.001 / values[128:256].abs().max()  # and one whose scale is just above
+    for run in (torch_steps, triton_steps):
+        read = [values, *(torch.empty_like(values) for _ in range(3))]
+        for before, after, seed in zip(read, read[1:], (5, 6, 7), strict=False):
+            run.finish(run.quantise(before, None, 1, form, seed), after, form)
+        assert not same(values, read[1])
+        assert same(read[1], read[2]) and same(read[2], read[3])
+        if form.scaled:
+            assert (read[1] - values)[:128].abs().max() < 1.0, "below a step of the scale"
+            assert 1.0 < (read[1] - values)[128:256].abs().max() < 2.0

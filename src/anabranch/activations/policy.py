@@ -1,23 +1,24 @@
 """Activations of a live model kept, offloaded, recomputed, or a mix chosen from what its own first steps show."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import nn
 
 from anabranch.activations.blocks import REST
-from anabranch.activations.cost_model import Action, Forecast
+from anabranch.activations.cost_model import Action, BlockCosts, Forecast, HostLink
 from anabranch.activations.offloader import MIB, Offloader
 from anabranch.activations.profiler import BlockProfiler, measure_link
 from anabranch.activations.recompute import PatchedModel, recompute
-from anabranch.activations.solver import BudgetError, Choice, choose_with_windows
+from anabranch.activations.solver import BudgetError, Choice, choose_with_windows, smallest_budget
 
 Mode = Literal["keep", "offload", "recompute", "auto"]
 PROFILED_STEPS = 2  # the first also warms up
 
 ChoiceMessage = dict[str, Any]  # a choice, or why there is none yet or at all, as a JSON document
 Agree = Callable[[ChoiceMessage], ChoiceMessage]
+Choosing = Callable[[Sequence[BlockCosts], HostLink], ChoiceMessage]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Activations:
     """Where activations are between forward and backward.
 
     mode            "keep" them on the device, "offload" all to the host, "recompute" every block, or "auto": a mix
-    budget_nbytes   what "auto" may have on the device at once
+    budget_nbytes   what "auto" may have on the device at once; None: as little as costs no predicted time
     least_nbytes    smaller tensors are never offloaded
     window_nbytes   how much may be on its way to the host before computation waits
     ahead_nbytes    how much may be back before it is needed
@@ -49,10 +50,10 @@ class Activations:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"Activations {name} is {value!r}: expected a whole number from 1 on, or None")
-        if (self.mode == "auto") != (self.budget_nbytes is not None):
+        if self.mode != "auto" and self.budget_nbytes is not None:
             raise ValueError(
                 f"Activations mode is {self.mode!r} with budget_nbytes={self.budget_nbytes}: expected a budget "
-                "with mode 'auto', and with no other"
+                "with mode 'auto' only"
             )
 
 
@@ -61,10 +62,16 @@ class ManagedActivations:
 
     In mode "auto" the first steps are profiled, with as little memory as possible. The wrapper calls
     ``choose()`` before each forward, on all ranks: when enough steps were profiled, it chooses the mix.
+
+    choosing   what this rank would choose, by the costs of its blocks; by default as the options say
+
+    ``agreed``: the choice of mode "auto" as all ranks have got it.
     """
 
-    def __init__(self, model: nn.Module, options: Activations) -> None:
+    def __init__(self, model: nn.Module, options: Activations, choosing: Choosing | None = None) -> None:
         self.options = options
+        self.agreed: ChoiceMessage = {}
+        self._choosing = choosing or self._by_options
         self.choice: Choice | None = None  # of mode "auto", once it is made: the one that all ranks follow
         self.offloader = None if options.mode in ("keep", "recompute") else self._new_offloader(model)
         self._model = model
@@ -107,6 +114,7 @@ class ManagedActivations:
             return
         if "error" in agreed:
             raise BudgetError(agreed["error"])
+        self.agreed = agreed
         self.choice = Choice(agreed["actions"], Forecast(*agreed["forecast"]), agreed["at_least_s"])
         profiler, self._profiler = self._profiler, None
         profiler.undo()
@@ -114,13 +122,19 @@ class ManagedActivations:
 
     def _own_choice(self, profiler: BlockProfiler) -> ChoiceMessage:
         """Return this rank's choice, or why none is possible: ranks must agree on that, too, or one would wait."""
-        assert self.offloader is not None and self.options.budget_nbytes is not None
+        assert self.offloader is not None
         measured = measure_link(self.offloader.device)
         link = replace(measured, window_nbytes=self.options.window_nbytes, ahead_nbytes=self.options.ahead_nbytes)
         try:
-            return choose_with_windows(profiler.costs(), link, self.options.budget_nbytes)._asdict()
+            return self._choosing(profiler.costs(), link)
         except BudgetError as error:
             return {"error": str(error)}
+
+    def _by_options(self, blocks: Sequence[BlockCosts], link: HostLink) -> ChoiceMessage:
+        budget_nbytes = self.options.budget_nbytes
+        if budget_nbytes is None:
+            budget_nbytes = smallest_budget(blocks, link, extra_s=0.0)
+        return choose_with_windows(blocks, link, budget_nbytes)._asdict()
 
     def _new_offloader(self, model: nn.Module) -> Offloader:
         parameter = next(model.parameters(), None)

@@ -271,6 +271,21 @@ class SavedBytesCounter:
         raise RuntimeError(f"block {self._name!r} was run twice, and something of its first run is used: {KEEPS_STATE}")
 
 
+def measure_memory(device: torch.device, nbytes: int = LINK_NBYTES) -> float:
+    """Measure how many bytes a second ``device`` reads and writes in its own memory."""
+    clock = clock_for(device)
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    copied_s = 1.0
+    for _ in range(2):  # the first round warms up
+        start = clock.mark()
+        target.copy_(source)
+        end = clock.mark()
+        clock.settle()
+        copied_s = clock.elapsed_s(start, end)
+    clock.close()
+    return 2 * nbytes / max(copied_s, 1e-9)
+
+
 def measure_link(device: torch.device, nbytes: int = LINK_NBYTES) -> HostLink:
     """Measure how fast ``device`` and pinned host memory exchange bytes, both ways at once."""
     copies, clock = copies_for(device), clock_for(device)

@@ -62,6 +62,21 @@ def choose_with_windows(blocks: Sequence[BlockCosts], link: HostLink, budget_nby
     return min(choices, key=lambda choice: choice.forecast.extra_s)
 
 
+def smallest_budget(blocks: Sequence[BlockCosts], link: HostLink, extra_s: float = float("inf")) -> int:
+    """Return the least budget, to about a thousandth of all bytes, with which a step takes at most so much longer."""
+    kept: dict[str, Action] = {block.name: "keep" for block in blocks}
+    fits = predict(blocks, link, kept).peak_nbytes
+    resolution, too_small = max(1, fits // 1000), -1
+    while fits - too_small > resolution:
+        tried = (fits + too_small) // 2
+        try:
+            enough = choose_with_windows(blocks, link, tried).forecast.extra_s <= extra_s
+        except BudgetError:
+            enough = False
+        fits, too_small = (tried, too_small) if enough else (fits, tried)
+    return fits
+
+
 def choose(blocks: Sequence[BlockCosts], link: HostLink, budget_nbytes: int, width: int = BEAM_WIDTH) -> Choice:
     """Return the actions with the least predicted extra time whose predicted peak is within the budget.
 

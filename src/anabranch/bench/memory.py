@@ -42,6 +42,21 @@ def zoo_build(name: str, batch: int) -> Build:
     return lambda device: zoo.model_and_loss(name, device, batch)
 
 
+def under_autocast(build: Build) -> Build:
+    """The same model, whose loss is computed under autocast to bfloat16, on a GPU."""
+
+    def built(device: torch.device) -> tuple[nn.Module, Loss]:
+        model, loss = build(device)
+
+        def in_half(wrapped: nn.Module) -> torch.Tensor:
+            with torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"):
+                return loss(wrapped)
+
+        return model, in_half
+
+    return built
+
+
 def compressed_plan(build: Build, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
     """Buckets in the order of backward, of the size and kind that ``estimate.account`` assumes for this mode."""
     profile, way = probe(build), WAYS[mode]

@@ -17,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.activations.policy import Activations
 from anabranch.bench.baselines import top_count, top_pairs
 from anabranch.comm.communicator import Communicator, ZeroBuffer
+from anabranch.compression import Compress
 from anabranch.ddp.reducer import unwrap
 from anabranch.estimate.account import DDP, NAIVE, OKTOPK, WAYS, Way
 from anabranch.estimate.probe import Loss
+from anabranch.kinds import DENSE
 from anabranch.lean.options import KEPT, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
 from anabranch.plan import Plan
@@ -169,9 +171,11 @@ def _oktopk_on_one_rank(setup: TrainingSetup) -> Generator[None, None, None]:
         unwrap(wrapped)
 
 
-def lean(setup: TrainingSetup, way: Way, activations: Activations = KEPT) -> Generator[None, None, None]:
-    """DataParallel with Lean."""
-    memory = Lean(setup.optimizer, "host" if way.host else "in place", activations)
+def lean(
+    setup: TrainingSetup, way: Way, activations: Activations = KEPT, within_nbytes: int | None = None
+) -> Generator[None, None, None]:
+    """DataParallel with Lean; with a budget it chooses how residuals are stored and where activations are."""
+    memory = Lean(setup.optimizer, way.residuals, activations, within_nbytes)
     wrapped = _wrapped(setup, way, memory=memory)
     try:
         while True:
@@ -182,7 +186,9 @@ def lean(setup: TrainingSetup, way: Way, activations: Activations = KEPT) -> Gen
 
 
 def _wrapped(setup: TrainingSetup, way: Way, **options: Any) -> Any:
-    compress = OkTopk(density=setup.density, warmup_steps=0) if way.exchange == OKTOPK else way.exchange
+    compress: Compress = None if way.exchange == DENSE else way.exchange
+    if way.exchange == OKTOPK:
+        compress = OkTopk(density=setup.density, warmup_steps=0)
     return DataParallel(
         setup.model, plan=setup.plan, profile_steps=0, process_group=setup.group, compress=compress, **options
     )

@@ -21,6 +21,7 @@ IMAGES = {
     "densenet201": 32,
     "inception_v3": 32,
     "vgg16": 64,
+    "vit_l_16": 32,
 }
 SEQUENCES = {
     "bert-base": (8, 128),

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.network_text import RATE_BIT, TIME_S, quantity
+from anabranch.cli.network_text import RATE_BIT, TIME_S
 from anabranch.lab.cluster import MAX_HOSTS, Cluster
+from anabranch.quantities import quantity
 
 UNSHAPED = "unshaped"
 DEFAULT_ALPHA = "50us"

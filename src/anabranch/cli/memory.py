@@ -13,6 +13,7 @@ from anabranch.cli.output import JsonOption, print_json, show_tables
 from anabranch.files import bundled_traces
 from anabranch.kinds import COMPRESSED
 from anabranch.network_presets import PRESETS
+from anabranch.quantities import size_nbytes
 from anabranch.sparse.naming import KIND
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ DEFAULT_RANKS = 4
 SHARDED_ASSUMPTION = (
     "fsdp2's units are the parameters with the same number in their names; it is predicted alone, and not measured"
 )
+CLIPPED = "lean holds averages until the norm over all gradients is known"
 ZOO_DTYPE = "float32, as in torchvision or transformers"
 
 
@@ -45,6 +47,13 @@ class Activations(StrEnum):
     recompute = "recompute"
 
 
+class Precision(StrEnum):
+    """In what forward computes."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
 EXAMPLE = "module:function, where function(batch, device) returns a model and its loss as a function of the model"
 ModelOption = Annotated[
     str,
@@ -59,6 +68,7 @@ RanksOption = Annotated[
 ]
 DensityOption = Annotated[float, typer.Option(metavar="D", help="Share of the elements that the sparse modes send.")]
 OptimizerOption = Annotated[Optimizer, typer.Option(help="Whose state to count.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="bf16: under autocast, with float32 weights.")]
 ActivationsOption = Annotated[Activations, typer.Option(help="How the Lean modes keep activations.")]
 WithinOption = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Find the largest batch that fits in this: 16GiB.")
@@ -90,6 +100,9 @@ ShardedOption = Annotated[
         "be repeated.",
     ),
 ]
+ClipsOption = Annotated[
+    bool, typer.Option("--clip-norm", help="Count averages that Lean(clip_norm=...) holds until backward ends.")
+]
 MeasureOption = Annotated[bool, typer.Option("--measure", help="Also run a few steps of each mode on this GPU.")]
 
 
@@ -102,30 +115,31 @@ def memory(
     density: DensityOption = 0.01,
     optimizer: OptimizerOption = Optimizer.momentum,
     activations: ActivationsOption = Activations.keep,
+    precision: PrecisionOption = Precision.fp32,
     within: WithinOption = None,
     network: NetworkOption = None,
     rate: RateOption = None,
     trace: TraceOption = None,
     plan: PlanOption = None,
+    clips: ClipsOption = False,
     measure: MeasureOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict peak memory by kind of object: for DDP, compressed exchanges and Lean; the largest batch that fits."""
-    limit_nbytes = None if within is None else network_text.size_nbytes("--within", within)
+    limit_nbytes = None if within is None else size_nbytes("--within", within)
     links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
     from anabranch.estimate.account import Setting
     from anabranch.report.documents import MemoryDocument, printed
 
-    if plan is not None and measure:
-        raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
-    buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
-    setting = Setting(ranks=ranks, density=density, buckets=buckets)
+    if clips and measure:
+        raise ValueError("--clip-norm and --measure were given, and --measure clips nothing: expected one of them")
+    setting = Setting(ranks=ranks, density=density, buckets=_buckets(plan, measure), clips=clips)
     modes = _modes(compress or [KIND], sharded or ())
-    estimator = estimator_of(model, optimizer, activations, plan)
+    estimator = estimator_of(model, optimizer, activations, plan, half := precision == Precision.bf16)
     footprints = estimator.footprints(batch_size, setting, modes)
-    measured = _measured(model, batch_size, optimizer, activations, setting, modes) if measure else {}
-    assumptions = [*estimator.assumptions, *([SHARDED_ASSUMPTION] if sharded else [])]
+    measured = _measured(model, batch_size, optimizer, activations, setting, modes, half) if measure else {}
+    assumptions = [*estimator.assumptions, *([CLIPPED] if clips else []), *([SHARDED_ASSUMPTION] if sharded else [])]
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
         batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
@@ -155,9 +169,16 @@ def memory(
         _print(document)
 
 
+def _buckets(plan: Path | None, measure: bool) -> list[tuple[str, ...]] | None:
+    """The buckets of --plan."""
+    if plan is not None and measure:
+        raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
+    return None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
+
+
 def _modes(compress: Sequence[str], sharded: Sequence[str]) -> list[str]:
-    """DDP and the modes of these ways to compress; beside Ok-Topk the naive way to be sparse; then FSDP2's."""
-    from anabranch.estimate.account import DDP, NAIVE, OKTOPK, SHARDED_MODES, modes_of
+    """DDP, Lean without compression, and the modes of these ways to compress, the naive one too; then FSDP2's."""
+    from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, SHARDED_MODES, modes_of
 
     for way in compress:
         if way not in (OKTOPK, *COMPRESSED):
@@ -167,7 +188,7 @@ def _modes(compress: Sequence[str], sharded: Sequence[str]) -> list[str]:
             raise ValueError(f"--sharded is {way!r}: expected one of {', '.join(SHARDED_MODES)}")
     naive = [NAIVE] if OKTOPK in compress else []
     compressed = [mode for way in dict.fromkeys(compress) for mode in modes_of(way)]
-    return [DDP, *naive, *compressed, *dict.fromkeys(sharded)]
+    return [DDP, LEAN_DENSE, *naive, *compressed, *dict.fromkeys(sharded)]
 
 
 def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
@@ -183,16 +204,16 @@ def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
 
 
 def estimator_of(
-    model: str, optimizer: Optimizer, activations: Activations, plan: Path | None = None
+    model: str, optimizer: Optimizer, activations: Activations, plan: Path | None = None, half: bool = False
 ) -> "MemoryEstimator":
     """The estimator of a model of torchvision or transformers, or of the user's own as module:function."""
     from anabranch.bench.memory import OPTIMIZERS
     from anabranch.estimate.estimator import MemoryEstimator
 
-    words = {} if plan is None else {"buckets": f"those of {plan}"}
+    words: dict[str, Any] = {} if plan is None else {"buckets": f"those of {plan}"}
     if ":" not in model:
         words["dtype"] = ZOO_DTYPE
-    return MemoryEstimator(_build_at(model), OPTIMIZERS[optimizer.value], activations.value, **words)
+    return MemoryEstimator(_build_at(model), OPTIMIZERS[optimizer.value], activations.value, half=half, **words)
 
 
 def _build_at(model: str) -> "BuildAt":
@@ -216,7 +237,13 @@ def _limits(batches: Mapping[str, int]) -> list[str]:
 
 
 def _measured(
-    model: str, batch: int, optimizer: Optimizer, activations: Activations, setting: "Setting", modes: Sequence[str]
+    model: str,
+    batch: int,
+    optimizer: Optimizer,
+    activations: Activations,
+    setting: "Setting",
+    modes: Sequence[str],
+    half: bool,
 ) -> dict[str, int]:
     """The allocator's peak of each mode that can run here."""
     import torch
@@ -224,10 +251,11 @@ def _measured(
     if not torch.cuda.is_available():
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.activations import policy
-    from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, world
+    from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, under_autocast, world
     from anabranch.estimate.account import SHARDED_MODES
 
     build, factory = _build_at(model)(batch), OPTIMIZERS[optimizer.value]
+    build = under_autocast(build) if half else build
     options = policy.Activations(activations.value)
     with world() as ranks:
         if ranks not in (1, setting.ranks):

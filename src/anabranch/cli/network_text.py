@@ -5,11 +5,11 @@ plain numbers; every ``rate`` may be given as ``beta``, in seconds per byte, ins
 """
 
 import math
-import re
 from collections.abc import Mapping
 
 from anabranch.alpha_beta import AlphaBeta
 from anabranch.network import Network
+from anabranch.quantities import quantity
 
 EXAMPLES: Mapping[str, str] = {
     "ring": "ring:ranks=16,alpha=50us,rate=10gbit",
@@ -20,12 +20,8 @@ EXAMPLES: Mapping[str, str] = {
 }
 TIME_S: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 RATE_BIT: Mapping[str, float] = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-SIZE_NBYTES: Mapping[str, float] = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6}
 MAX_RANKS = 1 << 24
-MAX_NBYTES = 2.0**60  # more memory than any machine has
 SHORT_EXAMPLE = "ring:ranks=16,..."  # for help texts, whose columns are narrow
-
-_NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?")
 
 
 def is_description(text: str) -> bool:
@@ -62,24 +58,6 @@ def ranks_of(name: str, text: str) -> int:
     if not (1 <= value <= MAX_RANKS and value == int(value)):
         raise ValueError(f"network {name}: {text!r} follows its name, expected how many ranks, as in {name}:ranks=16")
     return int(value)
-
-
-def quantity(text: str, units: Mapping[str, float]) -> float:
-    """A number with one of these units, in the units' base; not a number (nan) where that is not what ``text`` is."""
-    number = _NUMBER.match(text.lower())
-    unit = text.lower()[number.end() :].strip().removesuffix("/s") if number else ""
-    value = float(number.group()) if number else math.nan
-    if unit in units:
-        return value * units[unit]
-    return value if not unit and value == 0 else math.nan  # zero is zero in every unit
-
-
-def size_nbytes(option: str, text: str) -> int:
-    """A size of memory in bytes, such as 16GiB; ValueError naming the option if it is none."""
-    nbytes = quantity(text, SIZE_NBYTES)
-    if not 1 <= nbytes <= MAX_NBYTES:
-        raise ValueError(f"{option} is {text!r}: expected a size in GiB, MiB, GB or MB, such as 16GiB")
-    return int(nbytes)
 
 
 class _Parts:

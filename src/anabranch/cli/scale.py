@@ -13,6 +13,7 @@ from anabranch.cli.memory import Activations, Optimizer, estimator_of
 from anabranch.cli.network_text import MAX_RANKS
 from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, progress_bar, show_tables
 from anabranch.files import write_bytes
+from anabranch.quantities import size_nbytes
 from anabranch.scaling import Compute, Scaling, line_up, strategy_kinds
 from anabranch.scaling import scale as predict
 from anabranch.scaling.compression import LEAN
@@ -184,7 +185,7 @@ def _fitting(trace: Trace, chosen: _Strategies, within: str, scaling: Basis, ran
     """
     if scaling is Basis.strong:
         raise ValueError(f"--within is {within}: it finds the batch of each rank, which --scaling strong does not keep")
-    limit_nbytes = network_text.size_nbytes("--within", within)
+    limit_nbytes = size_nbytes("--within", within)
     from anabranch.bench import zoo
     from anabranch.estimate.fitting import largest_batches
     from anabranch.report.formatting import count, size

@@ -1,6 +1,7 @@
 """Collectives: all exchanges that the buckets of one model can name, and the state they keep between steps."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ class ResidualState(Protocol):
     """
 
     names: tuple[str, ...]
+    numels: tuple[int, ...]
     residual: torch.Tensor
     step: int
     accumulates_in_place: bool
@@ -41,6 +43,18 @@ class ResidualState(Protocol):
 
     def pieces(self) -> Mapping[str, torch.Tensor]:
         """The residual of each parameter; views."""
+        ...
+
+    def unpack(self, target: torch.Tensor) -> None:
+        """Where residuals are rounded between exchanges: read it into ``target``, the residual until ``pack()``."""
+        ...
+
+    def pack(self) -> None:
+        """Round the residual, and drop it in float32."""
+        ...
+
+    def whole(self) -> AbstractContextManager[torch.Tensor]:
+        """The residual in float32, to be changed between two exchanges."""
         ...
 
     def hold(self, names: Collection[str]) -> None:
@@ -81,6 +95,10 @@ class ExchangeMemory(Protocol):
 
         That step also sends the residuals of parameters that the plan sends dense, so that none is lost.
         """
+        ...
+
+    def store_residuals(self, how: str, settle: Callable[[ResidualState], object]) -> None:
+        """Between steps: store residuals as "bf16", "int8", or as they are; call ``settle`` with each in turn."""
         ...
 
     def summary(self) -> list[str]:
@@ -187,6 +205,11 @@ class Collectives:
         self._errors.clear()
         if self._memory is not None:
             self._memory.use_plan(plan)
+
+    def store_residuals(self, how: str, settle: Callable[[ResidualState], object]) -> None:
+        """Between steps: store residuals as "bf16", "int8", or as they are; call ``settle`` with each in turn."""
+        if self._memory is not None:
+            self._memory.store_residuals(how, settle)
 
     def summary(self) -> list[str]:
         """Lines for ``explain()``."""

@@ -6,19 +6,24 @@
     oktopk          ddp, a residual, an owner's sums for every bucket, messages of fixed size
     bf16, int8      ddp, messages with all values of a bucket, an owner's rounding errors
     int4            the same, and a residual
-    lean            weights n, residual n, which is also where gradients add up, two slots of the largest bucket
-    lean, host      weights n, four slots: the residual is in host memory
-    lean, int8      weights n, two slots, the messages of int8; other kinds alike
+    lean, dense     weights n, slots: a bucket's gradients from when it is complete until it is updated, two at a time
+    lean            weights n, residual n, which is also where gradients add up, slots
+    lean, host      weights n, slots, and those of the two largest neighbours: the residual is in host memory
+    lean, residuals bf16 (int8)   weights n, residual n/2 (n/4), slots, two more for residuals in float32
+    lean, int8      weights n, slots, the messages of int8; other kinds alike
     fsdp2           shards of weights, gradients and state; gathered weights and whole gradients, unit by unit
+
+With ``clips`` averages under Lean are held until the end of backward.
 
 A peak is the highest of many moments: each part of backward between two gradients, each bucket's exchange, and the
 optimizer's step. Not counted: what NCCL and the CUDA context take, which torch's allocator does not see, and
 fragmentation of its memory.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from anabranch.estimate.step_profile import (
     BucketSize,
@@ -28,8 +33,10 @@ from anabranch.estimate.step_profile import (
     buckets_by_names,
     buckets_by_size,
 )
-from anabranch.kinds import COMPRESSED
-from anabranch.lean.slots import SLOTS
+from anabranch.kinds import COMPRESSED, DENSE
+from anabranch.lean.options import ResidualPlacement
+from anabranch.lean.slots import SLOTS, ring_nbytes
+from anabranch.quantised.block_format import STORED
 from anabranch.quantised.cost_model import Region
 from anabranch.quantised.options import Quantised
 from anabranch.scaling.sharding import block_of
@@ -39,21 +46,25 @@ from anabranch.sparse.select import CHUNK_NUMEL
 from anabranch.sparse.sizes import Sizes, widest_numel
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
-DDP, NAIVE, OKTOPK, LEAN, LEAN_HOST = MODES = ("ddp", "naive sparse", "oktopk", "lean", "lean, host")
+DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_HOST, LEAN_BF16, LEAN_INT8 = MODES = (
+    "ddp", "lean, dense", "naive sparse", "oktopk", "lean", "lean, host",
+    "lean, residuals bf16", "lean, residuals int8",
+)  # fmt: skip
 FSDP2, FSDP2_RESHARD = SHARDED_MODES = ("fsdp2", "fsdp2:reshard")  # a unit per block, kept or freed after forward
 BUCKET_NBYTES = 25 * 2**20  # DDP's own
 BLAS_WORKSPACE_NBYTES = 2 * 32 * 2**20  # cuBLAS's on an H100 or H200: one for the thread of forward, one for backward's
 PAIR_NBYTES = 8  # a float32 value and its int32 position
 FLOAT_NBYTES = 4
+NO_MESSAGES: Mapping[str, int] = {"send": 0, "receive": 0, "workspace": 0}
 WITH_RESIDUAL = [kind for kind in COMPRESSED if Quantised(kind).keeps_residual]
 
 
 class Way(NamedTuple):
-    """How a mode other than DDP and naive sparse trains: by which exchange, on Lean, with residuals on the host."""
+    """How a mode other than DDP and naive sparse trains: by which exchange, on Lean, with residuals stored how."""
 
     exchange: str
     lean: bool = False
-    host: bool = False
+    residuals: ResidualPlacement = "in place"
 
     @property
     def keeps_residual(self) -> bool:
@@ -62,21 +73,43 @@ class Way(NamedTuple):
 
     def compresses(self, gradient: ReadyGradient) -> bool:
         """Whether this gradient may be in a bucket that is compressed: rounding also takes vectors and half floats."""
-        return gradient.sparse if self.exchange == OKTOPK else not gradient.wide
+        if self.exchange == OKTOPK:
+            return gradient.sparse
+        return self.exchange != DENSE and not gradient.wide
+
+    def adds_up_in_place(self, bucket: BucketSize) -> bool:
+        """Whether this bucket's gradients are added to its residual one by one; else they wait for the others."""
+        return self.residuals == "in place" and bucket.compressed and self.keeps_residual
+
+    def stored_nbytes(self, bucket: BucketSize) -> int:
+        """Bytes of this bucket's residual between exchanges, on the device or on the host; 0 if it has none."""
+        if not (bucket.compressed and self.keeps_residual):
+            return 0
+        if (form := STORED.get(self.residuals)) is None:
+            return FLOAT_NBYTES * bucket.numel
+        return form.message_nbytes(form.region_numel(bucket.numel, 1))
 
 
 WAYS: Mapping[str, Way] = {
+    LEAN_DENSE: Way(DENSE, lean=True),
     OKTOPK: Way(OKTOPK),
     LEAN: Way(OKTOPK, lean=True),
-    LEAN_HOST: Way(OKTOPK, lean=True, host=True),
+    LEAN_HOST: Way(OKTOPK, lean=True, residuals="host"),
+    LEAN_BF16: Way(OKTOPK, lean=True, residuals="bf16"),
+    LEAN_INT8: Way(OKTOPK, lean=True, residuals="int8"),
     **{kind: Way(kind) for kind in COMPRESSED},
     **{f"{LEAN}, {kind}": Way(kind, lean=True) for kind in COMPRESSED},
-    **{f"{LEAN}, {kind}, host": Way(kind, lean=True, host=True) for kind in WITH_RESIDUAL},
+    **{f"{LEAN}, {kind}, host": Way(kind, lean=True, residuals="host") for kind in WITH_RESIDUAL},
+    **{
+        f"{LEAN}, {kind}, residuals {how}": Way(kind, lean=True, residuals=cast(ResidualPlacement, how))
+        for kind in WITH_RESIDUAL
+        for how in STORED
+    },
 }
 
 
 def modes_of(exchange: str) -> list[str]:
-    """The modes of one exchange, "oktopk" or a kind that rounds: in DataParallel, then on Lean."""
+    """The modes of one exchange, "oktopk", "dense" or a kind that rounds: in DataParallel, then on Lean."""
     return [mode for mode, way in WAYS.items() if way.exchange == exchange]
 
 
@@ -113,12 +146,14 @@ class Setting:
 
     ranks, density          how many ranks exchange, and what share of a sparse bucket's elements
     buckets                 of parameter names, as a plan has them; None: 25 MiB each, in the order of backward
+    clips                   whether gradients are clipped by their norm: then Lean holds averages until backward ends
     blas_workspace_nbytes   what cuBLAS keeps for itself
     """
 
     ranks: int = 4
     density: float = 0.01
     buckets: Sequence[Sequence[str]] | None = None
+    clips: bool = False
     options: OkTopk = field(default_factory=OkTopk)
     blas_workspace_nbytes: int = BLAS_WORKSPACE_NBYTES
 
@@ -181,7 +216,7 @@ def _naive(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
 
 def _data_parallel(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprint]:
     buckets = _buckets(profile, setting, way)
-    residual = sum(_residuals_nbytes(buckets, way))
+    residual = sum(way.stored_nbytes(bucket) for bucket in buckets)
     always = _always(profile, setting, gradients=profile.gradients_nbytes, residual=residual)
     always = always.plus(workspace=_owner_sums_nbytes(buckets, setting, way))
     yield from _backward(profile, always)
@@ -189,22 +224,72 @@ def _data_parallel(profile: StepProfile, setting: Setting, way: Way) -> Iterator
     yield _optimizer_step(profile, always)
 
 
+class _Slots:
+    """What Lean holds of the buckets that are complete, at one moment of a step."""
+
+    def __init__(self, way: Way, setting: Setting) -> None:
+        self._way = way
+        self._setting = setting
+        self._latest: deque[tuple[int, int]] = deque(maxlen=SLOTS)  # slots of gradients, and of residuals in float32
+        self._held_nbytes = 0
+
+    def take(self, bucket: BucketSize) -> None:
+        """The next bucket is complete: the oldest slot is freed, unless averages are held."""
+        with_residual = bucket.compressed and self._way.keeps_residual
+        if self._setting.clips and not with_residual:
+            self._held_nbytes += bucket.nbytes
+            return
+        wide = FLOAT_NBYTES * bucket.numel if with_residual and self._way.residuals in STORED else 0
+        self._latest.append((bucket.nbytes, wide))
+        if self._setting.clips:  # of a sparse average its values that are not 0
+            pairs = int(self._setting.density * bucket.numel) * PAIR_NBYTES
+            self._held_nbytes += min(bucket.nbytes, pairs) if self._way.exchange == OKTOPK else bucket.nbytes
+
+    def beside(self, gradients: int, **more: int) -> dict[str, int]:
+        """Bytes by kind: all slots, and ``gradients`` and more beside them."""
+        slots, wide = (sum(sizes) for sizes in zip(*self._latest, strict=True)) if self._latest else (0, 0)
+        return {"gradients": gradients + self._held_nbytes + slots, "residual": wide, **more}
+
+
 def _lean(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprint]:
-    buckets = _buckets(profile, setting, way)
-    largest = max(bucket.nbytes for bucket in buckets)
-    residuals = _residuals_nbytes(buckets, way)
-    on_device = SLOTS * max(residuals, default=0) if way.host else sum(residuals)
-    always = _always(profile, setting, gradients=SLOTS * largest, residual=on_device)
+    buckets = sorted(_buckets(profile, setting, way), key=lambda bucket: bucket.last_index)
+    always = _always_of_lean(profile, setting, way, buckets)
+    of_index = {index: bucket for bucket in buckets for index in bucket.indices}
+    slots, waiting, before = _Slots(way, setting), 0, NO_MESSAGES
+    for index, gradient in enumerate(profile.gradients):
+        yield always.plus_use(_before(gradient.name), gradient.peak_before, **slots.beside(waiting))
+        for bucket in (bucket for bucket in buckets if bucket.last_index == index):
+            slots.take(bucket)
+            at = f"exchange of the bucket to {gradient.name}"
+            yield always.plus_use(at, gradient.when_ready, **slots.beside(waiting, **before))
+            if not way.adds_up_in_place(bucket):  # they have moved to the slot
+                waiting -= sum(profile.gradients[i].nbytes for i in bucket.indices if i != index)
+            messages, *rarely = _messages(bucket, setting, way)
+            step = {**NO_MESSAGES, "workspace": 0 if setting.clips else _step_nbytes(profile, bucket)}
+            for more in (messages, *rarely, step):
+                together = {kind: before[kind] + more[kind] for kind in before}
+                yield always.plus_use(at, gradient.when_ready, **slots.beside(waiting, **together))
+            before = messages
+        if of_index[index].last_index != index and not way.adds_up_in_place(of_index[index]):
+            waiting += gradient.nbytes
+    whole = max(bucket.nbytes for bucket in buckets) if setting.clips and way.keeps_residual else 0
+    workspace = max(_step_nbytes(profile, bucket) for bucket in buckets)
+    yield always.plus_use("a bucket's step", profile.after_backward, **slots.beside(whole, workspace=workspace))
+
+
+def _always_of_lean(profile: StepProfile, setting: Setting, way: Way, buckets: Sequence[BucketSize]) -> Footprint:
+    """Return what Lean has in memory during the whole step, residuals included."""
+    stored = [way.stored_nbytes(bucket) for bucket in buckets]
+    kept, on_host = [nbytes for nbytes in stored if nbytes], way.residuals == "host"
+    always = _always(profile, setting, residual=ring_nbytes(kept) if on_host else sum(stored))
     if setting.options.deterministic:  # else an owner adds its sums up in the slot
         always = always.plus(workspace=_owner_sums_nbytes(buckets, setting, way))
-    if way.host:
-        always = Footprint(always.kinds, "", sum(residuals))
-    incomplete = [bucket for bucket in buckets if not (bucket.compressed and way.keeps_residual)]
-    yield from _backward(profile, always, _incomplete_nbytes(profile, incomplete))
-    yield from _exchanges(profile, setting, buckets, always, way)
-    share = largest / max(1, profile.gradients_nbytes)  # each bucket has a step of its own
-    workspace = int(share * profile.optimizer.workspace_nbytes)
-    yield always.plus_use("a bucket's step", profile.after_backward, workspace=workspace)
+    return Footprint(always.kinds, "", sum(stored)) if on_host else always
+
+
+def _step_nbytes(profile: StepProfile, bucket: BucketSize) -> int:
+    """What the optimizer's step of one bucket needs beside its state."""
+    return int(bucket.nbytes / max(1, profile.gradients_nbytes) * profile.optimizer.workspace_nbytes)
 
 
 def _fsdp2(profile: StepProfile, setting: Setting, reshard: bool) -> Iterator[Footprint]:
@@ -253,13 +338,10 @@ def _before(name: str) -> str:
     return f"until the gradient of {name}"
 
 
-def _backward(
-    profile: StepProfile, always: Footprint, gradients_nbytes: Sequence[int] | None = None
-) -> Iterator[Footprint]:
-    """The peak before each gradient; ``gradients_nbytes``: those that are in memory then beside ``always``."""
-    for index, gradient in enumerate(profile.gradients):
-        nbytes = gradients_nbytes[index] if gradients_nbytes else 0
-        yield always.plus_use(_before(gradient.name), gradient.peak_before, gradients=nbytes)
+def _backward(profile: StepProfile, always: Footprint) -> Iterator[Footprint]:
+    """The peak before each gradient."""
+    for gradient in profile.gradients:
+        yield always.plus_use(_before(gradient.name), gradient.peak_before)
 
 
 def _optimizer_step(profile: StepProfile, always: Footprint) -> Footprint:
@@ -270,17 +352,24 @@ def _exchanges(
     profile: StepProfile, setting: Setting, buckets: Sequence[BucketSize], always: Footprint, way: Way
 ) -> Iterator[Footprint]:
     """The moments when each compressed bucket is complete; the messages of the bucket before are still in memory."""
-    before = {"send": 0, "receive": 0, "workspace": 0}
+    before = NO_MESSAGES
     for bucket in sorted((bucket for bucket in buckets if bucket.compressed), key=lambda bucket: bucket.last_index):
         gradient = profile.gradients[bucket.last_index]
-        if way.exchange == OKTOPK:
-            messages, *rarely = _sparse_messages(bucket, setting)
-        else:
-            messages, rarely = quantised_messages(way.exchange, bucket.numel, setting.ranks), []
+        messages, *rarely = _messages(bucket, setting, way)
         for own in (messages, *rarely):
             together = {kind: before[kind] + own[kind] for kind in before}
             yield always.plus_use(f"exchange of the bucket to {gradient.name}", gradient.when_ready, **together)
         before = messages
+
+
+def _messages(bucket: BucketSize, setting: Setting, way: Way) -> list[Mapping[str, int]]:
+    """Return what the exchange of a bucket needs beside its slots: in a usual step, then at rarer moments."""
+    if not bucket.compressed:
+        return [NO_MESSAGES]
+    storing = [{**NO_MESSAGES, "workspace": way.stored_nbytes(bucket)}] if way.residuals in STORED else []
+    if way.exchange == OKTOPK:
+        return [*_sparse_messages(bucket, setting), *storing]
+    return [quantised_messages(way.exchange, bucket.numel, setting.ranks), *storing]
 
 
 def quantised_messages(kind: str, numel: int, ranks: int) -> dict[str, int]:
@@ -314,27 +403,12 @@ def _sparse_messages(bucket: BucketSize, setting: Setting) -> tuple[dict[str, in
     return usual, {"send": send, "receive": 0, "workspace": balancing + in_float32}
 
 
-def _residuals_nbytes(buckets: Sequence[BucketSize], way: Way) -> list[int]:
-    """Bytes of the residual of each bucket that has one: float32, whatever the gradients are."""
-    return [FLOAT_NBYTES * bucket.numel for bucket in buckets if bucket.compressed and way.keeps_residual]
-
-
 def _owner_sums_nbytes(buckets: Sequence[BucketSize], setting: Setting, way: Way) -> int:
     """Bytes of the buffer in which a region's owner sums: all buckets share one, for the widest region."""
     if way.exchange != OKTOPK:  # owners of quantised regions sum in registers
         return 0
     widest = (widest_numel(bucket.numel, setting.ranks) for bucket in buckets if bucket.compressed)
     return max((FLOAT_NBYTES * numel for numel in widest), default=0)
-
-
-def _incomplete_nbytes(profile: StepProfile, buckets: Sequence[BucketSize]) -> list[int]:
-    """For each gradient, bytes of those buckets that are incomplete before it: their gradients stay where they came."""
-    nbytes = [0] * (len(profile.gradients) + 1)
-    for bucket in buckets:
-        for index in bucket.indices:
-            for later in range(index + 1, bucket.last_index + 1):
-                nbytes[later] += profile.gradients[index].nbytes
-    return nbytes
 
 
 def _buckets(profile: StepProfile, setting: Setting, way: Way) -> list[BucketSize]:

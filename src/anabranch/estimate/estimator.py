@@ -45,10 +45,11 @@ class MemoryEstimator:
         optimizer: OptimizerFactory,
         activations: ActivationMode = "keep",
         *,
+        half: bool = False,
         buckets: str = DDP_BUCKETS,
         dtype: str = "the model in the type it is built in",
     ) -> None:
-        """``buckets`` and ``dtype`` are the words for them in the assumptions."""
+        """``half``: under autocast to bfloat16. ``buckets`` and ``dtype`` are the words for them in the assumptions."""
         self._activations = activations
 
         @cache
@@ -56,7 +57,7 @@ class MemoryEstimator:
             build = build_at(batch)
             if activations == "recompute":
                 build = _with_recomputation(build)
-            return probe(build, optimizer, offload=activations == "offload")
+            return probe(build, optimizer, offload=activations == "offload", half=half)
 
         self._profile = profile
         self.assumptions = [
@@ -66,6 +67,8 @@ class MemoryEstimator:
             "what NCCL, the CUDA context and fragmentation take is not counted",
             f"buckets: {buckets}; naive sparse exchanges the whole model after backward",
         ]
+        if half:
+            self.assumptions.append("forward runs under autocast to bfloat16; weights and gradients stay as they are")
         if activations == "offload":
             self.assumptions.append("lean's activations are fetched one by one; prefetching keeps some more")
 

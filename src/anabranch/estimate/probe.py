@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from anabranch.estimate.half import half_precision
 from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile, allocated_nbytes
 from anabranch.lean.options import OptimizerFactory
 from anabranch.quantised.exchanges import DTYPES
@@ -92,13 +93,14 @@ def probe(
     *,
     device: torch.device = META,
     offload: bool = False,
+    half: bool = False,
     convolution_workspace: float = CONVOLUTION_WORKSPACE,
 ) -> StepProfile:
     """Profile one forward and backward of what ``build(device)`` returns: a model, and its loss as a function of it.
 
     ``optimizer`` makes an optimizer for parameters; give it ``foreach`` where a GPU's default is wanted. ``offload``:
-    activations are in host memory between forward and backward. On the meta device, operations save what they save on
-    a GPU.
+    activations are in host memory between forward and backward. ``half``: forward runs as under autocast to bfloat16.
+    On the meta device, operations save what they save on a GPU.
     """
     if offload and device.type != "meta":
         raise ValueError(f"offload is asked for on {device}: expected the meta device, where it costs no copies")
@@ -106,6 +108,7 @@ def probe(
         if device.type == "meta":
             stack.enter_context(device)
             stack.enter_context(saving_as_on_gpu())
+        cast_weights = stack.enter_context(half_precision()) if half else None
         model, loss = build(device)
         tracker = stack.enter_context(StorageTracker(device, convolution_workspace))
         weights = {tracker.number_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -113,6 +116,8 @@ def probe(
         handles = _record_gradients(model, tracker, gradients)
         with _offloaded(model, device) if offload else nullcontext():
             value = loss(model)
+        if cast_weights is not None:
+            cast_weights.forget()
         value.backward()
         del value
         for handle in handles:

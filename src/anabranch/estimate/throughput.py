@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anabranch.alpha_beta import AlphaBeta
-from anabranch.estimate.account import DDP, NAIVE, OKTOPK, SHARDED_MODES, WAYS
+from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, SHARDED_MODES, WAYS
 from anabranch.network import Network
 from anabranch.planners import by_bytes
 from anabranch.planners.compressed import compressed_if_faster
@@ -56,7 +56,7 @@ def samples_per_s(
     here = trace.scaled(batch / recorded)
     if recompute:
         here = replace(here.scaled(1 + here.forward_s / here.backward_s), forward_s=here.forward_s)
-    if mode == DDP:
+    if mode in (DDP, LEAN_DENSE):
         step_s = here.forward_s + finish_s(here, by_bytes(here, network), network)
     elif mode == NAIVE:
         numel = sum(tensor.numel for tensor in here.tensors)

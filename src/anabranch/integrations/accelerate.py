@@ -133,16 +133,15 @@ class Wrappers:
         return unwrapped
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip as Accelerate does; refused under Lean. (The way of clip_grad_norm_() is seen to in torch itself.)"""
+        """Clip as Accelerate does; Lean has done so in backward. (clip_grad_norm_() is seen to in torch itself.)"""
         parameters = list(parameters)
         wanted = set(map(id, parameters))
         leans = [wrapper for wrapper in self._made.values() if isinstance(wrapper, LeanDataParallel)]
-        if any(id(parameter) in wanted for lean in leans for parameter in lean.parameters()):
-            raise RuntimeError(
-                "clip_grad_value_() under Lean: every bucket was updated in backward; use Lean(clip_norm=...), which "
-                "clips by the norm over all gradients"
-            )
-        self._stock["clip_grad_value_"](parameters, clip_value)
+        concerned = [lean for lean in leans if any(id(parameter) in wanted for parameter in lean.parameters())]
+        for lean in concerned:
+            lean.clip_grad_value_(clip_value)
+        if not concerned:
+            self._stock["clip_grad_value_"](parameters, clip_value)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """As Accelerate does; refused under Lean, where Accelerate would do nothing."""

@@ -170,7 +170,8 @@ class UpdatingExchange:
     def _put_back(self, state: ResidualState, average: torch.Tensor) -> None:
         """Add an average that nobody applies to this rank's residual: over all ranks, what had been sent is back."""
         self.residuals.synchronize()
-        state.residual.add_(average.to(state.residual.device))
+        with state.whole() as residual:
+            residual.add_(average.to(residual.device))
 
 
 def _then_max_reduce(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:

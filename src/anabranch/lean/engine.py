@@ -2,10 +2,10 @@
 
 A hook on each parameter receives its gradient. In a sparse bucket the gradient is added to the residual at once and
 freed. In a dense bucket it stays until the bucket is complete, which is then copied to a slot. The lane runs the
-exchange and after it the step of the bucket's optimizer; then the slot is free for the next bucket.
+exchange and after it the step of the bucket's optimizer; then the slot is freed. Two buckets have one at a time.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from anabranch.lean.buckets import LiveBucket, UpdatingExchange
 from anabranch.lean.frozen import FrozenAgreement
 from anabranch.lean.optimizers import BucketOptimizers
 from anabranch.lean.residuals import ResidualStore
-from anabranch.lean.slots import FreshSlots, SlotRing, Slots
+from anabranch.lean.slots import FreshSlots
 from anabranch.lean.update import BucketUpdater
 
 
@@ -29,7 +29,7 @@ def in_backward() -> bool:
 
 
 class Engine:
-    """Runs one plan on one model: hooks on its parameters, two slots, and an optimizer per bucket.
+    """Runs one plan on one model: hooks on its parameters, slots, and an optimizer per bucket.
 
     launcher      starts the exchange of a bucket on its lane
     exchange      the exchange that the launcher runs; the engine sets its buckets
@@ -78,10 +78,10 @@ class Engine:
         exchange.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
         kept = [bucket for bucket in self._buckets if collectives.keeps_residual(bucket.planned.collective)]
         device = next(iter(parameters.values())).device
-        in_ring = kept if updates.holds_updates else self._buckets
-        self._slots: Slots = SlotRing([bucket.nbytes for bucket in in_ring], device)
-        self._dense_slots: Slots = FreshSlots(device) if updates.holds_updates else self._slots
-        residuals.allocate([sum(p.numel() for p in bucket.parameters) * torch.float32.itemsize for bucket in kept])
+        self._slots = FreshSlots(device)
+        self._dense_slots = FreshSlots(device, at_once=None) if updates.holds_updates else self._slots
+        self._residual_nbytes = [bucket.numel * torch.float32.itemsize for bucket in kept]
+        residuals.allocate(self._residual_nbytes)
         self._launched = 0  # number of buckets launched in this backward pass
         self._any_gradient_arrived = False  # in this backward pass
         # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.
@@ -95,6 +95,16 @@ class Engine:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def buckets(self) -> Sequence[LiveBucket]:
+        """The buckets of the plan."""
+        return self._buckets
+
+    def use_residuals(self, residuals: ResidualStore) -> None:
+        """Take residuals from this store from the next step on."""
+        self._residuals = residuals
+        residuals.allocate(self._residual_nbytes)
 
     def close(self) -> None:
         """Remove the hooks and free all memory. Call it once, since the engine is unusable afterwards."""
@@ -191,7 +201,7 @@ class Engine:
                 "find_unused_parameters=True to DataParallel: then a parameter that no rank has used is not updated"
             )
         self._launched += 1
-        self._updates.launch_pending(keep=1)  # the next of the two slots was used by the bucket before the last one
+        self._updates.launch_pending(keep=1)  # the slot that is freed next is that of the bucket before the last one
         slots = self._dense_slots if bucket.state is None else self._slots
         slot = slots.acquire(bucket.numel, bucket.dtype)
         if bucket.state is None:
@@ -219,7 +229,9 @@ class Engine:
         self._slots.wait()
         self._dense_slots.wait()
         refusal = self._updates.finish_step()
+        self._slots.free()
         self._dense_slots.free()
+        self._residuals.end_step()
         for bucket in self._buckets:
             bucket.arrived.clear()
         self._launched = 0

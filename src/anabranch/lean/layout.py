@@ -1,19 +1,20 @@
 """The bucket layout of a model under Lean: an engine for the buckets of each plan, or for buckets of DDP's sizes."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
+import torch
 from torch import nn
 
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.comm.model import ignored_names, trained_only
-from anabranch.lean.buckets import UpdatingExchange
+from anabranch.lean.buckets import LiveBucket, UpdatingExchange
 from anabranch.lean.engine import Engine
 from anabranch.lean.frozen import FrozenAgreement
 from anabranch.lean.optimizers import BucketOptimizers
-from anabranch.lean.options import Lean
-from anabranch.lean.residuals import DeviceResiduals, HostResiduals, ResidualStore
+from anabranch.lean.options import Lean, ResidualPlacement
+from anabranch.lean.residuals import DeviceResiduals, HostResiduals, ResidualStore, RoundedResiduals
 from anabranch.lean.update import BucketUpdater
 from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
@@ -46,8 +47,9 @@ class LeanLayout(StepObserver):
         self._parameters = trained_parameters(module)
         device = next(iter(self._parameters.values())).device
         self.optimizers = BucketOptimizers(lean.optimizer, self._parameters)
-        self.updates = BucketUpdater(lean.clipping, list(self._parameters.values()))
-        self.residuals: ResidualStore = HostResiduals(device) if lean.residuals == "host" else DeviceResiduals()
+        self.updates = BucketUpdater(lean.clipping, list(self._parameters.values()), lean.clip_value)
+        self._device = device
+        self.residuals = _store_for(lean.first_residuals, device)
         self.exchange = UpdatingExchange(collectives, self.updates, self.residuals, find_unused)
         self._collectives = collectives
         self._averaging = averaging
@@ -93,6 +95,18 @@ class LeanLayout(StepObserver):
                 self.residuals, self._averaging, self._frozen, self._check_pass, self._find_unused,
                 self._on_averaged,
             )  # fmt: skip
+
+    def use_residuals(self, how: ResidualPlacement) -> None:
+        """Store residuals so from the next step on."""
+        assert self._engine is not None
+        self.residuals.synchronize()
+        self.residuals = self.exchange.residuals = _store_for(how, self._device)
+        self._engine.use_residuals(self.residuals)
+        self._collectives.store_residuals(how, self.residuals.resident)
+
+    def buckets(self) -> Sequence[LiveBucket]:
+        """The buckets of the plan in force."""
+        return self._engine.buckets if self._engine is not None else ()
 
     def close(self) -> None:
         if self._engine is not None:
@@ -154,6 +168,12 @@ class ModuleFingerprint:
             (parameter.dtype, parameter.device, parameter.requires_grad, parameter.stride())
             for parameter in self._parameters
         ]
+
+
+def _store_for(how: ResidualPlacement, device: torch.device) -> ResidualStore:
+    if how == "in place":
+        return DeviceResiduals()
+    return HostResiduals(device) if how == "host" else RoundedResiduals(device)
 
 
 def _memory_format(parameter: nn.Parameter) -> str:

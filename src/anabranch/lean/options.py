@@ -4,17 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from anabranch.activations.policy import Activations
+from anabranch.activations.policy import Activations, Mode
 from anabranch.lean.clipping import Clipping
+from anabranch.quantities import size_nbytes
 
 KEPT = Activations(mode="keep")
 GIVEN_CLASSES = "torch.optim."  # where classes are defined whose optimizers can be taken over
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
-ResidualPlacement = Literal["in place", "host"]
+ResidualPlacement = Literal["in place", "host", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -25,23 +26,30 @@ class Lean:
                   each bucket has its own and is updated inside backward, so its gradient need not live any longer. Or
                   an optimizer of torch.optim over the model's parameters, which is taken over. None: that of the
                   framework, where an integration says so
-    residuals     where residuals of sparse buckets are: "in place" (on the device, where gradients add up) or "host"
-                  (in pinned host memory, fetched while the bucket before is computed)
+    residuals     where residuals of sparse buckets are between exchanges: "in place" (on the device, where gradients
+                  add up), "host" (in pinned host memory, fetched while the bucket before is computed), or on the device
+                  rounded to "bf16" or "int8", in half or a quarter of the memory
     activations   where activations are until backward: kept, or Activations(mode="offload"), "recompute", or "auto"
-                  within a budget
+                  within a budget, or for nothing; the mode alone may be given by its name
+    within        what a rank may have on the device at once, such as "16GiB" or a number of bytes: how residuals are
+                  stored, and where activations are, is chosen so that training is as fast as possible within it
     clip_norm     the average gradients are scaled down to this norm over all of them, as by
                   ``torch.nn.utils.clip_grad_norm_`` under DDP: updates are held until it is known, so averages live
                   until the end of backward; infinite: the norm is only computed, and nothing is held
     norm_type     of that norm: 2, inf or any other number above 0
     error_if_nonfinite   raise an error on every rank if that norm is not finite, and update nothing
+    clip_value    the elements of average gradients are clipped to this magnitude, as by
+                  ``torch.nn.utils.clip_grad_value_`` under DDP; nothing is held for it
     """
 
     optimizer: OptimizerFactory | torch.optim.Optimizer | None = None
     residuals: ResidualPlacement = "in place"
-    activations: Activations = KEPT
+    activations: Activations | Mode = KEPT
+    within: int | str | None = None
     clip_norm: float | None = None
     norm_type: float = 2.0
     error_if_nonfinite: bool = False
+    clip_value: float | None = None
 
     def __post_init__(self) -> None:
         given = type(self.optimizer)
@@ -54,12 +62,22 @@ class Lean:
             )
         if self.optimizer is not None and not is_optimizer and not callable(self.optimizer):
             raise ValueError(f"Lean optimizer is {self.optimizer!r}: expected a function (parameters) -> optimizer")
-        if self.residuals not in ("in place", "host"):
-            raise ValueError(f"Lean residuals is {self.residuals!r}: expected 'in place' or 'host'")
+        if self.residuals not in (allowed := get_args(ResidualPlacement)):
+            raise ValueError(f"Lean residuals is {self.residuals!r}: expected one of {', '.join(map(repr, allowed))}")
+        if isinstance(self.activations, str):
+            object.__setattr__(self, "activations", Activations(self.activations))
         if not isinstance(self.activations, Activations):
             raise ValueError(f"Lean activations is {self.activations!r}: expected Activations(mode=...)")
+        self._check_within()
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise ValueError(f"Lean clip_norm is {self.clip_norm!r}: expected more than 0, or None")
+        if self.clip_value is not None and not _is_positive(self.clip_value):
+            raise ValueError(f"Lean clip_value is {self.clip_value!r}: expected more than 0, or None")
+        if self.clip_value is not None and self.clip_norm is not None:
+            raise ValueError(
+                f"Lean clip_value is {self.clip_value} and clip_norm {self.clip_norm}: expected one of them, since it "
+                "is not known which comes first"
+            )
         if not _is_positive(self.norm_type):
             raise ValueError(f"Lean norm_type is {self.norm_type!r}: expected more than 0, such as 2 or inf")
         if self.clip_norm is None and (self.norm_type != 2.0 or self.error_if_nonfinite):
@@ -67,6 +85,36 @@ class Lean:
                 f"Lean norm_type is {self.norm_type} and error_if_nonfinite {self.error_if_nonfinite} without a "
                 "clip_norm: give clip_norm, too; clip_norm=math.inf computes the norm and clips nothing"
             )
+
+    def _check_within(self) -> None:
+        if self.within is None:
+            return
+        if isinstance(self.within, str):
+            object.__setattr__(self, "within", size_nbytes("Lean within", self.within))
+        if not isinstance(self.within, int) or isinstance(self.within, bool) or self.within < 1:
+            raise ValueError(f"Lean within is {self.within!r}: expected a size such as '16GiB', or a number of bytes")
+        if self.residuals != "in place" or self.activations != KEPT:
+            raise ValueError(
+                f"Lean within is {self.within} bytes with residuals {self.residuals!r} and {self.activations}: "
+                "expected within alone, which chooses both; leave out the others, or within"
+            )
+
+    @property
+    def within_nbytes(self) -> int | None:
+        """The budget in bytes; None if there is none."""
+        assert not isinstance(self.within, str)  # __post_init__ has read it
+        return self.within
+
+    @property
+    def managed(self) -> Activations:
+        """How activations are managed; within a budget a mix is chosen."""
+        assert isinstance(self.activations, Activations)
+        return self.activations if self.within is None else Activations("auto")
+
+    @property
+    def first_residuals(self) -> ResidualPlacement:
+        """How residuals are stored at first: in little memory, while it is not chosen yet."""
+        return self.residuals if self.within is None else "int8"
 
     @property
     def clipping(self) -> Clipping | None:
@@ -77,7 +125,12 @@ class Lean:
 
     def described(self) -> list[str]:
         """Return a line per setting. Ranks with equal lines have equal options."""
-        return [f"Lean residuals {self.residuals}", f"Lean clipping {self.clipping}", f"Lean {self.activations}"]
+        return [
+            f"Lean residuals {self.residuals}",
+            f"Lean clipping {self.clipping}, by value {self.clip_value}",
+            f"Lean {self.activations}",
+            f"Lean within {self.within}",
+        ]
 
 
 def _is_positive(number: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Where the residuals of sparse buckets are stored: on the device, or in pinned host memory."""
+"""Where the residuals of sparse buckets are stored: on the device, as they are or rounded, or in pinned host memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -8,7 +8,7 @@ from torch.futures import Future
 
 from anabranch.activations.host_copies import CopyDone, copies_for
 from anabranch.comm.collectives import ResidualState
-from anabranch.lean.slots import Slot, SlotRing
+from anabranch.lean.slots import FreshSlots, Slot, SlotRing
 
 
 class ResidualStore(Protocol):
@@ -42,6 +42,10 @@ class ResidualStore(Protocol):
         """Move the residual back to where it is stored, behind the exchange on the current stream."""
         ...
 
+    def end_step(self) -> None:
+        """Free what need not be kept between steps: all exchanges of a step are over."""
+        ...
+
     def synchronize(self) -> None:
         """Block the host until every residual is where it is stored."""
         ...
@@ -73,12 +77,54 @@ class DeviceResiduals:
     def store(self, state: ResidualState) -> None:
         pass
 
+    def end_step(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 
     @property
     def in_use(self) -> bool:
         return False
+
+
+class RoundedResiduals:
+    """Residuals rounded to few bits, in float32 only from when their bucket is complete to the end of its exchange."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._slots = FreshSlots(device)
+        self._in_exchange: dict[tuple[str, ...], Slot] = {}  # between fetch() and release_after()
+
+    def allocate(self, bucket_nbytes: Sequence[int]) -> None:
+        pass
+
+    def resident(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:  # noqa: ARG002
+        return None
+
+    def prefetch(self, state: ResidualState) -> None:
+        pass
+
+    def fetch(self, state: ResidualState) -> Mapping[str, torch.Tensor]:
+        slot = self._in_exchange[state.names] = self._slots.acquire(sum(state.numels), torch.float32)
+        state.unpack(slot.tensor)
+        return state.pieces()
+
+    def release_after(self, state: ResidualState, exchange: Future[torch.Tensor]) -> None:
+        self._slots.release_after(self._in_exchange.pop(state.names), exchange)
+
+    def store(self, state: ResidualState) -> None:
+        state.pack()
+
+    def end_step(self) -> None:
+        self._slots.wait()
+        self._slots.free()
+
+    def synchronize(self) -> None:
+        self._slots.wait()
+
+    @property
+    def in_use(self) -> bool:
+        return not self._slots.idle
 
 
 class Fetched(NamedTuple):
@@ -146,6 +192,9 @@ class HostResiduals:
         self._slot_stored[fetched.slot.number] = stored
         self._bucket_stored[state.names] = stored
         state.residual = fetched.host
+
+    def end_step(self) -> None:
+        pass  # copies to the host go on while the next step begins
 
     def synchronize(self) -> None:
         self._slots.wait()

@@ -1,12 +1,13 @@
 """Slots: the only memory in which a bucket's gradient, or its residual, is one tensor on the device."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.futures import Future
 
 SLOTS = 2  # one for the bucket whose exchange runs, one for the next bucket
+ALIGNMENT = 512  # bytes: where a slot may begin
 
 
 class Slot(NamedTuple):
@@ -16,35 +17,21 @@ class Slot(NamedTuple):
     tensor: torch.Tensor
 
 
-class Slots(Protocol):
-    """Hands out memory for buckets."""
-
-    def acquire(self, numel: int, dtype: torch.dtype) -> Slot:
-        """Return memory for a bucket of ``numel`` elements."""
-        ...
-
-    def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:
-        """Note when a bucket's exchange is over."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for all exchanges, and raise the exception of one that failed."""
-        ...
-
-    def free(self) -> None:
-        """Free what need not be kept between steps: the step is over."""
-        ...
+def ring_nbytes(bucket_nbytes: Sequence[int]) -> int:
+    """The memory of a ``SlotRing`` for these buckets: of the two largest neighbours; the first follows the last."""
+    whole = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in bucket_nbytes]
+    return max((one + other for one, other in zip(whole, [*whole[1:], *whole[:1]], strict=True)), default=0)
 
 
 class SlotRing:
-    """``SLOTS`` slots, each as large as the largest bucket, used in turn.
+    """Memory for ``SLOTS`` buckets at a time, for as long as the plan is in force.
 
+    Buckets take it in their order, alternately from its begin and from its end, so that two neighbours never meet.
     ``acquire`` waits for the slot's last user: the host waits on a CPU, the current stream on a GPU.
     """
 
     def __init__(self, bucket_nbytes: Sequence[int], device: torch.device) -> None:
-        largest = max(bucket_nbytes, default=0)
-        self._memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._memory = torch.empty(ring_nbytes(bucket_nbytes), dtype=torch.uint8, device=device)
         self._last_use: list[Future[torch.Tensor] | None] = [None] * SLOTS
         self._next = 0
 
@@ -54,7 +41,9 @@ class SlotRing:
         self._next = (index + 1) % SLOTS
         if (last := self._last_use[index]) is not None:
             last.wait()
-        return Slot(index, self._memory[index][: numel * dtype.itemsize].view(dtype))
+        nbytes = numel * dtype.itemsize
+        start = 0 if index == 0 else len(self._memory) - -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return Slot(index, self._memory[start : start + nbytes].view(dtype))
 
     def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:
         """Let the slot be acquired again when ``last_use`` is complete."""
@@ -72,36 +61,58 @@ class SlotRing:
                 last.wait()
             self._last_use[index] = None
 
-    def free(self) -> None:
-        pass
-
 
 class FreshSlots:
-    """A slot of its own for every bucket of a step, for averages that live until all are known.
+    """A slot of its own for every bucket of a step, as large as the bucket.
 
-    Memory is taken when a bucket is complete, so when the activations of the layers behind it are gone.
+    Memory is taken when a bucket is complete, so when the activations of the layers behind it are gone. None is kept
+    between steps.
+
+    at_once   so many buckets have memory at the same time: ``acquire`` first waits for the user of the oldest slot, and
+              frees it; the host waits on a CPU, the current stream on a GPU. None: all keep theirs until ``free``
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, at_once: int | None = SLOTS) -> None:
         self._device = device
-        self._tensors: list[torch.Tensor] = []  # of this step
-        self._uses: list[Future[torch.Tensor]] = []  # of this step
+        self._at_once = at_once
+        self._next = 0
+        self._tensors: dict[int, torch.Tensor] = {}  # by slot, the oldest first
+        self._uses: dict[int, Future[torch.Tensor]] = {}  # by slot
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Slot:
-        self._tensors.append(torch.empty(numel, dtype=dtype, device=self._device))
-        return Slot(len(self._tensors) - 1, self._tensors[-1])
+        """Return memory for a bucket of ``numel`` elements."""
+        while self._at_once is not None and len(self._tensors) >= self._at_once:
+            oldest = next(iter(self._tensors))
+            if oldest in self._uses:
+                self._uses.pop(oldest).wait()
+            _release(self._tensors.pop(oldest))
+        slot = Slot(self._next, torch.empty(numel, dtype=dtype, device=self._device))
+        self._next += 1
+        self._tensors[slot.number] = slot.tensor
+        return slot
 
-    def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:  # noqa: ARG002 - none is used again
-        self._uses.append(last_use)
+    def release_after(self, slot: Slot, last_use: Future[torch.Tensor]) -> None:
+        """Note when a bucket's exchange is over."""
+        self._uses[slot.number] = last_use
+
+    @property
+    def idle(self) -> bool:
+        """Whether all users are done, so that ``wait`` would not wait."""
+        return all(last.done() for last in self._uses.values())
 
     def wait(self) -> None:
-        uses, self._uses = self._uses, []
-        for last in uses:
+        """Wait for all exchanges, and raise the exception of one that failed."""
+        uses, self._uses = self._uses, {}
+        for last in uses.values():
             last.wait()
 
     def free(self) -> None:
-        tensors, self._tensors = self._tensors, []
-        for (
-            tensor
-        ) in tensors:  # to drop the tensor is not enough: a lane keeps its last works, and these what they sent
-            tensor.untyped_storage().resize_(0)
+        """Free all memory: the step is over, and nobody reads an average any more."""
+        tensors, self._tensors = self._tensors, {}
+        for tensor in tensors.values():
+            _release(tensor)
+
+
+def _release(tensor: torch.Tensor) -> None:
+    """Free the memory. To drop the tensor is not enough: a lane keeps its last works, and these what they sent."""
+    tensor.untyped_storage().resize_(0)

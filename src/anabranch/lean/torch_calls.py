@@ -1,12 +1,14 @@
 """Calls of torch that would misunderstand a model under Lean, which has no gradients after backward, and is a wrapper.
 
-``torch.nn.utils.clip_grad_norm_`` finds no gradients after backward, a GradScaler that Lean does not follow makes every
-update too large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a parameter's name.
+``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` find no gradients after backward, a GradScaler that is not
+followed makes every update too large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a
+parameter's name.
 Programs and frameworks call them by names that they have imported before. So, once there is a model under Lean, the
 parts of torch that those calls go through come by here; for other models they do what they did.
 """
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Collection
 from functools import partial, wraps
@@ -24,8 +26,12 @@ from anabranch.observe.step_timer import tensors_in
 log = logging.getLogger("anabranch")
 
 TOTAL_NORM, CLIP = "_get_total_norm", "_clip_grads_with_norm_"  # of torch: what clip_grad_norm_() calls, in this order
+GROUPS = (
+    "_group_tensors_by_device_and_dtype"  # of torch: what clip_grad_value_() calls, with all gradients it has found
+)
 # The same under their public names, which torch.nn.utils has imported.
 PUBLIC = {TOTAL_NORM: "get_total_norm", CLIP: "clip_grads_with_norm_"}
+CLIP_VALUE = "clip_value"  # an argument of clip_grad_value_()
 NORM_TYPE, MUST_BE_FINITE = "_anabranch_norm_type", "_anabranch_must_be_finite"
 NAMES = "_get_fqns"  # of torch.distributed.checkpoint: the names under which an entry of a model's state_dict is saved
 PREFIX = "module."  # of all parameters of a wrapper
@@ -43,6 +49,10 @@ class ModelUnderLean(Protocol):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """The norm of the last step; raises RuntimeError unless it was clipped so."""
+        ...
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Raises RuntimeError unless the last step was clipped so."""
         ...
 
 
@@ -69,7 +79,12 @@ def _install() -> None:
         return
     _installed = True
     torch.amp.GradScaler.scale = _noting_passes(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
-    parts = [(clip_grad, TOTAL_NORM, _noting_norm_type), (clip_grad, CLIP, _clipping), (checkpoint, NAMES, _naming)]
+    parts = [
+        (clip_grad, TOTAL_NORM, _noting_norm_type),
+        (clip_grad, CLIP, _clipping),
+        (clip_grad, GROUPS, _clipping_values),
+        (checkpoint, NAMES, _naming),
+    ]
     for owner, name, ours in parts:
         if not hasattr(owner, name):
             log.warning(
@@ -131,6 +146,29 @@ def _clipping(stock: Any) -> Any:
         stock(given, max_norm, total_norm, *args, **kwargs)
 
     return clip
+
+
+def _clipping_values(stock: Any) -> Any:
+    """torch's grouping of gradients; where there are none, a model under Lean has clipped them, or raises an error."""
+
+    @wraps(stock)
+    def group(gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        trained = [model for model in list(_models) if model.trained_parameters()]
+        caller = sys._getframe(1).f_locals
+        if any(map(len, gradients)) or not trained or CLIP_VALUE not in caller:
+            return stock(gradients, *args, **kwargs)
+        refusal = None
+        for model in trained:
+            try:
+                model.clip_grad_value_(caller[CLIP_VALUE])
+            except RuntimeError as error:
+                refusal = error
+            else:
+                return {}
+        assert refusal is not None
+        raise refusal
+
+    return group
 
 
 def _naming(stock: Any) -> Any:

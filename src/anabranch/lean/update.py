@@ -39,12 +39,19 @@ class BucketUpdater:
 
     clipping     by the norm over all gradients; None: not at all
     parameters   those of the model, in its order
+    clip_value   the largest magnitude of an element of an average; None: any
 
     ``loss_scale``: by what a GradScaler multiplied the loss. ``grad_norm``: the norm over all average gradients of the
     last step, before clipping, on the device; None without ``clipping`` and before the first step.
     """
 
-    def __init__(self, clipping: Clipping | None = None, parameters: Sequence[nn.Parameter] = ()) -> None:
+    def __init__(
+        self,
+        clipping: Clipping | None = None,
+        parameters: Sequence[nn.Parameter] = (),
+        clip_value: float | None = None,
+    ) -> None:
+        self._clip_value = clip_value
         self.loss_scale = 1.0
         self.grad_norm: torch.Tensor | None = None
         self.holds_updates = clipping is not None and clipping.holds_updates
@@ -78,6 +85,8 @@ class BucketUpdater:
         finite = all_finite(average)
         if self.loss_scale != 1.0:
             average.div_(self.loss_scale)
+        if self._clip_value is not None:
+            average.clamp_(-self._clip_value, self._clip_value)
         if self._norm is not None:
             self._norm.add(optimizer.parts(average))
         if self.holds_updates:

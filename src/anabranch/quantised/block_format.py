@@ -6,6 +6,9 @@ block whose largest magnitude is under ``NEGLIGIBLE`` is sent as zeros: its scal
 
 bf16: no integers, and every value is a number. Infinities stay infinite, and only the values concerned are NaN.
 
+``binary_scales``: a scale is the least power of two for which no integer is too large. Such values are the same after
+they are read and rounded again, so that they can be stored, read and stored any number of times.
+
 ``rotates``: a Walsh-Hadamard transform of each block comes first. It spreads a large value over its block, so that
 the others are not rounded to 0 beside it. Sums of rotated blocks are rotated sums, so owners need not turn them back.
 """
@@ -33,6 +36,7 @@ class BlockFormat:
     bits: int
     block: int
     rotates: bool = False
+    binary_scales: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -87,3 +91,4 @@ BF16 = BlockFormat(kinds.BF16, 16, 8)  # values have no block in common; 8 of th
 INT8 = BlockFormat(kinds.INT8, 8, 128)
 INT4 = BlockFormat(kinds.INT4, 4, 64, rotates=True)
 FORMATS = {one.kind: one for one in (BF16, INT8, INT4)}
+STORED = {kinds.BF16: BF16, kinds.INT8: BlockFormat(kinds.INT8, 8, 128, binary_scales=True)}  # of residuals

@@ -38,15 +38,23 @@ def _rotated(values, stages: tl.constexpr, scale: tl.constexpr, block: tl.conste
 
 
 @triton.jit
-def _scales(values, most: tl.constexpr, negligible: tl.constexpr, finite: tl.constexpr, by_chance: tl.constexpr):
+def _scales(
+    values, most: tl.constexpr, negligible: tl.constexpr, finite: tl.constexpr, by_chance: tl.constexpr,
+    binary: tl.constexpr, bits: tl.constexpr,
+):  # fmt: skip
     """The scale of each row, as float32, and whether all its values are finite."""
     magnitudes = tl.abs(values)
     largest = tl.max(tl.where(magnitudes <= finite, magnitudes, float("inf")), axis=1)
     is_finite = largest <= finite
-    scales = tl.where(is_finite & (largest >= negligible), largest * (1.0 / most), 0.0)
-    bits = scales.to(tl.int32, bitcast=True)
-    more = 0xFFFF if by_chance else 0x7FFF + ((bits >> 16) & 1)  # up, or to the nearest, ties to even
-    return (((bits + more) >> 16) << 16).to(tl.float32, bitcast=True), is_finite
+    scaled = is_finite & (largest >= negligible)
+    if binary:
+        exponent = ((largest.to(tl.int32, bitcast=True) + ((1 << (25 - bits)) - 1)) >> 23) - (bits - 2)
+        scales = tl.where(scaled, (exponent << 23).to(tl.float32, bitcast=True), 0.0)
+    else:
+        exact = tl.where(scaled, largest * (1.0 / most), 0.0).to(tl.int32, bitcast=True)
+        more = 0xFFFF if by_chance else 0x7FFF + ((exact >> 16) & 1)  # up, or to the nearest, ties to even
+        scales = (((exact + more) >> 16) << 16).to(tl.float32, bitcast=True)
+    return scales, is_finite
 
 
 @triton.jit
@@ -67,7 +75,8 @@ def _integers(values, scales, is_finite, position, seed, by_chance: tl.constexpr
 @triton.jit
 def _write(
     values, message, numbers, position, row, inside, seed, by_chance: tl.constexpr, bits: tl.constexpr,
-    most: tl.constexpr, negligible: tl.constexpr, finite: tl.constexpr, block: tl.constexpr, rows: tl.constexpr,
+    most: tl.constexpr, negligible: tl.constexpr, finite: tl.constexpr, binary: tl.constexpr, block: tl.constexpr,
+    rows: tl.constexpr,
 ):  # fmt: skip
     """Round blocks, one in each row, into a message whose numbers are at ``numbers``. Returns what it then holds."""
     at = row[:, None] * block + tl.arange(0, block)[None, :]
@@ -78,7 +87,7 @@ def _write(
         tl.store(numbers + at, word.to(tl.int16), mask=inside[:, None])
         written = (word << 16).to(tl.float32, bitcast=True)
     else:
-        scales, is_finite = _scales(values, most, negligible, finite, by_chance)
+        scales, is_finite = _scales(values, most, negligible, finite, by_chance, binary, bits)
         integers = _integers(values, scales, is_finite, position, seed, by_chance, most)
         scale_bits = tl.where(is_finite, scales.to(tl.int32, bitcast=True) >> 16, NAN_BITS)
         tl.store(numbers + row, scale_bits.to(tl.int16), mask=inside)
@@ -115,7 +124,7 @@ def _read(message, numbers, row, inside, factor, bits: tl.constexpr, block: tl.c
 def quantise(
     values, residual, messages, numbers, seed, numel, blocks, nbytes,
     has_residual: tl.constexpr, by_chance: tl.constexpr, bits: tl.constexpr, integers: tl.constexpr,
-    most: tl.constexpr, negligible: tl.constexpr, finite: tl.constexpr, stages: tl.constexpr,
+    most: tl.constexpr, negligible: tl.constexpr, finite: tl.constexpr, binary: tl.constexpr, stages: tl.constexpr,
     rotation: tl.constexpr, block: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     """Program (i, r): rows of the region that rank r owns, into message r."""
@@ -130,7 +139,8 @@ def quantise(
     given = _rotated(given, stages, rotation, block, rows)
     message, numbers_at = messages + rank * nbytes, numbers + (rank * nbytes + blocks * integers) // 2
     _write(
-        given, message, numbers_at, at, row, inside, seed, by_chance, bits, most, negligible, finite, block, rows
+        given, message, numbers_at, at, row, inside, seed, by_chance, bits, most, negligible, finite, binary, block,
+        rows,
     )  # fmt: skip
 
 
@@ -138,7 +148,7 @@ def quantise(
 def reduce(
     received, received_numbers, message, numbers, rounding_error, inverse_divisor, seed, ranks, blocks, nbytes,
     has_residual: tl.constexpr, by_chance: tl.constexpr, bits: tl.constexpr, integers: tl.constexpr,
-    most: tl.constexpr, negligible: tl.constexpr, finite: tl.constexpr, stages: tl.constexpr,
+    most: tl.constexpr, negligible: tl.constexpr, finite: tl.constexpr, binary: tl.constexpr, stages: tl.constexpr,
     rotation: tl.constexpr, block: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     """Add the messages of all ranks, and write the rounded average to this owner's own."""
@@ -154,7 +164,7 @@ def reduce(
         start += nbytes
     written = _write(
         average, message, numbers + first_number, at, row, inside, seed, by_chance, bits, most, negligible, finite,
-        block, rows,
+        binary, block, rows,
     )  # fmt: skip
     if has_residual:
         error = _rotated(average - written, stages, rotation, block, rows)

@@ -82,8 +82,7 @@ def _rounded(regions: torch.Tensor, form: BlockFormat, seed: int | None) -> torc
     blocks = regions.view(len(regions), -1, form.block)
     largest = blocks.abs().amax(dim=2)
     finite = largest <= FINITE  # neither infinite nor NaN
-    exact = torch.where(finite & (largest >= NEGLIGIBLE), largest * (1.0 / form.most), 0.0)
-    scales = exact.to(torch.bfloat16) if seed is None else _up_to_bfloat16(exact)
+    scales = _scales(torch.where(finite & (largest >= NEGLIGIBLE), largest, 0.0), form, by_chance=seed is not None)
     wide = scales.float()
     inverses = torch.where(wide > 0, 1.0 / wide, 0.0)
     bits = torch.where(finite, scales.view(torch.int16), NAN_BITS)  # torch makes NaNs of various bits
@@ -111,6 +110,15 @@ def _as_bfloat16(values: torch.Tensor, seed: int | None) -> torch.Tensor:
         return values.to(torch.bfloat16)
     bits = (values.view(torch.int32) + (random_bits(values, seed) & 0xFFFF)) >> 16
     return torch.where(values.isnan(), NAN_BITS, bits).to(torch.int16).view(torch.bfloat16)
+
+
+def _scales(largest: torch.Tensor, form: BlockFormat, by_chance: bool) -> torch.Tensor:
+    """The scales of blocks with these largest magnitudes, in bfloat16; 0 of a block of zeros."""
+    if form.binary_scales:  # the exponent of largest / most, rounded up: most is just below a power of two
+        exponent = ((largest.view(torch.int32) + (1 << (25 - form.bits)) - 1) >> 23) - (form.bits - 2)
+        return torch.where(largest > 0, (exponent << 23).view(torch.float32), 0.0).to(torch.bfloat16)
+    exact = largest * (1.0 / form.most)
+    return _up_to_bfloat16(exact) if by_chance else exact.to(torch.bfloat16)
 
 
 def _up_to_bfloat16(values: torch.Tensor) -> torch.Tensor:

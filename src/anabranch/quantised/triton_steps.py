@@ -70,4 +70,7 @@ def _blocks(form: BlockFormat) -> dict[str, Any]:
 
 
 def _rounding(form: BlockFormat, seed: int | None) -> dict[str, Any]:
-    return {"by_chance": seed is not None, "most": form.most, "negligible": NEGLIGIBLE, "finite": FINITE}
+    return {
+        "by_chance": seed is not None, "most": form.most, "negligible": NEGLIGIBLE, "finite": FINITE,
+        "binary": form.binary_scales,
+    }  # fmt: skip

@@ -9,6 +9,7 @@ from anabranch.report.formatting import plain
 from anabranch.report.tables import columns
 
 GIB, MIB = 2**30, 2**20
+DDP = "ddp"  # the mode with which others are compared
 
 
 def unit(largest_nbytes: int) -> tuple[str, int]:
@@ -35,6 +36,8 @@ def memory_report(
         table.add_row(Text(kind), *(cell(kinds[mode][kind]) for mode in modes))
     table.add_section()
     table.add_row(Text("predicted peak"), *(cell(peaks[mode]) for mode in modes))
+    if DDP in peaks and len(modes) > 1:
+        table.add_row(Text("more than DDP"), *(Text(_more(peaks[mode] - peaks[DDP], size)) for mode in modes))
     if measured:
         table.add_row(Text("measured peak"), *(cell(measured.get(mode, 0)) for mode in modes))
         cells = [_error(peaks[mode], measured.get(mode, 0)) for mode in modes]
@@ -50,6 +53,10 @@ def batch_report(title: str, modes: Sequence[str], rows: Mapping[str, Mapping[st
     for name, cells in rows.items():
         table.add_row(Text(name), *(Text(cells.get(mode, "-")) for mode in modes))
     return table
+
+
+def _more(nbytes: int, size: int) -> str:
+    return f"{nbytes / size:+.2f}" if nbytes else "-"
 
 
 def _error(predicted: int, measured: int) -> str:

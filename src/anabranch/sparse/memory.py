@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from anabranch.comm.collectives import ResidualState
 from anabranch.comm.dense import all_finite
 from anabranch.comm.exchange import Group
 from anabranch.plan import Bucket, Plan
+from anabranch.quantised.block_format import STORED, BlockFormat
 from anabranch.sparse.momentum import Momentum
 from anabranch.sparse.residual_flush import Applied, ResidualFlush
 from anabranch.sparse.residual_monitor import SAMPLE_PERIOD, residual_grows
@@ -29,6 +31,7 @@ class ResidualMemory:
     warmup_steps     as in ``ExchangeMemory``
     momentum         velocities, which are saved with the residuals
     skipped          whether a loss scaler will skip the step that ends; by default, whether a gradient is not finite
+    form             how residuals are rounded between exchanges; None: they are float32
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class ResidualMemory:
         momentum: Momentum | None = None,
         sample_period: int = SAMPLE_PERIOD,
         skipped: Callable[[], bool] | None = None,
+        form: BlockFormat | None = None,
     ) -> None:
         self.warmup_steps = warmup_steps
         self.momentum = momentum or Momentum(0.0)
@@ -54,7 +58,7 @@ class ResidualMemory:
         self._known_numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
         self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # of parameters, by bucket
         device = next(iter(parameters.values())).device
-        self._state = SparseState(dist.get_rank(group), dist.get_world_size(group), device, sample_period)
+        self._state = SparseState(dist.get_rank(group), dist.get_world_size(group), device, sample_period, form)
         self._residual_flush = ResidualFlush(self._state, parameters, averaged, applied)
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: states and averages
 
@@ -89,7 +93,8 @@ class ResidualMemory:
             return
         if self._skipped():
             for state, average in exchanged:
-                state.residual.add_(torch.where(average.isfinite(), average, 0.0))
+                with state.whole() as residual:
+                    residual.add_(torch.where(average.isfinite(), average, 0.0))
 
     def use_plan(self, plan: Plan | None) -> None:
         buckets = plan.buckets if plan is not None else ()
@@ -97,13 +102,16 @@ class ResidualMemory:
         self._residual_flush.set_sparse_names(kept)
         self._sizes.clear()
 
+    def store_residuals(self, how: str, settle: Callable[[ResidualState], object]) -> None:
+        self._state.store_as(STORED.get(how), settle)
+
     def summary(self) -> list[str]:
         lines = []
         for state in self._state.buckets():
-            to, share = state.names[-1], float(state.applied) / max(1, state.residual.numel())
+            to, share = state.names[-1], float(state.applied) / max(1, sum(state.numels))
             samples = state.residual_monitor.samples() if state.residual_monitor is not None else []
             age = f", about {samples[-1].age_steps:.1f} steps old" if samples and samples[-1].age_steps else ""
-            norm = float(state.residual.norm())
+            norm = float(state.current().norm())
             if state.fresh and state.step:  # no values were selected: all were sent, rounded
                 lines.append(f"bucket to {to}: rounding errors of norm {norm:.3g} are kept for the next step{age}")
                 continue

@@ -6,14 +6,17 @@ balances its own.
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
 
+from anabranch.quantised.block_format import BlockFormat
 from anabranch.sparse import regions
+from anabranch.sparse.packed_residual import PackedResidual
 from anabranch.sparse.residual_monitor import SAMPLE_PERIOD, ResidualMonitor
 from anabranch.sparse.saved_state import VERSION
 
@@ -24,7 +27,8 @@ log = logging.getLogger("anabranch")
 class BucketState:
     """One bucket on one rank. All tensors are on the device.
 
-    residual               float32: what this rank accumulated and has not sent, one parameter after another
+    residual               float32: what this rank accumulated and has not sent, one parameter after another; empty
+                           while it is ``packed``
     boundaries             int64 [P+1]: divide the bucket into regions
     threshold_bias         float32 scalar: log of this owner's threshold over that of its own share
     step                   sparse steps so far
@@ -33,6 +37,7 @@ class BucketState:
     held                   residuals of frozen parameters by name; they are 0 in ``residual``
     accumulates_in_place   gradients are added to the residual as they come. The gradient's memory is then zeros, and an
                            owner may add its sums there.
+    packed                 the residual between exchanges, where it is stored rounded; else None
 
     Of the last step, for reports: ``local_threshold`` and ``global_threshold``, and how many values passed, ``offered``
     by this rank and ``applied`` by all owners together.
@@ -48,6 +53,7 @@ class BucketState:
     residual_monitor: ResidualMonitor | None = None
     accumulates_in_place: bool = False
     held: dict[str, torch.Tensor] = field(default_factory=dict)
+    packed: PackedResidual | None = None
     local_threshold: torch.Tensor = field(init=False)
     global_threshold: torch.Tensor = field(init=False)
     offered: torch.Tensor = field(init=False)
@@ -65,21 +71,63 @@ class BucketState:
     ) -> "BucketState":
         """A fresh state around a residual; as one parameter, if no names are given."""
         zero = torch.zeros((), dtype=torch.float32, device=residual.device)
-        boundaries = regions.uniform(len(residual), ranks, residual.device)
-        return cls(tuple(names), tuple(numels or [len(residual)]), residual, boundaries, zero)
+        numels = tuple(numels or [len(residual)])
+        boundaries = regions.uniform(sum(numels), ranks, residual.device)
+        return cls(tuple(names), numels, residual, boundaries, zero)
 
-    def pieces(self) -> dict[str, torch.Tensor]:
-        """The residual of each parameter, as views."""
-        return dict(zip(self.names, self.residual.split(list(self.numels)), strict=True))
+    def pieces(self, residual: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """The residual of each parameter, as views; of ``residual``, or of what is unpacked."""
+        whole = self.residual if residual is None else residual
+        return dict(zip(self.names, whole.split(list(self.numels)), strict=True))
+
+    def unpack(self, target: torch.Tensor) -> None:
+        """Read a packed residual into ``target``, which is the residual until ``pack()``."""
+        assert self.packed is not None
+        self.packed.read(target)
+        self.residual = target
+
+    def pack(self) -> None:
+        """Round the residual, and drop it in float32."""
+        assert self.packed is not None
+        self.packed.write(self.residual, self.step, self.names)
+        self.residual = self.residual.new_empty(0)
+
+    def store_as(self, form: BlockFormat | None, rank: int) -> None:
+        """From now on the residual is stored in this format between exchanges; None: as it is, on the device."""
+        whole = self.current().to(self.boundaries.device)
+        self.packed = None if form is None else PackedResidual.zeros(len(whole), form, rank, whole.device)
+        self.residual = whole
+        if self.packed is not None:
+            self.pack()
+
+    def current(self) -> torch.Tensor:
+        """The residual in float32, to be read only; between two exchanges, or in the middle of one."""
+        if self.packed is None or len(self.residual):
+            return self.residual
+        return self.packed.read(self.residual.new_empty(sum(self.numels)))
+
+    @contextmanager
+    def whole(self) -> Iterator[torch.Tensor]:
+        """The residual in float32, to be changed between two exchanges."""
+        if self.packed is not None:
+            self.unpack(self.residual.new_empty(sum(self.numels)))
+        try:
+            yield self.residual
+        finally:
+            if self.packed is not None:
+                self.pack()
 
     def hold(self, names: Collection[str]) -> None:
         """Hold the residuals of these parameters, and put those of all others back; between two exchanges."""
-        for name, piece in self.pieces().items():
-            if name in names and name not in self.held:
-                self.held[name] = piece.clone()
-                piece.zero_()
-            elif name not in names and name in self.held:
-                piece.add_(self.held.pop(name))
+        if self.held.keys() == set(names):
+            return
+        with self.whole():
+            for name, piece in self.pieces().items():
+                if name in names and name not in self.held:
+                    self.held[name] = piece.clone()
+                    piece.zero_()
+                elif name not in names and name in self.held:
+                    piece.add_(self.held.pop(name))
 
     def record_norms(self, gradient: torch.Tensor) -> None:
         """Record the norms of the residual and of this step's gradient, whole or part by part, if a sample is due."""
@@ -95,11 +143,19 @@ class SparseState:
     scale           loss scale of the residuals, once ``rescale`` has been called
     loaded          description of the loaded checkpoint, line by line; must be the same on all ranks
     loaded_states   the loaded states that became this rank's
+
+    ``form``: how residuals are rounded between exchanges; None: not at all.
     """
 
     def __init__(
-        self, rank: int, world_size: int, device: torch.device | None = None, sample_period: int = SAMPLE_PERIOD
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device | None = None,
+        sample_period: int = SAMPLE_PERIOD,
+        form: BlockFormat | None = None,
     ) -> None:
+        self._form = form
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -154,20 +210,31 @@ class SparseState:
     def end_flush(self, sent: Collection[str]) -> None:
         """The flushed residuals of these parameters were sent; those of the others become residuals again."""
         flushed, self.flushing = self.flushing, {}
-        residuals = self.residuals()
-        for name, piece in flushed.items():
-            if name in sent:
-                continue
-            if name in residuals:
-                residuals[name].add_(piece.to(residuals[name].device))
+        kept = {name: piece for name, piece in flushed.items() if name not in sent}
+        for state in self._buckets.values():
+            if mine := [name for name in state.names if name in kept]:
+                with state.whole() as residual:
+                    for name in mine:
+                        state.pieces()[name].add_(kept.pop(name).to(residual.device))
+        for name, piece in kept.items():
+            if name in self.unbucketed:
+                self.unbucketed[name].add_(piece.to(self.unbucketed[name].device))
             else:
                 self.unbucketed[name] = piece
+
+    def store_as(self, form: BlockFormat | None, settle: Callable[[BucketState], object]) -> None:
+        """From now on residuals are stored in this format; ``settle`` is called with each bucket in turn."""
+        self._form = form
+        for state in self._buckets.values():
+            state.store_as(form, self.rank)
+            settle(state)
 
     def rescale(self, scale: float) -> None:
         """From now on gradients are those of a loss times ``scale``: rescale all residuals to match."""
         if self.scale is not None and self.scale != scale:
             for state in self._buckets.values():
-                state.residual.mul_(scale / self.scale)
+                with state.whole() as residual:
+                    residual.mul_(scale / self.scale)
             held = [piece for state in self._buckets.values() for piece in state.held.values()]
             for piece in (*held, *self.unbucketed.values(), *self.flushing.values()):
                 piece.mul_(scale / self.scale)
@@ -178,10 +245,10 @@ class SparseState:
         return list(self._buckets.values())
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """The residual of each parameter, as views of the live tensors."""
+        """The residual of each parameter, to be read only."""
         found = dict(self.unbucketed)
         for state in self._buckets.values():
-            found.update(state.pieces())
+            found.update(state.pieces(state.current()))
         return found
 
     def clear(self) -> None:
@@ -275,10 +342,13 @@ class SparseState:
             state = self._buckets.pop(key)
             state.hold(())
             self._step = max(self._step, state.step)
-            self.unbucketed.update((name, piece.clone()) for name, piece in state.pieces().items())
+            self.unbucketed.update((name, piece.clone()) for name, piece in state.pieces(state.current()).items())
 
     def _built(self, names: tuple[str, ...], numels: tuple[int, ...]) -> BucketState:
-        residual = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
+        form, numel = self._form, sum(numels)
+        packed = None if form is None else PackedResidual.zeros(numel, form, self.rank, self.device)
+        known = any(name in self.unbucketed for name in names)
+        residual = torch.zeros(numel if known or packed is None else 0, dtype=torch.float32, device=self.device)
         ends = [sum(numels[:i]) for i in range(len(numels) + 1)]
         for name, (low, high) in zip(names, pairwise(ends), strict=True):
             if (piece := self.unbucketed.pop(name, None)) is not None:
@@ -293,6 +363,10 @@ class SparseState:
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
             state.step = settings["step"]
             state.fresh = False
+        if packed is not None:
+            state.packed = packed
+            if known:
+                state.pack()
         return state
 
 

@@ -10,6 +10,7 @@ from anabranch.report.formatting import count, factor, percent, seconds, size, t
 from anabranch.report.html.elements import Cell, Table
 from anabranch.report.html.escaping import shortened
 from anabranch.report.html.step_view import StepView
+from anabranch.report.memory import DDP
 from anabranch.report.runs.training import StepLine, Training
 
 NONE = Cell("–", float("inf"))  # sorts behind every number
@@ -105,6 +106,11 @@ def memory_table(found: MemoryDocument) -> Table:
     kinds = list(dict.fromkeys(kind for mode in found.modes.values() for kind in mode.kinds))
     rows = [[Cell(kind), *(_nbytes(found.modes[mode].kinds.get(kind, 0)) for mode in modes)] for kind in kinds]
     rows.append([Cell("predicted peak"), *(_nbytes(found.modes[mode].predicted_nbytes) for mode in modes)])
+    if DDP in found.modes and len(modes) > 1:
+        ddp_nbytes = found.modes[DDP].predicted_nbytes
+        rows.append(
+            [Cell("more than DDP"), *(_more(found.modes[mode].predicted_nbytes - ddp_nbytes) for mode in modes)]
+        )
     if any(found.modes[mode].measured_nbytes for mode in modes):
         rows.append([Cell("measured peak"), *(_nbytes(found.modes[mode].measured_nbytes or 0) for mode in modes)])
     if any(found.modes[mode].host_nbytes for mode in modes):
@@ -153,6 +159,10 @@ def _integer(number: int | None) -> Cell:
 
 def _number(number: float | None, show: Callable[[float], str]) -> Cell:
     return NONE if number is None else Cell(show(number), number)
+
+
+def _more(nbytes: int) -> Cell:
+    return Cell(f"{'+' if nbytes > 0 else '−'}{size(abs(nbytes))}" if nbytes else "–", nbytes)
 
 
 def _nbytes(nbytes: int) -> Cell:
