@@ -1,6 +1,6 @@
 """anabranch memory: predicted peak memory of every mode of training, the largest batch that fits, and throughput."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -132,9 +132,10 @@ def memory(
     from anabranch.estimate.account import Setting
     from anabranch.report.documents import MemoryDocument, printed
 
-    if clips and measure:
-        raise ValueError("--clip-norm and --measure were given, and --measure clips nothing: expected one of them")
-    setting = Setting(ranks=ranks, density=density, buckets=_buckets(plan, measure), clips=clips)
+    if measure:
+        _check_measurable(plan, clips)
+    buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
+    setting = Setting(ranks=ranks, density=density, buckets=buckets, clips=clips)
     modes = _modes(compress or [KIND], sharded or ())
     estimator = estimator_of(model, optimizer, activations, plan, half := precision == Precision.bf16)
     footprints = estimator.footprints(batch_size, setting, modes)
@@ -146,10 +147,8 @@ def memory(
         assumptions += _limits(batches)
     speeds = None
     if links is not None:
-        kept: dict[str, str] = {mode: estimator.activations_of(mode) for mode in batches}
-        speeds, more = _throughputs(trace or model, links, batches, density, kept)
+        speeds, more = _throughputs(trace or model, links, batches, density, estimator.activations_of)
         assumptions += more
-    peaks = {mode: _mode(footprint, measured.get(mode)) for mode, footprint in footprints.items()}
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
@@ -158,7 +157,7 @@ def memory(
         optimizer=optimizer.value,
         activations=activations.value,
         assumptions=tuple(assumptions),
-        modes=peaks,
+        modes={mode: _mode(footprint, measured.get(mode)) for mode, footprint in footprints.items()},
         within_nbytes=limit_nbytes,
         largest_batch=batches if limit_nbytes is not None else None,
         samples_per_s=speeds,
@@ -169,11 +168,12 @@ def memory(
         _print(document)
 
 
-def _buckets(plan: Path | None, measure: bool) -> list[tuple[str, ...]] | None:
-    """The buckets of --plan."""
-    if plan is not None and measure:
+def _check_measurable(plan: Path | None, clips: bool) -> None:
+    """ValueError if --measure would run something else than what is predicted."""
+    if clips:
+        raise ValueError("--clip-norm and --measure were given, and --measure clips nothing: expected one of them")
+    if plan is not None:
         raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
-    return None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
 
 
 def _modes(compress: Sequence[str], sharded: Sequence[str]) -> list[str]:
@@ -268,7 +268,7 @@ def _measured(
 
 
 def _throughputs(
-    name: str, network: "Network", batches: Mapping[str, int], density: float, activations: Mapping[str, str]
+    name: str, network: "Network", batches: Mapping[str, int], density: float, activations_of: Callable[[str], str]
 ) -> tuple[dict[str, float], list[str]]:
     """Samples per second by mode and what they assume; no numbers for a model without a trace."""
     if name not in bundled_traces() and not Path(name).is_file():
@@ -276,6 +276,7 @@ def _throughputs(
     from anabranch.estimate.throughput import ASSUMPTIONS, throughputs
 
     assumptions = list(ASSUMPTIONS)
+    activations = {mode: activations_of(mode) for mode in batches}
     if "recompute" in activations.values():
         assumptions.append("lean's forward runs twice")
     if "offload" in activations.values():
