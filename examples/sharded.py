@@ -43,16 +43,17 @@ def main() -> None:
     torch.manual_seed(0)
     text, model = StandardLibrary(), CharTransformer().to(device)
     compress = compress_of(options.compress)
-    if options.plan and not options.plan.exists():
+    plan = options.plan
+    if plan and not everywhere(plan.exists(), device):  # nodes that share no folder find one in every run
         batch = text.batch(0, rank, ranks).to(device)
         found = ab.find_sharding(
             lambda: CharTransformer().to(device), mesh, lambda m: m(batch).backward(), compress=compress
         )
         if rank == 0:
             print(found.explain())
-            ab.sharded.save(found.plan, options.plan)
-        dist.barrier()
-    ab.shard(model, mesh["shard"], options.plan)  # a unit per layer, or those of the plan
+            ab.sharded.save(found.plan, options.plan, force=True)
+        plan = found.plan
+    ab.shard(model, mesh["shard"], plan)  # a unit per layer, or those of the plan
     replication = ab.replicate(model, mesh, compress=compress)  # the one line
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
@@ -88,6 +89,13 @@ def main() -> None:
             options.losses.write_text(json.dumps(losses))
     replication.close()
     dist.destroy_process_group()
+
+
+def everywhere(here: bool, device: str) -> bool:
+    """Whether this is so on all ranks: what they do together must not depend on what each finds."""
+    flag = torch.tensor(int(here), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def compress_of(text: str) -> str | ab.OkTopk | None:

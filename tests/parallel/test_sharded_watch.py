@@ -19,16 +19,30 @@ from ranks import on_ranks, patience
 BLOCK_NUMEL = WIDTH * (WIDTH + 1) + 3 * (WIDTH + 1) + (WIDTH + 1) * WIDTH + WIDTH
 
 
+def parts_of(model: nn.Module) -> list[Any]:
+    """What FSDP2 calls to send, in every unit."""
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    names = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
+    return [getattr(group, name) for group in groups for name in names]
+
+
 def recorded(rank: int, nodes: int, compress: str | None, half: bool) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if nodes == 1 else two_nodes()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None
     models = [model_of(mesh["shard"] if compress else mesh, policy=policy) for _ in range(2)]
     replications = [ab.replicate(model, mesh, compress=compress) for model in models if compress]
+    before = parts_of(models[0])
     watch = ab.watch(models[0])
     equal = train(models[0], range(5)) == train(models[1], range(5))
     trace, timeline, metrics = watch.trace(), watch.timeline(), watch.metrics()
     text = watch.explain(Links(ab.Network.linear(2, 1e-4, 0.0), overlaps=False))
     watch.close()
+    restored = all(now is then for now, then in zip(parts_of(models[0]), before, strict=True))
     train(models[0], range(5, 7))
     train(models[1], range(5, 7))
     one, other = weights(models[0]), weights(models[1])
@@ -43,12 +57,7 @@ def recorded(rank: int, nodes: int, compress: str | None, half: bool) -> dict[st
         "positive": all(block.forward_s > 0 and block.backward_s > 0 for block in trace.blocks),
         "metrics": metrics,
         "text": text,
-        "restored": all(
-            "Default" in type(group._all_gather_comm).__name__
-            for module in models[0].modules()
-            if isinstance(module, FSDPModule)
-            for group in module._get_fsdp_state()._fsdp_param_groups
-        ),
+        "restored": restored,
     }
 
 
@@ -73,6 +82,50 @@ def test_a_step_is_recorded_and_not_changed(nodes: int, ranks: int, compress: st
     assert metrics["exposed_s"] == pytest.approx(sent_s) and metrics["overlap"] == pytest.approx(0)  # CPUs wait
     assert metrics["step_s"] >= metrics["compute_s"] + sent_s
     assert "3 units, 3 freed after forward, 1 gathered ahead" in found["text"] and "Predicted" in found["text"]
+
+
+def replication_closed_first(rank: int) -> bool:
+    """Trains on, although the replication that was watched has no groups any more."""
+    mesh = two_nodes()
+    model = model_of(mesh["shard"])
+    replication = ab.replicate(model, mesh, compress="int8")
+    watch = ab.watch(model)
+    train(model, range(2))
+    replication.close()
+    closed = parts_of(model)[2::3]
+    watch.close()
+    train(model, range(2, 3))
+    return parts_of(model)[2::3] == closed
+
+
+def test_a_closed_replication_does_not_come_back() -> None:
+    assert all(on_ranks(replication_closed_first, 4))
+
+
+def nodes_of_one_rank(rank: int) -> list[str]:
+    model = model_of(two_nodes())
+    watch = ab.watch(model)
+    train(model, range(3))
+    return [span.name for span in watch.timeline().communication]
+
+
+def test_hsdp_with_one_rank_in_a_node_only_averages() -> None:
+    expected = [f"average {unit}" for unit in ("3", "2", "1", "the rest")]
+    assert on_ranks(nodes_of_one_rank, 2) == [expected] * 2
+
+
+def closed_before_backward(rank: int) -> bool:
+    """In the middle of a pass: nothing is left on the parameters."""
+    model = model_of(init_device_mesh("cpu", (2,)))
+    watch = ab.watch(model)
+    loss = model(batch_of(0)).square().mean()
+    watch.close()
+    loss.backward()
+    return watch._now is None and not watch._gradients and not watch._passes
+
+
+def test_a_watch_may_be_closed_at_any_time() -> None:
+    assert all(on_ranks(closed_before_backward, 2))
 
 
 class Slow(torch.autograd.Function):

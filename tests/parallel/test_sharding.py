@@ -217,6 +217,19 @@ def test_a_plan_may_be_in_a_file(tmp_path: Path) -> None:
     assert on_ranks(from_file, 2, str(tmp_path / "plan.json")) == [2, 2]
 
 
+def other_plans(rank: int) -> str:
+    try:
+        ab.shard(whole(), one_node(), PLANS[rank])
+    except ab.DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_plans_are_told() -> None:
+    for error in on_ranks(other_plans, 2):
+        assert "the sharding plan is not the same on all ranks: rank 0 has" in error
+
+
 # -------------------------------------------------------------------------------------------------------- blocks
 
 

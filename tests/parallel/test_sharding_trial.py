@@ -40,7 +40,7 @@ def trial(rank: int, nodes: int, compress: Any, memory_nbytes: int | None) -> di
     return {
         "plan": str(found.plan), "units": len(found.fastest), "kept": not any(u.reshard for u in found.fastest.units),
         "peak": ab.sharded.peak_nbytes(found.trace, found.fastest), "kind": found.links.kind, "text": found.explain(),
-        "ratio": (found.fastest_s or 1) / (found.default_s or 1), "planned": found.plan == found.fastest,
+        "planned": found.plan == found.fastest,
     }  # fmt: skip
 
 

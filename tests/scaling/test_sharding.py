@@ -27,6 +27,12 @@ def test_blocks_are_told_from_names_and_times_from_gradients() -> None:
     assert found.compute_s == TRACE.forward_s + TRACE.backward_s
 
 
+def test_blocks_that_are_ready_in_another_order_take_no_more_than_the_whole_backward() -> None:
+    found = sharded_trace(TRACE, ["layers.1", "layers.0"])
+    assert [b.backward_s for b in found.blocks] == [3.0, 7.0]
+    assert found.compute_s == TRACE.forward_s + TRACE.backward_s
+
+
 @pytest.mark.parametrize(
     ("name", "block"),
     [

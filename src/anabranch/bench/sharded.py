@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -16,10 +17,10 @@ from anabranch.sharded import ShardingPlan, step_s
 
 FSDP2, RESHARD, PLANNED, HSDP = "fsdp2", "fsdp2:reshard", "fsdp2:planned", "hsdp"
 NAMES: Mapping[str, str] = {
-    FSDP2: "FSDP2, a unit per block",
+    FSDP2: "FSDP2, a unit per block, kept after forward",
     RESHARD: "FSDP2, a unit per block, freed after forward",
     PLANNED: "FSDP2, planned units",
-    HSDP: "HSDP, a unit per block",
+    HSDP: "HSDP, a unit per block, kept after forward",
 }
 
 
@@ -40,11 +41,13 @@ def sharded_contestants(workload: Workload, ways: Sequence[str]) -> list[Contest
     contestants = []
     for way in ways:
         model, step = workload.build()
-        default = ShardingPlan.per_block(block_names(model), reshard=way == RESHARD)
+        names = block_names(model) if found is None else found.default.names  # in the order of forward
+        default = ShardingPlan.per_block(names, reshard=way == RESHARD)
         plan = found.plan if found is not None and way == PLANNED else default
         shard(model, _nodes(workload) if way == HSDP else flat, plan)
         predicted_s = step_s(found.trace, plan, found.links) if found is not None and way != HSDP else None
-        contestants.append(Contestant(NAMES[way], lambda step=step: unwrapped(step), None, predicted_s))  # type: ignore[misc]
+        enter = partial(unwrapped, partial(step, model))
+        contestants.append(Contestant(NAMES[way], enter, None, predicted_s))
     return contestants
 
 

@@ -59,8 +59,9 @@ ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help="Also the model sharded by FSDP2: fsdp2 (a unit per block), fsdp2:reshard (freed after forward), "
-        "fsdp2:planned (units of find_sharding), hsdp (inside nodes of several ranks); for --model; may be repeated.",
+        help="Also the model sharded by FSDP2: fsdp2 (a unit per block, kept after forward), fsdp2:reshard (freed "
+        "after forward, FSDP2's default), fsdp2:planned (units of find_sharding), hsdp (inside nodes of several "
+        "ranks); for --model; may be repeated.",
     ),
 ]
 OnlyOption = Annotated[

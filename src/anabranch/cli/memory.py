@@ -96,8 +96,8 @@ ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help="Also sharded over all ranks by FSDP2: fsdp2 (a unit per block), fsdp2:reshard (freed after forward); may "
-        "be repeated.",
+        help="Also sharded over all ranks by FSDP2: fsdp2 (a unit per block, kept after forward), fsdp2:reshard (freed "
+        "after forward, FSDP2's default); may be repeated.",
     ),
 ]
 ClipsOption = Annotated[

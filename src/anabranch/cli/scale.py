@@ -83,8 +83,9 @@ ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help="Also models sharded by FSDP2: fsdp2 (a unit per block), fsdp2:reshard (freed after forward), "
-        "fsdp2:planned; on networks with nodes hsdp, hsdp:reshard, hsdp:planned; may be repeated.",
+        help="Also models sharded by FSDP2: fsdp2 (a unit per block, kept after forward), fsdp2:reshard (freed after "
+        "forward, FSDP2's default), fsdp2:planned; on networks with nodes hsdp, hsdp:reshard, hsdp:planned; may be "
+        "repeated.",
     ),
 ]
 ScalingOption = Annotated[Basis, typer.Option(help="Keep the batch of each rank (weak) or the global batch (strong).")]

@@ -10,7 +10,7 @@ hooks before and after FSDP2's own, so that waiting for parameters is told apart
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -29,19 +29,17 @@ from anabranch.sharded import Block, Links, ShardedTrace, ShardingPlan, Unit, si
 from anabranch.sharded.step import BETWEEN, INSIDE, REST_LABEL, unit_label
 from anabranch.timeline import COMPUTE, Span, Timeline
 
-SEAMS = {
-    "set_custom_all_gather": ("comm",),
-    "set_custom_reduce_scatter": ("comm",),
-    "set_all_reduce_hook": ("hook",),
-    "_get_fsdp_state": (),
-}
-PARTS: tuple[str, ...] = (
+SEAMS: dict[str, tuple[str, ...]] = {"_get_fsdp_state": ()}
+PARTS: tuple[str, ...] = (  # of FSDP2's parameter group
     "_all_gather_comm",
     "_reduce_scatter_comm",
     "_all_reduce_hook",
+    "_is_hsdp",
+    "_reshard_after_forward",
+    "device",
     "fsdp_params",
-    "modules",
     "mp_policy",
+    "reduce_grads",
 )
 KEEP = 16  # steps
 
@@ -74,7 +72,6 @@ class _Watched:
     """A unit of FSDP2's: its label, its blocks by name, and its parameter groups."""
 
     label: str
-    module: FSDPModule
     blocks: dict[str, nn.Module]
     groups: list[Any]
 
@@ -91,7 +88,8 @@ class Watch:
         self._model = model
         self._units = _units(model)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._device = next(model.parameters()).device
+        # Where it computes: parameters that are offloaded are on the CPU.
+        self._device = next(group.device for unit in self._units for group in unit.groups)
         self._clock = clock_for(self._device)
         self._passes: deque[_Pass] = deque(maxlen=KEEP)
         self._now: _Pass | None = None
@@ -200,6 +198,8 @@ class Watch:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._forget_gradients()
+        self._now = None
         self._clock.close()
 
     # ----------------------------------------------------------------------------------------------- recording
@@ -274,13 +274,16 @@ class Watch:
 
     def _end(self, one: _Pass) -> None:
         one.averaged = self._clock.mark()
-        for handle in self._gradients:
-            handle.remove()
-        self._gradients.clear()
+        self._forget_gradients()
         if one is self._now:
             self._why = self._missing(one)
             self._ended = None if self._why else one
             self._now = None
+
+    def _forget_gradients(self) -> None:
+        for handle in self._gradients:
+            handle.remove()
+        self._gradients.clear()
 
     def _missing(self, one: _Pass) -> str:
         """Why this pass is no whole step; empty if it is one."""
@@ -294,16 +297,24 @@ class Watch:
         return ""
 
     def _time_messages(self, unit: _Watched, group: Any) -> None:
-        gather, reduce, hook = group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook
-        module = unit.module
-        module.set_custom_all_gather(_Timed(gather, partial(self._message, INSIDE, "gather", unit.label), self._clock))  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(
-            _Timed(reduce, partial(self._message, INSIDE, "reduce", unit.label), self._clock)  # type: ignore[arg-type]
-        )
-        self._undo += [partial(module.set_custom_all_gather, gather), partial(module.set_custom_reduce_scatter, reduce)]
+        for part, what in (("_all_gather_comm", "gather"), ("_reduce_scatter_comm", "reduce")):
+            record = partial(self._message, INSIDE, what, unit.label)
+            self._replace(group, part, _Timed(getattr(group, part), record, self._clock))
+        hook = group._all_reduce_hook
         if hook is not None or group._is_hsdp:
-            module.set_all_reduce_hook(partial(self._average, unit.label, hook))
-            self._undo.append(partial(module.set_all_reduce_hook, hook))
+            self._replace(group, "_all_reduce_hook", partial(self._average, unit.label, hook))
+
+    def _replace(self, group: Any, part: str, ours: object) -> None:
+        """Set a part of FSDP2's until close(). FSDP2's own setters refuse units of several groups."""
+        theirs = getattr(group, part)
+        setattr(group, part, ours)
+
+        def undo() -> None:
+            # Else it was replaced again: by Replication.close(), after which its old hook must not come back.
+            if getattr(group, part) is ours:
+                setattr(group, part, theirs)
+
+        self._undo.append(undo)
 
     def _average(self, label: str, hook: Callable[[torch.Tensor], None] | None, buffer: torch.Tensor) -> None:
         """FSDP2's hook: behind the all-reduce of HSDP, which began when the reduce-scatter was over; else around it."""
@@ -311,7 +322,8 @@ class Watch:
         if hook is not None:
             hook(buffer)
         elif self._now is not None:
-            start = next(end for *_, of, _, end in reversed(self._now.messages) if of == label)
+            # Nodes of one rank have no reduce-scatter, and this mark alone.
+            start = next((end for _, _, of, _, end in reversed(self._now.messages) if of == label), start)
         self._message(BETWEEN, "average", label, start, self._clock.mark())
 
     def _message(self, track: str, what: str, label: str, start: object, end: object) -> None:
@@ -338,18 +350,18 @@ class Watch:
         return max(0.0, self._s(begin, one.due[following] if following is not None else end))
 
     def _computing(self, one: _Pass, at: Callable[[object], float]) -> Iterator[Span]:
-        first, *_, last = [*one.forward, *one.forward]
-        yield Span(COMPUTE, "before", at(one.rooted), max(at(one.rooted), at(one.due[first])))
+        names = list(one.forward)
+        yield Span(COMPUTE, "before", at(one.rooted), max(at(one.rooted), at(one.due[names[0]])))
         for unit in self._units:
             if unit.blocks:
-                order = [name for name in one.forward if name in unit.blocks]
+                order = [name for name in names if name in unit.blocks]
                 yield Span(
                     COMPUTE, f"forward {unit.label}", at(one.forward[order[0]][0]), at(one.forward[order[-1]][1])
                 )
                 yield Span(
                     COMPUTE, f"backward {unit.label}", at(one.backward[order[-1]][0]), at(one.backward[order[0]][1])
                 )
-        yield Span(COMPUTE, "loss", at(one.forward[last][1]), at(one.lost))
+        yield Span(COMPUTE, "loss", at(one.forward[names[-1]][1]), at(one.lost))
         yield Span(COMPUTE, "update", at(one.averaged), at(one.updated))
 
     def _sizes(self, name: str | None, unit: _Watched | None = None) -> tuple[int, int]:
@@ -404,12 +416,9 @@ def _units(model: nn.Module) -> list[_Watched]:
                 if missing := next((part for part in PARTS if not hasattr(group, part)), None):
                     raise unsupported("torch", TESTED, f"{type(group).__name__} has no {missing}")
             blocks: dict[str, nn.Module] = {} if holds_others or not path else {path: module}
-            found[id(state)] = _Watched(path or REST_LABEL, module, blocks, groups)
-    units = [
-        _Watched(unit_label(list(unit.blocks)) if unit.blocks else unit.label, unit.module, unit.blocks, unit.groups)
-        for unit in found.values()
-    ]
-    if not any(unit.blocks for unit in units):
+            found[id(state)] = _Watched(path or REST_LABEL, blocks, groups)
+    units = [replace(unit, label=unit_label(list(unit.blocks))) if unit.blocks else unit for unit in found.values()]
+    if not any(unit.blocks and unit.groups for unit in units):
         raise ValueError(
             "the model has no units to watch: call ab.shard(model, mesh), or fully_shard() for its blocks and itself"
         )

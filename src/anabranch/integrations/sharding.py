@@ -16,10 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from anabranch.comm.agree import check_same
 from anabranch.errors import PlanError
 from anabranch.integrations.sharded import TESTED
 from anabranch.seams import check_seams
 from anabranch.sharded import ShardingPlan, load
+from anabranch.sharded.files import dumps
 
 SEAMS = {
     "set_modules_to_forward_prefetch": ("modules",),
@@ -34,7 +36,7 @@ def shard(
     plan: ShardingPlan | str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shard a model by FSDP2, in place, in the units of a plan; returns the model.
+    """Shard a model by FSDP2, in place, in the units of a plan; returns the model. Collective.
 
     model      whole; its parameters become shards
     mesh       as fully_shard() takes it: of one dimension, or of two for HSDP; mesh["shard"] where ``ab.replicate``
@@ -55,6 +57,8 @@ def shard(
         plan = load(ShardingPlan, plan)
     units = [[_block(model, name) for name in unit.names] for unit in plan.units]
     _check_apart(model, plan, units)
+    for dimension in range(mesh.ndim):  # ranks with other units, from an old file, would wait for each other in forward
+        check_same("the sharding plan", dumps(plan).splitlines(), mesh.get_group(dimension))
     for unit, modules in zip(plan.units, units, strict=True):
         of_one = modules[0] if len(modules) == 1 else modules
         fully_shard(of_one, mesh=mesh, reshard_after_forward=unit.reshard, **options)

@@ -6,6 +6,7 @@ leaves nothing behind but a plan.
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -21,7 +22,7 @@ from anabranch.comm.dense import dense
 from anabranch.comm.exchange import Group
 from anabranch.compression import Compress, settings_of
 from anabranch.integrations.one_kind import only_kind
-from anabranch.integrations.sharded import Replication, replicate
+from anabranch.integrations.sharded import replicate
 from anabranch.integrations.sharded_watch import Watch
 from anabranch.integrations.sharding import shard
 from anabranch.network import Network
@@ -91,7 +92,9 @@ def find_sharding(
     steps: int = 3,
     **options: Any,
 ) -> FoundSharding:
-    """Find units that are faster than one per block for this model on these ranks; never slower ones. Collective.
+    """Find units that are faster than one per block for this model on these ranks. Collective.
+
+    The plan was faster in a trial, by 1 % or more; where none was, it is a unit per block.
 
     build           makes the model, whole, the same on every rank; called twice
     mesh            of one dimension; or of two, nodes and the ranks in a node: between them ``ab.replicate`` averages
@@ -105,7 +108,8 @@ def find_sharding(
     """
     if rounds < 1 or steps < 1:
         raise ValueError(f"rounds is {rounds} and steps is {steps}: expected at least 1 of each, for the trial")
-    found = _find(build, mesh, step, blocks, compress, memory_nbytes, rounds, steps, options)
+    with ExitStack() as closing:
+        found = _find(build, mesh, step, blocks, compress, memory_nbytes, rounds, steps, options, closing)
     gc.collect()  # a model of FSDP2 is a cycle of references
     if mesh.device_type == "cuda":
         torch.cuda.empty_cache()
@@ -122,24 +126,24 @@ def _find(
     rounds: int,
     steps: int,
     options: Mapping[str, Any],
+    closing: ExitStack,
 ) -> FoundSharding:
-    replications: list[Replication] = []
+    """Within ``closing``, so that threads and groups of the trial end even if a step fails."""
+    inside, device = _inside(mesh, compress), _device(mesh)
 
     def sharded_by(plan: ShardingPlan | None) -> nn.Module:
         model = shard(build(), inside, plan, **options)
         if mesh.ndim == 2:
-            replications.append(replicate(model, mesh, compress=compress))
+            closing.callback(replicate(model, mesh, compress=compress).close)
         return model
 
-    inside = _inside(mesh, compress)
     stock = sharded_by(None if blocks is None else ShardingPlan.per_block(blocks))
-    device = next(stock.parameters()).device
     trace, default, recorded = _record(stock, step, mesh)
     links = measure_links(mesh, device, trace.nbytes)
     if compress is not None:
         links = _with_kind(links, compress, trace, recorded, mesh)
     if memory_nbytes is None and device.type == "cuda":
-        memory_nbytes = peak_nbytes(trace, default) + _spare_nbytes(stock, mesh)
+        memory_nbytes = peak_nbytes(trace, default) + _spare_nbytes(stock, mesh, device)
     fastest = planned(trace, links, memory_nbytes)
     for dimension in range(mesh.ndim):
         check_same("the sharding plan", [dumps(fastest)], mesh.get_group(dimension))
@@ -151,8 +155,6 @@ def _find(
         ratio = median(after / before for before, after in times)
         chosen = fastest if ratio <= WORTH else default
         found = FoundSharding(chosen, default, fastest, trace, links, default_s, fastest_s)
-    for replication in replications:
-        replication.close()
     return found
 
 
@@ -184,18 +186,26 @@ def _inside(mesh: DeviceMesh, compress: Compress) -> DeviceMesh:
     return mesh[mesh.mesh_dim_names[1]]
 
 
+def _device(mesh: DeviceMesh) -> torch.device:
+    """Where the models compute; their parameters may be offloaded to the CPU."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
 def _record(model: nn.Module, step: Step, mesh: DeviceMesh) -> tuple[ShardedTrace, ShardingPlan, Timeline]:
     """The trace of the slowest rank, the layout in the order of forward, and a step as it was."""
     for _ in range(WARM_UP):
         _train(model, step)
+    if mesh.device_type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the whole model, as it was built, is not what a step needs
     watch = Watch(model)
     for _ in range(RECORDED):
         _train(model, step)
-    trace, timeline = watch.trace(), watch.timeline()
+    timeline = watch.timeline()
+    trace = replace(watch.trace(), update_s=0.0)  # between two steps there is the trial, and no optimizer
     watch.close()
-    # The time from one step to the next is the trial's own, not that of an optimizer.
-    times = [0.0 if place == 2 else seconds for place, seconds in enumerate(trace.times)]
-    trace = trace.with_times(_over_mesh(times, mesh, dist.ReduceOp.MAX))
+    trace = trace.with_times(_over_mesh(list(trace.times), mesh, dist.ReduceOp.MAX))
     return trace, ShardingPlan.per_block([block.name for block in trace.blocks]), timeline
 
 
@@ -212,9 +222,8 @@ def _with_kind(links: Links, compress: Compress, trace: ShardedTrace, recorded: 
     return Links(links.inside, between, kind, links.overlaps)
 
 
-def _spare_nbytes(model: nn.Module, mesh: DeviceMesh) -> int:
+def _spare_nbytes(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> int:
     """What the device has left on the fullest rank, beside another model's shards and their gradients."""
-    device = next(model.parameters()).device
     shards = 2 * sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
     free, _ = torch.cuda.mem_get_info(device)
     left = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 
 from anabranch.alpha_beta import TwoLevel
@@ -40,12 +40,14 @@ class Sharding:
 
     def __call__(self, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
         """Planned for the first network and the quiet trace, as planners of buckets are."""
-        here, *others = (self.links(network) for network in networks)
+        links = [self.links(network) for network in networks]
         trace = sharded_trace(quiet)
         names = [block.name for block in trace.blocks]
-        chosen = plan(trace, here) if self.units == PLANNED else ShardingPlan.per_block(names, self.units == RESHARD)
+        chosen = (
+            plan(trace, links[0]) if self.units == PLANNED else ShardingPlan.per_block(names, self.units == RESHARD)
+        )
         run = sharded_trace(real, names)
-        return Ran(len(chosen), 1, [step_s(run, chosen, links) for links in (here, *others)])
+        return Ran(len(chosen), 1, [step_s(run, chosen, one) for one in links])
 
     def links(self, network: Network) -> Links:
         """What a step sends on, on this network."""
@@ -82,8 +84,9 @@ def sharded_trace(trace: Trace, names: Sequence[str] | None = None) -> ShardedTr
             "need names with the numbers of layers, such as layers.0.weight"
         )
     order = list(reversed(names)) if names is not None else sorted(nbytes, key=lambda block: ready_s[block])
-    ends = [ready_s[block] for block in order[:-1]] + [trace.backward_s]
-    spans = [max(0.0, end - start) for start, end in pairwise([0.0, *ends])]
+    ends = [0.0, *(ready_s[block] for block in order[:-1]), trace.backward_s]
+    # Where an order is given, a block may be ready before the one it follows: it then took no time of its own.
+    spans = [end - start for start, end in pairwise(accumulate(ends, max))]
     total = sum(spans) or 1.0
     blocks = [
         Block(block, nbytes[block], nbytes[block], trace.forward_s * span / total, span)
