@@ -161,7 +161,7 @@ class SlowCollective:
         return self.inner(*args, **kwargs)
 
 
-def predicted_and_measured(rank: int) -> list[tuple[float, float]]:
+def predicted_and_measured(rank: int, half: bool) -> list[tuple[float, float]]:
     """Two layouts, predicted from a record of the first one."""
     names, found = [str(i) for i in range(3)], []
     links = Links(ab.Network.linear(2, 0.16, 0.0), overlaps=False)
@@ -169,7 +169,8 @@ def predicted_and_measured(rank: int) -> list[tuple[float, float]]:
     trace: ab.ShardedTrace | None = None
     for plan in plans:
         model = nn.Sequential(*(SlowLayer(4, 4) for _ in names))
-        ab.shard(model, init_device_mesh("cpu", (2,)), plan)
+        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32) if half else MixedPrecisionPolicy()
+        ab.shard(model, init_device_mesh("cpu", (2,)), plan, mp_policy=policy)
         for unit in plan.units:
             module: Any = model.get_submodule(unit.names[0])
             (group,) = module._get_fsdp_state()._fsdp_param_groups
@@ -183,8 +184,10 @@ def predicted_and_measured(rank: int) -> list[tuple[float, float]]:
     return found
 
 
-def test_predicted_steps_are_those_measured() -> None:
-    for predicted_s, measured_s in on_ranks(predicted_and_measured, 2)[0]:
+@pytest.mark.parametrize("half", [False, True])
+def test_predicted_steps_are_those_measured(half: bool) -> None:
+    """Also where FSDP2 casts what a block returns, and waits for parameters behind that cast."""
+    for predicted_s, measured_s in on_ranks(predicted_and_measured, 2, half)[0]:
         assert predicted_s == pytest.approx(measured_s, rel=0.1 * patience())
 
 

@@ -222,6 +222,8 @@ class Watch:
             self._now.rooted = self._clock.mark()
 
     def _hook_block(self, name: str, module: nn.Module) -> None:
+        outputs: list[torch.Tensor] = []  # as FSDP2 has its hook on them: what it returns may be a cast of them
+
         def due(*_: object) -> None:
             if self._now is not None:
                 self._now.due.setdefault(name, self._clock.mark())
@@ -239,17 +241,18 @@ class Watch:
             elif trained:  # the first block: its backward ends with its gradients
                 self._gradients.append(register_multi_grad_hook(trained, ended, mode="all"))
 
-        def end(module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG001
+        def end(*_: object) -> None:
             one = self._now
-            if one is None or one.forward[name][1] is not None:
-                return
-            one.forward[name][1] = self._clock.mark()
-            for tensor in _tensors(output):
-                tensor.register_hook(partial(self._backward_begun, one, name))
+            if one is not None and one.forward[name][1] is None:
+                one.forward[name][1] = self._clock.mark()
+                for tensor in outputs:
+                    tensor.register_hook(partial(self._backward_begun, one, name))
+            outputs.clear()
 
         def loss_ends(module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG001
             if self._now is not None:
-                for tensor in _tensors(output):
+                outputs[:] = _tensors(output)
+                for tensor in outputs:
                     tensor.register_hook(partial(self._loss_over, self._now))
 
         self._handle(module.register_forward_pre_hook(due, prepend=True))
