@@ -46,8 +46,8 @@ def compress_of(contestant: str) -> Any:
     """What DataParallel(compress=...) is given."""
     kind, *settings = contestant.split(",")
     given = dict(setting.split("=") for setting in settings)
-    if kind == "auto":
-        return ab.Auto(oktopk=ab.OkTopk(warmup_steps=0))
+    if kind.startswith("auto:"):
+        return ab.Auto(at_least=kind.removeprefix("auto:"), oktopk=ab.OkTopk(warmup_steps=0))
     if kind.startswith("oktopk:"):
         density, momentum = float(kind.partition(":")[2]), float(given.get("momentum", 0.0))
         return ab.OkTopk(density=density, warmup_steps=0, momentum=momentum)
@@ -111,13 +111,13 @@ def main() -> None:
         print(json.dumps(line), flush=True)
         with options.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        if plan is not None and options.plans is not None and contestant == "auto":
+        if plan is not None and options.plans is not None and contestant.startswith("auto"):
             options.plans.mkdir(parents=True, exist_ok=True)
             own = ab.Plan(tuple(
                 ab.Bucket(tuple(name.removeprefix("model.") for name in bucket.names), 0, bucket.collective)
                 for bucket in plan.buckets
             ))  # fmt: skip
-            ab.save(own, options.plans / f"auto-{options.task}-{rate}.json")
+            ab.save(own, options.plans / f"{contestant.replace(':', '-')}-{options.task}-{rate}.json")
     dist.destroy_process_group()
 
 

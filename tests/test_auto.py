@@ -13,13 +13,15 @@ from anabranch.compression import Settings, collectives_for, keeps_residuals, ki
 from anabranch.fidelity import LADDER
 
 
-def test_auto_allows_the_whole_ladder_and_bounds_narrow_it() -> None:
-    assert Auto().kinds == LADDER[1:]
+def test_auto_allows_what_costs_no_learning_and_bounds_change_that() -> None:
+    assert Auto().kinds == ("bf16", "int8", "int4")
+    assert Auto(at_least="oktopk:0.01").kinds == LADDER[1:]
     assert Auto(at_least="int8").kinds == ("bf16", "int8")
     assert Auto(at_least="oktopk:0.05").kinds == ("bf16", "int8", "int4", "oktopk:0.1", "oktopk:0.05")
     assert Auto(at_least="dense").kinds == ()
     assert Auto(kinds=["oktopk:0.3", "int8", "dense", "int8"]).kinds == ("int8", "oktopk:0.3")
     assert Auto(kinds=["int4", "bf16"], at_least="int8").kinds == ("bf16",)
+    assert Auto(kinds=[]).kinds == ()
 
 
 def test_what_compress_may_be() -> None:

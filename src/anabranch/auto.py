@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from anabranch.fidelity import LADDER, by_fidelity, error_of
+from anabranch.fidelity import LEAST, by_fidelity, error_of, ladder
 from anabranch.kinds import DENSE
 from anabranch.sparse.options import OkTopk
 
@@ -12,17 +12,18 @@ from anabranch.sparse.options import OkTopk
 class Auto:
     """Per bucket, the most faithful kind of exchange that costs no time (``planners.ladder``).
 
-    at_least   the least faithful kind that may be chosen, such as "int8"; None allows all
+    at_least   the least faithful kind that may be chosen, such as "int8", or "oktopk:0.01" for the whole ladder; "int4"
+               if neither this nor ``kinds`` is given, since sparse kinds cost learning, and nobody gets them unasked
     kinds      choose from these alone, such as ["bf16", "oktopk:0.05"]; "dense" is always among them
     oktopk     options of its sparse buckets; ``density`` has no meaning here
     """
 
     at_least: str | None = None
-    kinds: Sequence[str] = LADDER
+    kinds: Sequence[str] | None = None
     oktopk: OkTopk = field(default_factory=OkTopk)
 
     def __post_init__(self) -> None:
-        kinds = self.kinds
+        kinds = ladder(self.at_least or LEAST) if self.kinds is None else self.kinds
         if isinstance(kinds, str) or not isinstance(kinds, Iterable) or not all(isinstance(k, str) for k in kinds):
             raise ValueError(f"Auto kinds is {kinds!r}: expected a list of kinds, such as ['bf16', 'int8']")
         for kind in (*kinds, *([self.at_least] if self.at_least is not None else [])):

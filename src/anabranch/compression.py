@@ -59,7 +59,7 @@ def keeps_residuals(settings: Settings) -> bool:
 def kinds_of(settings: Settings) -> tuple[str, ...]:
     """The kinds of exchange that plans may choose from, beside dense ones."""
     if isinstance(settings, Auto):
-        return tuple(settings.kinds)
+        return tuple(settings.kinds or ())
     if isinstance(settings, OkTopk):
         densities = DENSITIES if settings.density == "auto" else [settings.density]
         return tuple(kind_of(float(density)) for density in densities)

@@ -24,7 +24,8 @@ from anabranch.trace import Trace
 
 MILLION = 10**6
 ERRORS = {DENSE: 0, BF16: 6, INT8: 81, INT4: 22_500}
-LADDER = (*EVERY_ELEMENT, *(kind_of(density) for density in (0.1, 0.05, 0.02, 0.01)))  # from which "auto" chooses
+LADDER = (*EVERY_ELEMENT, *(kind_of(density) for density in (0.1, 0.05, 0.02, 0.01)))  # the most faithful first
+LEAST = INT4  # of "auto", unless one asks for less: what comes after it has cost 3 % of the loss and more
 
 
 def error_of(kind: str) -> int:
@@ -40,6 +41,11 @@ def error_of(kind: str) -> int:
 def is_compressed(kind: str) -> bool:
     """Whether this is the name of a kind of exchange, and not of dense ones."""
     return kind != DENSE and (kind in ERRORS or density_of(kind) is not None)
+
+
+def ladder(at_least: str = LEAST) -> tuple[str, ...]:
+    """The kinds from which "auto" chooses, beside dense ones: those that are no less faithful than this one."""
+    return tuple(kind for kind in LADDER if 0 < error_of(kind) <= error_of(at_least))
 
 
 def by_fidelity(kinds: Sequence[str]) -> list[str]:

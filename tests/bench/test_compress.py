@@ -31,7 +31,8 @@ def test_what_it_means() -> None:
 @pytest.mark.parametrize("text", ["zip", "", "dense", "fp16", "bf16:0.1", "topK:0.1", "oktop:0.01"])
 def test_what_is_unknown_is_named_with_what_is_allowed(text: str) -> None:
     with pytest.raises(
-        ValueError, match=r"expected bf16, int8, int4, auto, auto:int8, oktopk, .*, or a rival: topk:.*, gtopk:"
+        ValueError,
+        match=r"expected bf16, int8, int4, auto, auto:int8, auto:oktopk:0.01, oktopk, .*, or a rival: topk:.*, gtopk:",
     ) as error:
         compression(text)
     assert f"--compress is {text!r}" in str(error.value)

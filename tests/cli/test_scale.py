@@ -294,7 +294,7 @@ def test_gradients_that_are_not_float32_stay_dense(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("fp8", "--compress is 'fp8': expected auto (as faithful as is hidden), bf16, int8, int4, oktopk (as dense"),
+        ("fp8", "--compress is 'fp8': expected auto (as faithful as is hidden, down to int4), auto:oktopk:0.01"),
         ("gtopk:0.01", "--compress is 'gtopk:0.01': expected auto"),
         ("oktopk:2", "--compress is 'oktopk:2': expected a density in (0, 1], such as oktopk:0.01"),
     ],

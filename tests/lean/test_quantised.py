@@ -55,7 +55,7 @@ OPTIONS = [
     ab.Quantised("bf16", residual=True),
     ab.Quantised("int8", "stochastic", residual=True),
     ab.Quantised("int4", residual=False),
-    ab.Auto(),
+    ab.Auto(at_least="oktopk:0.1"),
 ]
 
 

@@ -62,7 +62,8 @@ def tuned_run(rank: int, compress: Any, s_per_byte: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("compress", "s_per_byte", "allowed"),
     [
-        (ab.Auto(oktopk=ab.OkTopk(warmup_steps=0)), 1e-3, set(LADDER)),
+        ("auto", 1e-3, {"dense", "bf16", "int8", "int4"}),
+        (ab.Auto(at_least="oktopk:0.01", oktopk=ab.OkTopk(warmup_steps=0)), 1e-3, set(LADDER)),
         (ab.Auto(at_least="int8"), 1e-3, {"dense", "bf16", "int8"}),
         (["int4", "bf16"], 1e-3, {"dense", "bf16", "int4"}),
         ("auto", 1e-12, {"dense"}),
@@ -97,7 +98,7 @@ def mixed_run(rank: int) -> dict[str, torch.Tensor]:
         ab.Bucket(("layers.0.weight",), collective="oktopk:0.02"),
         ab.Bucket(tuple(name for name in names if name.endswith("bias")), collective="dense"),
     ))  # fmt: skip
-    parallel = ab.DataParallel(model, compress="auto", plan=plan, profile_steps=0)
+    parallel = ab.DataParallel(model, compress=ab.Auto(at_least="oktopk:0.02"), plan=plan, profile_steps=0)
     computed = applied = torch.zeros(0)
     for step in range(8):
         parallel.zero_grad()

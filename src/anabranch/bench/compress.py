@@ -11,7 +11,15 @@ from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import ENTRY_NBYTES
 
 OTHERS = [name for name in BASELINES if name != "dense"]
-OURS = [*COMPRESSED, "auto", "auto:int8", KIND, f"{KIND}:bf16", *(f"{KIND}:0.01{w}" for w in ("", ":bf16", ":int8"))]
+OURS = [
+    *COMPRESSED,
+    "auto",
+    "auto:int8",
+    f"auto:{KIND}:0.01",
+    KIND,
+    f"{KIND}:bf16",
+    *(f"{KIND}:0.01{w}" for w in ("", ":bf16", ":int8")),
+]
 ALLOWED = f"{', '.join(OURS)}, or a rival: {', '.join(f'{name}:0.01' for name in OTHERS)}"
 
 
@@ -23,8 +31,8 @@ class Rival(NamedTuple):
 
 
 def compression(text: str) -> str | OkTopk | Auto | Rival:
-    """What "int8", "auto" (as faithful as is hidden), "auto:int8" (at least int8), "oktopk", "oktopk:0.01",
-    "oktopk:0.01:bf16" or "gtopk:0.01" means.
+    """What "int8", "auto" (as faithful as is hidden), "auto:int8" (at least int8), "auto:oktopk:0.01" (the whole
+    ladder), "oktopk", "oktopk:0.01", "oktopk:0.01:bf16" or "gtopk:0.01" means.
     """
     ours = of_ours(text, OkTopk(warmup_steps=0))  # nothing is trained here
     if ours is not None:

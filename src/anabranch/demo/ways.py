@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch.auto import Auto
 from anabranch.compression import Compress
 from anabranch.parallel import DataParallel
 from anabranch.report.documents import BASELINE, OURS
@@ -45,11 +44,7 @@ OKTOPK_10, OKTOPK_1 = (
     )
     for density in (0.1, 0.01)
 )
-AUTO = _ours(
-    "auto",
-    Auto(oktopk=OkTopk(warmup_steps=WARMUP_STEPS)),
-    f"ab.Auto(oktopk=ab.OkTopk(warmup_steps={WARMUP_STEPS}))",
-)
+AUTO = _ours("auto", "auto", '"auto"')
 
 ON_SLOW_LINKS = (DDP, DENSE, INT8, OKTOPK_10, OKTOPK_1, AUTO)
 ON_FAST_LINKS = (DDP, INT8, OKTOPK_1, AUTO)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from anabranch.exchange_cost import BETWEEN_NODES, Exchange
-from anabranch.fidelity import LADDER, error_of
+from anabranch.fidelity import error_of, ladder
 from anabranch.kinds import COMPRESSED, DENSE
 from anabranch.network import Network
 from anabranch.planners.compressed import compressed_if_faster
@@ -25,7 +25,7 @@ LEAN = "lean"  # sends the messages of Ok-Topk, or of the kind behind the colon,
 class Compression(NamedTuple):
     """What the name of a strategy says, such as "int8", "oktopk:0.01@nodes" or "lean:int4".
 
-    kinds           the exchanges that it chooses from: one, all densities of Ok-Topk, or ("auto") all kinds
+    kinds           the exchanges that it chooses from: one, all densities of Ok-Topk, or those of "auto"
     lean            whether the Lean engine runs them
     between_nodes   whether they run between nodes alone
     """
@@ -43,11 +43,12 @@ class Compression(NamedTuple):
         kind = rest if lean and rest in COMPRESSED else what
         if kind in COMPRESSED:
             return cls((kind,), lean, between_nodes)
-        if what == AUTO:
-            return cls(LADDER[1:], between_nodes=between_nodes)
+        if family == AUTO:
+            return cls(ladder(rest) if rest else ladder(), between_nodes=between_nodes)
         if family not in (KIND, LEAN):
             raise ValueError(
-                f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden), {', '.join(COMPRESSED)}, {KIND} "
+                f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden, down to int4), {AUTO}:{KIND}:0.01 "
+                f"(down to 1 % sparse), {', '.join(COMPRESSED)}, {KIND} "
                 f"(as dense as is hidden) or {KIND}:0.01; on Lean {LEAN}:int8, {LEAN} or {LEAN}:0.01; between nodes "
                 f"alone int8{BETWEEN_NODES}"
             )
@@ -58,7 +59,7 @@ class Compression(NamedTuple):
         """The kind of strategy that this is in a result."""
         if self.lean:
             return "lean"
-        return "quantised" if len(self.kinds) == 1 and self.kinds[0] in COMPRESSED else "sparse"
+        return "quantised" if all(kind in COMPRESSED for kind in self.kinds) else "sparse"
 
     @property
     def collectives(self) -> list[str]:
