@@ -181,18 +181,19 @@ def curves_plot(panels: Sequence[tuple[str, str, str, str, Sequence[Curve]]], ti
 def _line(axes: "Axes", name: str, style: int, group: Sequence[Curve], what: str, over: str) -> None:
     """One contestant; runs over time have clocks of their own, so each is a line."""
     colour, marker = COLOURS[style % len(COLOURS)], MARKERS[style % len(MARKERS)]
+    dashes = "-" if style < len(COLOURS) else "--"
     values = [run.smooth(what)[1:] for run in group]
     if over == "step":
         across = [point["step"] for point in group[0].points[1:]]
         every = list(zip(*values, strict=False))
         axes.plot(across[: len(every)], [mean(column) for column in every], color=colour, marker=marker, markersize=4,
-                  markevery=10, linewidth=1.3, label=name)  # fmt: skip
+                  markevery=10, linewidth=1.3, linestyle=dashes, label=name)  # fmt: skip
         axes.fill_between(across[: len(every)], [min(c) for c in every], [max(c) for c in every], color=colour,
                           alpha=0.2, linewidth=0)  # fmt: skip
         return
     for number, (run, column) in enumerate(zip(group, values, strict=True)):
         axes.plot([point[over] for point in run.points[1:]], column, color=colour, marker=marker, markersize=4,
-                  markevery=10, linewidth=1.3, label=None if number else name)  # fmt: skip
+                  markevery=10, linewidth=1.3, linestyle=dashes, label=None if number else name)  # fmt: skip
 
 
 def tasks(curves: Sequence[Curve]) -> list[str]:
