@@ -110,14 +110,15 @@ models = st.one_of(alpha_betas, st.builds(TwoLevel, st.integers(1, 16), alpha_be
 
 @st.composite
 def networks(draw: st.DrawFn) -> Network:
-    """Measured or modelled, with other collectives beside the dense one, and meta."""
+    """Measured or modelled, with other collectives beside the dense one, meta, and delays."""
     world_size = draw(st.integers(1, 4096))
     contention, meta = draw(contentions()), draw(metas)
     if draw(st.booleans()):
         modelled = Network.modelled(world_size, draw(models), contention)
         return Network(world_size, modelled.curves, contention, modelled.model, meta)
     others = draw(st.dictionaries(text, curves, max_size=2))
-    return Network(world_size, {**others, "dense": draw(curves)}, contention, None, meta)
+    delays = draw(st.dictionaries(st.sampled_from(["dense", *others]), st.floats(0, 1), max_size=2))
+    return Network(world_size, {**others, "dense": draw(curves)}, contention, None, meta, delays)
 
 
 @st.composite

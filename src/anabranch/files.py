@@ -93,7 +93,10 @@ def document_of(noun: Noun) -> dict[str, Any]:
         raise ValueError(
             f"cannot save a {type(noun).__name__}: expected a {', '.join(c.__name__ for c in KINDS.values())}"
         )
-    return {"format": kind, "version": VERSION, **_plain(noun)}
+    content = _plain(noun)
+    if isinstance(noun, Network) and not noun.delays:
+        del content["delays"]  # a field that came later: without it, older programs can read the file
+    return {"format": kind, "version": VERSION, **content}
 
 
 def json_text(document: Mapping[str, Any]) -> str:

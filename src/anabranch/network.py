@@ -65,7 +65,9 @@ class Network:
 
     ``curves`` are per collective and hold at this world size only; ``model``, where there is one, is the formula
     they came from, and lets ``at`` price another world size. Unless told otherwise (``eta``), one message is taken
-    to fill the link, so that simultaneous messages gain nothing but their start-up.
+    to fill the link, so that simultaneous messages gain nothing but their start-up. ``delays`` are the seconds by which
+    sending a message holds up the computing after it, by collective: a host that launches an exchange launches nothing
+    else meanwhile. Only live steps show them; nothing is taken for what is not named.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -75,9 +77,13 @@ class Network:
     contention: Contention = FULL_LINK
     model: AlphaBeta | TwoLevel | None = None
     meta: Meta = field(default_factory=dict, hash=False)
+    delays: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "curves", ReadOnly(self.curves))
+        object.__setattr__(self, "delays", ReadOnly(self.delays))
+        for collective, delay_s in self.delays.items():
+            check_seconds(f"delay by a message of {collective}", delay_s)
         object.__setattr__(self, "meta", frozen_meta(self.meta))
         if self.world_size < 1:
             raise ValueError(f"world_size is {self.world_size}: expected at least 1")
@@ -143,6 +149,10 @@ class Network:
     def seconds(self, collective: str, nbytes: int) -> float:
         """Cost of one message by itself."""
         return self.curve(collective).seconds(nbytes)
+
+    def delay_s(self, collective: str) -> float:
+        """By how much sending one message holds up the computing after it."""
+        return self.delays.get(collective, 0.0)
 
     def allreduce_s(self, nbytes: int) -> float:
         """Cost of one dense all-reduce of ``nbytes`` by itself."""

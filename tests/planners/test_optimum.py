@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch import Curve, CurvePoint, Network, TensorSpec, Trace, planners
+from anabranch import Curve, CurvePoint, Network, Plan, TensorSpec, Trace, planners
+from anabranch.planners import optimum
 from anabranch.sim import finish_s
-from oracles import Best, brute_force, naive_dp
+from oracles import Best, all_cuts, allowed, brute_force, naive_dp
 from shorthand import trace_of
 from strategies import curves, linear_curves, stepped_curves, traces, whole_traces
 
@@ -47,6 +48,26 @@ def test_whole_numbers_with_many_ties(seed: int) -> None:
         trace = trace_of([TensorSpec(str(i), rng.randint(0, 6), 1, float(r)) for i, r in enumerate(ready)], 0.0)
         curve, cap = whole_curve(rng), rng.choice([None, 1, 5, 12])
         check(trace, curve, brute_force(trace, curve, cap), cap)
+
+
+@settings(max_examples=200)
+@given(traces(), linear_curves(), caps, st.one_of(st.floats(1e-6, 3), st.integers(1, 5).map(float)))
+def test_messages_that_delay_what_is_computed_after_them(
+    trace: Trace, curve: Curve, cap: int | None, delay_s: float
+) -> None:
+    network = Network(8, {"dense": curve}, delays={"dense": delay_s})
+    plans = [Plan.from_cuts(trace, cuts) for cuts in all_cuts(len(trace)) if allowed(trace, cuts, cap)]
+    least = min(finish_s(trace, plan, network) for plan in plans)
+    found = planners.optimal(trace, network, cap)
+    assert finish_s(trace, found, network) == pytest.approx(least, rel=1e-9, abs=1e-12)
+    assert len(found) == min(len(p) for p in plans if finish_s(trace, p, network) <= least * (1 + 1e-9))
+
+
+def test_more_gradients_than_can_be_priced_one_by_one_are_planned_all_the_same() -> None:
+    trace = trace_of([TensorSpec(str(i), 1000, 4, 1e-5 * i) for i in range(optimum.MOST_DELAYED + 5)], 1e-3)
+    free, delayed = (Network(8, {"dense": Curve.linear(1e-5, 2e-9)}, delays=d) for d in ({}, {"dense": 1e-3}))
+    many, few = (planners.optimal(trace, network) for network in (free, delayed))
+    assert len(few) < len(many) and finish_s(trace, few, delayed) < finish_s(trace, many, delayed)
 
 
 @settings(max_examples=150)

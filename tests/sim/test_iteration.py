@@ -51,6 +51,24 @@ def test_one_lane_is_the_fifo_recurrence(trace: Trace, curve: Curve, data: st.Da
     assert ends == pytest.approx(fifo(ready, cost), rel=1e-9)
 
 
+@given(traces(), curves, st.floats(0, 2), st.data())
+def test_a_message_delays_what_is_computed_after_it(
+    trace: Trace, curve: Curve, delay_s: float, data: st.DataObject
+) -> None:
+    plan = data.draw(plans_of(trace, lanes=1))
+    network = Network(4, {"dense": curve}, delays={"dense": delay_s})
+    of = {t.name: t for t in trace.tensors}
+    ready = [i * delay_s + max(of[name].ready_s for name in b.names) for i, b in enumerate(plan.buckets)]
+    cost = [curve.seconds(sum(of[name].nbytes for name in b.names)) for b in plan.buckets]
+    ends = fifo(ready, cost)
+    assert finish_s(trace, plan, network) == pytest.approx(max(*ends, trace.backward_s + len(plan) * delay_s), rel=1e-9)
+    timeline = simulate(trace, plan, network)
+    assert [span.end_s for span in timeline.communication] == pytest.approx(ends, rel=1e-9)
+    late = [span.end_s - t.ready_s for span, t in zip(timeline.compute[-len(trace) :], trace.tensors, strict=True)]
+    assert late[0] == 0 and late == sorted(late)  # a gradient waits for no message that is launched after it
+    assert late[-1] <= len(plan) * delay_s * (1 + 1e-9)
+
+
 # ------------------------------------------------------------------------------------------ simultaneous messages
 
 

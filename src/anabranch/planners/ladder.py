@@ -104,7 +104,10 @@ class _Part:
         self._ready = np.array([0.0, *(group[-1].ready_s for group in self._groups)])
         self._numel = np.cumsum([0, *(sum(t.numel for t in group) for group in self._groups)])
         # _costs[kind, i, j]: of one message with the groups i … j−1
-        self._costs = np.stack([self._cost_table(network.curve(kind), kind) for kind in self._kinds])
+        # A delay of the computing after it counts as a part of the message; the simulator then tells what it does.
+        self._costs = np.stack([
+            self._cost_table(network.curve(kind), kind) + network.delay_s(kind) for kind in self._kinds
+        ])  # fmt: skip
         self._least = self._costs.min(axis=0)
         self._fastest_s = self._earliest_s()
 

@@ -34,12 +34,12 @@ def optimal(trace: Trace, network: Network, cap_nbytes: int | None = None, colle
     """
     if cap_nbytes is not None and cap_nbytes < 1:
         raise ValueError(f"cap_nbytes is {cap_nbytes}: expected at least 1")
-    segments = network.curve(collective).segments()
+    segments, delay_s = network.curve(collective).segments(), network.delay_s(collective)
     parts: list[Sequence[TensorSpec]] = []
     kinds = trace.by_kind()
     for tensors in kinds:
         nbytes = [tensor.cost_nbytes(collective) for tensor in tensors]
-        cuts = best_cuts([tensor.ready_s for tensor in tensors], nbytes, segments, cap_nbytes)
+        cuts = best_cuts([tensor.ready_s for tensor in tensors], nbytes, segments, cap_nbytes, delay_s)
         parts += runs(tensors, cuts)
     best = using(in_ready_order(trace, parts), collective)
     if len(kinds) == 1:

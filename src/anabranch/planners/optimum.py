@@ -17,6 +17,14 @@ try:
 That is O(n·K) for n gradients and a curve of K lines. Among all plans that finish at f[n] one with fewest buckets is
 then found by the same recurrence in layers, f_c[i] being the optimum with at most c buckets: the least c with
 f_c[n] = f[n].
+
+Where sending a message delays all later gradients by d, count in a clock that stops for that long at each launch. With
+u_c[i] the earliest instant, on that clock, at which the first i gradients can have travelled in exactly c messages,
+
+    u_0[0] = 0        u_c[i] = min over j < i of  max(u_{c−1}[j], r[i]) + T(S[i] − S[j]) − d
+
+and a plan of c messages finishes at max(u_c[n], r[n]) + c·d. So every c is solved by itself, O(n²) each, until the
+delays alone take longer than the best plan so far.
 """
 
 import math
@@ -38,6 +46,7 @@ Ints = NDArray[np.int64]
 SAME = 1e-12
 # On a steeper line S·s is so much larger than f that f − s·S would lose more digits than that.
 STEEP = 1e3
+MOST_DELAYED = 2048  # gradients, for which all messages that can be are priced: 32 MB
 
 
 def best_cuts(
@@ -45,10 +54,17 @@ def best_cuts(
     nbytes: Sequence[int],
     segments: Sequence[Segment],
     cap_nbytes: int | None = None,
+    delay_s: float = 0.0,
 ) -> list[int]:
-    """Where to open new buckets, so that the last one finishes first, with as few buckets as that allows."""
+    """Where to open new buckets, so that the last one finishes first, with as few buckets as that allows.
+
+    ``delay_s``: by how much each message delays the gradients after it. Beyond ``MOST_DELAYED`` gradients it counts as
+    a part of the message, which is not exact.
+    """
+    if delay_s and len(ready_s) > MOST_DELAYED:
+        segments, delay_s = [one._replace(seconds=one.seconds + delay_s) for one in segments], 0.0
     problem = _Problem(ready_s, nbytes, segments, cap_nbytes)
-    return problem.fewest(problem.earliest())
+    return problem.delayed(delay_s) if delay_s else problem.fewest(problem.earliest())
 
 
 class _Problem:
@@ -131,6 +147,27 @@ class _Problem:
                 break
             cuts.append(i)
         return cuts[::-1]
+
+    def delayed(self, delay_s: float) -> list[int]:
+        """The cuts of the plan that finishes first, with fewest buckets, if each delays the gradients after it."""
+        size = np.arange(self.n + 1)
+        allowed = (size[:, None] < size[None, :]) & (size[:, None] >= self.least[None, :])  # [j, i]
+        cost = np.where(allowed, self.cost(np.maximum(self.total[None, :] - self.total[:, None], 0)), math.inf)
+        layer = np.where(size == 0, 0.0, math.inf)
+        layers: list[Ints] = []  # of each c: where the last message of the first i gradients begins
+        best, chosen = math.inf, 0
+        while len(layers) < self.n and self.ready[-1] + (len(layers) + 1) * delay_s < best:
+            ends = np.maximum(layer[:, None], self.ready[None, :]) + cost - delay_s
+            layers.append(ends.argmin(axis=0))
+            layer = ends.min(axis=0)
+            finish = max(layer[-1], self.ready[-1]) + len(layers) * delay_s
+            if finish < best * (1 - SAME):
+                best, chosen = finish, len(layers)
+        cuts, i = [], self.n
+        for before in reversed(layers[:chosen]):
+            i = int(before[i])
+            cuts.append(i)
+        return cuts[-2::-1]
 
     def _windows(self) -> list[tuple[Ints, Ints, Ints]]:
         """Per line of T: the ends i that have cuts on it, and their first and last-plus-one cut."""

@@ -42,7 +42,8 @@ class Search:
 
     def __init__(self, trace: Trace, network: Network) -> None:
         self._contention = network.contention
-        self._curve = network.curve("dense")
+        self._curve, self._delay_s = network.curve("dense"), network.delay_s("dense")
+        self._backward_s = trace.backward_s
         parts = trace.by_kind()
         place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
         self._place = [[place[t.name] for t in part] for part in parts]
@@ -80,14 +81,17 @@ class Search:
         # likeliest to be too late, so most layouts are rejected after a few messages. The margin is for rounding.
         too_late_s = inf if self._best is None else self._best[0][0] * (1 + 1e-12)
         start_s = self._curve.start_s
+        launched = len(layout.runs)
         for kind, low, high, lane in reversed(layout.runs):
+            launched -= 1
             cost_s = self._curve.seconds(self._total[kind][high] - self._total[kind][low])
-            ready_s = self._ready_s[kind][high - 1]
+            ready_s = self._ready_s[kind][high - 1] + launched * self._delay_s
             if ready_s + cost_s > too_late_s:
                 return False
             queue.append(Message(ready_s, lane, start_s, cost_s - start_s))
         queue.reverse()
-        finish_s = max(end_s for _, end_s in schedule(queue, self._contention))
+        computed_s = self._backward_s + len(queue) * self._delay_s
+        finish_s = max(computed_s, *(end_s for _, end_s in schedule(queue, self._contention)))
         score = (finish_s, len({run.lane for run in layout.runs}), len(layout.runs))
         if self._best is not None and score >= self._best[0]:
             return False

@@ -5,6 +5,8 @@ its buckets one at a time, in launch order. A message first spends the start-up 
 bandwidth, and then transfers; while k messages transfer at once, each advances at 1/slowdown(k) of full speed.
 
 On one lane this is the recurrence  end[i] = max(end[i−1], ready[i]) + T(bytes[i]).
+
+Where sending a message delays computing (``Network.delays``), all that is computed after its launch is later by that.
 """
 
 from collections.abc import Sequence
@@ -31,9 +33,9 @@ def simulate(trace: Trace, plan: Plan, network: Network) -> Timeline:
     plan.check(trace)
     spans = [Span(COMPUTE, "forward", -trace.forward_s, 0.0)] if trace.forward_s > 0 else []
     busy_until = 0.0
-    for tensor in trace.tensors:
-        spans.append(Span(COMPUTE, f"backward {tensor.name}", busy_until, tensor.ready_s))
-        busy_until = tensor.ready_s
+    for tensor, late_s in zip(trace.tensors, _delayed_s(trace, plan, network), strict=True):
+        spans.append(Span(COMPUTE, f"backward {tensor.name}", busy_until, tensor.ready_s + late_s))
+        busy_until = tensor.ready_s + late_s
     intervals = schedule(messages(trace, plan, network), network.contention)
     for index, (bucket, (start_s, end_s)) in enumerate(zip(plan.buckets, intervals, strict=True)):
         label = bucket_label(index, bucket.collective, bucket.names)
@@ -44,20 +46,33 @@ def simulate(trace: Trace, plan: Plan, network: Network) -> Timeline:
 def finish_s(trace: Trace, plan: Plan, network: Network) -> float:
     """``simulate(...).finish_s`` without building the timeline: what planners and sweeps minimise."""
     intervals = schedule(messages(trace, plan, network), network.contention)
-    return max(trace.backward_s, max(end_s for _, end_s in intervals))
+    delays_s = sum(network.delay_s(bucket.collective) for bucket in plan.buckets) if network.delays else 0.0
+    return max(trace.backward_s + delays_s, max(end_s for _, end_s in intervals))
 
 
 def messages(trace: Trace, plan: Plan, network: Network) -> list[Message]:
     """The buckets of ``plan`` with their ready times and costs."""
     tensors = {tensor.name: tensor for tensor in trace.tensors}
-    result = []
+    result, late_s = [], 0.0
     for bucket in plan.buckets:
         curve = network.curve(bucket.collective)
         members = [tensors[name] for name in bucket.names]
         cost_s = curve.seconds(sum(tensor.cost_nbytes(bucket.collective) for tensor in members))
-        ready_s = max(tensor.ready_s for tensor in members)
+        ready_s = late_s + max(tensor.ready_s for tensor in members)
         result.append(Message(ready_s, bucket.lane, curve.start_s, cost_s - curve.start_s))
+        late_s += network.delay_s(bucket.collective)
     return result
+
+
+def _delayed_s(trace: Trace, plan: Plan, network: Network) -> list[float]:
+    """By how much each gradient is later than recorded, because of the messages that were launched before it."""
+    place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
+    late, launched = [0.0] * len(trace), 0
+    for bucket in plan.buckets:
+        launched = max(launched, 1 + max(place[name] for name in bucket.names))
+        for index in range(launched, len(trace)):
+            late[index] += network.delay_s(bucket.collective)
+    return late
 
 
 def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]:

@@ -96,5 +96,10 @@ def prediction_s(trace: Trace, plan: Plan | None, network: Network) -> float | N
 
 
 def predicted_s(trace: Trace, plan: Plan | None, network: Network) -> float:
-    """Predicted time from the start of forward to averaged gradients; without a plan, under DDP's own buckets."""
-    return trace.forward_s + finish_s(trace, plan or planners.by_bytes(trace, network), network)
+    """Predicted time from the start of forward to averaged gradients; without a plan, under DDP's own buckets.
+
+    The trace was recorded under those, so that what their messages delay is in it already.
+    """
+    if plan is None:
+        plan, network = planners.by_bytes(trace, network), replace(network, delays={})
+    return trace.forward_s + finish_s(trace, plan, network)
