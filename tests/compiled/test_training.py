@@ -36,9 +36,15 @@ def pairs_of(names: Sequence[str]) -> Plan:
 
 
 def trained(
-    rank: int, order: str, scenario: str, backend: str, options: dict[str, Any], part_s: float = 0.0
+    rank: int,
+    order: str,
+    scenario: str,
+    backend: str,
+    options: dict[str, Any],
+    part_s: float = 0.0,
+    decisions: int = 1,
 ) -> dict[str, Any]:
-    """Train beside an eager DDP, until there is a choice and some steps more."""
+    """Train beside an eager DDP, until there are so many choices and some steps more."""
     if backend:
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
     log = Log(name=backend, part_s=part_s)
@@ -46,7 +52,7 @@ def trained(
     defaults = {"planner": in_pairs, "lanes": 1, "profile_steps": 2, "network": ring(), "policy": SCENARIOS[scenario]}
     made, called = compiled(net, order, log, **{**defaults, **options})
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
-    for step in steps(made):
+    for step in steps(made, decisions):
         log.step = step
         log.events.clear()
         for model, optimizer in zip((theirs, called), optimizers, strict=True):
@@ -81,14 +87,21 @@ def test_the_weights_of_ddp_with_one_recompilation(order: str, scenario: str) ->
             assert len(answer["parts"]) == LAYERS
 
 
-def test_fewer_cuts_and_ddps_own_are_tried_where_cuts_may_be_dear() -> None:
-    dear = {"policy": replace(SCENARIOS["keeps the plan"], cut_doubt=1e9)}  # keeps whatever it tries
+def test_later_searches_compile_nothing() -> None:
+    for answer in on_ranks(trained, 2, "compile(DP)", "plans again and again", "", {}, 0.0, 4):
+        assert answer["apart"] < 1e-6
+        assert len(set(answer["compiled"])) == 2, "at first, and once after planning"
+        assert "cut where buckets end" in answer["explained"]
+
+
+def test_a_policy_may_allow_more_versions() -> None:
+    dear = {"policy": replace(SCENARIOS["keeps the plan"], cut_doubt=1e9, recompilations=3)}  # keeps whatever it tries
     for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", dear):
         assert answer["apart"] < 1e-6
-        assert "in_pairs, graphs cut for it, fewer cuts" in answer["explained"]
-        assert "* DDP's own buckets, DDP's cuts" in answer["explained"]
-        assert len(answer["parts"]) == 1, "all of these gradients are one bucket of DDP"
-        assert len(set(answer["compiled"])) == 3, "the last version has the cuts of the one before"
+        assert "in_pairs, graphs cut for it" in answer["explained"]
+        assert "DDP's own buckets, DDP's cuts" in answer["explained"]
+        assert len(answer["parts"]) == 1, "nothing is cut where cuts are dear, and DDP has one bucket"
+        assert len(set(answer["compiled"])) == 2, "both versions have the same graph"
 
 
 def test_recorded_gradients_are_spread_over_backward() -> None:
