@@ -14,7 +14,7 @@ import torch
 from anabranch import Bucket, Lean, Network, OkTopk, Plan, Trace, planners
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.sparse.naming import kind_of
-from anabranch.tuning import tuner
+from anabranch.tuning import search
 from anabranch.tuning.live_trials import LiveTrials
 from compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
 from observe.trace_events import check_format, of_rank
@@ -170,7 +170,7 @@ def test_a_given_plan_is_compiled_once_and_each_bucket_leaves_when_its_part_ends
 def doubtful(rank: int) -> dict[str, Any]:
     """A plan has won by luck: the steps in which it was tried once more, and those in which graphs were compiled."""
     decided: list[str] = []  # by verdict, the stage
-    tuner.simulated_gain = lambda *_: math.inf  # type: ignore[attr-defined]
+    search.simulated_gain = lambda *_: math.inf  # type: ignore[attr-defined]
     log, (_, net) = Log(), pair()
     options = {"planner": in_pairs, "lanes": 1, "profile_steps": 2, "network": ring()}
     made, called = compiled(net, "compile(DP)", log, policy=SCENARIOS["keeps the plan"], **options)

@@ -68,9 +68,13 @@ class CutTrials:
             cut_s = max(cut_s, (yield from self._try(versions[chosen - 1])))
         else:
             self._name(self._worth_compiling(self._versions(best, own, trace, network, cut_s)), cut_s)
-        parts = needed_parts(trace, best.plan, network)
+        self.keep(best.plan, trace, network)
+
+    def keep(self, plan: Plan | None, trace: Trace, network: Network | None) -> None:
+        """Keep graphs as they are, for good; those that torch makes later are cut for the plan, if these are, too."""
+        parts = needed_parts(trace, plan, network)
         if self._graphs.parts is None and not self._graphs.would_change(parts):
-            self._graphs.cut_for(parts)  # for graphs that torch makes later
+            self._graphs.cut_for(parts)
         self._graphs.settle()
 
     def _versions(
