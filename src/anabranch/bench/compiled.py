@@ -4,7 +4,7 @@ torch keeps compiled graphs by the code of a model's forward and by their backen
 backend share graphs: DDP would run those of the model alone, which are not cut, and nothing would overlap.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -61,10 +61,14 @@ def start_compiler(device: torch.device) -> None:
     torch.compile(lambda x: x + 1, backend=BACKEND)(torch.zeros(1, device=device))
 
 
-def compiled_references(workload: Workload, backends: Mapping[str, CountingBackend]) -> list[Contestant]:
-    """Computing alone and stock DDP, compiled; each keeps its model between its turns."""
+def compiled_references(
+    workload: Workload, backends: Mapping[str, CountingBackend], skip: Collection[str]
+) -> list[Contestant]:
+    """Computing alone and stock DDP, compiled, less those to skip; each keeps its model between its turns."""
     found = []
     for name in (COMPUTE, BASELINE):
+        if compiled_name(name) in skip:
+            continue
         model, step = workload.build()
         wrapped = DistributedDataParallel(model, **DDP_OPTIONS) if name == BASELINE else model
         run = compiled_step(step, wrapped, backends[compiled_name(name)])

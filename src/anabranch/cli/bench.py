@@ -71,6 +71,14 @@ OnlyOption = Annotated[
         help="Only contestants whose name contains this, beside DDP, DataParallel and --compress; may be repeated.",
     ),
 ]
+SkipOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Leave out this contestant of --compress or --compile, which saves its search and its compiling, too: "
+        "'DataParallel, int8', 'DDP, compiled' or 'DataParallel, int8, compiled'; may be repeated.",
+    ),
+]
 BackendOption = Annotated[str | None, typer.Option(help="gloo or nccl; nccl where there is a GPU.")]
 ReportOption = Annotated[Path | None, typer.Option(help="Write a Markdown report to this file.")]
 PlotOption = Annotated[Path | None, typer.Option(help="Draw steps as shares of DDP's to this .svg or .png file.")]
@@ -92,6 +100,7 @@ def bench(
     compiled: CompileOption = False,
     sharded: ShardedOption = None,
     only: OnlyOption = None,
+    skip: SkipOption = None,
     backend: BackendOption = None,
     report: ReportOption = None,
     title: TitleOption = "Every rival in one run",
@@ -117,7 +126,8 @@ def bench(
     for kind in kinds:
         compression(kind)  # refuses what it does not know
     steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
-    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled, ways)
+    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled, ways, skip or ())
+    settings.check_skipped()
     device = join(backend, on_gpu=bool(model))
     workloads = [zoo_workload(name, device, batch_size) for name in model or ()]
     workloads += [replay_workload(Path(text).stem, noun, slower) for text, noun in traces]
