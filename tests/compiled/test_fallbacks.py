@@ -42,6 +42,16 @@ class Stream(Net):
         return result
 
 
+class Bends(Net):
+    """Has activations that cost little to compute again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).sin().cos()
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
 class Recomputes(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -78,7 +88,7 @@ class Blocks(nn.Module):
         return x
 
 
-MODELS = {model.__name__: model for model in (Net, Breaks, Stream, Recomputes, Autocasts, Blocks)}
+MODELS = {model.__name__: model for model in (Net, Breaks, Stream, Bends, Recomputes, Autocasts, Blocks)}
 
 
 def run(rank: int, model: str, how: str) -> dict[str, Any]:
@@ -93,7 +103,7 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
                 super().__init__(*arguments)
 
         torch_cutter.SubmodCompiler = Renamed  # type: ignore[misc,assignment]
-    log = Log()
+    log = Log(recomputes=how == "partitioner")
     theirs, net = pair(MODELS[model])
     planner = in_pairs if isinstance(net, Net) else "by_bytes"
     order = "blocks" if how == "regional" else "compile(DP)"
@@ -105,7 +115,10 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
         order, net = "made", cast(nn.Module, torch.compile(net, **options))
     made, called = compiled(net, order, log, planner=planner, network=ring(), **OURS)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
+    if how == "dynamic=True":
+        called = cast(nn.Module, torch.compile(made, backend=log, dynamic=True))
     for log.step in range(STEPS):
+        log.events.clear()
         rows = 8 + (log.step % 3 if how == "dynamic" else 0)
         for each, optimizer in zip((theirs, called), optimizers, strict=True):
             optimizer.zero_grad()
@@ -114,7 +127,13 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
         if how == "evaluates":
             with torch.no_grad():
                 called(inputs(rank, log.step, 3))
-    return {"apart": furthest(theirs, made), "compiled": log.compiled, "explained": made.explain()}
+    return {
+        "apart": furthest(theirs, made),
+        "compiled": log.compiled,
+        "explained": made.explain(),
+        "backwards": log.events.count("backward"),  # of the last step
+        "recomputed": log.recomputed,
+    }
 
 
 @pytest.mark.parametrize(
@@ -124,6 +143,7 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
         ("Net", "python", 'No plan: torch._dynamo.config.optimize_ddp is "python_reducer"'),
         ("Net", "reduce-overhead", 'the modes "default" and "max-autotune-no-cudagraphs" let the plan cut'),
         ("Net", "dynamic", "torch.compile(dynamic=False), let the plan cut it"),
+        ("Net", "dynamic=True", "torch.compile(dynamic=False), let the plan cut it"),
         ("Stream", "", "writing x = x + y lets the plan cut it"),
         (
             "Net",
@@ -139,12 +159,20 @@ def test_what_stands_in_the_way(model: str, how: str, sentence: str) -> None:
         assert sentence in answer["explained"]
         assert max(answer["compiled"], default=0) <= 1, "nothing is compiled again for a plan"
         assert how != "dynamic" or answer["compiled"].count(1) == 1, "cut as DDP's would be: these are one bucket"
+        assert how != "regional" or answer["backwards"] == LAYERS, "gradients leave block by block"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "how"),
-    [("Breaks", ""), ("Recomputes", ""), ("Autocasts", ""), ("Net", "fullgraph"), ("Net", "evaluates")],
+    [
+        ("Breaks", ""),
+        ("Recomputes", ""),
+        ("Bends", "partitioner"),
+        ("Autocasts", ""),
+        ("Net", "fullgraph"),
+        ("Net", "evaluates"),
+    ],
 )
 def test_what_does_not(model: str, how: str) -> None:
     for answer in on_ranks(run, 2, model, how, timeout_s=90):
@@ -152,6 +180,7 @@ def test_what_does_not(model: str, how: str) -> None:
         first = answer["compiled"].count(0)
         assert first == LAYERS + (how == "evaluates")  # the graph without gradients is not cut
         assert len(set(answer["compiled"])) == 2, "graphs are compiled once more, for the plan"
+        assert how != "partitioner" or answer["recomputed"] >= 2 * LAYERS, "in both versions, as without cuts"
 
 
 @dataclass
