@@ -9,6 +9,8 @@ import torch
 import torch._dynamo
 import torch._dynamo.backends.distributed as torch_cutter
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 from compiled.models import LAYERS, WIDTH, Log, Net, compiled, furthest, inputs, pair
@@ -184,27 +186,40 @@ def test_what_does_not(model: str, how: str) -> None:
 
 
 @dataclass
-class FailsLater(Log):
-    fails: bool = False
+class Fails(Log):
+    """A backend that cannot compile from this step on, forward or backward."""
+
+    fails_from: int = STEPS
+    in_backward: bool = False
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        if self.fails and self.step > 0:
-            raise RuntimeError("this graph is too much for me")
-        return super().__call__(graph, inputs)
+        if self.step < self.fails_from:
+            return super().__call__(graph, inputs)
+        if self.in_backward:
+            return aot_autograd(fw_compiler=lambda module, _: make_boxed_func(module.forward), bw_compiler=too_much)(
+                graph, inputs
+            )
+        return too_much(graph, inputs)
 
 
-def broken(rank: int) -> dict[str, Any]:
-    """Rank 1's backend fails when graphs are compiled for the plan."""
+def too_much(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("this graph is too much for me")
+
+
+def broken(rank: int, fails_from: int, in_backward: bool) -> dict[str, Any]:
+    """Rank 1's backend fails, at once or when graphs are compiled for the plan."""
     _, net = pair()
-    backend = FailsLater(fails=rank == 1)
+    backend = Fails(fails_from=fails_from, in_backward=in_backward) if rank == 1 else Log()
     _made, called = compiled(net, "compile(DP)", backend, planner=in_pairs, network=ring(), **OURS)
     for backend.step in range(STEPS):
         called(inputs(rank, backend.step)).square().mean().backward()
     return {}
 
 
-def test_a_compile_error_is_raised_and_the_other_rank_does_not_hang() -> None:
+@pytest.mark.parametrize(("fails_from", "in_backward"), [(0, False), (1, False), (1, True)])
+def test_a_compile_error_is_raised_and_the_other_rank_does_not_hang(fails_from: int, in_backward: bool) -> None:
     with pytest.raises(RankError) as failed:
-        on_ranks(broken, 2, timeout_s=90)
-    assert "rank 1 failed" in str(failed.value)
-    assert "this graph is too much for me" in str(failed.value)
+        on_ranks(broken, 2, fails_from, in_backward, timeout_s=90)
+    first, _, other = str(failed.value).partition("rank 0 failed")
+    assert "rank 1 failed" in first and "this graph is too much for me" in first
+    assert "by peer" in other, "it gets the error of the process group, at once"
