@@ -1,13 +1,18 @@
 """bench --compile: every contestant's compiled twin, and the seconds that compiling took."""
 
+import os
 import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from anabranch.bench import compiled as compiled_bench
+from anabranch.bench.compiled import CountingBackend, compiled_step
 from anabranch.bench.run import Settings, run
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
@@ -69,3 +74,26 @@ def test_what_others_need_or_does_not_run_cannot_be_skipped(name: str) -> None:
     ):
         settings.check_skipped()
     Settings(compress=("int8",), compiled=True, skip=("DDP, compiled", "DataParallel, int8")).check_skipped()
+
+
+def found_in_caches(rank: int, own: bool, folder: str) -> int:
+    """How often torch finds, for a second model, what it has compiled for the first."""
+    warnings.simplefilter("ignore")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    hits = [0]
+    for _ in range(2):
+        torch.manual_seed(7)
+        model, step = build()
+        backend = CountingBackend(TemporaryDirectory() if own else None)
+        compiled_step(step, model, backend)(model)
+        assert len(backend.steps_s) == 1
+        counts = [*counters["inductor"].items(), *counters["aot_autograd"].items()]
+        hits.append(sum(count for name, count in counts if name.endswith("cache_hit")))
+    return hits[2] - hits[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [True, False])
+def test_contestants_may_have_caches_of_their_own(own: bool, tmp_path: Path) -> None:
+    (hits,) = on_ranks(found_in_caches, 1, own, str(tmp_path), timeout_s=150)
+    assert (hits == 0) == own

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from anabranch.lab.environment import LAB_BIT_S
 from anabranch.network import Network
 from anabranch.observe.environment import lab_note
 from anabranch.parallel import DataParallel
+from anabranch.report.benchmark import COMPILING, OWN_CACHES, SHARED_CACHES
 from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.trace import Trace
 from anabranch.tuning.policy import TuningPolicy
@@ -53,7 +55,8 @@ class Settings:
 
     ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP and every
     DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``bench.sharded``. ``skip``: names of
-    contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled.
+    contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled. ``own_caches``: torch
+    finds nothing that it has compiled for another contestant.
     """
 
     iters: int = 10
@@ -67,6 +70,7 @@ class Settings:
     compiled: bool = False
     sharded: Sequence[str] = ()
     skip: Sequence[str] = ()
+    own_caches: bool = False
 
     def check_skipped(self) -> None:
         """ValueError if something is to be skipped that does not run, or that others need."""
@@ -101,7 +105,9 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
         if (name := _name_of(text)) not in settings.skip
     }
     contestants = _contestants(workload, settings, ours, compressed, rivals)
-    backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
+    backends: dict[str, CountingBackend] = defaultdict(
+        lambda: CountingBackend(TemporaryDirectory(prefix="anabranch-compiled-") if settings.own_caches else None)
+    )
     twins: list[TunedModel] = []
     if settings.compiled:
         start_compiler(workload.device)
@@ -119,7 +125,8 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
     for model in tuned:
         model.parallel.close()
     skipped = () if _on_nccl() else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",)
-    rows = tuple(replace(row, compile_s=tuple(backends[row.name].steps_s)) for row in benchmark.rows)
+    compile_s = {name: tuple(backend.steps_s) for name, backend in backends.items()}
+    rows = tuple(replace(row, compile_s=compile_s.get(row.name, ())) for row in benchmark.rows)
     return replace(benchmark, rows=rows, explanation=explanation, skipped=skipped)
 
 
@@ -301,5 +308,6 @@ def _facts(workload: Workload, settings: Settings) -> dict[str, str]:
         "host": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "versions": ", ".join(versions),
         "command": shlex.join(["anabranch", *sys.argv[1:]]) + (" (under anabranch lab)" if lab else ""),
+        **({COMPILING: OWN_CACHES if settings.own_caches else SHARED_CACHES} if settings.compiled else {}),
         "measured": f"{settings.iters} rounds, each contestant {settings.batches} steps a round, in turn",
     }

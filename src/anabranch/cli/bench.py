@@ -55,6 +55,14 @@ CompileOption = Annotated[
     bool,
     typer.Option("--compile", help="Also computing alone, DDP and each DataParallel under torch.compile; for --model."),
 ]
+OwnCachesOption = Annotated[
+    bool,
+    typer.Option(
+        "--own-caches",
+        help="With --compile: torch's caches are empty for each contestant, so that the report can say how much longer "
+        "cuts take to compile. Takes longer: without it, contestants find parts of each other there.",
+    ),
+]
 ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -98,6 +106,7 @@ def bench(
     lanes: LanesOption = "2,4",
     compress: CompressOption = None,
     compiled: CompileOption = False,
+    own_caches: OwnCachesOption = False,
     sharded: ShardedOption = None,
     only: OnlyOption = None,
     skip: SkipOption = None,
@@ -110,6 +119,8 @@ def bench(
 ) -> None:
     """Race DDP with every setting and hook against DataParallel on one model and network; predicted beside measured."""
     _check_workloads(model, trace, compiled, bool(sharded))
+    if own_caches and not compiled:
+        raise ValueError("--own-caches is about what torch has compiled: it needs --compile")
     check_free([report, plot], force)
     _check_folders([report, plot])
     form = plot_format(plot)
@@ -126,7 +137,7 @@ def bench(
     for kind in kinds:
         compression(kind)  # refuses what it does not know
     steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
-    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled, ways, skip or ())
+    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled, ways, skip or (), own_caches)
     settings.check_skipped()
     device = join(backend, on_gpu=bool(model))
     workloads = [zoo_workload(name, device, batch_size) for name in model or ()]
