@@ -125,6 +125,8 @@ def test_where_little_is_expected_nothing_is_compiled() -> None:
     cuts, graphs = settled(cut_s=1e-5, policy=replace(DEFAULT_POLICY, min_gain=0.05))
     assert cuts.best is not None and cuts.best.label == "optimal"
     assert graphs.compiled == [LAYERS - 1] and graphs.parts is None
+    (line,) = cuts.lines
+    assert "instead of 15 a step is expected to gain less than 5%, so nothing was compiled again" in line
 
 
 def test_dear_cuts_are_named_and_tried_by_those_who_allow_it() -> None:

@@ -64,10 +64,11 @@ class CutTrials:
             worth = self._worth_compiling(versions)
             chosen = self._decide(0 if worth is None else 1 + versions.index(worth))
             if not chosen:
+                self._say_not_worth(versions[0])
                 break
             cut_s = max(cut_s, (yield from self._try(versions[chosen - 1])))
         else:
-            self._name(self._worth_compiling(self._versions(best, own, trace, network, cut_s)), cut_s)
+            self._say_untried(self._worth_compiling(self._versions(best, own, trace, network, cut_s)), cut_s)
         self.keep(best.plan, trace, network)
 
     def keep(self, plan: Plan | None, trace: Trace, network: Network | None) -> None:
@@ -148,7 +149,15 @@ class CutTrials:
         )
         return (again.computing_s - tried.computing_s) / (many - few) if many > few else 0.0
 
-    def _name(self, untried: Version | None, cut_s: float) -> None:
+    def _say_not_worth(self, planned: Version) -> None:
+        """Say why graphs stay cut finely, if they do and the plan needs fewer cuts."""
+        if not self._tried and self._graphs.would_change(planned.parts):
+            self.lines.append(
+                f"Compiled: with {self._graphs.cuts_for(planned.parts)} cuts instead of {self._graphs.cuts_for(None)} a "
+                f"step is expected to gain less than {self._policy.min_gain:.0%}, so nothing was compiled again."
+            )
+
+    def _say_untried(self, untried: Version | None, cut_s: float) -> None:
         """Say which version would be compiled next, if the policy allowed one more compilation."""
         if untried is not None:
             self.lines.append(
