@@ -151,10 +151,11 @@ class CutTrials:
 
     def _say_not_worth(self, planned: Version) -> None:
         """Say why graphs stay cut finely, if they do and the plan needs fewer cuts."""
-        if not self._tried and self._graphs.would_change(planned.parts):
+        graphs = self._graphs
+        if not self._tried and graphs.would_change(planned.parts):
             self.lines.append(
-                f"Compiled: with {self._graphs.cuts_for(planned.parts)} cuts instead of {self._graphs.cuts_for(None)} a "
-                f"step is expected to gain less than {self._policy.min_gain:.0%}, so nothing was compiled again."
+                f"Compiled: with {graphs.cuts_for(planned.parts)} cuts instead of {graphs.cuts_for(None)} a step is "
+                f"expected to gain less than {self._policy.min_gain:.0%}, so nothing was compiled again."
             )
 
     def _say_untried(self, untried: Version | None, cut_s: float) -> None:
