@@ -280,20 +280,24 @@ def test_a_model_that_was_compiled_before_it_was_wrapped_is_cut() -> None:
         assert answer["parts"] == [LAYERS // 2, 1]
 
 
-def with_cache(rank: int, folder: str, count: int) -> dict[str, Any]:
+def with_cache(rank: int, folder: str, count: int, rows: int) -> dict[str, Any]:
     """Train with a plan cache, in a process of its own."""
     log = Log()
     _, net = pair()
-    options = {"planner": "per_tensor", "lanes": 1, "network": ring(), "policy": SCENARIOS["keeps the plan"]}
+    options = {"planner": "single", "lanes": 1, "network": ring(), "policy": SCENARIOS["keeps the plan"]}
     made, called = compiled(net, "compile(DP)", log, cache=folder, profile_steps=2, **options)
     for log.step in range(count):
-        called(inputs(rank, log.step)).square().mean().backward()
+        called(inputs(rank, log.step, rows)).square().mean().backward()
     return {"compiled": log.compiled, "explained": made.explain()}
 
 
 def test_a_cached_plan_is_compiled_once_with_its_cuts(tmp_path: Path) -> None:
-    on_ranks(with_cache, 2, str(tmp_path), 45)  # a choice is kept once a doubtful win was repeated
-    for answer in on_ranks(with_cache, 2, str(tmp_path), 6):
+    on_ranks(with_cache, 2, str(tmp_path), 45, 8)  # a choice is kept once a doubtful win was repeated
+    for answer in on_ranks(with_cache, 2, str(tmp_path), 6, 8):
         assert "as cached on" in answer["explained"]
-        assert set(answer["compiled"]) == {0}
+        assert answer["compiled"] == [0], "all gradients are one bucket, so graphs are not cut"
         assert "cut where buckets end" in answer["explained"]
+    for answer in on_ranks(with_cache, 2, str(tmp_path), 45, 6):
+        assert answer["compiled"].count(0) == LAYERS, "of another batch: cut finely at once"
+        assert len(set(answer["compiled"])) <= 2, "and once after planning"
+        assert "as cached on" not in answer["explained"]

@@ -119,6 +119,8 @@ class Tuner:
         changes = self.runner.changes_next
         if self._first_step_at_s is None:
             self._first_step_at_s = began_s
+            if self._cache is not None and not self._cache.newest_fits:
+                self._graphs.cut_for(None)  # before torch compiles; ranks need not agree on cuts
         self.runner.before_forward(averaged)
         if changes:
             self._budget.charge(perf_counter() - began_s)
