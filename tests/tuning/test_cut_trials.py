@@ -132,7 +132,7 @@ def test_where_little_is_expected_nothing_is_compiled() -> None:
 def test_dear_cuts_are_named_and_tried_by_those_who_allow_it() -> None:
     cuts, graphs = settled(cut_s=8e-3)
     assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it"
-    assert "optimal, graphs cut for it, fewer cuts (0 cuts) may take" in cuts.lines[-1]
+    assert "optimal, graphs cut for it, fewer cuts (cuts: 0) may take" in cuts.lines[-1]
     assert "TuningPolicy(recompilations=2) would try it" in cuts.lines[-1]
     cuts, graphs = settled(cut_s=8e-3, policy=replace(DEFAULT_POLICY, recompilations=2))
     assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it, fewer cuts"

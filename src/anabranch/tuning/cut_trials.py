@@ -162,7 +162,7 @@ class CutTrials:
         """Say which version would be compiled next, if the policy allowed one more compilation."""
         if untried is not None:
             self.lines.append(
-                f"Compiled: {untried.label} ({self._graphs.cuts_for(untried.parts)} cuts) may take "
+                f"Compiled: {untried.label} (cuts: {self._graphs.cuts_for(untried.parts)}) may take "
                 f"{untried.expected_s * 1e3:.2f} ms, if a cut costs {self._policy.cut_doubt * cut_s * 1e3:.3f} ms; "
                 f"TuningPolicy(recompilations={self._policy.recompilations + 1}) would try it."
             )
