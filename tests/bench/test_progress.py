@@ -64,8 +64,23 @@ def test_a_race_has_a_line_per_contestant_and_then_per_round() -> None:
     assert lines == [
         "resnet50: round 1 of 3, 1 of 2 contestants, A: 250.0 ms a step; about 50 s left",
         "resnet50: round 1 of 3, 2 of 2 contestants, B: 250.0 ms a step; about 40 s left",
-        "resnet50: round 2 of 3; about 20 s left",
-        "resnet50: round 3 of 3; about 0 s left",
+        "resnet50: round 2 of 3: A 250.0; B 250.0 ms a step; about 20 s left",
+        "resnet50: round 3 of 3: A 250.0; B 250.0 ms a step; about 0 s left",
+    ]
+
+
+def test_a_search_says_what_it_took() -> None:
+    clock = FakeClock()
+    lines: list[str] = []
+    progress = SearchProgress("resnet50, DataParallel", 13, lines.append, clock)
+    for step_s in (1.5, 0.25, 1.0):
+        clock.now_s += step_s
+        progress.step_done()
+    progress.chosen(0.25)
+    progress.chosen(0.25, [1.5, 1.0])
+    assert lines == [
+        "resnet50, DataParallel: 250.0 ms a step, chosen in 2.8 s and 3 steps",
+        "resnet50, DataParallel: 250.0 ms a step, chosen in 2.8 s and 3 steps, of which 1.5 + 1.0 s compiling",
     ]
 
 

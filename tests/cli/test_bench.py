@@ -42,6 +42,16 @@ def test_without_ranks_it_says_how_to_get_them(capsys: pytest.CaptureFixture[str
         (["--trace", "resnet50", "--model", "resnet50"], "run them apart"),
         (["--trace", "resnet50", "--sharded", "fsdp2"], "a replayed trace has no blocks to make units of"),
         (["--model", "resnet50", "--sharded", "fsdp1"], "--sharded is 'fsdp1': expected one of fsdp2, fsdp2:reshard"),
+        (["--trace", "resnet50", "--compile"], "there is nothing to compile; give --model"),
+        (["--model", "resnet50", "--own-caches"], "--own-caches is about what torch has compiled: it needs --compile"),
+        (
+            ["--model", "resnet50", "--skip", "DDP"],
+            "--skip is 'DDP': expected nothing, without --compress and --compile",
+        ),
+        (
+            ["--model", "resnet50", "--compress", "int8", "--skip", "int8"],
+            "--skip is 'int8': expected 'DataParallel, int8'",
+        ),
         (["--trace", "resnet50", "--report", "/nowhere/report.md"], "/nowhere: no such folder"),
         (["--trace", "nonsense"], "nonsense: no such file, and no trace of this name"),
         (["--model", "resnet50", "--backend", "mpi"], "--backend is 'mpi': expected gloo or nccl"),

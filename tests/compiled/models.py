@@ -10,13 +10,14 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
 
 WIDTH = 160  # a layer has 100 KiB, more than the least that is cut off
 LAYERS = 6
-ORDERS = ("compile(DP)", "DP(compile(net))", "net.compile()")
+ORDERS = ("compile(DP)", "DP(compile(net))", "net.compile()", "DP.compile()")
 
 
 class Net(nn.Module):
@@ -44,6 +45,8 @@ class Log:
     symbolic: bool = False  # a part was compiled for any shape
     name: str = ""  # another backend of torch, which does not tell when its parts run
     part_s: float = 0.0  # what the backward of each part takes at least, so that a busy machine changes little
+    recomputes: bool = False  # by torch's partitioner, which may compute activations again in backward
+    recomputed: int = 0  # activations of this kind in the backward of all parts
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         self.compiled.append(self.step)
@@ -56,6 +59,8 @@ class Log:
             return make_boxed_func(module.forward)
 
         def backward(module: Any, _: Any) -> Any:
+            self.recomputed += sum(node.target is torch.ops.aten.sin.default for node in module.graph.nodes)
+
             def run(*values: Any) -> Any:
                 results = module(*values)
                 sleep(self.part_s)
@@ -64,7 +69,8 @@ class Log:
 
             return make_boxed_func(run)
 
-        return aot_autograd(fw_compiler=forward, bw_compiler=backward)(graph, inputs)
+        options = {"partition_fn": min_cut_rematerialization_partition} if self.recomputes else {}
+        return aot_autograd(fw_compiler=forward, bw_compiler=backward, **options)(graph, inputs)
 
     def watch(self, module: nn.Module) -> None:
         """Note the gradients of a module by name."""
@@ -94,6 +100,8 @@ def compiled(net: nn.Module, order: str, backend: Log, **options: Any) -> tuple[
     inner: Any = torch.compile(net, backend=backend) if order == "DP(compile(net))" else net
     wrapped = DataParallel(inner, **{"cache": False, **options})
     backend.watch(net)
+    if order == "DP.compile()":
+        wrapped.compile(backend=backend)
     called: Any = torch.compile(wrapped, backend=backend) if order == "compile(DP)" else wrapped
     return wrapped, called
 

@@ -9,6 +9,8 @@ import torch
 import torch._dynamo
 import torch._dynamo.backends.distributed as torch_cutter
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 from compiled.models import LAYERS, WIDTH, Log, Net, compiled, furthest, inputs, pair
@@ -38,6 +40,16 @@ class Stream(Net):
         x = x * 1.0
         for layer in self.layers:
             x += layer(x.clone())
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+class Bends(Net):
+    """Has activations that cost little to compute again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).sin().cos()
         result: torch.Tensor = self.norm(x)
         return result
 
@@ -78,7 +90,7 @@ class Blocks(nn.Module):
         return x
 
 
-MODELS = {model.__name__: model for model in (Net, Breaks, Stream, Recomputes, Autocasts, Blocks)}
+MODELS = {model.__name__: model for model in (Net, Breaks, Stream, Bends, Recomputes, Autocasts, Blocks)}
 
 
 def run(rank: int, model: str, how: str) -> dict[str, Any]:
@@ -93,7 +105,7 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
                 super().__init__(*arguments)
 
         torch_cutter.SubmodCompiler = Renamed  # type: ignore[misc,assignment]
-    log = Log()
+    log = Log(recomputes=how == "partitioner")
     theirs, net = pair(MODELS[model])
     planner = in_pairs if isinstance(net, Net) else "by_bytes"
     order = "blocks" if how == "regional" else "compile(DP)"
@@ -105,7 +117,10 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
         order, net = "made", cast(nn.Module, torch.compile(net, **options))
     made, called = compiled(net, order, log, planner=planner, network=ring(), **OURS)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
+    if how == "dynamic=True":
+        called = cast(nn.Module, torch.compile(made, backend=log, dynamic=True))
     for log.step in range(STEPS):
+        log.events.clear()
         rows = 8 + (log.step % 3 if how == "dynamic" else 0)
         for each, optimizer in zip((theirs, called), optimizers, strict=True):
             optimizer.zero_grad()
@@ -114,7 +129,13 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
         if how == "evaluates":
             with torch.no_grad():
                 called(inputs(rank, log.step, 3))
-    return {"apart": furthest(theirs, made), "compiled": log.compiled, "explained": made.explain()}
+    return {
+        "apart": furthest(theirs, made),
+        "compiled": log.compiled,
+        "explained": made.explain(),
+        "backwards": log.events.count("backward"),  # of the last step
+        "recomputed": log.recomputed,
+    }
 
 
 @pytest.mark.parametrize(
@@ -124,6 +145,7 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
         ("Net", "python", 'No plan: torch._dynamo.config.optimize_ddp is "python_reducer"'),
         ("Net", "reduce-overhead", 'the modes "default" and "max-autotune-no-cudagraphs" let the plan cut'),
         ("Net", "dynamic", "torch.compile(dynamic=False), let the plan cut it"),
+        ("Net", "dynamic=True", "torch.compile(dynamic=False), let the plan cut it"),
         ("Stream", "", "writing x = x + y lets the plan cut it"),
         (
             "Net",
@@ -139,12 +161,20 @@ def test_what_stands_in_the_way(model: str, how: str, sentence: str) -> None:
         assert sentence in answer["explained"]
         assert max(answer["compiled"], default=0) <= 1, "nothing is compiled again for a plan"
         assert how != "dynamic" or answer["compiled"].count(1) == 1, "cut as DDP's would be: these are one bucket"
+        assert how != "regional" or answer["backwards"] == LAYERS, "gradients leave block by block"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "how"),
-    [("Breaks", ""), ("Recomputes", ""), ("Autocasts", ""), ("Net", "fullgraph"), ("Net", "evaluates")],
+    [
+        ("Breaks", ""),
+        ("Recomputes", ""),
+        ("Bends", "partitioner"),
+        ("Autocasts", ""),
+        ("Net", "fullgraph"),
+        ("Net", "evaluates"),
+    ],
 )
 def test_what_does_not(model: str, how: str) -> None:
     for answer in on_ranks(run, 2, model, how, timeout_s=90):
@@ -152,30 +182,44 @@ def test_what_does_not(model: str, how: str) -> None:
         first = answer["compiled"].count(0)
         assert first == LAYERS + (how == "evaluates")  # the graph without gradients is not cut
         assert len(set(answer["compiled"])) == 2, "graphs are compiled once more, for the plan"
+        assert how != "partitioner" or answer["recomputed"] >= 2 * LAYERS, "in both versions, as without cuts"
 
 
 @dataclass
-class FailsLater(Log):
-    fails: bool = False
+class Fails(Log):
+    """A backend that cannot compile from this step on, forward or backward."""
+
+    fails_from: int = STEPS
+    in_backward: bool = False
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        if self.fails and self.step > 0:
-            raise RuntimeError("this graph is too much for me")
-        return super().__call__(graph, inputs)
+        if self.step < self.fails_from:
+            return super().__call__(graph, inputs)
+        if self.in_backward:
+            return aot_autograd(fw_compiler=lambda module, _: make_boxed_func(module.forward), bw_compiler=too_much)(
+                graph, inputs
+            )
+        return too_much(graph, inputs)
 
 
-def broken(rank: int) -> dict[str, Any]:
-    """Rank 1's backend fails when graphs are compiled for the plan."""
+def too_much(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("this graph is too much for me")
+
+
+def broken(rank: int, fails_from: int, in_backward: bool) -> dict[str, Any]:
+    """Rank 1's backend fails, at once or when graphs are compiled for the plan."""
     _, net = pair()
-    backend = FailsLater(fails=rank == 1)
+    backend = Fails(fails_from=fails_from, in_backward=in_backward) if rank == 1 else Log()
     _made, called = compiled(net, "compile(DP)", backend, planner=in_pairs, network=ring(), **OURS)
     for backend.step in range(STEPS):
         called(inputs(rank, backend.step)).square().mean().backward()
     return {}
 
 
-def test_a_compile_error_is_raised_and_the_other_rank_does_not_hang() -> None:
+@pytest.mark.parametrize(("fails_from", "in_backward"), [(0, False), (1, False), (1, True)])
+def test_a_compile_error_is_raised_and_the_other_rank_does_not_hang(fails_from: int, in_backward: bool) -> None:
     with pytest.raises(RankError) as failed:
-        on_ranks(broken, 2, timeout_s=90)
-    assert "rank 1 failed" in str(failed.value)
-    assert "this graph is too much for me" in str(failed.value)
+        on_ranks(broken, 2, fails_from, in_backward, timeout_s=90)
+    first, _, other = str(failed.value).partition("rank 0 failed")
+    assert "rank 1 failed" in first and "this graph is too much for me" in first
+    assert "by peer" in other, "it gets the error of the process group, at once"

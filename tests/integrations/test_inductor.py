@@ -1,5 +1,6 @@
 """A network as inductor's estimator of collectives, asked as inductor asks it."""
 
+import pickle
 import warnings
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch._inductor.config as config
 import torch.distributed as dist
 from torch import fx
+from torch._inductor.fx_passes import overlap_scheduling as scheduling
 from torch._inductor.fx_passes.overlap_scheduling import estimate_collective_time
 from torch.distributed import _functional_collectives as functional
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -66,3 +68,23 @@ def test_a_torch_that_asks_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(inductor, "_options", object)
     with pytest.raises(RuntimeError, match="has no custom_runtime_estimation; it is tested with"):
         inductor_believes(NETWORK).__enter__()
+
+
+def test_a_torch_that_asks_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimate_collective_time(node: fx.Node, estimator: Any) -> float:
+        return float(estimator(node))
+
+    monkeypatch.setattr(scheduling, "estimate_collective_time", estimate_collective_time)
+    with pytest.raises(RuntimeError, match=r"overlap_scheduling.estimate_collective_time\(\) takes no override_size"):
+        inductor_believes(NETWORK).__enter__()
+    assert config.aten_distributed_optimizations.custom_runtime_estimation is None
+
+
+def test_inductors_caches_know_the_network() -> None:
+    """Inductor keeps what it compiled by its settings, as bytes: graphs scheduled for another network are not found."""
+
+    def key(network: Network) -> bytes:
+        with inductor_believes(network):
+            return pickle.dumps(config.aten_distributed_optimizations.custom_runtime_estimation)
+
+    assert key(NETWORK) == key(Network.ring(8, 1e-4, 1e-8)) != key(Network.ring(8, 1e-4, 2e-8))

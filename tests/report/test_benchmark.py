@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from anabranch.report.benchmark import benchmark_report, closing_lines, compiled_lines, markdown
+from anabranch.report.benchmark import (
+    COMPILING,
+    OWN_CACHES,
+    benchmark_report,
+    closing_lines,
+    compiled_lines,
+    markdown,
+)
 from anabranch.report.documents import BenchDocument, Benchmark, BenchmarkRow, printed
 
 
@@ -128,7 +135,8 @@ def test_compiled_contestants_stand_beside_their_twins_and_say_what_compiling_to
         BenchmarkRow("DDP, compiled", (0.12,) * 3, compile_s=(22.0,)),
         BenchmarkRow("DataParallel, compiled", (0.06,) * 3, compile_s=(18.0, 10.0)),
     )
-    found = example(rows=(*example().rows, *compiled))
+    rows = (*example().rows, *compiled)
+    found = example(rows=rows, facts={COMPILING: OWN_CACHES})
     lines = [
         "DDP, compiled: a step takes 1.20 × DDP, 3.00 × compute only, compiled; compiling 1.1 × as long as without "
         "cuts.",
@@ -139,4 +147,7 @@ def test_compiled_contestants_stand_beside_their_twins_and_say_what_compiling_to
     assert "18.0 + 10.0" in shown(found)
     text = markdown("Benchmark", [found])
     assert all(line in text for line in lines) and "| compiled s |" in text
+    assert not any("compiling" in line for line in compiled_lines(example(rows=rows))), (
+        "from warm caches: not comparable"
+    )
     assert compiled_lines(example()) == [] and "compiled" not in shown(example()).partition("Bound")[0]

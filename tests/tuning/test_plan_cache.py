@@ -133,9 +133,9 @@ def test_the_newest_choice_for_any_input(tmp_path: Path) -> None:
     (tmp_path / replace(KEY, input="broken").file_name).write_text("not a plan")
     with lines() as said:
         found = cache.newest(KEY)
-        assert found is not None and found.label == "another batch"
+        assert found is not None and found.choice.label == "another batch" and found.key.input == "input 9x2 float32"
         older = cache.newest(KEY, lambda choice: 1 / (choice.label != "another batch"))
-        assert older is not None and older.label == "an older one", "the newest that fits"
+        assert older is not None and older.choice.label == "an older one", "the newest that fits"
     assert said == [], "what cannot be used is the business of read()"
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from anabranch import Bucket, Curve, DataParallel, Network, Plan, simulate
 from anabranch.ddp.reducer import reduced_parameters
 from anabranch.planners.ladder import FREE
-from anabranch.tuning import tuner
+from anabranch.tuning import search
 from anabranch.tuning.comparison import Comparison, Verdict
 from anabranch.tuning.live_trials import LiveTrials
 from anabranch.tuning.trial import StepTimes, Trial, allowed_loss
@@ -152,7 +152,7 @@ def doubtful_run(rank: int, again: Verdict) -> dict[str, Any]:
     """One pair of blocks decides for a plan whose gain nobody had predicted; later it is tried once more."""
     verdicts: Iterator[Verdict] = iter(["faster", again])
     LiveTrials._verdict = lambda self, found, min_gain, to_the_end: next(verdicts)  # type: ignore[method-assign]
-    tuner.simulated_gain = lambda *_: math.inf  # type: ignore[attr-defined]
+    search.simulated_gain = lambda *_: math.inf  # type: ignore[attr-defined]
     _, model = twins(Feature(), "keeps the plan")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     first = ""

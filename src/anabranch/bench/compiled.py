@@ -4,9 +4,11 @@ torch keeps compiled graphs by the code of a model's forward and by their backen
 backend share graphs: DDP would run those of the model alone, which are not cut, and nothing would overlap.
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, cast
 
@@ -24,15 +26,30 @@ BACKEND = "inductor"
 
 @dataclass(eq=False)
 class CountingBackend:
-    """torch's default backend; counts the graphs that it is given. ``steps_s``: the steps in which it was given any."""
+    """torch's default backend; counts the graphs that it is given.
 
+    caches    a folder for caches of its own, so that nothing is found that another backend has compiled; None: torch's
+    steps_s   the steps in which it was given any graph
+    """
+
+    caches: TemporaryDirectory[str] | None = None
     graphs: int = 0
     steps_s: list[float] = field(default_factory=list)
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         self.graphs += 1
+        if self.caches is not None:
+            from torch._inductor.utils import clear_caches
+
+            clear_caches()  # those in memory
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
         return compiled
+
+    def use_caches(self) -> None:
+        """Have torch use the caches of this backend from now on. It looks at these variables whenever it compiles."""
+        if self.caches is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = self.caches.name
+            os.environ["TRITON_CACHE_DIR"] = f"{self.caches.name}/triton"
 
 
 def compiled_name(name: str) -> str:
@@ -49,6 +66,7 @@ def compiled_step(step: Step, wrapped: nn.Module, backend: CountingBackend) -> S
 
     def run(_: nn.Module) -> None:
         before, began_s = backend.graphs, perf_counter()
+        backend.use_caches()
         step(called)
         if backend.graphs > before:
             backend.steps_s.append(perf_counter() - began_s)
@@ -61,10 +79,14 @@ def start_compiler(device: torch.device) -> None:
     torch.compile(lambda x: x + 1, backend=BACKEND)(torch.zeros(1, device=device))
 
 
-def compiled_references(workload: Workload, backends: Mapping[str, CountingBackend]) -> list[Contestant]:
-    """Computing alone and stock DDP, compiled; each keeps its model between its turns."""
+def compiled_references(
+    workload: Workload, backends: Mapping[str, CountingBackend], skip: Collection[str]
+) -> list[Contestant]:
+    """Computing alone and stock DDP, compiled, less those to skip; each keeps its model between its turns."""
     found = []
     for name in (COMPUTE, BASELINE):
+        if compiled_name(name) in skip:
+            continue
         model, step = workload.build()
         wrapped = DistributedDataParallel(model, **DDP_OPTIONS) if name == BASELINE else model
         run = compiled_step(step, wrapped, backends[compiled_name(name)])

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from anabranch.lab.environment import LAB_BIT_S
 from anabranch.network import Network
 from anabranch.observe.environment import lab_note
 from anabranch.parallel import DataParallel
+from anabranch.report.benchmark import COMPILING, OWN_CACHES, SHARED_CACHES
 from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.trace import Trace
 from anabranch.tuning.policy import TuningPolicy
@@ -52,7 +54,9 @@ class Settings:
     """How long to measure, and which contestants.
 
     ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP and every
-    DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``bench.sharded``.
+    DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``bench.sharded``. ``skip``: names of
+    contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled. ``own_caches``: torch
+    finds nothing that it has compiled for another contestant.
     """
 
     iters: int = 10
@@ -65,6 +69,17 @@ class Settings:
     only: Sequence[str] = ()
     compiled: bool = False
     sharded: Sequence[str] = ()
+    skip: Sequence[str] = ()
+    own_caches: bool = False
+
+    def check_skipped(self) -> None:
+        """ValueError if something is to be skipped that does not run, or that others need."""
+        compressed = [_name_of(text) for text in self.compress if not isinstance(compression(text), Rival)]
+        twins = [compiled_name(name) for name in (COMPUTE, BASELINE, OURS, *compressed) if self.compiled]
+        for name in self.skip:
+            if name not in (expected := [*compressed, *twins]):
+                known = ", ".join(map(repr, expected)) or "nothing, without --compress and --compile"
+                raise ValueError(f"--skip is {name!r}: expected {known}")
 
 
 class TunedModel(NamedTuple):
@@ -80,35 +95,38 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
     if dist.get_world_size() == 1:
         raise AnabranchError("there is one rank, so nothing to send and nothing to compare: run at least two")
     say(f"{workload.name}: DataParallel profiles, measures, plans and chooses")
-    compressions = {text: compression(text) for text in settings.compress}
+    kinds = {text: compression(text) for text in settings.compress}
+    rivals = {text: kind for text, kind in kinds.items() if isinstance(kind, Rival)}
+    ways: Mapping[str, Compress] = {text: kind for text, kind in kinds.items() if not isinstance(kind, Rival)}
     ours = _tuned(workload, settings, OURS, None, say)
     compressed = {
-        text: _tuned(workload, settings, f"{OURS}, {text}", kind, say)
-        for text, kind in compressions.items()
-        if not isinstance(kind, Rival)
+        text: _tuned(workload, settings, name, kind, say)
+        for text, kind in ways.items()
+        if (name := _name_of(text)) not in settings.skip
     }
-    rivals = {text: kind for text, kind in compressions.items() if isinstance(kind, Rival)}
     contestants = _contestants(workload, settings, ours, compressed, rivals)
-    backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
+    backends: dict[str, CountingBackend] = defaultdict(
+        lambda: CountingBackend(TemporaryDirectory(prefix="anabranch-compiled-") if settings.own_caches else None)
+    )
+    twins: list[TunedModel] = []
     if settings.compiled:
         start_compiler(workload.device)
-    kinds: Mapping[str, Compress] = {OURS: None} | {
-        compressed[text].name: kind for text, kind in compressions.items() if not isinstance(kind, Rival)
-    }
-    twins = [
-        _tuned(workload, settings, name, kind, say, backends[compiled_name(name)])
-        for name, kind in kinds.items()
-        if settings.compiled
-    ]
-    if settings.compiled:
-        contestants += [*compiled_references(workload, backends), *(tuned_contestant(*twin) for twin in twins)]
+        named = {OURS: None} | {_name_of(text): kind for text, kind in ways.items()}
+        twins = [
+            _tuned(workload, settings, name, kind, say, backends[compiled_name(name)])
+            for name, kind in named.items()
+            if compiled_name(name) not in settings.skip
+        ]
+        contestants += compiled_references(workload, backends, settings.skip)
+        contestants += [tuned_contestant(*twin) for twin in twins]
     tuned = [ours, *compressed.values(), *twins]
     benchmark = race_all(workload, settings, contestants, _trace(ours), say)
     explanation = "\n\n".join(model.parallel.explain() for model in tuned)
     for model in tuned:
         model.parallel.close()
     skipped = () if _on_nccl() else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",)
-    rows = tuple(replace(row, compile_s=tuple(backends[row.name].steps_s)) for row in benchmark.rows)
+    compile_s = {name: tuple(backend.steps_s) for name, backend in backends.items()}
+    rows = tuple(replace(row, compile_s=compile_s.get(row.name, ())) for row in benchmark.rows)
     return replace(benchmark, rows=rows, explanation=explanation, skipped=skipped)
 
 
@@ -131,6 +149,11 @@ def race_all(
         explanation="",
         facts=_facts(workload, settings),
     )
+
+
+def _name_of(compress: str) -> str:
+    """The name of the DataParallel that compresses so."""
+    return f"{OURS}, {compress}"
 
 
 # Also measures and tries where little is predicted to be gained, and where a noisy machine has made the search costly:
@@ -165,6 +188,7 @@ def _tuned(
                     "DataParallel has measured no network, which the other contestants need: run it again, on a "
                     f"quieter machine; {parallel.explain()}"
                 )
+            progress.chosen(parallel.timeline.iteration_s, backend.steps_s if backend is not None else ())
             return TunedModel(name, parallel, step)
     raise RuntimeError(f"DataParallel has not chosen a layout in {MAX_TUNING_STEPS} steps: {parallel.explain()}")
 
@@ -284,5 +308,6 @@ def _facts(workload: Workload, settings: Settings) -> dict[str, str]:
         "host": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "versions": ", ".join(versions),
         "command": shlex.join(["anabranch", *sys.argv[1:]]) + (" (under anabranch lab)" if lab else ""),
+        **({COMPILING: OWN_CACHES if settings.own_caches else SHARED_CACHES} if settings.compiled else {}),
         "measured": f"{settings.iters} rounds, each contestant {settings.batches} steps a round, in turn",
     }

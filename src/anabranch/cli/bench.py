@@ -55,6 +55,14 @@ CompileOption = Annotated[
     bool,
     typer.Option("--compile", help="Also computing alone, DDP and each DataParallel under torch.compile; for --model."),
 ]
+OwnCachesOption = Annotated[
+    bool,
+    typer.Option(
+        "--own-caches",
+        help="With --compile: torch's caches are empty for each contestant, so that the report can say how much longer "
+        "cuts take to compile. Takes longer: without it, contestants find parts of each other there.",
+    ),
+]
 ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -69,6 +77,14 @@ OnlyOption = Annotated[
     typer.Option(
         metavar="TEXT",
         help="Only contestants whose name contains this, beside DDP, DataParallel and --compress; may be repeated.",
+    ),
+]
+SkipOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Leave out this contestant of --compress or --compile, which saves its search and its compiling, too: "
+        "'DataParallel, int8', 'DDP, compiled' or 'DataParallel, int8, compiled'; may be repeated.",
     ),
 ]
 BackendOption = Annotated[str | None, typer.Option(help="gloo or nccl; nccl where there is a GPU.")]
@@ -90,8 +106,10 @@ def bench(
     lanes: LanesOption = "2,4",
     compress: CompressOption = None,
     compiled: CompileOption = False,
+    own_caches: OwnCachesOption = False,
     sharded: ShardedOption = None,
     only: OnlyOption = None,
+    skip: SkipOption = None,
     backend: BackendOption = None,
     report: ReportOption = None,
     title: TitleOption = "Every rival in one run",
@@ -101,6 +119,8 @@ def bench(
 ) -> None:
     """Race DDP with every setting and hook against DataParallel on one model and network; predicted beside measured."""
     _check_workloads(model, trace, compiled, bool(sharded))
+    if own_caches and not compiled:
+        raise ValueError("--own-caches is about what torch has compiled: it needs --compile")
     check_free([report, plot], force)
     _check_folders([report, plot])
     form = plot_format(plot)
@@ -117,7 +137,8 @@ def bench(
     for kind in kinds:
         compression(kind)  # refuses what it does not know
     steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
-    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled, ways)
+    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled, ways, skip or (), own_caches)
+    settings.check_skipped()
     device = join(backend, on_gpu=bool(model))
     workloads = [zoo_workload(name, device, batch_size) for name in model or ()]
     workloads += [replay_workload(Path(text).stem, noun, slower) for text, noun in traces]

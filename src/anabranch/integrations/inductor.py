@@ -18,11 +18,13 @@ from torch import fx
 from torch._C._distributed_c10d import _resolve_process_group
 
 from anabranch.network import Network
-from anabranch.seams import unsupported
+from anabranch.seams import check_seams, unsupported
 
 TESTED = "2.13.0"  # and 2.11
 # By operation, its share of an all-reduce of the whole tensor, which is a reduce-scatter and an all-gather.
 SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
+
+ESTIMATOR_ARGUMENTS = ("override_size", "custom_runtime_estimation")  # of the function that asks the estimator
 
 Estimate = Callable[[fx.Node, int | None], float | None]
 
@@ -38,6 +40,7 @@ def inductor_believes(network: Network) -> Iterator[None]:
     if not hasattr(options, "custom_runtime_estimation"):
         where = "torch._inductor.config.aten_distributed_optimizations"
         raise unsupported("torch", TESTED, f"{where} has no custom_runtime_estimation")
+    check_seams("torch", TESTED, _scheduling(), {"estimate_collective_time": ESTIMATOR_ARGUMENTS})
     before = options.custom_runtime_estimation
     options.custom_runtime_estimation = partial(estimated_ms, network, before)
     try:
@@ -66,6 +69,13 @@ def _options() -> Any:
     import torch._inductor.config as config
 
     return getattr(config, "aten_distributed_optimizations", None)
+
+
+def _scheduling() -> Any:
+    """Inductor's module that asks the estimator."""
+    import torch._inductor.fx_passes.overlap_scheduling as scheduling
+
+    return scheduling
 
 
 def _operation(node: fx.Node) -> str:

@@ -10,6 +10,10 @@ from anabranch.report.documents import BASELINE, COMPILED, COMPUTE, OURS, Benchm
 from anabranch.report.formatting import plain, seconds, time_scale
 from anabranch.report.tables import columns, facts
 
+COMPILING = "compiling"  # the name of a fact
+OWN_CACHES = "each contestant with caches of its own, empty at first"
+SHARED_CACHES = "with torch's caches, in which contestants find what others have compiled"
+
 
 def _cells(benchmark: Benchmark) -> tuple[list[str], list[list[str]]]:
     """Headers and rows of the table; the first column holds names."""
@@ -66,7 +70,8 @@ def closing_lines(benchmark: Benchmark) -> list[str]:
 
 
 def compiled_lines(benchmark: Benchmark) -> list[str]:
-    """What compiling gains each contestant: its step, and what compiling takes, beside those that it competes with."""
+    """What compiling gains each contestant: its step, beside those that it competes with; and what compiling takes,
+    where nothing that another has compiled was found in a cache."""
     names = {row.name for row in benchmark.rows}
     alone, stock = f"{COMPUTE}{COMPILED}", f"{BASELINE}{COMPILED}"
     lines = []
@@ -75,7 +80,8 @@ def compiled_lines(benchmark: Benchmark) -> list[str]:
             continue
         others = [other for other in (stock, row.name.removesuffix(COMPILED), alone) if other != row.name]
         ratios = [f"{row.ratio_to(benchmark.row(other)):.2f} × {other}" for other in others if other in names]
-        alone_s = sum(benchmark.row(alone).compile_s) if alone in names else 0.0
+        comparable = alone in names and benchmark.facts.get(COMPILING) == OWN_CACHES
+        alone_s = sum(benchmark.row(alone).compile_s) if comparable else 0.0
         times = " + ".join(f"{step_s / alone_s:.1f}" for step_s in row.compile_s) if alone_s else ""
         took = f"; compiling {times} × as long as without cuts" if times else ""
         lines.append(f"{row.name}: a step takes {', '.join(ratios)}{took}.")
@@ -115,11 +121,9 @@ def _legend(benchmark: Benchmark) -> str:
         if _has_sent_bytes(benchmark)
         else ""
     )
+    caches = benchmark.facts.get(COMPILING, SHARED_CACHES)
     compiled = (
-        " Compiled: the steps in which torch compiled, each as a whole; later contestants find parts of what earlier "
-        "ones compiled in torch's caches, unless TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
-        if _has_compiled(benchmark)
-        else ""
+        f" Compiled: the steps in which torch compiled, each as a whole, {caches}." if _has_compiled(benchmark) else ""
     )
     return (
         "Medians over the turns, and their range: differences within the ranges mean nothing. step / DDP: median over "

@@ -1,23 +1,35 @@
 """Trials of where a compiled model is cut: each cut costs computing, and a missing one delays a bucket.
 
-While plans are tried, graphs are cut finely. Then they are compiled for the best plan, which needs fewer cuts, and both
-versions run in turns: the difference is what cuts cost on this model. Planned with that cost, fewer cuts, or none,
-may be faster; so may DDP's own buckets with the cuts that torch makes for DDP. Each of these is compiled and tried if
-it would be faster where cuts cost twice what was measured, and the version stays that was measured to be the fastest.
+While plans are tried, graphs are cut finely. Then two versions with fewer cuts are priced, before anything is compiled:
+the best plan with the cuts that it needs, and DDP's own buckets with the cuts that torch makes for DDP. The faster of
+them is compiled if it is expected to gain, and runs in turns with what was best: the version stays that was measured to
+be faster. That is the one compilation after planning. A policy may allow more: then versions are priced once more, by
+what a cut was measured to cost.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.trace import Trace
+from anabranch.tuning.candidates import predicted_s
 from anabranch.tuning.graph_cuts import CUT_SHARE, Graphs, Parts, needed_parts, parts_of_ddp, step_in_parts_s
 from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.trial import Trial
 
 FEWER_CUTS = 0.02  # share of a step by which fewer cuts may look slower: noise, since they can hardly be
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A layout with cuts for it. ``expected_s``: its step, at the price of a cut."""
+
+    label: str
+    plan: Plan | None
+    parts: Parts
+    expected_s: float
 
 
 class CutTrials:
@@ -37,104 +49,123 @@ class CutTrials:
         self._live = live
         self._policy = policy
         self._decide = decide
+        self._tried: list[tuple[Plan | None, int]] = []  # plans with their numbers of cuts
 
     def settle(self, best: Trial, trials: Sequence[Trial], trace: Trace, network: Network | None) -> Schedule[None]:
         """Find the fastest cuts, given the best layout on graphs that are cut finely, and keep them for good.
 
         The first step of a version compiles it, which no trial counts.
         """
-        self.trials, self.best = list(trials), best
-        parts = needed_parts(trace, best.plan, network)
-        measured_s = yield from self._cut_for_plan(best, parts)
-        cut_s = self._policy.cut_doubt * max(CUT_SHARE * best.step_s, measured_s)
-        if network is not None:
-            yield from self._try_fewer(trace, network, parts, cut_s)
-        yield from self._try_ddp(trace, cut_s)
+        self.trials, self.best, self.lines, self._tried = list(trials), best, [], []
+        own = next((trial for trial in trials if trial.plan is None and best.plan is not None), None)
+        cut_s = CUT_SHARE * best.step_s
+        for _ in range(self._policy.recompilations):
+            versions = self._versions(best, own, trace, network, cut_s)
+            worth = self._worth_compiling(versions)
+            chosen = self._decide(0 if worth is None else 1 + versions.index(worth))
+            if not chosen:
+                self._say_not_worth(versions[0])
+                break
+            cut_s = max(cut_s, (yield from self._try(versions[chosen - 1])))
+        else:
+            self._say_untried(self._worth_compiling(self._versions(best, own, trace, network, cut_s)), cut_s)
+        self.keep(best.plan, trace, network)
+
+    def keep(self, plan: Plan | None, trace: Trace, network: Network | None) -> None:
+        """Keep graphs as they are, for good; those that torch makes later are cut for the plan, if these are, too."""
+        parts = needed_parts(trace, plan, network)
+        if self._graphs.parts is None and not self._graphs.would_change(parts):
+            self._graphs.cut_for(parts)
         self._graphs.settle()
 
-    def _cut_for_plan(self, finely: Trial, parts: Parts) -> Schedule[float]:
-        """Compile for the plan, and go back only if graphs that are cut finely are clearly faster.
+    def _versions(
+        self, best: Trial, own: Trial | None, trace: Trace, network: Network | None, cut_s: float
+    ) -> list[Version]:
+        """What could be compiled: the best plan with the cuts that it needs, and DDP's own buckets with DDP's cuts.
 
-        A plan has won on the fine cuts by a clear margin (``Tuner``), so nothing about it is doubtful.
-
-        Returns the measured seconds that a cut costs; 0 if nothing was measured.
+        ``best`` and ``own`` ran on graphs that were cut finely. ``cut_s`` is what a cut is believed to cost.
         """
-        graphs = self._graphs
-        changes = graphs.would_change(parts)
-        if not self._decide(changes):
-            if not changes:
-                graphs.cut_for(parts)  # for graphs that torch makes later
-            return 0.0
-        graphs.cut_for(parts)
-        yield from steps(self._policy.warmup_steps)
-        graphs.cut_for(None)
-        yield from steps(self._policy.settle_steps)
-        again, cut, faster = yield from self._live.challenge(
-            replace(finely, steps=(), detailed=()),
-            f"{finely.label}, graphs cut for it",
-            finely.plan,
-            min_gain=self._policy.min_gain - FEWER_CUTS,
-            in_doubt=True,
-            also=lambda ours: graphs.cut_for(parts if ours else None),
-        )
-        cut = replace(cut, result=f"{again.step_s / cut.step_s:.2f}× as fast as cut finely", doubtful=False)
-        longer = finely.with_more(again)
-        self.trials = [*(longer if trial is finely else trial for trial in self.trials), cut]
-        self.best = cut if faster else longer
-        many, few = graphs.cuts_for(None), graphs.cuts_for(parts)
-        self.lines = [
-            f"Compiled: with {many} cuts computing takes {again.computing_s * 1e3:.2f} ms, with {few} "
-            f"{cut.computing_s * 1e3:.2f} ms (medians, in turns)."
-        ]
-        return (again.computing_s - cut.computing_s) / max(1, many - few)
+        graphs, price_s = self._graphs, self._policy.cut_doubt * cut_s
 
-    def _try_fewer(self, trace: Trace, network: Network, parts: Parts, cut_s: float) -> Schedule[None]:
-        """Try the cuts of a plan that counts what each costs, down to none at all."""
+        def version(label: str, finely: Trial, parts: Parts) -> Version:
+            late_s = 0.0
+            if network is not None:
+                simulated_s = step_in_parts_s(trace, finely.plan, network, parts)
+                late_s = simulated_s - predicted_s(trace, finely.plan, network)
+            saved_s = price_s * (graphs.cuts_for(None) - graphs.cuts_for(parts))
+            return Version(label, finely.plan, parts, finely.step_s + late_s - saved_s)
+
+        fewer = ", fewer cuts" if self._tried else ""
+        parts = needed_parts(trace, best.plan, network, price_s)
+        versions = [version(f"{best.label}, graphs cut for it{fewer}", best, parts)]
+        if own is not None:
+            versions.append(version(f"{own.label}, DDP's cuts", own, parts_of_ddp(trace)))
+        return versions
+
+    def _worth_compiling(self, versions: Sequence[Version]) -> Version | None:
+        """The fastest version that was not tried, if it is expected to gain enough over the best."""
         best, graphs = self._best, self._graphs
+        new = [
+            version
+            for version in versions
+            if (version.plan != best.plan or graphs.would_change(version.parts))
+            and (version.plan, graphs.cuts_for(version.parts)) not in self._tried
+        ]
+        fastest = min(new, key=lambda version: version.expected_s, default=None)
+        if fastest is None or 1 - fastest.expected_s / best.step_s <= self._policy.min_gain:
+            return None
+        return fastest
 
-        def predicted_s(parts: Parts) -> float:
-            saved_s = cut_s * (graphs.cuts_for(None) - graphs.cuts_for(parts))
-            return step_in_parts_s(trace, best.plan, network, parts) - saved_s
+    def _try(self, version: Version) -> Schedule[float]:
+        """Compile for a version, and keep it if it is faster than the best, with which it runs in turns.
 
-        fewer = needed_parts(trace, best.plan, network, cut_s)
-        gain = (predicted_s(parts) - predicted_s(fewer)) / best.step_s
-        promising = gain > self._policy.min_predicted_gain and graphs.cuts_for(fewer) < graphs.cuts_for(parts)
-        whole = [[tensor.name for tensor in trace.tensors]]
-        if graphs.can_change:
-            self.lines.append(
-                f"Compiled: a step without any cut is predicted to take {predicted_s(whole) * 1e3:.2f} ms, with the "
-                f"cuts of the plan {predicted_s(parts) * 1e3:.2f} ms, if a cut costs {cut_s * 1e3:.3f} ms."
-            )
-        yield from self._try(f"{best.label}, fewer cuts", best.plan, fewer, promising)
-
-    def _try_ddp(self, trace: Trace, cut_s: float) -> Schedule[None]:
-        """Try DDP's own buckets with DDP's cuts: they ran on graphs that were cut finely so far."""
-        own = next((trial for trial in self.trials if trial.plan is None), None)
-        if own is None or self._best.plan is None:
-            return
-        parts = parts_of_ddp(trace)
-        saved = self._graphs.cuts_for(None) - self._graphs.cuts_for(parts)
-        least_s = own.step_s - saved * cut_s
-        if self._graphs.can_change:
-            self.lines.append(f"Compiled: {own.label} with DDP's cuts take at least {least_s * 1e3:.2f} ms, then.")
-        yield from self._try(f"{own.label}, DDP's cuts", None, parts, least_s < self._best.step_s)
-
-    def _try(self, label: str, plan: Plan | None, parts: Parts, promising: bool) -> Schedule[None]:
-        """Compile for these parts, and keep them with this plan if they are clearly faster than the best."""
-        graphs, best = self._graphs, self._best
-        before = graphs.parts
-        if not self._decide(promising and (plan != best.plan or graphs.would_change(parts))):
-            return
-        graphs.cut_for(parts)
+        The same plan with other cuts stays unless it is clearly slower: it was priced to need no more than these.
+        Returns the measured seconds that a cut costs; 0 if that is not known.
+        """
+        graphs, best, before = self._graphs, self._best, self._graphs.parts
+        same_plan = version.plan == best.plan
+        graphs.cut_for(version.parts)
         yield from steps(self._policy.warmup_steps)
         graphs.cut_for(before)
         yield from steps(self._policy.settle_steps)
-        longer, tried, faster = yield from self._live.challenge(
-            best, label, plan, also=lambda ours: graphs.cut_for(parts if ours else before)
+        again, tried, faster = yield from self._live.challenge(
+            replace(best, steps=(), detailed=()),
+            version.label,
+            version.plan,
+            min_gain=self._policy.min_gain - FEWER_CUTS * same_plan,
+            in_doubt=same_plan,
+            also=lambda ours: graphs.cut_for(version.parts if ours else before),
         )
-        tried = replace(tried, doubtful=False)
+        many, few = graphs.cuts_for(before), graphs.cuts_for(version.parts)
+        ratio = again.step_s / tried.step_s
+        tried = replace(tried, result=f"{ratio:.2f}× as fast as {best.label} with {many} cuts", doubtful=False)
+        longer = best.with_more(again)
         self.trials = [*(longer if trial is best else trial for trial in self.trials), tried]
         self.best = tried if faster else longer
+        self._tried.append((version.plan, few))
+        self.lines.append(
+            f"Compiled: with {many} cuts computing takes {again.computing_s * 1e3:.2f} ms, with {few} "
+            f"{tried.computing_s * 1e3:.2f} ms (medians, in turns)."
+        )
+        return (again.computing_s - tried.computing_s) / (many - few) if many > few else 0.0
+
+    def _say_not_worth(self, planned: Version) -> None:
+        """Say why graphs stay cut finely, if they do and the plan needs fewer cuts."""
+        graphs = self._graphs
+        if not self._tried and graphs.would_change(planned.parts):
+            self.lines.append(
+                f"Compiled: with {graphs.cuts_for(planned.parts)} cuts instead of {graphs.cuts_for(None)} a step is "
+                f"expected to gain less than {self._policy.min_gain:.0%}, so nothing was compiled again."
+            )
+
+    def _say_untried(self, untried: Version | None, cut_s: float) -> None:
+        """Say which version would be compiled next, if the policy allowed one more compilation."""
+        if untried is not None:
+            self.lines.append(
+                f"Compiled: {untried.label} (cuts: {self._graphs.cuts_for(untried.parts)}) may take "
+                f"{untried.expected_s * 1e3:.2f} ms, if a cut costs {self._policy.cut_doubt * cut_s * 1e3:.3f} ms; "
+                f"TuningPolicy(recompilations={self._policy.recompilations + 1}) would try it."
+            )
 
     @property
     def _best(self) -> Trial:

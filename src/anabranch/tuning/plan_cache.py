@@ -179,14 +179,14 @@ class PlanCache:
             return None
         return entry.choice
 
-    def newest(self, key: CacheKey, check: Callable[[CachedChoice], object] = bool) -> CachedChoice | None:
-        """The newest choice for this key whatever its input, or None; says nothing of files that cannot be used."""
+    def newest(self, key: CacheKey, check: Callable[[CachedChoice], object] = bool) -> Entry | None:
+        """The newest entry for this key whatever its input, or None; says nothing of files that cannot be used."""
         for path in sorted(self.folder.glob(key.pattern), key=_changed, reverse=True)[:MOST_LOOKED_AT]:
             with suppress(Exception):  # ``read`` will say what is wrong with it
                 entry = Entry.read(path)
                 _check_key(replace(entry.key, input=key.input), key, str(path))
                 check(entry.choice)
-                return entry.choice
+                return entry
         return None
 
     def write(self, key: CacheKey, choice: CachedChoice) -> None:

@@ -20,7 +20,8 @@ class TuningPolicy:
     search_share         what all searching may cost once training has been long enough, as a share of training so far
     drift_check_steps    steps between two checks of rank 0 whether to plan again
     max_drift            share by which the step time may change, beyond its noise, before rank 0 plans again
-    cut_doubt            how many times what was measured a cut of a compiled graph may cost: what wins then is tried
+    cut_doubt            how many times what is believed a cut of a compiled graph may cost: what gains then is tried
+    recompilations       how often a compiled model may be compiled once more after planning, to try other cuts
     late_gradients       warn if the first gradient is ready later than this share of backward: nothing can overlap then
     """
 
@@ -38,6 +39,7 @@ class TuningPolicy:
     drift_check_steps: int = 20
     max_drift: float = 0.10
     cut_doubt: float = 2.0
+    recompilations: int = 1
     late_gradients: float = 0.9
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class TuningPolicy:
 
 COUNTS = (
     "warmup_steps", "settle_steps", "trial_steps", "max_pairs", "first_search_steps", "drift_check_steps",
+    "recompilations",
 )  # fmt: skip
 SHARES = (
     "min_gain", "min_predicted_gain", "lanes_min_gain", "obvious_gain", "search_share", "max_drift", "cut_doubt",

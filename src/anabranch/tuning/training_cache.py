@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import sha256
 from itertools import groupby
 
@@ -60,6 +61,7 @@ class TrainingCache:
         self._backend = dist.get_backend(group)
         self._input: str | None = None
         self._input_noted = False
+        self._newest_input: str | None = None  # the line of its key
         self._key: CacheKey | None = None
         self._hardware: list[str] = []
 
@@ -75,19 +77,32 @@ class TrainingCache:
         A choice that needs more than ``max_lanes`` lanes, or does not fit the parameters, is ignored.
         """
         self._key = self._complete_key(control)
-        return agree_on_cached(self._files, self._key, lambda choice: self._check(choice, max_lanes), control)
+        found = agree_on_cached(self._files, self._key, partial(self._check, max_lanes=max_lanes), control)
+        return found.choice if found is not None else None
 
     def read_newest(self, control: Group, max_lanes: int) -> CachedChoice | None:
         """The same before the first forward, when the batch is not known: the newest choice for any batch."""
         key = self._complete_key(control)
-        return agree_on_cached(self._files, key, lambda choice: self._check(choice, max_lanes), control, any_input=True)
+        check = partial(self._check, max_lanes=max_lanes)
+        found = agree_on_cached(self._files, key, check, control, any_input=True)
+        self._newest_input = found.key.input if found is not None else None
+        return found.choice if found is not None else None
+
+    @property
+    def newest_fits(self) -> bool:
+        """Whether the newest choice, if there was one, is for the batch of this rank's first forward."""
+        return self._newest_input in (None, self._input_line)
+
+    @property
+    def _input_line(self) -> str:
+        return f"input {self._input}"
 
     def _complete_key(self, control: Group) -> CacheKey:
         device = next(iter(self._parameters.values())).device
         self._hardware = self._hardware or hardware_lines(device, control)
         return CacheKey(
             self._module_name,
-            f"input {self._input}",
+            self._input_line,
             (
                 *key_lines(self._options, self._ranks, self._backend),
                 *self._hardware,
@@ -145,27 +160,29 @@ class TrainingCache:
 
 def agree_on_cached(
     files: PlanCache | None, key: CacheKey, check: Check, control: Group, any_input: bool = False
-) -> CachedChoice | None:
-    """The choice that rank 0 reads for ``key``, on every rank, or None on all of them. Collective.
+) -> Entry | None:
+    """The entry that rank 0 reads for ``key``, on every rank, or None on all of them. Collective.
 
     ``files`` and ``key`` of other ranks are ignored. ``check`` raises if a choice does not fit; every rank calls it.
-    ``any_input``: the newest choice, whatever the input of its key.
+    ``any_input``: the newest entry, whatever the input of its key.
     """
     rank = dist.get_rank(control)
-    choice = None
-    if rank == 0 and files is not None:
-        choice = files.newest(key, check) if any_input else files.read(key, check)
-    text = from_rank_0(Entry(key, choice).text() if choice is not None else None, control)
+    entry = None
+    if rank == 0 and files is not None and any_input:
+        entry = files.newest(key, check)
+    elif rank == 0 and files is not None and (choice := files.read(key, check)) is not None:
+        entry = Entry(key, choice)
+    text = from_rank_0(entry.text() if entry is not None else None, control)
     if not text:
         return None
     if rank != 0:
         try:
-            choice = Entry.of(text, "the cached plan of rank 0").choice
-            check(choice)
+            entry = Entry.of(text, "the cached plan of rank 0")
+            check(entry.choice)
         except Exception as error:  # this rank must still take part in the answer
             log.warning("anabranch: the plan cache ignores the cached plan of rank 0, on rank %d: %s", rank, error)
-            choice = None
-    return choice if true_on_all_ranks(choice is not None, control) else None
+            entry = None
+    return entry if true_on_all_ranks(entry is not None, control) else None
 
 
 def key_lines(options: TuningOptions, ranks: int, backend: str) -> list[str]:
