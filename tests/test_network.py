@@ -1,6 +1,6 @@
 """Contention and networks."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from math import inf, nan
 
 import pytest
@@ -151,3 +151,11 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
         assert network.bus_bytes_per_s(kind, 1 << 20) == pytest.approx(0.75 * (1 << 20) / 2e-3)
     assert network.bus_bytes_per_s("bf16", 1 << 20) is None
     assert Network.ring(4, 0, 0).bus_bytes_per_s("dense", 1) is None
+
+
+def test_delays_go_along_to_another_number_of_ranks_and_are_times() -> None:
+    for network in (Network.ring(4, 1e-5, 1e-9), Network.linear(4, 1e-4, 1e-9)):
+        slow = replace(network, delays={"int8": 0.25})
+        assert slow.at(64).delay_s("int8") == 0.25 and slow.at(64).delay_s("dense") == 0
+    with pytest.raises(ValueError, match="delay by a message of int8"):
+        Network(4, {"dense": Curve.linear(1.0, 1.0)}, delays={"int8": -1.0})

@@ -179,7 +179,8 @@ class Network:
         if world_size == self.world_size:
             return self
         if self.model is not None:
-            return replace(type(self).modelled(world_size, self.model, self.contention), meta=self.meta)
+            carried = type(self).modelled(world_size, self.model, self.contention)
+            return replace(carried, meta=self.meta, delays=self.delays)
         if self.world_size < 2:
             raise NetworkError(
                 f"a network of {self.world_size} rank cannot be carried to {world_size}: it has no links; "
@@ -190,7 +191,7 @@ class Network:
             f"ring fitted to {self.world_size} ranks: alpha {model.alpha_s:.3g} s, beta {model.beta_s_per_byte:.3g} s/B"
         )
         carried = type(self).modelled(world_size, model, self.contention)
-        return replace(carried, meta={**self.meta, "assumption": note})
+        return replace(carried, meta={**self.meta, "assumption": note}, delays=self.delays)
 
     def shifted(self, spreads: float) -> Self:
         """Every curve moved by ``spreads`` times its measured spread: higher costs, or lower ones if negative."""

@@ -52,7 +52,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     compress: "bf16" and "int8" round what is sent, and add in float32; "int4" also keeps its rounding errors for the
     next step; Quantised(...) says how they round; OkTopk(...) sends the largest values and keeps the rest as residual;
     each is used only if it is faster. "auto", Auto(...) or a list of kinds: per bucket the most faithful kind that
-    costs no time.
+    costs no time, down to int4 unless told otherwise.
     profile_steps: steps to record before planning; 0 never plans. policy: when plans are tried, kept and dropped.
     cache: the folder in which choices are kept for the next start of the same training; None or True for
     ``$ANABRANCH_CACHE`` or the user's cache folder, False for no cache. Rank 0's files count.

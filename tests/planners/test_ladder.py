@@ -76,6 +76,23 @@ def test_it_is_the_least_lossy_of_all_plans_in_time(seed: int) -> None:
     assert finish_s(trace, found, told) <= soonest_s * (1 + 1e-9) + MERGED * (trace.forward_s + trace.backward_s)
 
 
+def test_with_delays_it_is_mostly_the_least_lossy_and_always_in_time() -> None:
+    exact, seeds = 0, 150
+    for seed in range(seeds):
+        chance = random.Random(seed)
+        trace = random_trace(chance, 4)
+        kinds = ["dense", *chance.sample(LADDER[1:], 2)]
+        told = network(10 ** chance.uniform(-1, 2), 10 ** chance.uniform(-5, -3))
+        told = replace(told, delays={kind: chance.choice([0.0, 1e-4, 1e-3, 5e-3]) for kind in kinds})
+        plans = [(finish_s(trace, plan, told), total_error(trace, plan)) for plan in every_plan(trace, kinds)]
+        best_s = min(finish for finish, _ in plans)
+        expected = min(error for finish, error in plans if finish <= limit_s(trace, best_s))
+        found = least_lossy(trace, told, {kind: ERRORS[kind] for kind in kinds}).check(trace)
+        assert finish_s(trace, found, told) <= limit_s(trace, best_s)
+        exact += total_error(trace, found) == expected
+    assert exact >= 0.95 * seeds
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_a_faster_network_never_gets_a_lossier_plan(seed: int) -> None:
     chance = random.Random(1000 + seed)

@@ -17,7 +17,6 @@ from anabranch.tuning.calibration import (
     with_calibrated_delays,
 )
 from anabranch.tuning.candidates import predicted_s
-from anabranch.tuning.trial import StepTimes
 
 KIB = 1 << 10
 
@@ -91,32 +90,42 @@ def test_compressed_kinds_that_were_not_tried_are_corrected_as_those_that_were()
     assert later.seconds("int8", 0) == pytest.approx(3e-3) and later.seconds("oktopk:0.01", 0) == pytest.approx(4e-3)
 
 
-def steps_of(computing_s: list[float]) -> list[StepTimes]:
-    """Steps that computed so long, with a second exposed."""
-    return [StepTimes(seconds + 1.0, 1.0, seconds + 1.0) for seconds in computing_s]
-
-
-def test_the_delay_of_a_message_is_what_computing_took_longer_in_the_fastest_step() -> None:
+def test_the_delay_of_a_message_is_what_computing_took_longer() -> None:
     line = Curve.linear(1e-3, 1e-8)
     network = Network(4, dict.fromkeys(("dense", "int8", "int4", "all_gather"), line))
     trace, plan = case([KIB] * 5)  # 4 s of backward
     rounded = Plan((replace(plan.buckets[0], collective="int8"), *plan.buckets[1:3],
                     replace(plan.buckets[3], collective="int8"), plan.buckets[4]))  # fmt: skip
-    better = with_calibrated_delays(network, trace, rounded, steps_of([4.5, 9.0, 4.4, 4.6]))
+    better = with_calibrated_delays(network, trace, rounded, 4.4)
     assert better.delays == {"int8": pytest.approx(0.2), "int4": pytest.approx(0.2)}
     assert "refined_delay_int8" in better.meta and "refined_delay_int4" not in better.meta
     # the plan is predicted as it was measured; DDP's own buckets, under which the trace was recorded, as before
     assert finish_s(trace, rounded, better) == pytest.approx(4.4, abs=0.1)
     assert predicted_s(trace, None, better) == predicted_s(trace, None, network)
-    dense = with_calibrated_delays(better, trace, plan, steps_of([5.0]))
+    dense = with_calibrated_delays(better, trace, plan, 5.0)
     assert dense.delay_s("dense") == pytest.approx(0.2) and dense.delay_s("int8") == better.delay_s("int8")
+    # what dense buckets delay is known then, and no fault of the compressed ones beside them
+    assert with_calibrated_delays(dense, trace, rounded, 4.8).delay_s("int8") == pytest.approx(0.1)
+
+
+def test_a_kind_that_was_tried_keeps_its_own_delay_and_others_get_the_last() -> None:
+    kinds = ("dense", "int8", "int4", "oktopk:0.01")
+    network = Network(4, dict.fromkeys(kinds, Curve.linear(1e-3, 1e-8)))
+    trace, plan = case([KIB] * 5)
+    for kind, computing_s in (("int8", 4.0), ("int4", 9.0)):
+        used = Plan(tuple(replace(bucket, collective=kind) for bucket in plan.buckets))
+        network = with_calibrated_costs(network, trace, used, [network.seconds(kind, KIB)] * 5)
+        network = with_calibrated_delays(network, trace, used, computing_s)
+    assert [network.delay_s(kind) for kind in kinds] == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_computing_that_takes_as_long_as_recorded_shows_no_delay() -> None:
     trace, plan = case([KIB] * 5)
     network = Network.linear(4, 1e-3, 1e-8)
-    for took_s in ([4.05, 5.0], [3.0]):
-        found = with_calibrated_delays(replace(network, delays={"dense": 0.5}), trace, plan, steps_of(took_s))
+    for took_s in (4.05, 3.0):
+        late = with_calibrated_delays(network, trace, plan, 5.0)
+        found = with_calibrated_delays(late, trace, plan, took_s)
+        assert late.meta != network.meta and late.delay_s("dense") > 0
         assert found.delays == {"dense": 0.0} and found.meta == network.meta
 
 

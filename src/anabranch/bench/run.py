@@ -229,9 +229,11 @@ def _network(ours: TunedModel, compressed: Mapping[str, TunedModel]) -> Network:
     network = ours.parallel.network
     assert network is not None
     for kind, tuned in compressed.items():
-        assert tuned.parallel.network is not None
+        found = tuned.parallel.network
+        assert found is not None
         if kind in EVERY_ELEMENT:  # any plan can use it
-            network = replace(network, curves={**network.curves, kind: tuned.parallel.network.curve(kind)}, model=None)
+            curves, delays = {**network.curves, kind: found.curve(kind)}, {**network.delays, kind: found.delay_s(kind)}
+            network = replace(network, curves=curves, delays=delays, model=None)
     return network
 
 

@@ -22,7 +22,8 @@ RanksOption = Annotated[
     typer.Option("--nproc-per-node", min=1, help="Start this many ranks here, as torchrun --standalone does."),
 ]
 CompressOption = Annotated[
-    str | None, typer.Option(help="bf16, int8, int4, auto, auto:int8, oktopk, oktopk:0.01 or oktopk:0.01:bf16.")
+    str | None,
+    typer.Option(help="bf16, int8, int4, auto, auto:int8, auto:oktopk:0.01, oktopk, oktopk:0.01 or oktopk:0.01:bf16."),
 ]
 PlannerOption = Annotated[str | None, typer.Option(help="A planner that anabranch list shows; by default optimal.")]
 LanesOption = Annotated[int | None, typer.Option(min=1, help="The most messages that may travel at the same time.")]

@@ -26,8 +26,9 @@ def mgwfbp(trace: Trace, network: Network) -> Plan:
 def optimal(trace: Trace, network: Network, cap_nbytes: int | None = None, collective: str = "dense") -> Plan:
     """The plan of consecutive buckets on one lane that finishes first; among equals, the one with fewest buckets.
 
-    Exact for every network (any curve that never falls), by dynamic programming (``planners.optimum``); with
-    ``cap_nbytes`` exact among plans whose buckets hold at most that much (a larger tensor still travels, by itself).
+    Exact for every network (any curve that never falls; with delays for up to 1024 gradients), by dynamic programming
+    (``planners.optimum``); with ``cap_nbytes`` exact among plans whose buckets hold at most that much (a larger tensor
+    still travels, by itself).
 
     Several dtypes cannot share a bucket. Each is then planned exactly as if it had the network to itself, and a fixed
     plan replaces the result where the simulator finds that better: good, but not proven best.

@@ -24,7 +24,7 @@ u_c[i] the earliest instant, on that clock, at which the first i gradients can h
     u_0[0] = 0        u_c[i] = min over j < i of  max(u_{c−1}[j], r[i]) + T(S[i] − S[j]) − d
 
 and a plan of c messages finishes at max(u_c[n], r[n]) + c·d. So every c is solved by itself, O(n²) each, until the
-delays alone take longer than the best plan so far.
+delays or the start-ups of more messages alone take longer than the best plan so far.
 """
 
 import math
@@ -46,7 +46,7 @@ Ints = NDArray[np.int64]
 SAME = 1e-12
 # On a steeper line S·s is so much larger than f that f − s·S would lose more digits than that.
 STEEP = 1e3
-MOST_DELAYED = 2048  # gradients, for which all messages that can be are priced: 32 MB
+MOST_DELAYED = 1024  # gradients, for which all messages that can be are priced: tables of 8 MB
 
 
 def best_cuts(
@@ -156,7 +156,11 @@ class _Problem:
         layer = np.where(size == 0, 0.0, math.inf)
         layers: list[Ints] = []  # of each c: where the last message of the first i gradients begins
         best, chosen = math.inf, 0
-        while len(layers) < self.n and self.ready[-1] + (len(layers) + 1) * delay_s < best:
+        start_s, transfers_s = self.seconds[0], self._least_transfers_s()
+        while len(layers) < self.n:
+            messages = len(layers) + 1
+            if max(self.ready[-1] + messages * delay_s, self.ready[1] + messages * start_s + transfers_s) >= best:
+                break
             ends = np.maximum(layer[:, None], self.ready[None, :]) + cost - delay_s
             layers.append(ends.argmin(axis=0))
             layer = ends.min(axis=0)
@@ -168,6 +172,12 @@ class _Problem:
             i = int(before[i])
             cuts.append(i)
         return cuts[-2::-1]
+
+    def _least_transfers_s(self) -> float:
+        """What all bytes take beside start-ups, at the best rate that the curve offers any message."""
+        sizes = np.array([*(size for size in self.at[1:] if size < self.total[-1]), self.total[-1]])
+        rates = (self.cost(sizes) - self.seconds[0]) / np.maximum(sizes, 1)
+        return float(rates.min() * self.total[-1])
 
     def _windows(self) -> list[tuple[Ints, Ints, Ints]]:
         """Per line of T: the ends i that have cuts on it, and their first and last-plus-one cut."""

@@ -43,8 +43,8 @@ class Compression(NamedTuple):
         kind = rest if lean and rest in COMPRESSED else what
         if kind in COMPRESSED:
             return cls((kind,), lean, between_nodes)
-        if family == AUTO:
-            return cls(ladder(rest) if rest else ladder(), between_nodes=between_nodes)
+        if family == AUTO and (chosen := _ladder(rest)):
+            return cls(chosen, between_nodes=between_nodes)
         if family not in (KIND, LEAN):
             raise ValueError(
                 f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden, down to int4), {AUTO}:{KIND}:0.01 "
@@ -73,6 +73,14 @@ class Compression(NamedTuple):
             return partial(compressed_if_faster, collective=names[0], dense=dense)
         errors = {DENSE: 0, **dict(zip(names, map(error_of, self.kinds), strict=True))}
         return partial(least_lossy, errors=errors, excluded=dict.fromkeys(names, dense))
+
+
+def _ladder(at_least: str) -> tuple[str, ...]:
+    """The kinds of "auto" down to this one, its own limit if none is named; empty if there is no such kind."""
+    try:
+        return ladder(at_least) if at_least else ladder()
+    except ValueError:
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,9 @@ def scale(
     world_sizes     numbers of ranks, rising
     planners        names of ``scaling.line_up``: strategies that send every value
     compress        further strategies with compressed buckets where they gain: "bf16", "int8" and "int4" round every
-                    element, "oktopk:0.01" sends 1 % of them, "oktopk" chooses the density, "auto" among all of these;
-                    "lean:int8", "lean:0.01" and "lean" do so on the Lean engine; "int8@nodes" does so between nodes
-                    that are dense inside
+                    element, "oktopk:0.01" sends 1 % of them, "oktopk" chooses the density, "auto" chooses among
+                    those that round, "auto:oktopk:0.01" among all of these; "lean:int8", "lean:0.01" and "lean" do
+                    so on the Lean engine; "int8@nodes" does so between nodes that are dense inside
     sharded         further strategies that shard the model by FSDP2: "fsdp2", "fsdp2:reshard" (freed after forward),
                     "fsdp2:planned"; inside nodes "hsdp", "hsdp:reshard" and "hsdp:planned", on two-level networks
     scaling         "weak" keeps the batch of each rank, "strong" the global batch

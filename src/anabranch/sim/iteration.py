@@ -10,6 +10,8 @@ Where sending a message delays computing (``Network.delays``), all that is compu
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -33,9 +35,12 @@ def simulate(trace: Trace, plan: Plan, network: Network) -> Timeline:
     plan.check(trace)
     spans = [Span(COMPUTE, "forward", -trace.forward_s, 0.0)] if trace.forward_s > 0 else []
     busy_until = 0.0
-    for tensor, late_s in zip(trace.tensors, _delayed_s(trace, plan, network), strict=True):
-        spans.append(Span(COMPUTE, f"backward {tensor.name}", busy_until, tensor.ready_s + late_s))
-        busy_until = tensor.ready_s + late_s
+    late_s = _late_s(trace, plan, network)
+    for tensor, late in zip(trace.tensors, late_s, strict=False):
+        spans.append(Span(COMPUTE, f"backward {tensor.name}", busy_until, tensor.ready_s + late))
+        busy_until = tensor.ready_s + late
+    if late_s[-1] > late_s[-2]:
+        spans.append(Span(COMPUTE, "sending", busy_until, trace.backward_s + late_s[-1]))
     intervals = schedule(messages(trace, plan, network), network.contention)
     for index, (bucket, (start_s, end_s)) in enumerate(zip(plan.buckets, intervals, strict=True)):
         label = bucket_label(index, bucket.collective, bucket.names)
@@ -64,15 +69,25 @@ def messages(trace: Trace, plan: Plan, network: Network) -> list[Message]:
     return result
 
 
-def _delayed_s(trace: Trace, plan: Plan, network: Network) -> list[float]:
-    """By how much each gradient is later than recorded, because of the messages that were launched before it."""
+def _late_s(trace: Trace, plan: Plan, network: Network) -> list[float]:
+    """By how much each gradient, and then the end of backward, is late because of the messages launched before it."""
+    if not network.delays:
+        return [0.0] * (len(trace) + 1)
     place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
-    late, launched = [0.0] * len(trace), 0
+    added_s, launched = [0.0] * (len(trace) + 1), 0
     for bucket in plan.buckets:
         launched = max(launched, 1 + max(place[name] for name in bucket.names))
-        for index in range(launched, len(trace)):
-            late[index] += network.delay_s(bucket.collective)
-    return late
+        added_s[launched] += network.delay_s(bucket.collective)
+    return list(accumulate(added_s))
+
+
+def undelayed(trace: Trace, plan: Plan, network: Network) -> Trace:
+    """A trace that was recorded under ``plan``, without what its messages delayed."""
+    tensors, least_s = [], 0.0
+    for tensor, late_s in zip(trace.tensors, _late_s(trace, plan, network), strict=False):
+        least_s = max(least_s, tensor.ready_s - late_s)  # in the recorded order, whatever the delays are
+        tensors.append(replace(tensor, ready_s=least_s))
+    return replace(trace, tensors=tuple(tensors))
 
 
 def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]:

@@ -24,10 +24,11 @@ from anabranch.plan import Plan
 from anabranch.sim import finish_s
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
-from anabranch.tuning.trial import StepTimes, Trial
+from anabranch.tuning.trial import Trial
 
 FACTORS = (0.8, 2.0)  # plausible changes of the cost per byte; outside this range something else was measured
 MAX_ETA = 1.5  # contention of simultaneous messages: at 1 they gain nothing, above they take longer than in turn
+DELAY_NOTE = "refined_delay_"  # and the kind: a key of a network's meta
 MIN_STRETCH = 0.02  # share of computing by which it must take longer than recorded: less is noise
 MIN_EFFECT = 0.05  # share of the step; if contention changes it by less, η cannot be distinguished from noise
 BISECTIONS = 30
@@ -50,8 +51,11 @@ def calibrate(network: Network, trace: Trace, trial: Trial, control: Group) -> N
     dist.all_reduce(seconds, op=dist.ReduceOp.MIN, group=control)
     if seconds.isinf().any():
         return network
+    # The fastest step of the slowest rank: neither noise nor a rank that has less to do counts.
+    computing_s = torch.tensor(min(step.whole_s - step.exposed_s for step in trial.steps), dtype=torch.float64)
+    dist.all_reduce(computing_s, op=dist.ReduceOp.MAX, group=control)
     network = with_calibrated_costs(network, trace, plan, seconds.tolist())
-    return agree_on(Network, with_calibrated_delays(network, trace, plan, trial.steps), control)
+    return agree_on(Network, with_calibrated_delays(network, trace, plan, float(computing_s)), control)
 
 
 def bucket_seconds(steps: Sequence[Timeline]) -> list[float]:
@@ -98,25 +102,24 @@ def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Se
     return replace(network, curves=curves, model=None, meta={**network.meta, **notes})
 
 
-def with_calibrated_delays(network: Network, trace: Trace, plan: Plan, steps: Sequence[StepTimes]) -> Network:
-    """``network`` with delays of computing by which the fastest of these steps computed longer than recorded.
+def with_calibrated_delays(network: Network, trace: Trace, plan: Plan, computing_s: float) -> Network:
+    """``network`` with the delays under which computing takes ``computing_s``, where it took less when it was recorded.
 
     All compressed buckets share it alike, or all buckets if none is compressed: on a GPU it is the time in which the
     host launches an exchange of several kernels, whatever their size. Kinds that were not tried get it, too, as above.
     """
-    computing_s = min(step.whole_s - step.exposed_s for step in steps)
-    stretch_s = computing_s - (trace.forward_s + trace.backward_s)
     compressed = [bucket for bucket in plan.buckets if is_compressed(bucket.collective)]
-    delay_s = max(0.0, stretch_s) / len(compressed or plan.buckets)
-    if stretch_s < MIN_STRETCH * computing_s:
-        delay_s = 0.0
     tried = {bucket.collective for bucket in compressed or plan.buckets}
-    untried = {kind for kind in network.curves if compressed and is_compressed(kind) and kind not in network.delays}
-    delays = {**network.delays, **dict.fromkeys(untried | tried, delay_s)}
-    notes = {
-        f"refined_delay_{kind}": f"a message of {kind} delays computing by {delay_s * 1e3:.3f} ms" for kind in tried
-    }
-    return replace(network, delays=delays, meta={**network.meta, **(notes if delay_s else {})})
+    others_s = sum(network.delay_s(bucket.collective) for bucket in plan.buckets if bucket.collective not in tried)
+    stretch_s = computing_s - (trace.forward_s + trace.backward_s) - others_s
+    delay_s = stretch_s / len(compressed or plan.buckets) if stretch_s > MIN_STRETCH * computing_s else 0.0
+    never = {kind for kind in network.curves if is_compressed(kind) and f"refined_{kind}" not in network.meta}
+    delays = {**network.delays, **dict.fromkeys(tried | (never if compressed else set()), delay_s)}
+    notes = {name: note for name, note in network.meta.items() if name not in {DELAY_NOTE + kind for kind in tried}}
+    if delay_s:
+        text = f"delays computing by {delay_s * 1e3:.3f} ms"
+        notes |= {DELAY_NOTE + kind: f"a message of {kind} {text}" for kind in tried}
+    return replace(network, delays=delays, meta=notes)
 
 
 def with_calibrated_contention(network: Network, trace: Trace, plan: Plan, ended_s: float) -> Network:

@@ -1,6 +1,7 @@
 """Which gradients shall leave a compiled model together: a cut costs computing, and a missing one delays a bucket."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from anabranch import planners
@@ -105,11 +106,12 @@ def needed_parts(trace: Trace, plan: Plan | None, network: Network | None, cut_s
     Where no network is known nothing can be predicted, and each bucket is a part. Where the cost of a cut is not known,
     it is a small share of a step.
     """
-    plan = _buckets(trace, plan)
-    parts = [list(bucket.names) for bucket in plan.buckets]
+    buckets = _buckets(trace, plan)
+    parts = [list(bucket.names) for bucket in buckets.buckets]
     if network is None:
         return parts
-    ends = [[message] for message in messages(trace, plan, network)]  # by part
+    network = network if plan is not None else replace(network, delays={})  # which are in the trace, of DDP's own
+    ends = [[message] for message in messages(trace, buckets, network)]  # by part
     parts, ends = _at_most(MOST_PARTS, trace, parts, ends)
 
     def finish_s(ends: Sequence[Sequence[Message]]) -> float:
@@ -131,14 +133,16 @@ def needed_parts(trace: Trace, plan: Plan | None, network: Network | None, cut_s
 
 def step_in_parts_s(trace: Trace, plan: Plan | None, network: Network, parts: Parts) -> float:
     """The simulated step if the gradients of each part leave together, when the last of them is there."""
+    network = network if plan is not None else replace(network, delays={})
     plan = _buckets(trace, plan)
     ready_s = {tensor.name: tensor.ready_s for tensor in trace.tensors}
     late_s = {name: max(ready_s[other] for other in part) for part in parts for name in part}
-    late = [
-        message._replace(ready_s=max(late_s[name] for name in bucket.names))
-        for bucket, message in zip(plan.buckets, messages(trace, plan, network), strict=True)
-    ]
-    return trace.forward_s + max(trace.backward_s, *(end_s for _, end_s in schedule(late, network.contention)))
+    late, delays_s = [], 0.0
+    for bucket, message in zip(plan.buckets, messages(trace, plan, network), strict=True):
+        late.append(message._replace(ready_s=delays_s + max(late_s[name] for name in bucket.names)))
+        delays_s += network.delay_s(bucket.collective)
+    ends_s = [end_s for _, end_s in schedule(late, network.contention)]
+    return trace.forward_s + max(trace.backward_s + delays_s, *ends_s)
 
 
 def _buckets(trace: Trace, plan: Plan | None) -> Plan:

@@ -20,6 +20,7 @@ from anabranch.observe.measure import WARM_UP, noise_note
 from anabranch.observe.recorder import Recorder, order_note
 from anabranch.plan import Plan
 from anabranch.planners.ladder import FREE
+from anabranch.sim import undelayed
 from anabranch.trace import Trace
 from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
 from anabranch.tuning.budget import SearchBudget
@@ -138,7 +139,10 @@ class Search:
         trace = recorder.trace({"model": self._model_name})
         self._warn(order_note(trace))
         control = self._runner.lanes.control
-        self.trace = agree_on(Trace, latest_over_ranks(trace, control), control)
+        trace = latest_over_ranks(trace, control)
+        if plan is not None and self.network is not None:
+            trace = undelayed(trace, plan, self.network)
+        self.trace = agree_on(Trace, trace, control)
         if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
             self._warn(f"{LATE}: nothing of their communication can be hidden")
             self._graphs.note_late(LATE)
