@@ -5,7 +5,8 @@ import pytest
 from anabranch import AlphaBeta, Network, TensorSpec, Trace
 from anabranch.files import load_bundled_trace
 from anabranch.scaling import Compute, scale
-from anabranch.scaling.sharding import WAYS, Sharding, block_of, sharded_trace
+from anabranch.scaling.sharding import Sharding, block_of, sharded_trace
+from anabranch.sharded.ways import WAYS
 
 TRACE = Trace(
     (
@@ -73,7 +74,7 @@ def test_what_cannot_be_is_refused(way: str, network: str, words: str) -> None:
 
 
 def test_planned_units_are_never_slower_than_a_unit_per_block() -> None:
-    found = scale(load_bundled_trace("gpt2"), ["nvlink+25gbe"], [8, 32], ["by_bytes"], (), sharded=WAYS)
+    found = scale(load_bundled_trace("gpt2"), ["nvlink+25gbe"], [8, 32], ["by_bytes"], (), sharded=list(WAYS))
     assert any("blocks of sharded strategies" in line for line in found.assumptions)
     curves = found.on("nvlink+25gbe")
     for size in (8, 32):

@@ -52,7 +52,7 @@ class Settings:
     """How long to measure, and which contestants.
 
     ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP and every
-    DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``bench.sharded``.
+    DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``sharded.ways``.
     """
 
     iters: int = 10

@@ -18,6 +18,7 @@ from anabranch.scaling import Compute, Scaling, line_up, strategy_kinds
 from anabranch.scaling import scale as predict
 from anabranch.scaling.compression import LEAN
 from anabranch.scaling.study import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
+from anabranch.sharded.ways import WAYS, help_of
 from anabranch.sim.ranks import MAX_JITTER
 from anabranch.trace import Trace
 
@@ -83,9 +84,8 @@ ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help="Also models sharded by FSDP2: fsdp2 (a unit per block, kept after forward), fsdp2:reshard (freed after "
-        "forward, FSDP2's default), fsdp2:planned; on networks with nodes hsdp, hsdp:reshard, hsdp:planned; may be "
-        "repeated.",
+        help=f"Also models sharded over all ranks, or inside the nodes of a network that has some: {help_of(WAYS)}; "
+        "may be repeated.",
     ),
 ]
 ScalingOption = Annotated[Basis, typer.Option(help="Keep the batch of each rank (weak) or the global batch (strong).")]

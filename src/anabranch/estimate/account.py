@@ -12,6 +12,7 @@
     lean, residuals bf16 (int8)   weights n, residual n/2 (n/4), slots, two more for residuals in float32
     lean, int8      weights n, slots, the messages of int8; other kinds alike
     fsdp2           shards of weights, gradients and state; gathered weights and whole gradients, unit by unit
+    hsdp            the same with shards as large as a node's ranks make them; averages between nodes are in place
 
 With ``clips`` averages under Lean are held until the end of backward.
 
@@ -41,6 +42,7 @@ from anabranch.quantised.cost_model import Region
 from anabranch.quantised.options import Quantised
 from anabranch.scaling.sharding import block_of
 from anabranch.sharded.step import REST, held_at, host_order
+from anabranch.sharded.ways import RESHARD, UNPLANNED, ShardedWay, way_of
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import CHUNK_NUMEL
 from anabranch.sparse.sizes import Sizes, widest_numel
@@ -50,7 +52,6 @@ DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_HOST, LEAN_BF16, LEAN_INT8 = MODES = 
     "ddp", "lean, dense", "naive sparse", "oktopk", "lean", "lean, host",
     "lean, residuals bf16", "lean, residuals int8",
 )  # fmt: skip
-FSDP2, FSDP2_RESHARD = SHARDED_MODES = ("fsdp2", "fsdp2:reshard")  # a unit per block, kept or freed after forward
 BUCKET_NBYTES = 25 * 2**20  # DDP's own
 BLAS_WORKSPACE_NBYTES = 2 * 32 * 2**20  # cuBLAS's on an H100 or H200: one for the thread of forward, one for backward's
 PAIR_NBYTES = 8  # a float32 value and its int32 position
@@ -148,6 +149,7 @@ class Setting:
     buckets                 of parameter names, as a plan has them; None: 25 MiB each, in the order of backward
     clips                   whether gradients are clipped by their norm: then Lean holds averages until backward ends
     blas_workspace_nbytes   what cuBLAS keeps for itself
+    ranks_per_node          among which HSDP shards the model; None: all ranks are in one node
     """
 
     ranks: int = 4
@@ -156,10 +158,16 @@ class Setting:
     clips: bool = False
     options: OkTopk = field(default_factory=OkTopk)
     blas_workspace_nbytes: int = BLAS_WORKSPACE_NBYTES
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ValueError(f"ranks is {self.ranks}: expected a whole number from 1 on")
+        if self.ranks_per_node is not None and (self.ranks_per_node < 1 or self.ranks % self.ranks_per_node):
+            raise ValueError(
+                f"ranks_per_node is {self.ranks_per_node}, and there are {self.ranks} ranks: expected a number that "
+                "divides them into nodes of one size"
+            )
         if not 0 < self.density <= 1:
             raise ValueError(f"density is {self.density}: expected a share of the elements in (0, 1], such as 0.01")
 
@@ -174,10 +182,10 @@ def _moments(profile: StepProfile, mode: str, setting: Setting) -> Iterator[Foot
         return _ddp(profile, setting)
     if mode == NAIVE:
         return _naive(profile, setting)
-    if mode in SHARDED_MODES:
-        return _fsdp2(profile, setting, mode == FSDP2_RESHARD)
+    if mode in UNPLANNED:
+        return _fsdp2(profile, setting, way_of(mode))
     if mode not in WAYS:
-        raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *WAYS, *SHARDED_MODES])}")
+        raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *WAYS, *UNPLANNED])}")
     way = WAYS[mode]
     return _lean(profile, setting, way) if way.lean else _data_parallel(profile, setting, way)
 
@@ -292,9 +300,10 @@ def _step_nbytes(profile: StepProfile, bucket: BucketSize) -> int:
     return int(bucket.nbytes / max(1, profile.gradients_nbytes) * profile.optimizer.workspace_nbytes)
 
 
-def _fsdp2(profile: StepProfile, setting: Setting, reshard: bool) -> Iterator[Footprint]:
+def _fsdp2(profile: StepProfile, setting: Setting, sharded: ShardedWay) -> Iterator[Footprint]:
     """Units are blocks by the names of their parameters. Gradients count as shards during the whole step."""
-    ranks, always = setting.ranks, _always(profile, setting)
+    ranks = setting.ranks_per_node or setting.ranks if sharded.nodes else setting.ranks
+    always = _always(profile, setting)
     shards = {**{kind: always.kinds[kind] // ranks for kind in ("weights", "optimizer state")},
               "gradients": profile.gradients_nbytes // ranks, "workspace": always.kinds["workspace"]}  # fmt: skip
     always = Footprint(shards, "")
@@ -305,7 +314,7 @@ def _fsdp2(profile: StepProfile, setting: Setting, reshard: bool) -> Iterator[Fo
         nbytes[block_of(gradient.name)] += gradient.nbytes
     sizes = [(nbytes[block], nbytes[block]) for block in (*blocks, "")]
     begun = 0  # the first gradient of the backward that comes next
-    for (kind, unit), held in held_at(sizes, host_order([reshard] * len(blocks), 1)):
+    for (kind, unit), held in held_at(sizes, host_order([sharded.units == RESHARD] * len(blocks), 1)):
         gathered = {"weights": held.parameters, "send": held.reducing, "receive": held.gathering}
         if kind == "forward" and unit == len(blocks) - 1:  # the last one; REST where there is no block
             yield always.plus_use("end of forward", _without_gradients(profile.gradients[0].peak_before), **gathered)

@@ -8,12 +8,10 @@ from math import ceil
 from anabranch.alpha_beta import TwoLevel
 from anabranch.network import Network
 from anabranch.scaling.sweep import Ran
-from anabranch.sharded import Block, Links, ShardedTrace, ShardingPlan, plan, step_s
+from anabranch.sharded import Block, Links, ShardedTrace, plan, step_s
+from anabranch.sharded.ways import PLANNED, ShardedWay, way_of
 from anabranch.trace import Trace
 
-KEPT, RESHARD, PLANNED = "", "reshard", "planned"
-FSDP2, HSDP = "fsdp2", "hsdp"
-WAYS = tuple(f"{family}{':' * bool(units)}{units}" for family in (FSDP2, HSDP) for units in (KEPT, RESHARD, PLANNED))
 ASSUMPTIONS = (
     "blocks of sharded strategies are the parameters with the same number in their names, and forward is divided among "
     "them as backward is; their gathers and reduce-scatters take half an all-reduce each; memory is not bounded",
@@ -22,36 +20,27 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What the name of a strategy says: a unit per block, kept or freed (":reshard") after forward, or planned units.
+    """The strategy of a way to shard: what it predicts of a step."""
 
-    ``nodes``: the model is sharded inside each node, and averaged between nodes (HSDP).
-    """
-
-    nodes: bool
-    units: str
+    way: ShardedWay
 
     @classmethod
     def named(cls, name: str) -> "Sharding":
         """The strategy of this name; ValueError if there is none."""
-        if name not in WAYS:
-            raise ValueError(f"--sharded is {name!r}: expected one of {', '.join(WAYS)}")
-        family, _, units = name.partition(":")
-        return cls(family == HSDP, units)
+        return cls(way_of(name))
 
     def __call__(self, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
         """Planned for the first network and the quiet trace, as planners of buckets are."""
         links = [self.links(network) for network in networks]
         trace = sharded_trace(quiet)
         names = [block.name for block in trace.blocks]
-        chosen = (
-            plan(trace, links[0]) if self.units == PLANNED else ShardingPlan.per_block(names, self.units == RESHARD)
-        )
+        chosen = plan(trace, links[0]) if self.way.units == PLANNED else self.way.per_block(names)
         run = sharded_trace(real, names)
         return Ran(len(chosen), 1, [step_s(run, chosen, one) for one in links])
 
     def links(self, network: Network) -> Links:
         """What a step sends on, on this network."""
-        if not self.nodes:
+        if not self.way.nodes:
             return Links(network)
         model = network.model
         if not isinstance(model, TwoLevel):

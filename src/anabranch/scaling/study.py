@@ -49,8 +49,8 @@ def scale(
                     element, "oktopk:0.01" sends 1 % of them, "oktopk" chooses the density, "auto" among all of these;
                     "lean:int8", "lean:0.01" and "lean" do so on the Lean engine; "int8@nodes" does so between nodes
                     that are dense inside
-    sharded         further strategies that shard the model by FSDP2: "fsdp2", "fsdp2:reshard" (freed after forward),
-                    "fsdp2:planned"; inside nodes "hsdp", "hsdp:reshard" and "hsdp:planned", on two-level networks
+    sharded         further strategies that shard the model by FSDP2: names of ``sharded.ways``; "hsdp" and its like
+                    shard inside nodes, on two-level networks
     scaling         "weak" keeps the batch of each rank, "strong" the global batch
     batch           that batch, for all strategies or by name of the strategy; as recorded unless given. The trace's
                     meta must then say for which batch it was recorded.
