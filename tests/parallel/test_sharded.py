@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import anabranch as ab
+from anabranch.comm.lanes import Lanes
+from anabranch.integrations import sharded
 from parallel.sharded_runs import batch_of, model_of, oktopk, train, two_nodes, weights
 from ranks import on_ranks
 
@@ -406,3 +408,24 @@ def _small(folder: str, nodes: int, saves: bool) -> None:
 def test_shards_of_one_element_are_loaded(tmp_path: Path) -> None:
     on_ranks(small_saved, 2, str(tmp_path / "checkpoint"))
     on_ranks(small_loaded, 2, str(tmp_path / "checkpoint"))
+
+
+def lanes_of(rank: int) -> list[Any]:
+    """What the lanes of a replication are given: how many multiprocessors, and which ranks make groups together."""
+    given: list[Any] = []
+
+    class Recorded(Lanes):
+        def __init__(self, group: Any, device: Any, max_ctas: Any = None, siblings: Any = ()) -> None:
+            given.append([max_ctas, siblings])
+            super().__init__(group, device, max_ctas, siblings)
+
+    sharded.Lanes = Recorded  # type: ignore[attr-defined]
+    mesh = two_nodes()
+    for compress in (None, "bf16", "int8", oktopk()):
+        ab.replicate(model_of(mesh["shard"]), mesh, compress=compress).close()
+    return given
+
+
+def test_compressed_messages_between_nodes_take_few_multiprocessors() -> None:
+    lines = [[0, 2], [1, 3]]
+    assert on_ranks(lanes_of, 4) == [[[None, lines], [2, lines], [1, lines], [1, lines]]] * 4

@@ -63,9 +63,10 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str, program: str)
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("program", ["trial", "int8"])
-@pytest.mark.parametrize("fault", ["die", "fail", "stall"])
-def test_survivors_get_an_error_in_time_and_end(fault: str, program: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "fault"), [("trial", "die"), ("trial", "fail"), ("int8", "die"), ("int8", "stall")]
+)
+def test_survivors_get_an_error_in_time_and_end(program: str, fault: str, tmp_path: Path) -> None:
     codes, words, notes = run(tmp_path, fault, "destroy", program, __file__)
     for rank in (rank for rank in range(RANKS) if rank != VICTIM):
         assert codes[rank] == 0, f"rank {rank} ended with {codes[rank]}:\n{words[rank]}"

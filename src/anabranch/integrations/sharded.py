@@ -67,7 +67,9 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
     for parameter in model.parameters():
         dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
     exchanges = OneKindExchanges(settings, _joined(units), nodes, skipped=partial(_scaler_skips, model, inside))
-    return Replication(model, units, exchanges, nodes, inside)
+    # A line between nodes for each rank of a node; where these are all ranks, they can make groups together.
+    siblings = mesh.mesh.t().tolist() if mesh.mesh.numel() == dist.get_world_size() else []
+    return Replication(model, units, exchanges, nodes, inside, siblings)
 
 
 def _checked(model: nn.Module, mesh: DeviceMesh, compress: Compress) -> tuple[Settings, list[Unit], Group, Group]:
@@ -90,10 +92,18 @@ class Replication:
 
     node         and ``node_count``, ``shard``, ``shard_count``: where this rank is
     parameters   those that are averaged, by name
+
+    ``siblings``: as in ``clone_group``, of the group ``nodes``.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], exchanges: OneKindExchanges, nodes: Group, inside: Group
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        exchanges: OneKindExchanges,
+        nodes: Group,
+        inside: Group,
+        siblings: Sequence[Sequence[int]],
     ) -> None:
         self.node, self.node_count = nodes.rank(), nodes.size()
         self.shard, self.shard_count = inside.rank(), inside.size()
@@ -105,7 +115,7 @@ class Replication:
         }
         self._units, self._exchanges, self._inside = units, exchanges, inside
         self._device = next(iter(units[0].shards.values())).device
-        self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas)
+        self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas, siblings)
         # Also when the interpreter ends: a thread that is inside a collective then would abort it.
         self._release = weakref.finalize(self, self._lanes.close)
         self._lanes.grow(1)
