@@ -200,10 +200,14 @@ def _modes(compress: Sequence[str], sharded: Sequence[str]) -> list[str]:
     return [DDP, LEAN_DENSE, *naive, *compressed, *dict.fromkeys(sharded)]
 
 
+def node_size(network: "Network") -> int | None:
+    """How many ranks a node of this network can have; None if it has no nodes."""
+    return network.model.ranks_per_node if isinstance(network.model, TwoLevel) else None
+
+
 def _ranks_per_node(given: int | None, network: "Network | None", sharded: Sequence[str]) -> int | None:
     """How many ranks hold one copy of the model under hsdp: as given, or those of a node of the network."""
-    model = None if network is None else network.model
-    known = min(model.ranks_per_node, network.world_size) if isinstance(model, TwoLevel) and network else None
+    known = None if network is None or (size := node_size(network)) is None else min(size, network.world_size)
     if given is not None and known is not None and given != known:
         raise ValueError(f"--ranks-per-node is {given}, and the network has {known} in a node: expected one of them")
     if inside := next((way for way in sharded if way_of(way).nodes), None):
