@@ -10,7 +10,8 @@ hook averages that shard among the ranks that have the same one in other nodes. 
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -144,6 +145,12 @@ class Replication:
         """A flat shard of this parameter, with zeros at its end so that all ranks have shards of one size."""
         return pad(shard, (0, self._shards[name].numel() - shard.numel()))
 
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A context that fails on all ranks of all nodes if it fails on one; nothing in it communicates."""
+        with all_or_none(what, self._lanes[0].group, self._inside):
+            yield
+
     def any_in_node(self, here: bool) -> bool:
         """Whether any rank of this node says so. Collective in the node."""
         return _any_rank(torch.tensor(here, device=self._device), self._inside)
@@ -174,7 +181,7 @@ class Replication:
     def close(self) -> None:
         """Remove the hooks, and release threads and groups; nothing is averaged between nodes any more."""
         for unit in self._units:
-            unit.module.set_all_reduce_hook(_nothing)
+            unit.module.set_all_reduce_hook(no_average)
         self._exchanges.close()
         self._release()
 
@@ -228,8 +235,8 @@ class Replication:
         return exchanged()
 
 
-def _nothing(buffer: torch.Tensor) -> None:
-    """A hook that does nothing."""
+def no_average(buffer: torch.Tensor) -> None:
+    """The hook of a replication that is closed: FSDP2 takes no None."""
 
 
 def _any_rank(here: torch.Tensor, group: Group) -> bool:
@@ -270,6 +277,11 @@ def _units(model: nn.Module) -> list[Unit]:
                 raise ValueError(
                     f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "
                     'nodes itself, in full: give fully_shard() the inner dimension, mesh=mesh["shard"]'
+                )
+            if getattr(group, "_all_reduce_hook", None) not in (None, no_average):
+                raise ValueError(
+                    f"{path or 'the model'} has an all-reduce hook already: close() the Replication or the Watch of "
+                    "this model first, and call ab.watch() after ab.replicate()"
                 )
             shards = {}
             for one in group.fsdp_params:

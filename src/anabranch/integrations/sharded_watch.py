@@ -24,7 +24,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
 from anabranch.checks import Meta
-from anabranch.integrations.sharded import TESTED, parameter_groups
+from anabranch.integrations.sharded import TESTED, no_average, parameter_groups
 from anabranch.integrations.sharded_window import ShardedWindow
 from anabranch.observe.clock import clock_for
 from anabranch.seams import check_seams, unsupported
@@ -101,6 +101,7 @@ class Watch:
         self._why = "none was made"  # the last pass was not recorded
         self._undo: list[Callable[[], object]] = []
         self._gradients: list[Any] = []  # handles of hooks for this pass
+        self._averages: list[Callable[[torch.Tensor], None]] = []  # our hooks around the exchange between nodes
         self._steps = 0  # that have ended
         self._windows: list[ShardedWindow] = []
         # In front of FSDP2's own hook, and behind it.
@@ -316,6 +317,9 @@ class Watch:
         """Why this pass is no whole step; empty if it is one."""
         if not self._reduces():
             return "the last backward did not reduce gradients (set_requires_gradient_sync)"
+        hooks = {group._all_reduce_hook for unit in self._units for group in unit.groups}
+        if hooks - {None, no_average, *self._averages}:
+            return "ab.replicate() came after ab.watch(): close() this watch, and make another one"
         for name in (name for unit in self._units for name in unit.blocks):
             if name not in one.forward:
                 return f"{name} was not called in the last forward: leave it out of the units"
@@ -329,7 +333,8 @@ class Watch:
             self._replace(group, part, _Timed(getattr(group, part), record, self._clock))
         hook = group._all_reduce_hook
         if hook is not None or group._is_hsdp:
-            self._replace(group, "_all_reduce_hook", partial(self._average, unit.label, hook))
+            self._averages.append(partial(self._average, unit.label, hook))
+            self._replace(group, "_all_reduce_hook", self._averages[-1])
 
     def _replace(self, group: Any, part: str, ours: object) -> None:
         """Set a part of FSDP2's until close(). FSDP2's own setters refuse units of several groups."""
