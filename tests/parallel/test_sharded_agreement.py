@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import anabranch as ab
 from anabranch.integrations.sharded_watch import Watch
-from anabranch.integrations.sharding_trial import left_nbytes
+from anabranch.integrations.sharding_trial import _spare_nbytes, left_nbytes
 from parallel.sharded_runs import Block, model_of, oktopk, train, two_nodes
 from ranks import on_ranks, patience
 
@@ -124,6 +125,22 @@ def test_a_step_that_one_rank_cannot_record_is_an_error_everywhere() -> None:
 )
 def test_ranks_on_one_gpu_share_what_is_free(free: int, sharing: int, reserved: int, used: int, left: int) -> None:
     assert left_nbytes(free, sharing, reserved, used) == left
+
+
+def spare(rank: int) -> int:
+    """As on GPUs: ranks 0 and 1 share one, on which 1000 bytes are free; the others have more."""
+    shared = rank < 2
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="shared" if shared else f"own {rank}")  # type: ignore[assignment, misc]
+    torch.cuda.mem_get_info = lambda device=None: (1000 if shared else 900, 10_000)
+    torch.cuda.memory_reserved = lambda device=None: 300
+    torch.cuda.max_memory_allocated = lambda device=None: 200
+    model = ab.shard(nn.Sequential(nn.Linear(4, 2, bias=False)), mesh := init_device_mesh("cpu", (4,)))
+    return _spare_nbytes(model, mesh, torch.device("cuda"))
+
+
+def test_the_fullest_rank_decides_how_much_is_left() -> None:
+    """Of 32 bytes of weights the first two ranks hold 16 each, and as many of gradients."""
+    assert on_ranks(spare, 4) == [int(0.8 * (1000 // 2 + 300 - 200 - 32))] * 4
 
 
 # ---------------------------------------------------------------------------------------------------------- shard
