@@ -60,12 +60,16 @@ def nodes(rank: int, inside: list[str], names: list[str]) -> list[str]:
     for contestant in contestants:
         with contestant.enter() as step:
             step()
-    return [f"{contestant.name}, predicted: {contestant.predicted_s is not None}" for contestant in contestants]
+    return [
+        f"{way_of(name).title}, predicted: {contestant.predicted_s is not None}"
+        for name, contestant in zip(names, contestants, strict=True)
+        if contestant.name == way_of(name).title
+    ]
 
 
 def test_hsdp_has_the_nodes_of_the_launcher() -> None:
-    asked = ["hsdp", "hsdp:reshard", "fsdp2"]
-    assert on_ranks(nodes, 4, ["2"] * 4, asked) == [[f"{WAYS[way].title}, predicted: False" for way in asked]] * 4
+    asked = ["hsdp", "hsdp:reshard", "fsdp2", "hsdp@int8", "hsdp:reshard@oktopk:0.1"]
+    assert on_ranks(nodes, 4, ["2"] * 4, asked) == [[f"{way_of(way).title}, predicted: False" for way in asked]] * 4
 
 
 @pytest.mark.parametrize(
@@ -84,9 +88,9 @@ def test_other_nodes_are_refused_on_all_ranks(inside: list[str], words: str) -> 
 
 @pytest.mark.slow
 def test_units_inside_nodes_are_planned_and_predicted() -> None:
-    asked = ["hsdp:planned", "hsdp"]
+    asked = ["hsdp:planned@int8", "hsdp@int8", "hsdp"]
     found = on_ranks(nodes, 4, ["2"] * 4, asked, timeout_s=100)
-    assert found == [[f"{WAYS[way].title}, predicted: True" for way in asked]] * 4
+    assert found == [[f"{way_of(way).title}, predicted: {'int8' in way}" for way in asked]] * 4
 
 
 def test_other_ways_are_refused() -> None:

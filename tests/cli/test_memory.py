@@ -260,7 +260,9 @@ def test_models_that_are_sharded_inside_nodes(capsys: pytest.CaptureFixture[str]
     expected = predict(profile, "hsdp", Setting(ranks=16, ranks_per_node=4)).nbytes
     assert document["modes"]["hsdp"]["predicted_nbytes"] == expected and document["largest_batch"]["hsdp"] > 0
     assert "hsdp: 4 nodes of 4 ranks, each with one copy of the model" in document["assumptions"]
-    with_nodes = json_of(capsys, *asked, "--network", "nvlink+25gbe")
+    with_nodes = json_of(capsys, *asked, "--sharded", "hsdp@int4", "--network", "nvlink+25gbe")
+    assert with_nodes["samples_per_s"]["hsdp@int4"] > with_nodes["samples_per_s"]["hsdp"]
+    assert with_nodes["modes"]["hsdp@int4"]["kinds"]["residual"] > 0 == with_nodes["modes"]["hsdp"]["kinds"]["residual"]
     assert "hsdp: 2 nodes of 8 ranks, each with one copy of the model" in with_nodes["assumptions"]
     assert with_nodes["samples_per_s"]["hsdp"] > 0
 

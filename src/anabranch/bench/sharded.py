@@ -1,4 +1,4 @@
-"""Contestants that shard the model by FSDP2: stock, over all ranks or inside nodes (HSDP), and in planned units."""
+"""Contestants that shard the model by FSDP2, over all ranks or inside nodes (HSDP): stock, planned, compressed."""
 
 import os
 from collections.abc import Sequence
@@ -8,13 +8,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from anabranch.bench.compress import Rival, compression
 from anabranch.bench.contestants import Contestant, unwrapped
 from anabranch.bench.workload import Workload
 from anabranch.comm.agree import from_all_ranks
 from anabranch.comm.groups import default_group
+from anabranch.compression import Compress
 from anabranch.errors import AnabranchError
+from anabranch.integrations.sharded import replicate
 from anabranch.integrations.sharding import block_names, shard
 from anabranch.integrations.sharding_trial import FoundSharding, find_sharding
+from anabranch.kinds import DENSE
 from anabranch.sharded import step_s
 from anabranch.sharded.ways import PLANNED, ShardedWay, way_of
 
@@ -24,16 +28,14 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 def sharded_contestants(workload: Workload, names: Sequence[str]) -> list[Contestant]:
     """One for each of these ways, on a model of its own that is kept between its turns. Collective.
 
-    Where units are planned, steps of the other layouts on the same mesh are predicted, too.
+    Where units are planned, steps of the other layouts on the same mesh with the same exchange are predicted, too.
     """
     ways = [way_of(name) for name in names]
-    contestants: dict[ShardedWay, Contestant] = {}
-    for nodes in sorted({way.nodes for way in ways}):
-        mesh = _nodes(workload) if nodes else init_device_mesh(workload.device.type, (dist.get_world_size(),))
-        own = [way for way in ways if way.nodes == nodes]
-        found = _found(workload, mesh) if any(way.units == PLANNED for way in own) else None
-        contestants |= {way: _contestant(workload, way, mesh, found) for way in own}
-    return [contestants[way] for way in ways]
+    meshes = {nodes: _mesh(workload, nodes) for nodes in sorted({way.nodes for way in ways})}
+    found = {
+        (way.nodes, way.exchange): _found(workload, way, meshes[way.nodes]) for way in ways if way.units == PLANNED
+    }
+    return [_contestant(workload, way, meshes[way.nodes], found.get((way.nodes, way.exchange))) for way in ways]
 
 
 def _contestant(workload: Workload, way: ShardedWay, mesh: DeviceMesh, found: FoundSharding | None) -> Contestant:
@@ -41,18 +43,33 @@ def _contestant(workload: Workload, way: ShardedWay, mesh: DeviceMesh, found: Fo
     plan = way.per_block(block_names(model) if found is None else found.default.names)  # in the order of forward
     if found is not None and way.units == PLANNED:
         plan = found.plan
-    shard(model, mesh, plan)
+    if way.exchange == DENSE:
+        shard(model, mesh, plan)
+    else:
+        shard(model, mesh["shard"], plan)
+        replicate(model, mesh, compress=_compress(way))
     predicted_s = None if found is None else step_s(found.trace, plan, found.links)
     return Contestant(way.title, partial(unwrapped, partial(step, model)), None, predicted_s)
 
 
-def _found(workload: Workload, mesh: DeviceMesh) -> FoundSharding:
+def _found(workload: Workload, way: ShardedWay, mesh: DeviceMesh) -> FoundSharding:
     _, step = workload.build()
 
     def build() -> nn.Module:
         return workload.build()[0]
 
-    return find_sharding(build, mesh, step)
+    return find_sharding(build, mesh, step, compress=_compress(way))
+
+
+def _compress(way: ShardedWay) -> Compress:
+    """What ``ab.replicate`` is given for the exchange of a way."""
+    found = None if way.exchange == DENSE else compression(way.exchange)
+    assert not isinstance(found, Rival)  # which no way has
+    return found
+
+
+def _mesh(workload: Workload, nodes: bool) -> DeviceMesh:
+    return _nodes(workload) if nodes else init_device_mesh(workload.device.type, (dist.get_world_size(),))
 
 
 def _nodes(workload: Workload) -> DeviceMesh:

@@ -294,6 +294,7 @@ def _measured(
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.activations import policy
     from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, under_autocast, world
+    from anabranch.estimate.account import is_sharded
 
     build, factory = _build_at(model)(batch), OPTIMIZERS[optimizer.value]
     build = under_autocast(build) if half else build
@@ -304,7 +305,7 @@ def _measured(
         return {
             mode: peak(build, mode, factory, setting.ranks, setting.density, options).steady
             for mode in runnable_modes(modes)
-            if mode not in UNPLANNED
+            if not is_sharded(mode)
         }
 
 

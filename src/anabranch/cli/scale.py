@@ -19,7 +19,7 @@ from anabranch.scaling import Compute, Scaling, line_up, strategy_kinds
 from anabranch.scaling import scale as predict
 from anabranch.scaling.compression import LEAN
 from anabranch.scaling.study import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
-from anabranch.sharded.ways import UNPLANNED, WAYS, help_of, way_of
+from anabranch.sharded.ways import PLANNED, WAYS, help_of, way_of
 from anabranch.sim.ranks import MAX_JITTER
 from anabranch.trace import Trace
 
@@ -182,7 +182,7 @@ def _chosen(planners: str, compress: Sequence[str] | None, batch: int | None, wi
 
 def _sharded_setting(ways: Sequence[str], ranges: Sequence[NetworkRange], fewest: int, within: str) -> "Setting | None":
     """How sharded strategies are trained where each rank holds most: at the fewest ranks. None if there is none."""
-    if planned := next((way for way in ways if way not in UNPLANNED), None):
+    if planned := next((way for way in ways if way_of(way).units == PLANNED), None):
         raise ValueError(f"--within is {within}: the memory of --sharded {planned} is not predicted; run them apart")
     if not ways:
         return None

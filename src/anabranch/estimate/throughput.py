@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anabranch.alpha_beta import AlphaBeta
-from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, WAYS
+from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, WAYS, is_sharded
 from anabranch.network import Network
 from anabranch.planners import by_bytes
 from anabranch.planners.compressed import compressed_if_faster
 from anabranch.scaling.compression import dense_only, priced
 from anabranch.scaling.sharding import Sharding
 from anabranch.scaling.sweep import recorded_batch
-from anabranch.sharded.ways import UNPLANNED
 from anabranch.sim import finish_s
 from anabranch.sparse.naming import kind_of
 from anabranch.trace import Trace
@@ -62,7 +61,7 @@ def samples_per_s(
     elif mode == NAIVE:
         numel = sum(tensor.numel for tensor in here.tensors)
         step_s = here.forward_s + here.backward_s + naive_s(numel, network, density)
-    elif mode in UNPLANNED:
+    elif is_sharded(mode):
         (step_s,) = Sharding.named(mode)(here, here, [network]).steps_s
     else:
         kind = WAYS[mode].exchange

@@ -1,12 +1,14 @@
 """Strategies that shard the model by FSDP2, over all ranks or inside nodes (HSDP), at any world size."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil
 
 from anabranch.alpha_beta import TwoLevel
+from anabranch.kinds import DENSE
 from anabranch.network import Network
+from anabranch.scaling.compression import Compression, priced
 from anabranch.scaling.sweep import Ran
 from anabranch.sharded import Block, Links, ShardedTrace, plan, step_s
 from anabranch.sharded.ways import PLANNED, ShardedWay, way_of
@@ -16,6 +18,18 @@ ASSUMPTIONS = (
     "blocks of sharded strategies are the parameters with the same number in their names, and forward is divided among "
     "them as backward is; their gathers and reduce-scatters take half an all-reduce each; memory is not bounded",
 )
+
+
+BETWEEN = (
+    "hsdp@…: what is sent between nodes costs what the same exchange costs in a bucket; what it computes does not slow "
+    "the backward pass",
+)
+
+
+def assumptions(ways: Iterable[str]) -> list[str]:
+    """What the predictions of these ways assume."""
+    exchanges = [way_of(name).exchange for name in ways]
+    return [*(ASSUMPTIONS if exchanges else ()), *(BETWEEN if set(exchanges) - {DENSE} else ())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +65,8 @@ class Sharding:
             return Links(Network.modelled(inside, model.inside))
         # The shards of a node pass its one card together.
         card = replace(model.across, beta_s_per_byte=inside * model.across.beta_s_per_byte)
-        return Links(Network.modelled(inside, model.inside), Network.modelled(count, card))
+        (kind,) = (DENSE,) if self.way.exchange == DENSE else Compression.named(self.way.exchange).kinds
+        return Links(Network.modelled(inside, model.inside), priced(Network.modelled(count, card), [kind]), kind)
 
 
 def sharded_trace(trace: Trace, names: Sequence[str] | None = None) -> ShardedTrace:

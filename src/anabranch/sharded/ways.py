@@ -1,8 +1,9 @@
-"""Ways to shard a model, by the names that commands have for them: fsdp2, fsdp2:reshard, fsdp2:planned, hsdp, …"""
+"""Ways to shard a model, by the names that commands have for them: fsdp2, fsdp2:reshard, fsdp2:planned, hsdp@int8, …"""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from anabranch.kinds import COMPRESSED, DENSE
 from anabranch.sharded.plan import ShardingPlan
 
 KEPT, RESHARD, PLANNED = "", "reshard", "planned"
@@ -15,25 +16,28 @@ TITLES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ShardedWay:
-    """One of ``WAYS``.
+    """One of ``WAYS``, or one of them with another exchange between nodes.
 
-    nodes   the model is sharded inside each node, and averaged between nodes (HSDP); else over all ranks (FSDP2)
-    units   KEPT or RESHARD after forward, a unit per block; or PLANNED
+    nodes      the model is sharded inside each node, and averaged between nodes (HSDP); else over all ranks (FSDP2)
+    units      KEPT or RESHARD after forward, a unit per block; or PLANNED
+    exchange   between nodes: dense, as stock HSDP does, or the kind of ``ab.replicate``, such as "int8", "oktopk:0.01"
     """
 
     nodes: bool
     units: str
+    exchange: str = DENSE
 
     @property
     def name(self) -> str:
         """In commands."""
         family = "hsdp" if self.nodes else "fsdp2"
-        return f"{family}:{self.units}" if self.units else family
+        return f"{family}{':' * bool(self.units)}{self.units}{f'@{self.exchange}' * (self.exchange != DENSE)}"
 
     @property
     def title(self) -> str:
         """In tables."""
-        return f"{'HSDP' if self.nodes else 'FSDP2'}, {TITLES[self.units]}"
+        between = f", {self.exchange} between nodes" if self.exchange != DENSE else ""
+        return f"{'HSDP' if self.nodes else 'FSDP2'}, {TITLES[self.units]}{between}"
 
     def per_block(self, names: Iterable[str]) -> ShardingPlan:
         """A unit per block, freed after forward if this way says so."""
@@ -41,11 +45,20 @@ class ShardedWay:
 
 
 def way_of(name: str, known: Iterable[str] | None = None) -> ShardedWay:
-    """The way of this name, which must be among ``known``; by default, any of WAYS."""
+    """The way of this name, which must be among ``known`` but for its exchange; by default, any of WAYS."""
+    plain, at, exchange = name.partition("@")
     expected = list(WAYS if known is None else known)
-    if name not in expected:
+    if plain not in expected:
         raise ValueError(f"--sharded is {name!r}: expected one of {', '.join(expected)}")
-    return WAYS[name]
+    way = WAYS[plain]
+    if not at:
+        return way
+    if not way.nodes or (exchange not in COMPRESSED and not exchange.startswith("oktopk:")):
+        raise ValueError(
+            f"--sharded is {name!r}: expected, for another exchange between nodes, hsdp and one of "
+            f"{', '.join(COMPRESSED)}, or oktopk with a density, such as hsdp@int8 or hsdp:reshard@oktopk:0.01"
+        )
+    return replace(way, exchange=exchange)
 
 
 WAYS: Mapping[str, ShardedWay] = {
@@ -56,4 +69,5 @@ UNPLANNED = tuple(name for name, way in WAYS.items() if way.units != PLANNED)  #
 
 def help_of(names: Iterable[str]) -> str:
     """These ways in the words of a command's help."""
-    return "; ".join(f"{name} ({WAYS[name].title})" for name in names)
+    listed = "; ".join(f"{name} ({WAYS[name].title})" for name in names)
+    return f"{listed}; hsdp@int8 and the like, with another exchange between nodes (ab.replicate)"
