@@ -185,9 +185,10 @@ def same_options(rank: int) -> list[list[Any]]:
     """Functions and parameters are other objects on every rank."""
     model, mesh = build(), init_device_mesh("cpu", (2,))
 
-    def place(parameter: nn.Parameter) -> None:
+    def anywhere(parameter: nn.Parameter, why: object) -> None:
         return None
 
+    place = partial(anywhere, why=object())  # prints an address
     ignored = {model.get_parameter("0.weight"), model.get_parameter("1.bias")}
     return [error_of(lambda: ab.shard(model, mesh, shard_placement_fn=place, ignored_params=ignored))]
 

@@ -6,6 +6,7 @@ the timeout of their process groups. So all that must be the same is compared fi
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -63,13 +64,15 @@ def described_model(model: nn.Module) -> list[str]:
 def described_options(options: Mapping[str, Any], model: nn.Module | None = None) -> list[str]:
     """Options of fully_shard() in lines that are the same on ranks that were given the same.
 
-    Of functions and parameters, the names: where they are in memory differs between ranks.
+    Of values that print where they are in memory, such as functions and parameters, the names alone.
     """
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
 
     def words(value: Any) -> str:
         if isinstance(value, set | frozenset):
             return str(sorted(names.get(id(one), type(one).__name__) for one in value))
-        return getattr(value, "__qualname__", None) or repr(value)
+        if is_dataclass(value) or isinstance(value, bool | int | float | str | None):
+            return repr(value)
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
 
     return [f"{name} {words(value)}" for name, value in sorted(options.items())]
