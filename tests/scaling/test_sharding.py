@@ -97,11 +97,6 @@ def test_compressed_exchanges_between_nodes_are_priced() -> None:
     assert links.kind == "oktopk:0.01"
 
 
-def test_a_density_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected a density in"):
-        scale(TRACE, ["nvlink+25gbe"], [16], ["by_bytes"], (), sharded=["hsdp@oktopk:2"])
-
-
 def test_jitter_and_stragglers_slow_them_too() -> None:
     quiet = scale(TRACE, ["25gbe"], [4], ["by_bytes"], (), sharded=["fsdp2"])
     late = Compute(stragglers=1, straggler_factor=2.0)

@@ -32,6 +32,9 @@ def test_units_are_kept_or_freed_as_the_name_says() -> None:
         ("fsdp2@int8", "expected, for another exchange between nodes, hsdp and one of bf16, int8, int4"),
         ("hsdp@int9", "such as hsdp@int8"),
         ("hsdp@oktopk", "or oktopk with a density"),
+        ("hsdp@oktopk:2", "or oktopk with a density"),
+        ("hsdp@oktopk:0.0", "or oktopk with a density"),
+        ("hsdp@oktopk:0.01:bf16", "or oktopk with a density"),
         ("hsdp@", "such as hsdp@int8"),
     ],
 )

@@ -1,5 +1,6 @@
 """Ways to shard a model, by the names that commands have for them: fsdp2, fsdp2:reshard, fsdp2:planned, hsdp@int8, …"""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,8 @@ TITLES: Mapping[str, str] = {
     RESHARD: "a unit per block, freed after forward",
     PLANNED: "planned units",
 }
+
+SPARSE = re.compile(r"oktopk:(0?\.0*[1-9]\d*|1)")  # a share of the elements: above 0, and 1 at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def way_of(name: str, known: Iterable[str] | None = None) -> ShardedWay:
     way = WAYS[plain]
     if not at:
         return way
-    if not way.nodes or (exchange not in COMPRESSED and not exchange.startswith("oktopk:")):
+    if not way.nodes or not (exchange in COMPRESSED or SPARSE.fullmatch(exchange)):
         raise ValueError(
             f"--sharded is {name!r}: expected, for another exchange between nodes, hsdp and one of "
             f"{', '.join(COMPRESSED)}, or oktopk with a density, such as hsdp@int8 or hsdp:reshard@oktopk:0.01"
