@@ -248,8 +248,36 @@ def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:
     for mode in ("fsdp2", "fsdp2:reshard"):
         assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4)).nbytes
         assert document["largest_batch"][mode] > 0 and document["samples_per_s"][mode] > 0
-    assert any("fsdp2's units" in line for line in document["assumptions"])
-    assert "--sharded is 'hsdp': expected one of fsdp2, fsdp2:reshard" in error_of(capsys, *ASKED, "--sharded", "hsdp")
+    assert any("units of fsdp2 and hsdp" in line for line in document["assumptions"])
+    refused = error_of(capsys, *ASKED, "--sharded", "fsdp2:planned")
+    assert "--sharded is 'fsdp2:planned': expected one of fsdp2, fsdp2:reshard, hsdp" in refused
+
+
+def test_models_that_are_sharded_inside_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--ranks", "16", "--sharded", "hsdp"]
+    document = json_of(capsys, *asked, "--ranks-per-node", "4", "--within", "1GiB")
+    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    expected = predict(profile, "hsdp", Setting(ranks=16, ranks_per_node=4)).nbytes
+    assert document["modes"]["hsdp"]["predicted_nbytes"] == expected and document["largest_batch"]["hsdp"] > 0
+    assert "hsdp: 4 nodes of 4 ranks, each with one copy of the model" in document["assumptions"]
+    with_nodes = json_of(capsys, *asked, "--sharded", "hsdp@int4", "--network", "nvlink+25gbe")
+    assert with_nodes["samples_per_s"]["hsdp@int4"] > with_nodes["samples_per_s"]["hsdp"]
+    assert with_nodes["modes"]["hsdp@int4"]["kinds"]["residual"] > 0 == with_nodes["modes"]["hsdp"]["kinds"]["residual"]
+    assert "hsdp: 2 nodes of 8 ranks, each with one copy of the model" in with_nodes["assumptions"]
+    assert with_nodes["samples_per_s"]["hsdp"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], "--sharded is hsdp, which shards inside nodes: say how many ranks a node has by --ranks-per-node"),
+        (["--ranks-per-node", "3"], "ranks_per_node is 3, and there are 16 ranks: expected a number that divides them"),
+        (["--ranks-per-node", "4", "--rate", "10gbit"], "its throughput needs a network with nodes"),
+        (["--ranks-per-node", "4", "--network", "nvlink+25gbe"], "--ranks-per-node is 4, and the network has 8"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in error_of(capsys, *ASKED, "--ranks", "16", "--sharded", "hsdp", *more)
 
 
 def test_the_difference_to_ddp_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ from anabranch import Network, Plan, Trace, planners, save
 from anabranch.bench import zoo
 from anabranch.cli import network_text
 from anabranch.cli.main import main
+from anabranch.cli.memory import Activations, Optimizer, estimator_of
+from anabranch.estimate.account import Setting
 from anabranch.scaling.compression import priced
 from anabranch.scaling.result import Scaling
 from anabranch.scaling.sweep import Compute, sweep
@@ -129,6 +131,26 @@ def test_what_fits_decides_the_batch(
     assert "whatever the strategy" in error_of(capsys, *argv[:-1], "1MiB")
     assert "--scaling strong" in error_of(capsys, *argv, "--scaling", "strong")
     assert "expected one of them" in error_of(capsys, *argv, "--batch", "4")
+
+
+def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from estimate.models import images
+
+    monkeypatch.setattr(zoo, "model_and_loss", lambda _name, device, batch: images(batch)(device))
+    numbered = tuple(replace(t, name=f"layers.{i}.{t.name}") for i, t in enumerate(small_trace().tensors))
+    save(replace(small_trace(), tensors=numbered, meta={"model": "resnet50", "batch": 8}), tmp_path / "fit.json")
+    argv = ["scale", "--trace", str(tmp_path / "fit.json"), "--network", "nvlink+25gbe", *FEW, "--within", "100MiB"]
+    found = json_of(capsys, *argv, "--sharded", "fsdp2:reshard", "--sharded", "hsdp")
+    batches = {strategy["name"]: strategy["batch"] for strategy in found["strategies"]}
+    estimator = estimator_of("resnet50", Optimizer.momentum, Activations.keep)
+    for way in ("fsdp2:reshard", "hsdp"):
+        expected = estimator.largest_batch(way, Setting(ranks=4, ranks_per_node=4), 100 << 20)
+        assert batches[way] == expected > 0
+    assert "memory: of sharded models at 4 ranks in nodes of 4; with more, shards are smaller" in found["assumptions"]
+    other = [*argv, "--network", "25gbe", "--sharded", "hsdp"]
+    assert "depends on the nodes of the network, and these have [1, 8] ranks" in error_of(capsys, *other)
 
 
 def test_what_nobody_can_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,34 @@ def test_ranks_are_counted_within_the_group() -> None:
     assert on_ranks(a_part_of_the_world, 3) == [None, *[["from 1", "rank 1", "rank 2"]] * 2]
 
 
+def in_a_mesh(rank: int) -> list[Any]:
+    """Two rows of three ranks; one rank differs along its column and its row, and then fails."""
+    columns = [dist.new_group(ranks) for ranks in ([0, 3], [1, 4], [2, 5])]
+    rows = [dist.new_group(ranks) for ranks in ([0, 1, 2], [3, 4, 5])]
+    mesh = columns[rank % 3], rows[rank // 3]
+    found: list[Any] = [
+        [part.decode() for part in from_all_ranks(b"\0".join([b"%d" % rank] * rank).hex().encode(), *mesh)]
+    ]
+    with pytest.raises(DisagreementError) as caught:
+        check_same("the lines", ["same", "other" if rank == 4 else "same"], *mesh)
+    found.append(str(caught.value))
+    with pytest.raises((DisagreementError, ArithmeticError)) as failed, all_or_none("building", *mesh):
+        if rank == 4:
+            raise ArithmeticError("no 4")
+    return [*found, str(failed.value)]
+
+
+def test_all_ranks_of_a_mesh_are_asked_at_once() -> None:
+    """Dimension by dimension, ranks that see no difference along the first would wait for those that do."""
+    answers = on_ranks(in_a_mesh, 6)
+    for rank, (sent, differ, failed) in enumerate(answers):
+        assert sent == [b"\0".join([b"%d" % other] * other).hex() for other in range(6)]
+        assert "rank 0 has 'same' (item 1), rank 4 has 'other' (item 1); ranks 4 differ from rank 0" in differ
+        assert failed == (
+            "no 4" if rank == 4 else "building failed on ranks 4, and not here; rank 4: ArithmeticError('no 4')"
+        )
+
+
 def one_fails(rank: int) -> list[str]:
     """What ranks say where none fails, some do, and all do."""
     said = []

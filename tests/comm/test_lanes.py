@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from anabranch.comm import lanes as lanes_module
 from anabranch.comm.dense import dense
 from anabranch.comm.groups import timeout_of
 from anabranch.comm.lanes import HostLane, Lanes, Message
 from anabranch.errors import CollectiveError
-from ranks import on_ranks
+from ranks import GROUP_TIMEOUT, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -187,3 +188,49 @@ def test_closing_from_its_own_thread_does_not_wait_for_itself() -> None:
     lane.submit(Message(closing(), torch.ones(1), "closes its lane")).wait()
     assert answers == [False]
     assert lane.close(5.0) and time.monotonic() - begun < 4
+
+
+class StreamWithoutGpu:
+    """Stands for a stream lane."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+def lines_between_nodes(rank: int, together: bool) -> dict[str, Any]:
+    """Lanes of the ranks with the same shard, in two nodes of two ranks, as on NCCL."""
+    lines = [[0, 2], [1, 3]]
+    new_group, made = dist.new_group, list[list[Any]]()
+    groups = [new_group(ranks, timeout=GROUP_TIMEOUT) for ranks in lines]
+    own = next(group for group in groups if isinstance(group, dist.ProcessGroup))
+
+    def recorded(ranks: list[int], **options: Any) -> Any:
+        made.append([ranks, options["backend"], options["pg_options"], options["timeout"].total_seconds()])
+        return new_group(ranks)
+
+    lanes_module.StreamLane = StreamWithoutGpu  # type: ignore[assignment, misc]
+    lanes_module._options = lambda max_ctas, timeout: f"max_ctas {max_ctas}"
+    dist.get_backend = lambda group: "nccl"  # type: ignore[assignment, misc]
+    dist.new_group = recorded  # type: ignore[assignment]
+    lanes = Lanes(own, torch.device("cuda"), 2, lines if together else ())
+    lanes.grow(1)
+    group = lanes[0].group
+    value = torch.tensor([float(rank)])
+    dist.all_reduce(value, group=group)
+    lanes.close()
+    return {"made": made, "shared": group is own, "sum": value.item(), "lanes": lanes.max_lanes}
+
+
+def test_lanes_of_some_ranks_get_few_multiprocessors_where_all_ranks_make_them_together() -> None:
+    for rank, found in enumerate(on_ranks(lines_between_nodes, 4, True)):
+        timeout_s = GROUP_TIMEOUT.total_seconds()
+        assert found["made"] == [[ranks, "nccl", "max_ctas 2", timeout_s] for ranks in ([0, 2], [1, 3])]
+        assert not found["shared"] and found["sum"] == (2.0, 4.0)[rank % 2] and found["lanes"] > 1
+
+
+def test_lanes_of_some_ranks_alone_share_their_group() -> None:
+    for found in on_ranks(lines_between_nodes, 4, False):
+        assert found["shared"] and not found["made"] and found["lanes"] == 1

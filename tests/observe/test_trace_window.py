@@ -16,7 +16,7 @@ from anabranch import Bucket, DataParallel, DisagreementError, FileError, Lean, 
 from anabranch.observe import clock_sync
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepMarks, StepObserver
-from anabranch.observe.trace_window import to_rank_0
+from anabranch.observe.window_file import to_rank_0
 from observe.trace_events import check_format, of_rank
 from parallel.twins import SCENARIOS, WIDTH, batch, mlp, plain_train, ring, scattered, sgd
 from ranks import on_ranks

@@ -100,13 +100,15 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str, memory: str) 
         dist.destroy_process_group()
 
 
-def run(folder: Path, fault: str, ending: str, memory: str) -> tuple[list[int | None], list[str], dict[int, Any]]:
+def run(
+    folder: Path, fault: str, ending: str, memory: str, program: str = __file__
+) -> tuple[list[int | None], list[str], dict[int, Any]]:
     """Exit codes and stderr of all ranks, and what they noted; ranks that have not ended in time are killed."""
     path = os.pathsep.join(sys.path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHONPATH": path}
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder), fault, ending, memory],
+            [sys.executable, program, str(rank), str(folder), fault, ending, memory],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,

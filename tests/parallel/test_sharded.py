@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import anabranch as ab
+from anabranch.comm.lanes import Lanes
+from anabranch.integrations import sharded
 from parallel.sharded_runs import batch_of, model_of, oktopk, train, two_nodes, weights
 from ranks import on_ranks
 
@@ -227,7 +229,12 @@ def refusals(rank: int) -> list[str]:
     loose = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
     fully_shard(loose[0], mesh=mesh["shard"])
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    watched, twice = model_of(mesh["shard"]), model_of(mesh["shard"])
+    first = [ab.replicate(model, mesh) for model in (watched, twice)]
+    ab.watch(watched)
     attempts: list[tuple[nn.Module, Any, Any]] = [
+        (watched, mesh, None),
+        (twice, mesh, None),
         (nn.Linear(7, 7), mesh, None),
         (model_of(mesh), mesh, None),
         (loose, mesh, None),
@@ -242,11 +249,15 @@ def refusals(rank: int) -> list[str]:
         with pytest.raises((ValueError, ab.DisagreementError)) as caught:
             ab.replicate(model, given, compress=compress)
         said.append(str(caught.value))
+    first[1].close()
+    ab.replicate(twice, mesh)
     return said
 
 
 def test_what_cannot_work_is_refused_with_a_sentence() -> None:
     expected = [
+        "has an all-reduce hook already: close() the Replication or the Watch",
+        "has an all-reduce hook already: close() the Replication or the Watch",
         "has no unit that is trained: call fully_shard",
         "sharded over a mesh of two dimensions",
         "1.weight is in no unit",
@@ -329,6 +340,24 @@ def test_a_checkpoint_without_the_state_is_refused_with_a_sentence(tmp_path: Pat
         assert "has no entry anabranch/node" in said
 
 
+def not_everywhere(rank: int, folder: str) -> str:
+    mesh = two_nodes()
+    model = model_of(mesh["shard"])
+    replication = ab.replicate(model, mesh, compress=oktopk())
+    save({"comm": ab.ReplicationState(replication)}, checkpoint_id=folder)
+    saved_at = f"{folder}-of-another-host" if rank == 3 else folder
+    with pytest.raises((ab.DisagreementError, OSError)) as caught:
+        load({"comm": ab.ReplicationState(replication, saved_at)}, checkpoint_id=folder)
+    return str(caught.value)
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(tmp_path: Path) -> None:
+    *others, last = on_ranks(not_everywhere, 4, str(tmp_path / "checkpoint"))
+    assert "checkpoint-of-another-host" in last
+    for said in others:
+        assert "reading the checkpoint failed on ranks 3, and not here" in said
+
+
 class OneNan(torch.autograd.Function):
     """The identity, with a gradient that is not finite."""
 
@@ -406,3 +435,24 @@ def _small(folder: str, nodes: int, saves: bool) -> None:
 def test_shards_of_one_element_are_loaded(tmp_path: Path) -> None:
     on_ranks(small_saved, 2, str(tmp_path / "checkpoint"))
     on_ranks(small_loaded, 2, str(tmp_path / "checkpoint"))
+
+
+def lanes_of(rank: int) -> list[Any]:
+    """What the lanes of a replication are given: how many multiprocessors, and which ranks make groups together."""
+    given: list[Any] = []
+
+    class Recorded(Lanes):
+        def __init__(self, group: Any, device: Any, max_ctas: Any = None, siblings: Any = ()) -> None:
+            given.append([max_ctas, siblings])
+            super().__init__(group, device, max_ctas, siblings)
+
+    sharded.Lanes = Recorded  # type: ignore[attr-defined]
+    mesh = two_nodes()
+    for compress in (None, "bf16", "int8", oktopk()):
+        ab.replicate(model_of(mesh["shard"]), mesh, compress=compress).close()
+    return given
+
+
+def test_compressed_messages_between_nodes_take_few_multiprocessors() -> None:
+    lines = [[0, 2], [1, 3]]
+    assert on_ranks(lanes_of, 4) == [[[None, lines], [2, lines], [1, lines], [1, lines]]] * 4

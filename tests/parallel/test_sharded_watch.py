@@ -102,6 +102,25 @@ def test_a_closed_replication_does_not_come_back() -> None:
     assert all(on_ranks(replication_closed_first, 4))
 
 
+def watched_too_early(rank: int) -> str:
+    mesh = two_nodes()
+    model = model_of(mesh["shard"])
+    watch = ab.watch(model)
+    replication = ab.replicate(model, mesh)
+    train(model, range(3))
+    with pytest.raises(RuntimeError) as caught:
+        watch.timeline()
+    replication.close()
+    train(model, range(3))
+    assert {span.track for span in watch.timeline().spans} == {"compute", "inside"}
+    return str(caught.value)
+
+
+def test_a_watch_says_that_it_came_too_early() -> None:
+    for said in on_ranks(watched_too_early, 4):
+        assert "ab.replicate() came after ab.watch(): close() this watch, and make another one" in said
+
+
 def nodes_of_one_rank(rank: int) -> list[str]:
     model = model_of(two_nodes())
     watch = ab.watch(model)

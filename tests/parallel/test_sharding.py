@@ -284,6 +284,12 @@ def test_a_layer_that_is_used_twice_is_no_block() -> None:
 # ----------------------------------------------------------------------------------------------------- refusals
 
 
+def refused(rank: int, model: nn.Module, plan: list[str], options: dict[str, Any]) -> str:
+    with pytest.raises((ab.PlanError, ValueError)) as caught:
+        ab.shard(model, one_node(), ab.ShardingPlan.per_block(plan), **options)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("model", "plan", "options", "words"),
     [
@@ -294,8 +300,7 @@ def test_a_layer_that_is_used_twice_is_no_block() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(model: nn.Module, plan: list[str], options: dict[str, Any], words: str) -> None:
-    with pytest.raises((ab.PlanError, ValueError), match=words):
-        ab.shard(model, None, ab.ShardingPlan.per_block(plan), **options)  # type: ignore[arg-type]
+    assert words in on_ranks(refused, 1, model, plan, options)[0]
 
 
 def test_a_model_without_blocks_is_refused() -> None:
@@ -303,7 +308,13 @@ def test_a_model_without_blocks_is_refused() -> None:
         ab.block_names(Wrapped(nn.ReLU()))
 
 
-def test_another_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(FSDPModule, "set_modules_to_forward_prefetch")
-    with pytest.raises(RuntimeError, match=r"anabranch does not fit torch .*FSDPModule has no set_modules_to_forward"):
-        ab.shard(Tied(), None)  # type: ignore[arg-type]
+def on_another_torch(rank: int) -> str:
+    del FSDPModule.set_modules_to_forward_prefetch
+    with pytest.raises(RuntimeError) as caught:
+        ab.shard(Tied(), one_node())
+    return str(caught.value)
+
+
+def test_another_torch_is_refused_by_name() -> None:
+    (said,) = on_ranks(on_another_torch, 1)
+    assert "anabranch does not fit torch" in said and "FSDPModule has no set_modules_to_forward_prefetch" in said

@@ -5,8 +5,10 @@ import pytest
 from anabranch import AlphaBeta, Network, TensorSpec, Trace
 from anabranch.files import load_bundled_trace
 from anabranch.scaling import Compute, scale
-from anabranch.scaling.sharding import WAYS, Sharding, block_of, sharded_trace
+from anabranch.scaling.sharding import Sharding, block_of, sharded_trace
+from anabranch.sharded.ways import WAYS
 
+RING = AlphaBeta("ring", 1e-6, 1e-10)
 TRACE = Trace(
     (
         TensorSpec("head.weight", 5, 4, 1.0),
@@ -53,8 +55,7 @@ def test_a_trace_without_numbers_is_refused() -> None:
 
 
 def test_hsdp_sends_inside_nodes_and_through_one_card_between_them() -> None:
-    ring = AlphaBeta("ring", 1e-6, 1e-10)
-    network = Network.two_level(16, 8, ring, AlphaBeta("ring", 1e-5, 1e-9))
+    network = Network.two_level(16, 8, RING, AlphaBeta("ring", 1e-5, 1e-9))
     links = Sharding.named("hsdp").links(network)
     assert links.between is not None and (links.inside.world_size, links.between.world_size) == (8, 2)
     # A shard of an eighth, eight of which pass the card: as long as the whole would alone.
@@ -73,7 +74,7 @@ def test_what_cannot_be_is_refused(way: str, network: str, words: str) -> None:
 
 
 def test_planned_units_are_never_slower_than_a_unit_per_block() -> None:
-    found = scale(load_bundled_trace("gpt2"), ["nvlink+25gbe"], [8, 32], ["by_bytes"], (), sharded=WAYS)
+    found = scale(load_bundled_trace("gpt2"), ["nvlink+25gbe"], [8, 32], ["by_bytes"], (), sharded=list(WAYS))
     assert any("blocks of sharded strategies" in line for line in found.assumptions)
     curves = found.on("nvlink+25gbe")
     for size in (8, 32):
@@ -82,6 +83,18 @@ def test_planned_units_are_never_slower_than_a_unit_per_block() -> None:
             assert planned.iteration_s <= kept.iteration_s <= freed.iteration_s
             assert planned.iteration_low_s <= planned.iteration_s <= planned.iteration_high_s
             assert planned.exposed_s >= 0
+
+
+def test_compressed_exchanges_between_nodes_are_priced() -> None:
+    ways = ["hsdp", "hsdp@int8", "hsdp@oktopk:0.01", "hsdp:planned@int8"]
+    found = scale(load_bundled_trace("gpt2"), ["nvlink+25gbe"], [8, 32], ["by_bytes"], (), sharded=ways)
+    curves = found.on("nvlink+25gbe")
+    dense, int8, sparse, planned = (curves[way][32].iteration_s for way in ways)
+    assert sparse < int8 < dense and planned <= int8
+    assert len({curves[way][8].iteration_s for way in ways[:3]}) == 1, "one node sends nothing between nodes"
+    assert any(line.startswith("hsdp@…") for line in found.assumptions)
+    links = Sharding.named("hsdp@oktopk:0.010").links(Network.two_level(16, 8, RING, RING))
+    assert links.kind == "oktopk:0.01"
 
 
 def test_jitter_and_stragglers_slow_them_too() -> None:

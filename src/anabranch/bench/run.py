@@ -54,7 +54,7 @@ class Settings:
     """How long to measure, and which contestants.
 
     ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP and every
-    DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``bench.sharded``. ``skip``: names of
+    DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``sharded.ways``. ``skip``: names of
     contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled. ``own_caches``: torch
     finds nothing that it has compiled for another contestant.
     """

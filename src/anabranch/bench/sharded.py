@@ -1,71 +1,90 @@
-"""Contestants that shard the model by FSDP2: stock, over all ranks or inside nodes (HSDP), and in planned units."""
+"""Contestants that shard the model by FSDP2, over all ranks or inside nodes (HSDP): stock, planned, compressed."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from anabranch.bench.compress import Rival, compression
 from anabranch.bench.contestants import Contestant, unwrapped
 from anabranch.bench.workload import Workload
+from anabranch.comm.agree import from_all_ranks
+from anabranch.comm.groups import default_group
+from anabranch.compression import Compress
 from anabranch.errors import AnabranchError
+from anabranch.integrations.sharded import replicate
 from anabranch.integrations.sharding import block_names, shard
 from anabranch.integrations.sharding_trial import FoundSharding, find_sharding
-from anabranch.sharded import ShardingPlan, step_s
+from anabranch.kinds import DENSE
+from anabranch.sharded import step_s
+from anabranch.sharded.ways import PLANNED, ShardedWay, way_of
 
-FSDP2, RESHARD, PLANNED, HSDP = "fsdp2", "fsdp2:reshard", "fsdp2:planned", "hsdp"
-NAMES: Mapping[str, str] = {
-    FSDP2: "FSDP2, a unit per block, kept after forward",
-    RESHARD: "FSDP2, a unit per block, freed after forward",
-    PLANNED: "FSDP2, planned units",
-    HSDP: "HSDP, a unit per block, kept after forward",
-}
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
-def check_sharded(ways: Sequence[str]) -> None:
-    """ValueError unless each is one of ``NAMES``."""
-    for way in ways:
-        if way not in NAMES:
-            raise ValueError(f"--sharded is {way!r}: expected one of {', '.join(NAMES)}")
+def sharded_contestants(workload: Workload, names: Sequence[str]) -> list[Contestant]:
+    """One for each of these ways, on a model of its own that is kept between its turns. Collective.
 
-
-def sharded_contestants(workload: Workload, ways: Sequence[str]) -> list[Contestant]:
-    """One for each way, on a model of its own that is kept between its turns. Collective.
-
-    Where units are planned, the steps of the other layouts of FSDP2 are predicted, too.
+    Where units are planned, steps of the other layouts on the same mesh with the same exchange are predicted, too.
     """
-    flat = init_device_mesh(workload.device.type, (dist.get_world_size(),))
-    found = _found(workload, flat) if PLANNED in ways else None
-    contestants = []
-    for way in ways:
-        model, step = workload.build()
-        names = block_names(model) if found is None else found.default.names  # in the order of forward
-        default = ShardingPlan.per_block(names, reshard=way == RESHARD)
-        plan = found.plan if found is not None and way == PLANNED else default
-        shard(model, _nodes(workload) if way == HSDP else flat, plan)
-        predicted_s = step_s(found.trace, plan, found.links) if found is not None and way != HSDP else None
-        enter = partial(unwrapped, partial(step, model))
-        contestants.append(Contestant(NAMES[way], enter, None, predicted_s))
-    return contestants
+    ways = [way_of(name) for name in names]
+    meshes = {nodes: _mesh(workload, nodes) for nodes in sorted({way.nodes for way in ways})}
+    found = {
+        (way.nodes, way.exchange): _found(workload, way, meshes[way.nodes]) for way in ways if way.units == PLANNED
+    }
+    return [_contestant(workload, way, meshes[way.nodes], found.get((way.nodes, way.exchange))) for way in ways]
 
 
-def _found(workload: Workload, mesh: DeviceMesh) -> FoundSharding:
+def _contestant(workload: Workload, way: ShardedWay, mesh: DeviceMesh, found: FoundSharding | None) -> Contestant:
+    model, step = workload.build()
+    plan = way.per_block(block_names(model) if found is None else found.default.names)  # in the order of forward
+    if found is not None and way.units == PLANNED:
+        plan = found.plan
+    if way.exchange == DENSE:
+        shard(model, mesh, plan)
+    else:
+        shard(model, mesh["shard"], plan)
+        replicate(model, mesh, compress=_compress(way))
+    predicted_s = None if found is None else step_s(found.trace, plan, found.links)
+    return Contestant(way.title, partial(unwrapped, partial(step, model)), None, predicted_s)
+
+
+def _found(workload: Workload, way: ShardedWay, mesh: DeviceMesh) -> FoundSharding:
     _, step = workload.build()
 
     def build() -> nn.Module:
         return workload.build()[0]
 
-    return find_sharding(build, mesh, step)
+    return find_sharding(build, mesh, step, compress=_compress(way))
+
+
+def _compress(way: ShardedWay) -> Compress:
+    """What ``ab.replicate`` is given for the exchange of a way."""
+    found = None if way.exchange == DENSE else compression(way.exchange)
+    assert not isinstance(found, Rival)  # which no way has
+    return found
+
+
+def _mesh(workload: Workload, nodes: bool) -> DeviceMesh:
+    return _nodes(workload) if nodes else init_device_mesh(workload.device.type, (dist.get_world_size(),))
 
 
 def _nodes(workload: Workload) -> DeviceMesh:
-    """Nodes, and the ranks in a node, as the launcher says."""
-    ranks, inside = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Nodes, and the ranks in a node, as the launcher says. Collective."""
+    own = os.environ.get(LOCAL_WORLD_SIZE, "1")
+    said = [text.decode() for text in from_all_ranks(own.encode(), default_group())]
+    if other := next((rank for rank, text in enumerate(said) if text != said[0]), None):
+        raise AnabranchError(
+            f"hsdp needs as many ranks in every node, and {LOCAL_WORLD_SIZE} is {said[0]} on rank 0 and {said[other]} "
+            f"on rank {other}: start the same number in each"
+        )
+    ranks, inside = len(said), int(own) if own.isdecimal() else 0
     if not 1 < inside < ranks or ranks % inside:
         raise AnabranchError(
-            f"hsdp needs several nodes of several ranks, and there are {ranks} ranks, {inside} in this node "
-            "(LOCAL_WORLD_SIZE): run e.g. anabranch lab --hosts 2 --ranks-per-host 2"
+            f"hsdp needs several nodes of several ranks, and there are {ranks} ranks, {own} in this node "
+            f"({LOCAL_WORLD_SIZE}): run e.g. anabranch lab --hosts 2 --ranks-per-host 2"
         )
     return init_device_mesh(workload.device.type, (ranks // inside, inside), mesh_dim_names=("replicate", "shard"))

@@ -15,6 +15,7 @@ from anabranch.cli.ranks import join
 from anabranch.errors import AnabranchError
 from anabranch.files import write_bytes
 from anabranch.plan import MAX_LANES
+from anabranch.sharded.ways import WAYS, help_of, way_of
 
 if TYPE_CHECKING:
     from anabranch.bench.run import Settings
@@ -67,9 +68,8 @@ ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help="Also the model sharded by FSDP2: fsdp2 (a unit per block, kept after forward), fsdp2:reshard (freed "
-        "after forward, FSDP2's default), fsdp2:planned (units of find_sharding), hsdp (inside nodes of several "
-        "ranks); for --model; may be repeated.",
+        help=f"Also the model sharded over all ranks, or inside nodes of several ranks: {help_of(WAYS)}; for --model; "
+        "may be repeated.",
     ),
 ]
 OnlyOption = Annotated[
@@ -129,11 +129,11 @@ def bench(
 
     from anabranch.bench.compress import compression
     from anabranch.bench.run import Settings
-    from anabranch.bench.sharded import check_sharded
     from anabranch.bench.workload import replay_workload, zoo_workload
 
     ways = list(dict.fromkeys(sharded or ()))
-    check_sharded(ways)
+    for way in ways:
+        way_of(way)  # refuses what it does not know
     for kind in kinds:
         compression(kind)  # refuses what it does not know
     steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anabranch.alpha_beta import TwoLevel
 from anabranch.cli import arguments, network_text, user_function
 from anabranch.cli.output import JsonOption, print_json, show_tables
 from anabranch.files import bundled_traces
 from anabranch.kinds import COMPRESSED
 from anabranch.network_presets import PRESETS
 from anabranch.quantities import size_nbytes
+from anabranch.sharded.ways import UNPLANNED, help_of, way_of
 from anabranch.sparse.naming import KIND
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 RATE_ALPHA = "30us"
 DEFAULT_RANKS = 4
 SHARDED_ASSUMPTION = (
-    "fsdp2's units are the parameters with the same number in their names; it is predicted alone, and not measured"
+    "units of fsdp2 and hsdp are the parameters with the same number in their names; they are predicted alone, and not "
+    "measured"
 )
 CLIPPED = "lean holds averages until the norm over all gradients is known"
 ZOO_DTYPE = "float32, as in torchvision or transformers"
@@ -96,8 +99,16 @@ ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help="Also sharded over all ranks by FSDP2: fsdp2 (a unit per block, kept after forward), fsdp2:reshard (freed "
-        "after forward, FSDP2's default); may be repeated.",
+        help=f"Also sharded over all ranks, or inside nodes: {help_of(UNPLANNED)}; may be repeated.",
+    ),
+]
+NodeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks-per-node",
+        metavar="N",
+        min=1,
+        help="For hsdp: ranks in a node. Default: the network's, if it has nodes.",
     ),
 ]
 ClipsOption = Annotated[
@@ -112,6 +123,7 @@ def memory(
     ranks: RanksOption = None,
     compress: CompressOption = None,
     sharded: ShardedOption = None,
+    ranks_per_node: NodeOption = None,
     density: DensityOption = 0.01,
     optimizer: OptimizerOption = Optimizer.momentum,
     activations: ActivationsOption = Activations.keep,
@@ -130,17 +142,18 @@ def memory(
     links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
     from anabranch.estimate.account import Setting
-    from anabranch.report.documents import MemoryDocument, printed
+    from anabranch.report.documents import MemoryDocument
 
     if measure:
         _check_measurable(plan, clips)
     buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
-    setting = Setting(ranks=ranks, density=density, buckets=buckets, clips=clips)
     modes = _modes(compress or [KIND], sharded or ())
+    node = _ranks_per_node(ranks_per_node, links, sharded or ())
+    setting = Setting(ranks=ranks, density=density, buckets=buckets, clips=clips, ranks_per_node=node)
     estimator = estimator_of(model, optimizer, activations, plan, half := precision == Precision.bf16)
     footprints = estimator.footprints(batch_size, setting, modes)
     measured = _measured(model, batch_size, optimizer, activations, setting, modes, half) if measure else {}
-    assumptions = [*estimator.assumptions, *([CLIPPED] if clips else []), *([SHARDED_ASSUMPTION] if sharded else [])]
+    assumptions = [*estimator.assumptions, *([CLIPPED] if clips else []), *_about_sharding(sharded or (), setting)]
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
         batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
@@ -162,10 +175,7 @@ def memory(
         largest_batch=batches if limit_nbytes is not None else None,
         samples_per_s=speeds,
     )
-    if as_json:
-        print_json(printed(document))
-    else:
-        _print(document)
+    _show(document, as_json)
 
 
 def _check_measurable(plan: Path | None, clips: bool) -> None:
@@ -178,17 +188,49 @@ def _check_measurable(plan: Path | None, clips: bool) -> None:
 
 def _modes(compress: Sequence[str], sharded: Sequence[str]) -> list[str]:
     """DDP, Lean without compression, and the modes of these ways to compress, the naive one too; then FSDP2's."""
-    from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, SHARDED_MODES, modes_of
+    from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
 
     for way in compress:
         if way not in (OKTOPK, *COMPRESSED):
             raise ValueError(f"--compress is {way!r}: expected {OKTOPK} or one of {', '.join(COMPRESSED)}")
     for way in sharded:
-        if way not in SHARDED_MODES:
-            raise ValueError(f"--sharded is {way!r}: expected one of {', '.join(SHARDED_MODES)}")
+        way_of(way, UNPLANNED)  # refuses what it does not know
     naive = [NAIVE] if OKTOPK in compress else []
     compressed = [mode for way in dict.fromkeys(compress) for mode in modes_of(way)]
     return [DDP, LEAN_DENSE, *naive, *compressed, *dict.fromkeys(sharded)]
+
+
+def node_size(network: "Network") -> int | None:
+    """How many ranks a node of this network can have; None if it has no nodes."""
+    return network.model.ranks_per_node if isinstance(network.model, TwoLevel) else None
+
+
+def _ranks_per_node(given: int | None, network: "Network | None", sharded: Sequence[str]) -> int | None:
+    """How many ranks hold one copy of the model under hsdp: as given, or those of a node of the network."""
+    known = None if network is None or (size := node_size(network)) is None else min(size, network.world_size)
+    if given is not None and known is not None and given != known:
+        raise ValueError(f"--ranks-per-node is {given}, and the network has {known} in a node: expected one of them")
+    if inside := next((way for way in sharded if way_of(way).nodes), None):
+        if given is None and known is None:
+            raise ValueError(
+                f"--sharded is {inside}, which shards inside nodes: say how many ranks a node has by --ranks-per-node, "
+                "or give a --network with nodes, such as nvlink+25gbe"
+            )
+        if network is not None and known is None:
+            raise ValueError(
+                f"--sharded is {inside}, and its throughput needs a network with nodes: expected one such as "
+                "nvlink+25gbe; or leave out --network and --rate"
+            )
+    return given or known
+
+
+def _about_sharding(sharded: Sequence[str], setting: "Setting") -> list[str]:
+    """What is assumed of the sharded modes."""
+    said = [SHARDED_ASSUMPTION] if sharded else []
+    if setting.ranks_per_node is not None and any(way_of(way).nodes for way in sharded):
+        nodes = setting.ranks // setting.ranks_per_node
+        said.append(f"hsdp: {nodes} nodes of {setting.ranks_per_node} ranks, each with one copy of the model")
+    return said
 
 
 def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
@@ -252,7 +294,7 @@ def _measured(
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.activations import policy
     from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, under_autocast, world
-    from anabranch.estimate.account import SHARDED_MODES
+    from anabranch.estimate.account import is_sharded
 
     build, factory = _build_at(model)(batch), OPTIMIZERS[optimizer.value]
     build = under_autocast(build) if half else build
@@ -263,7 +305,7 @@ def _measured(
         return {
             mode: peak(build, mode, factory, setting.ranks, setting.density, options).steady
             for mode in runnable_modes(modes)
-            if mode not in SHARDED_MODES
+            if not is_sharded(mode)
         }
 
 
@@ -297,12 +339,17 @@ def throughput_network(text: str | None, rate: str | None, ranks: int | None) ->
     return network if ranks is None else network.at(ranks)
 
 
-def _print(found: "MemoryDocument") -> None:
+def _show(found: "MemoryDocument", as_json: bool) -> None:
+    """Print tables, or JSON."""
     from rich.text import Text
 
+    from anabranch.report.documents import printed
     from anabranch.report.formatting import plain, size
     from anabranch.report.memory import batch_report, memory_report
 
+    if as_json:
+        print_json(printed(found))
+        return
     modes = found.modes
     title = f"{found.model}, batch {found.batch_size}, {found.optimizer}, {found.ranks} ranks"
     parts: list[Any] = [

@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from anabranch.cli import arguments, network_text
-from anabranch.cli.memory import Activations, Optimizer, estimator_of
+from anabranch.cli.memory import Activations, Optimizer, estimator_of, node_size
 from anabranch.cli.network_text import MAX_RANKS
 from anabranch.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, progress_bar, show_tables
 from anabranch.files import write_bytes
+from anabranch.network_presets import NetworkRange
 from anabranch.quantities import size_nbytes
 from anabranch.scaling import Compute, Scaling, line_up, strategy_kinds
 from anabranch.scaling import scale as predict
 from anabranch.scaling.compression import LEAN
 from anabranch.scaling.study import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
+from anabranch.sharded.ways import PLANNED, WAYS, help_of, way_of
 from anabranch.sim.ranks import MAX_JITTER
 from anabranch.trace import Trace
 
 if TYPE_CHECKING:
+    from anabranch.estimate.account import Setting
     from anabranch.report.plot import Format
 
 STRAGGLER_FACTOR = 2.0
@@ -83,9 +86,8 @@ ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help="Also models sharded by FSDP2: fsdp2 (a unit per block, kept after forward), fsdp2:reshard (freed after "
-        "forward, FSDP2's default), fsdp2:planned; on networks with nodes hsdp, hsdp:reshard, hsdp:planned; may be "
-        "repeated.",
+        help=f"Also models sharded over all ranks, or inside the nodes of a network that has some: {help_of(WAYS)}; "
+        "may be repeated.",
     ),
 ]
 ScalingOption = Annotated[Basis, typer.Option(help="Keep the batch of each rank (weak) or the global batch (strong).")]
@@ -141,11 +143,9 @@ def scale(
     chosen = _chosen(planners, compress, batch, within)
     ways = list(dict.fromkeys(sharded or ()))
     if within is not None:
-        if ways:
-            raise ValueError(
-                f"--within is {within}: the memory of --sharded {ways[0]} is not predicted; run them apart"
-            )
-        chosen = _fitting(recorded, chosen, within, scaling, sizes[-1])
+        setting = _sharded_setting(ways, ranges, sizes[0], within)
+        chosen = _fitting(recorded, chosen._replace(sharded=ways), within, scaling, sizes[-1], setting)
+        ways = list(chosen.sharded)
     with progress_bar() as on_point:
         found = predict(
             recorded, ranges, sizes, chosen.planners, chosen.compress, sharded=ways, scaling=scaling.value,
@@ -167,6 +167,7 @@ class _Strategies(NamedTuple):
     compress: Sequence[str]
     batch: int | Mapping[str, int] | None = None
     assumptions: Sequence[str] = ()
+    sharded: Sequence[str] = ()
 
 
 def _chosen(planners: str, compress: Sequence[str] | None, batch: int | None, within: str | None) -> _Strategies:
@@ -179,7 +180,27 @@ def _chosen(planners: str, compress: Sequence[str] | None, batch: int | None, wi
     return _Strategies(names, arguments.compressions(compress, default), batch)
 
 
-def _fitting(trace: Trace, chosen: _Strategies, within: str, scaling: Basis, ranks: int) -> _Strategies:
+def _sharded_setting(ways: Sequence[str], ranges: Sequence[NetworkRange], fewest: int, within: str) -> "Setting | None":
+    """How sharded strategies are trained where each rank holds most: at the fewest ranks. None if there is none."""
+    if planned := next((way for way in ways if way_of(way).units == PLANNED), None):
+        raise ValueError(f"--within is {within}: the memory of --sharded {planned} is not predicted; run them apart")
+    if not ways:
+        return None
+    from anabranch.estimate.account import Setting
+
+    sizes = {node_size(network.middle) for network in ranges}
+    if len(sizes) > 1 and any(way_of(way).nodes for way in ways):
+        raise ValueError(
+            f"--within is {within}: what a rank holds under hsdp depends on the nodes of the network, and these have "
+            f"{sorted(size or 1 for size in sizes)} ranks; run them apart"
+        )
+    size = sizes.pop()
+    return Setting(ranks=fewest, ranks_per_node=size and min(size, fewest))
+
+
+def _fitting(
+    trace: Trace, chosen: _Strategies, within: str, scaling: Basis, ranks: int, sharded: "Setting | None"
+) -> _Strategies:
     """The strategies of which at least one sample fits in ``within``, each at the largest batch that does.
 
     The model of the trace must be one that anabranch can build: a trace does not hold activations.
@@ -197,9 +218,9 @@ def _fitting(trace: Trace, chosen: _Strategies, within: str, scaling: Basis, ran
             f"--within: a trace holds no activations, and its model ({model!r}) is none that anabranch can build "
             f"({', '.join(zoo.MODELS)}): leave --within out, or give the batch by --batch"
         )
-    kinds = strategy_kinds(chosen.planners, chosen.compress)
+    kinds = strategy_kinds(chosen.planners, chosen.compress, chosen.sharded)
     estimator = estimator_of(model, OPTIMIZER, Activations.keep)
-    fitting = largest_batches(estimator, kinds, limit_nbytes, ranks, OPTIMIZER.value)
+    fitting = largest_batches(estimator, kinds, limit_nbytes, ranks, OPTIMIZER.value, sharded)
     if not fitting.batches:
         raise ValueError(f"--within is {within}: not one sample fits, whatever the strategy; give more")
     largest = (
@@ -210,6 +231,7 @@ def _fitting(trace: Trace, chosen: _Strategies, within: str, scaling: Basis, ran
         [name for name in chosen.compress if name in fitting.batches],
         fitting.batches,
         [largest, *fitting.assumptions],
+        [name for name in chosen.sharded if name in fitting.batches],
     )
 
 

@@ -1,6 +1,10 @@
 """Agreement between ranks: rank 0 decides, all ranks receive the same bytes, and differences raise a clear error.
 
 Messages are tensors of bytes, never pickles. All functions are collective. Every wait ends at the group's own timeout.
+
+Where a function takes several groups, these are the dimensions of a mesh, in its order, and it asks all ranks of the
+mesh: rank 0 is the first of these. One dimension after the other would not do: a rank that has seen a difference along
+one raises, and those that have not wait for it along the next.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +24,8 @@ from anabranch.plan import Plan
 from anabranch.trace import Trace
 
 AnyNoun = TypeVar("AnyNoun", Trace, Network, Plan)
+
+LENGTH_NBYTES = 8  # of the length in front of each of several payloads
 
 
 def wire_device(group: Group) -> torch.device:
@@ -56,17 +62,12 @@ def number_of_rank_0(number: int, group: Group) -> Callable[[], int]:
     return received
 
 
-def from_all_ranks(payload: bytes, group: Group) -> list[bytes]:
+def from_all_ranks(payload: bytes, *groups: Group) -> list[bytes]:
     """Every rank's payload, in rank order, on every rank."""
-    device = wire_device(group)
-    ranks = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=group)
-    lengths = [int(size.item()) for size in sizes]
-    longest = max(lengths)
-    parts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
-    dist.all_gather(parts, _tensor(payload, longest, device), group=group)
-    return [_bytes(part)[:length] for part, length in zip(parts, lengths, strict=True)]
+    payloads = [payload]
+    for group in reversed(groups):
+        payloads = [one for joined in _from_group(_joined(payloads), group) for one in _split(joined)]
+    return payloads
 
 
 def true_on_all_ranks(flag: bool, group: Group) -> bool:
@@ -89,16 +90,16 @@ def latest_over_ranks(trace: Trace, group: Group) -> Trace:
     return replace(trace, tensors=tuple(tensors), forward_s=forward_s)
 
 
-def same_on_all_ranks(lines: Sequence[str], group: Group) -> bool:
+def same_on_all_ranks(lines: Sequence[str], *groups: Group) -> bool:
     """Whether all ranks pass the same lines; all ranks get the same answer."""
-    return len(set(from_all_ranks(sha256("\n".join(lines).encode()).digest(), group))) == 1
+    return len(set(from_all_ranks(sha256("\n".join(lines).encode()).digest(), *groups))) == 1
 
 
-def check_same(what: str, lines: Sequence[str], group: Group) -> None:
+def check_same(what: str, lines: Sequence[str], *groups: Group) -> None:
     """Raise DisagreementError on every rank unless all ranks pass the same lines; it names the first difference."""
-    if same_on_all_ranks(lines, group):
+    if same_on_all_ranks(lines, *groups):
         return
-    versions = [part.decode().split("\n") for part in from_all_ranks("\n".join(lines).encode(), group)]
+    versions = [part.decode().split("\n") for part in from_all_ranks("\n".join(lines).encode(), *groups)]
     others = [rank for rank, version in enumerate(versions) if version != versions[0]]
     first, other = versions[0], versions[others[0]]
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
@@ -109,7 +110,7 @@ def check_same(what: str, lines: Sequence[str], group: Group) -> None:
 
 
 @contextmanager
-def all_or_none(what: str, group: Group) -> Iterator[None]:
+def all_or_none(what: str, *groups: Group) -> Iterator[None]:
     """A context that fails on every rank if it fails on one: there with its own error, elsewhere DisagreementError.
 
     Ranks tell each other at its end, so what is inside must not communicate. No rank waits for one that has failed.
@@ -119,7 +120,7 @@ def all_or_none(what: str, group: Group) -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    words = [part.decode() for part in from_all_ranks(b"" if error is None else repr(error).encode(), group)]
+    words = [part.decode() for part in from_all_ranks(b"" if error is None else repr(error).encode(), *groups)]
     if error is not None:
         raise error
     if failed := [rank for rank, word in enumerate(words) if word]:
@@ -138,6 +139,33 @@ def agree_on(kind: type[AnyNoun], noun: AnyNoun | None, group: Group) -> AnyNoun
     if not isinstance(received, kind):
         raise DisagreementError(f"rank 0 sent a {type(received).__name__} where a {word} was expected")
     return received
+
+
+def _from_group(payload: bytes, group: Group) -> list[bytes]:
+    """Every rank's payload along one group."""
+    device = wire_device(group)
+    ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=group)
+    lengths = [int(size.item()) for size in sizes]
+    longest = max(lengths)
+    parts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    dist.all_gather(parts, _tensor(payload, longest, device), group=group)
+    return [_bytes(part)[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def _joined(payloads: Sequence[bytes]) -> bytes:
+    """Payloads in one, each behind its length."""
+    return b"".join(len(one).to_bytes(LENGTH_NBYTES, "big") + one for one in payloads)
+
+
+def _split(joined: bytes) -> Iterator[bytes]:
+    """The payloads that ``_joined`` has put together."""
+    at = 0
+    while at < len(joined):
+        begin = at + LENGTH_NBYTES
+        at = begin + int.from_bytes(joined[at:begin], "big")
+        yield joined[begin:at]
 
 
 def _tensor(content: bytes, size: int, device: torch.device) -> torch.Tensor:

@@ -6,9 +6,10 @@ chosen. Torch does not count it either: the names of groups that the program mak
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -27,16 +28,21 @@ MIN_CONNECT_TIMEOUT = timedelta(seconds=1.0)
 c10d: Any = distributed_c10d  # its private names are in no type stub
 
 
-def clone_group(group: Group, backend: str, description: str, options: Any = None) -> Group:
+def clone_group(
+    group: Group, backend: str, description: str, options: Any = None, siblings: Sequence[Sequence[int]] = ()
+) -> Group:
     """A new group of the same ranks with the same timeout. Collective among them, and among no others.
 
-    An NCCL group of all ranks is cloned by ``new_group``, which can split its communicator; one of some ranks is not
-    cloned at all (``Lanes.max_lanes``).
+    But an NCCL group is cloned by ``new_group``, which can split its communicator, and in which all ranks of the world
+    take part. So one of some ranks is cloned together with its ``siblings``: the ranks of each of the groups, this one
+    among them, into which the world is divided. Without siblings it is not cloned at all (``Lanes.max_lanes``).
     """
     if backend != "gloo":
-        clone = dist.new_group(timeout=timeout_of(group), backend=backend, pg_options=options, group_desc=description)
-        assert isinstance(clone, dist.ProcessGroup)  # every rank of the world is a member
-        return clone
+        new_group = partial(
+            dist.new_group, timeout=timeout_of(group), backend=backend, pg_options=options, group_desc=description
+        )
+        new = [new_group(list(ranks)) for ranks in siblings] if siblings else [new_group()]
+        return next(one for one in new if isinstance(one, dist.ProcessGroup))  # those of other ranks are none here
     # All ranks are here once each has every rank's bytes, so that the limit for connecting can be short.
     name = f"anabranch/{from_all_ranks(uuid4().bytes, group)[0].hex()}"
     timeout = timeout_of(group) or c10d.default_pg_timeout

@@ -167,13 +167,20 @@ class Lanes:
     from the caller's thread, and the first one uses the user's group, as DDP does. With
     ``max_ctas`` lanes have communicators of their own that run on so many multiprocessors each: less data needs fewer,
     and NCCL's blocks occupy theirs while they wait for the network, so a full all-to-all would take multiprocessors
-    away from backward.
+    away from backward. ``siblings``, for a group of only some ranks: as in ``clone_group``.
     """
 
-    def __init__(self, group: Group, device: torch.device, max_ctas: int | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        max_ctas: int | None = None,
+        siblings: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._group = group
         self._device = device
         self._max_ctas = max_ctas
+        self._siblings = siblings
         self._own_groups: list[Group] = []
         self._control: Group | None = None
         self._closed = False
@@ -208,9 +215,9 @@ class Lanes:
 
     @property
     def max_lanes(self) -> int:
-        """How many lanes there can be: one for an NCCL group of only some ranks, since new groups need all ranks."""
-        is_subgroup = dist.get_world_size(self._group) < dist.get_world_size()
-        return 1 if is_subgroup and self._device.type == "cuda" else MAX_LANES
+        """How many lanes there can be: one for an NCCL group of some ranks, unless all others make siblings of it."""
+        is_alone = dist.get_world_size(self._group) < dist.get_world_size() and not self._siblings
+        return 1 if is_alone and self._device.type == "cuda" else MAX_LANES
 
     def grow(self, count: int) -> None:
         """Create lanes until there are ``count``. Collective: every rank of the group calls it at the same point."""
@@ -251,7 +258,7 @@ class Lanes:
         options = None
         if on_gpu and self._max_ctas is not None:
             options = _options(self._max_ctas, timeout_of(self._group))
-        group = clone_group(self._group, backend, f"anabranch lane {number}", options)
+        group = clone_group(self._group, backend, f"anabranch lane {number}", options, self._siblings)
         self._own_groups.append(group)
         return group
 

@@ -12,6 +12,9 @@
     lean, residuals bf16 (int8)   weights n, residual n/2 (n/4), slots, two more for residuals in float32
     lean, int8      weights n, slots, the messages of int8; other kinds alike
     fsdp2           shards of weights, gradients and state; gathered weights and whole gradients, unit by unit
+    hsdp            the same with shards as large as a node's ranks make them; averages between nodes are in place
+    hsdp@int8       hsdp, and messages of int8 with all values of a unit's shard; hsdp@int4, hsdp@oktopk:0.01: and a
+                    residual as large as the shards
 
 With ``clips`` averages under Lean are held until the end of backward.
 
@@ -22,7 +25,7 @@ fragmentation of its memory.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
 from anabranch.estimate.step_profile import (
@@ -41,6 +44,8 @@ from anabranch.quantised.cost_model import Region
 from anabranch.quantised.options import Quantised
 from anabranch.scaling.sharding import block_of
 from anabranch.sharded.step import REST, held_at, host_order
+from anabranch.sharded.ways import RESHARD, UNPLANNED, ShardedWay, way_of
+from anabranch.sparse.naming import density_of
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.select import CHUNK_NUMEL
 from anabranch.sparse.sizes import Sizes, widest_numel
@@ -50,7 +55,6 @@ DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_HOST, LEAN_BF16, LEAN_INT8 = MODES = 
     "ddp", "lean, dense", "naive sparse", "oktopk", "lean", "lean, host",
     "lean, residuals bf16", "lean, residuals int8",
 )  # fmt: skip
-FSDP2, FSDP2_RESHARD = SHARDED_MODES = ("fsdp2", "fsdp2:reshard")  # a unit per block, kept or freed after forward
 BUCKET_NBYTES = 25 * 2**20  # DDP's own
 BLAS_WORKSPACE_NBYTES = 2 * 32 * 2**20  # cuBLAS's on an H100 or H200: one for the thread of forward, one for backward's
 PAIR_NBYTES = 8  # a float32 value and its int32 position
@@ -113,6 +117,11 @@ def modes_of(exchange: str) -> list[str]:
     return [mode for mode, way in WAYS.items() if way.exchange == exchange]
 
 
+def is_sharded(mode: str) -> bool:
+    """Whether this mode shards the model, in units that are not planned."""
+    return mode.partition("@")[0] in UNPLANNED
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Bytes on the device by kind at one moment of a step, which ``at`` names, and pinned host bytes beside them."""
@@ -148,6 +157,7 @@ class Setting:
     buckets                 of parameter names, as a plan has them; None: 25 MiB each, in the order of backward
     clips                   whether gradients are clipped by their norm: then Lean holds averages until backward ends
     blas_workspace_nbytes   what cuBLAS keeps for itself
+    ranks_per_node          among which HSDP shards the model; None: all ranks are in one node
     """
 
     ranks: int = 4
@@ -156,10 +166,16 @@ class Setting:
     clips: bool = False
     options: OkTopk = field(default_factory=OkTopk)
     blas_workspace_nbytes: int = BLAS_WORKSPACE_NBYTES
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ValueError(f"ranks is {self.ranks}: expected a whole number from 1 on")
+        if self.ranks_per_node is not None and (self.ranks_per_node < 1 or self.ranks % self.ranks_per_node):
+            raise ValueError(
+                f"ranks_per_node is {self.ranks_per_node}, and there are {self.ranks} ranks: expected a number that "
+                "divides them into nodes of one size"
+            )
         if not 0 < self.density <= 1:
             raise ValueError(f"density is {self.density}: expected a share of the elements in (0, 1], such as 0.01")
 
@@ -174,10 +190,10 @@ def _moments(profile: StepProfile, mode: str, setting: Setting) -> Iterator[Foot
         return _ddp(profile, setting)
     if mode == NAIVE:
         return _naive(profile, setting)
-    if mode in SHARDED_MODES:
-        return _fsdp2(profile, setting, mode == FSDP2_RESHARD)
+    if is_sharded(mode):
+        return _fsdp2(profile, setting, way_of(mode, UNPLANNED))
     if mode not in WAYS:
-        raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *WAYS, *SHARDED_MODES])}")
+        raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *WAYS, *UNPLANNED])}")
     way = WAYS[mode]
     return _lean(profile, setting, way) if way.lean else _data_parallel(profile, setting, way)
 
@@ -292,11 +308,16 @@ def _step_nbytes(profile: StepProfile, bucket: BucketSize) -> int:
     return int(bucket.nbytes / max(1, profile.gradients_nbytes) * profile.optimizer.workspace_nbytes)
 
 
-def _fsdp2(profile: StepProfile, setting: Setting, reshard: bool) -> Iterator[Footprint]:
+def _fsdp2(profile: StepProfile, setting: Setting, sharded: ShardedWay) -> Iterator[Footprint]:
     """Units are blocks by the names of their parameters. Gradients count as shards during the whole step."""
-    ranks, always = setting.ranks, _always(profile, setting)
+    ranks = setting.ranks_per_node or setting.ranks if sharded.nodes else setting.ranks
+    between = _Between(
+        profile, replace(setting, ranks=setting.ranks // ranks, ranks_per_node=None), sharded.exchange, ranks
+    )
+    always = _always(profile, setting, workspace=between.workspace_nbytes)
     shards = {**{kind: always.kinds[kind] // ranks for kind in ("weights", "optimizer state")},
-              "gradients": profile.gradients_nbytes // ranks, "workspace": always.kinds["workspace"]}  # fmt: skip
+              "gradients": profile.gradients_nbytes // ranks, "residual": between.residual_nbytes,
+              "workspace": always.kinds["workspace"]}  # fmt: skip
     always = Footprint(shards, "")
     last = {block_of(gradient.name): index for index, gradient in enumerate(profile.gradients)}
     blocks = [block for block in sorted(last, key=lambda block: last[block], reverse=True) if block]
@@ -305,7 +326,7 @@ def _fsdp2(profile: StepProfile, setting: Setting, reshard: bool) -> Iterator[Fo
         nbytes[block_of(gradient.name)] += gradient.nbytes
     sizes = [(nbytes[block], nbytes[block]) for block in (*blocks, "")]
     begun = 0  # the first gradient of the backward that comes next
-    for (kind, unit), held in held_at(sizes, host_order([reshard] * len(blocks), 1)):
+    for (kind, unit), held in held_at(sizes, host_order([sharded.units == RESHARD] * len(blocks), 1)):
         gathered = {"weights": held.parameters, "send": held.reducing, "receive": held.gathering}
         if kind == "forward" and unit == len(blocks) - 1:  # the last one; REST where there is no block
             yield always.plus_use("end of forward", _without_gradients(profile.gradients[0].peak_before), **gathered)
@@ -318,16 +339,51 @@ def _fsdp2(profile: StepProfile, setting: Setting, reshard: bool) -> Iterator[Fo
             begun = end
         elif kind == "reduce" and unit != REST:
             use = _without_gradients(profile.gradients[begun - 1].when_ready)
-            yield always.plus_use(f"reduction of {blocks[unit]}", use, gradients=held.gradients, **gathered)
+            for more in between.messages(blocks[unit]):
+                together = {kind: gathered.get(kind, 0) + more.get(kind, 0) for kind in (*gathered, *more)}
+                yield always.plus_use(f"reduction of {blocks[unit]}", use, gradients=held.gradients, **together)
     rest, buffer = nbytes[""], sizes[0][1] if blocks else 0  # gathered for the whole step; of the last reduction
     for gradient in profile.gradients[begun:]:
         more = {"weights": rest, "gradients": rest - gradient.nbytes, "send": buffer}
         yield always.plus_use(_before(gradient.name), gradient.peak_before, **more)
-    yield always.plus_use(
-        "reduction of the rest", _without_gradients(profile.after_backward), gradients=rest, send=rest
-    )
+    for more in between.messages(""):
+        together = {"gradients": rest, **more, "send": rest + more.get("send", 0)}
+        yield always.plus_use("reduction of the rest", _without_gradients(profile.after_backward), **together)
     workspace = profile.optimizer.workspace_nbytes // ranks
     yield always.plus_use("optimizer step", profile.after_backward, workspace=workspace)
+
+
+class _Between:
+    """What an exchange of shards between nodes needs; nothing if it is dense, and made in place.
+
+    ``setting`` has as many ranks as there are nodes. Each of the ``inside`` ranks of a node has a part of every unit.
+    """
+
+    def __init__(self, profile: StepProfile, setting: Setting, exchange: str, inside: int) -> None:
+        density = density_of(exchange)
+        self._way = Way(exchange if density is None else OKTOPK)
+        self._setting = setting if density is None else replace(setting, density=density)
+        units: dict[str, list[ReadyGradient]] = {}
+        for gradient in profile.gradients:
+            units.setdefault(block_of(gradient.name), []).append(gradient)
+        self._shards = {unit: self._shard(gradients, inside) for unit, gradients in units.items()}
+        buckets = [bucket for bucket, _ in self._shards.values()]
+        self.residual_nbytes = sum(self._way.stored_nbytes(bucket) for bucket in buckets)
+        self.workspace_nbytes = _owner_sums_nbytes(buckets, self._setting, self._way)
+
+    def messages(self, unit: str) -> list[Mapping[str, int]]:
+        """Bytes by kind while a unit's shard is exchanged: in a usual step, then at rarer moments."""
+        bucket, copied_nbytes = self._shards.get(unit, (BucketSize((), 0, 0, False), 0))
+        found = _messages(bucket, self._setting, self._way)
+        return [{**more, "workspace": more["workspace"] + copied_nbytes} for more in found]
+
+    def _shard(self, gradients: Sequence[ReadyGradient], inside: int) -> tuple[BucketSize, int]:
+        """This rank's part of a unit that is compressed, and the bytes of copies where some of the unit is not."""
+        some = [gradient for gradient in gradients if self._way.compresses(gradient)]
+        numel, nbytes = (-(-sum(sizes) // inside) for sizes in ((g.numel for g in some), (g.nbytes for g in some)))
+        mixed = bool(some) and len(some) < len(gradients)
+        copied_nbytes = -(-sum(gradient.nbytes for gradient in gradients) // inside) if mixed else 0
+        return BucketSize((), numel, nbytes, bool(some)), copied_nbytes
 
 
 def _without_gradients(use: MemoryUse) -> MemoryUse:

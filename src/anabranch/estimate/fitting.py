@@ -21,18 +21,24 @@ class Fitting(NamedTuple):
 
 
 def largest_batches(
-    estimator: MemoryEstimator, kinds: Mapping[str, Kind], limit_nbytes: int, ranks: int, optimizer_name: str
+    estimator: MemoryEstimator,
+    kinds: Mapping[str, Kind],
+    limit_nbytes: int,
+    ranks: int,
+    optimizer_name: str,
+    sharded: Setting | None = None,
 ) -> Fitting:
     """The batch of each strategy of ``kinds`` (``scaling.strategy_kinds``) in ``limit_nbytes`` per rank.
 
-    ``optimizer_name`` is the word for the estimator's optimizer in the assumptions.
+    ``optimizer_name`` is the word for the estimator's optimizer in the assumptions. ``sharded`` is the setting of
+    strategies that shard the model: the fewer ranks, the more each of them holds.
     """
     largest: dict[tuple[str, float], int] = {}
     batches: dict[str, int] = {}
     for name, kind in kinds.items():
-        mode, density = (DDP, 1.0) if kind == "dense" else _mode(Compression.named(name))
+        mode, density = _mode(name, kind)
         if (mode, density) not in largest:
-            setting = Setting(ranks=ranks, density=density)
+            setting = sharded if sharded is not None and kind == "sharded" else Setting(ranks=ranks, density=density)
             largest[mode, density] = estimator.largest_batch(mode, setting, limit_nbytes)
         batches[name] = largest[mode, density]
     assumptions = [
@@ -40,6 +46,9 @@ def largest_batches(
         f"memory: {optimizer_name} as the optimizer",
         f"memory: {FRAGMENTATION:.0%} of it is lost between torch's blocks",
     ]
+    if sharded is not None:
+        inside = f" in nodes of {sharded.ranks_per_node}" if sharded.ranks_per_node else ""
+        assumptions.append(f"memory: of sharded models at {sharded.ranks} ranks{inside}; with more, shards are smaller")
     if left_out := [name for name, batch in batches.items() if not batch]:
         assumptions.append(f"left out, since not even one sample fits: {', '.join(left_out)}")
     batches = {name: batch for name, batch in batches.items() if batch}
@@ -48,8 +57,11 @@ def largest_batches(
     return Fitting(batches, assumptions)
 
 
-def _mode(compression: Compression) -> tuple[str, float]:
+def _mode(name: str, kind: Kind) -> tuple[str, float]:
     """The mode whose memory a strategy needs, and the highest density that it may choose; 1 if it has none."""
+    if kind in ("dense", "sharded"):
+        return (DDP if kind == "dense" else name), 1.0
+    compression = Compression.named(name)
     density = max((density_of(kind) or 0.0 for kind in compression.kinds), default=0.0)
     way = Way(OKTOPK if density else compression.kinds[0], compression.lean)
     return next(mode for mode, known in WAYS.items() if known == way), density or 1.0

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anabranch.alpha_beta import AlphaBeta
-from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, SHARDED_MODES, WAYS
+from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, WAYS, is_sharded
 from anabranch.network import Network
 from anabranch.planners import by_bytes
 from anabranch.planners.compressed import compressed_if_faster
@@ -61,7 +61,7 @@ def samples_per_s(
     elif mode == NAIVE:
         numel = sum(tensor.numel for tensor in here.tensors)
         step_s = here.forward_s + here.backward_s + naive_s(numel, network, density)
-    elif mode in SHARDED_MODES:
+    elif is_sharded(mode):
         (step_s,) = Sharding.named(mode)(here, here, [network]).steps_s
     else:
         kind = WAYS[mode].exchange

@@ -9,7 +9,9 @@ FSDP2 reduces the gradients of a unit inside the node, so that each rank has the
 hook averages that shard among the ranks that have the same one in other nodes. Residuals are as small as shards.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,13 +23,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from anabranch.comm.agree import check_same
+from anabranch.comm.agree import all_or_none, check_same
 from anabranch.comm.collectives import Scaler
 from anabranch.comm.dense import all_finite, dense
 from anabranch.comm.exchange import Group, Steps, record_stream
 from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.lanes import Lanes, Message
-from anabranch.compression import Compress, name_of, settings_of
+from anabranch.compression import Compress, Settings, described, settings_of
+from anabranch.integrations.mesh import check_mesh, prepared
 from anabranch.integrations.one_kind import OneKindExchanges, only_kind
 from anabranch.seams import check_seams
 
@@ -58,6 +61,20 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
 
     Every node starts with the weights of the first one. Keep the result: checkpoints need its state.
     """
+    with prepared("ab.replicate()", mesh):
+        settings, units, nodes, inside = _checked(model, mesh, compress)
+    lines = [f"{unit.label}: {list(unit.shards)}, {unit.numel} elements" for unit in units]
+    check_mesh("the sharded model", [described(settings), *lines], mesh)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
+    exchanges = OneKindExchanges(settings, _joined(units), nodes, skipped=partial(_scaler_skips, model, inside))
+    # A line between nodes for each rank of a node; where these are all ranks, they can make groups together.
+    siblings = mesh.mesh.t().tolist() if mesh.mesh.numel() == dist.get_world_size() else []
+    return Replication(model, units, exchanges, nodes, inside, siblings)
+
+
+def _checked(model: nn.Module, mesh: DeviceMesh, compress: Compress) -> tuple[Settings, list[Unit], Group, Group]:
+    """What to send of which units, and the groups between nodes and inside; ValueError if that cannot work."""
     settings = settings_of(compress)
     if only_kind(settings) is None:
         raise ValueError(
@@ -68,12 +85,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
     nodes, inside = _groups(mesh, units)
     if reason := no_clone_reason(nodes):
         raise ValueError(f"replicate() cannot run here: {reason}. {USE_A_TORCH_GROUP}")
-    lines = [name_of(settings), *(f"{unit.label}: {list(unit.shards)}, {unit.numel} elements" for unit in units)]
-    check_same("the sharded model", lines, nodes)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
-    exchanges = OneKindExchanges(settings, _joined(units), nodes, skipped=partial(_scaler_skips, model, inside))
-    return Replication(model, units, exchanges, nodes, inside)
+    return settings, units, nodes, inside
 
 
 class Replication:
@@ -81,10 +93,18 @@ class Replication:
 
     node         and ``node_count``, ``shard``, ``shard_count``: where this rank is
     parameters   those that are averaged, by name
+
+    ``siblings``: as in ``clone_group``, of the group ``nodes``.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], exchanges: OneKindExchanges, nodes: Group, inside: Group
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        exchanges: OneKindExchanges,
+        nodes: Group,
+        inside: Group,
+        siblings: Sequence[Sequence[int]],
     ) -> None:
         self.node, self.node_count = nodes.rank(), nodes.size()
         self.shard, self.shard_count = inside.rank(), inside.size()
@@ -96,7 +116,9 @@ class Replication:
         }
         self._units, self._exchanges, self._inside = units, exchanges, inside
         self._device = next(iter(units[0].shards.values())).device
-        self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas)
+        self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas, siblings)
+        # Also when the interpreter ends: a thread that is inside a collective then would abort it.
+        self._release = weakref.finalize(self, self._lanes.close)
         self._lanes.grow(1)
         self._scaler: Scaler | None = None
         self._compared = False
@@ -123,12 +145,20 @@ class Replication:
         """A flat shard of this parameter, with zeros at its end so that all ranks have shards of one size."""
         return pad(shard, (0, self._shards[name].numel() - shard.numel()))
 
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A context that fails on all ranks of all nodes if it fails on one; nothing in it communicates."""
+        with all_or_none(what, self._lanes[0].group, self._inside):
+            yield
+
     def any_in_node(self, here: bool) -> bool:
         """Whether any rank of this node says so. Collective in the node."""
         return _any_rank(torch.tensor(here, device=self._device), self._inside)
 
     def follow(self, scaler: Scaler) -> None:
-        """Scale residuals with this GradScaler; call it on every rank."""
+        """Scale residuals with this GradScaler; call it on every rank, before the first step."""
+        if self._compared:
+            raise RuntimeError("follow() of a Replication after steps were made: call it before the first")
         self._scaler = scaler
 
     def explain(self) -> str:
@@ -151,16 +181,15 @@ class Replication:
     def close(self) -> None:
         """Remove the hooks, and release threads and groups; nothing is averaged between nodes any more."""
         for unit in self._units:
-            unit.module.set_all_reduce_hook(_nothing)
+            unit.module.set_all_reduce_hook(no_average)
         self._exchanges.close()
-        self._lanes.close()
+        self._release()
 
     def _average(self, unit: Unit, buffer: torch.Tensor) -> None:
         """FSDP2's hook: returns when ``buffer`` holds the average over the nodes, or will on the current stream."""
         lane = self._lanes[0]
         if not self._compared:
-            check_same("the state of the replication", self._exchanges.agreed(), lane.group)
-            self._compared = True
+            self._compare(lane.group)
         steps = self._steps(unit, buffer, lane.group)
         if buffer.is_cuda:
             record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it
@@ -170,6 +199,18 @@ class Replication:
             kind = self._exchanges.kind_of(buffer.dtype)
             lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()
         self._dtypes[unit.label] = buffer.dtype
+
+    def _compare(self, nodes: Group) -> None:
+        """Before the first exchange: an error on all ranks of all nodes if what they were given since is not the same.
+
+        What was loaded belongs to shards, which differ inside a node: so ranks compare it between the nodes, and tell
+        the others in their node how that went.
+        """
+        follows = "no scaler" if self._scaler is None else "a scaler"
+        check_same("what Replication.follow() was given", [follows], nodes, self._inside)
+        with all_or_none("comparing what was loaded", self._inside):
+            check_same("the state of the replication", self._exchanges.agreed(), nodes)
+        self._compared = True
 
     def _steps(self, unit: Unit, buffer: torch.Tensor, group: Group) -> Steps:
         if buffer.numel() != unit.numel:  # some parameters have no gradient, and FSDP2 does not say which
@@ -194,8 +235,8 @@ class Replication:
         return exchanged()
 
 
-def _nothing(buffer: torch.Tensor) -> None:
-    """A hook that does nothing."""
+def no_average(buffer: torch.Tensor) -> None:
+    """The hook of a replication that is closed: FSDP2 takes no None."""
 
 
 def _any_rank(here: torch.Tensor, group: Group) -> bool:
@@ -236,6 +277,11 @@ def _units(model: nn.Module) -> list[Unit]:
                 raise ValueError(
                     f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "
                     'nodes itself, in full: give fully_shard() the inner dimension, mesh=mesh["shard"]'
+                )
+            if getattr(group, "_all_reduce_hook", None) not in (None, no_average):
+                raise ValueError(
+                    f"{path or 'the model'} has an all-reduce hook already: close() the Replication or the Watch of "
+                    "this model first, and call ab.watch() after ab.replicate()"
                 )
             shards = {}
             for one in group.fsdp_params:

@@ -48,7 +48,11 @@ class ReplicationState(Stateful):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The entries to save; with ``saved_at``, empty entries to read into."""
-        return self._own_entries() if self._saved_at is None else self._wanted_entries(self._saved_at)
+        if self._saved_at is None:
+            return self._own_entries()
+        # A rank that cannot read the checkpoint would leave the others waiting, in torch.distributed.checkpoint.
+        with self._replication.together("reading the checkpoint"):
+            return self._wanted_entries(self._saved_at)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Load the entries that were read."""

@@ -8,6 +8,7 @@ Messages are timed where FSDP2 lets a custom collective in, and between nodes by
 hooks before and after FSDP2's own, so that waiting for parameters is told apart from computing.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,15 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
 from anabranch.checks import Meta
-from anabranch.integrations.sharded import TESTED, parameter_groups
+from anabranch.integrations.sharded import TESTED, no_average, parameter_groups
+from anabranch.integrations.sharded_window import ShardedWindow
 from anabranch.observe.clock import clock_for
 from anabranch.seams import check_seams, unsupported
 from anabranch.sharded import Block, Links, ShardedTrace, ShardingPlan, Unit, simulate
@@ -38,6 +41,7 @@ PARTS: tuple[str, ...] = (  # of FSDP2's parameter group
     "_reshard_after_forward",
     "device",
     "fsdp_params",
+    "mesh_info",
     "mp_policy",
     "reduce_grads",
 )
@@ -97,6 +101,9 @@ class Watch:
         self._why = "none was made"  # the last pass was not recorded
         self._undo: list[Callable[[], object]] = []
         self._gradients: list[Any] = []  # handles of hooks for this pass
+        self._averages: list[Callable[[torch.Tensor], None]] = []  # our hooks around the exchange between nodes
+        self._steps = 0  # that have ended
+        self._windows: list[ShardedWindow] = []
         # In front of FSDP2's own hook, and behind it.
         self._handle(model.register_forward_pre_hook(self._begin, prepend=True))
         self._handle(model.register_forward_pre_hook(self._root_there))
@@ -146,16 +153,21 @@ class Watch:
         passes = self._recorded()
         one = sorted(passes, key=lambda one: self._s(one.begun, one.updated))[len(passes) // 2]
         zero = one.backward[list(one.forward)[-1]][0]
-        at = partial(self._s, zero)
-        spans = list(self._computing(one, at))
-        free_s = dict.fromkeys((INSIDE, BETWEEN), at(one.begun))
-        for track, what, label, start, end in one.messages:
-            # A track carries one message at a time: one that was launched before has to end first.
-            start_s = max(at(start), free_s[track])
-            free_s[track] = max(at(end), start_s)
-            spans.append(Span(track, f"{what} {label}", start_s, free_s[track]))
-        order = sorted(spans, key=lambda span: span.start_s)
-        return Timeline(tuple(order), {"source": "measured", "units": len(self.plan), "steps": len(passes)})
+        spans = self._spans(one, partial(self._s, zero))
+        return Timeline(spans, {"source": "measured", "units": len(self.plan), "steps": len(passes)})
+
+    def trace_steps(self, first: int, last: int, path: str | os.PathLike[str], force: bool = False) -> None:
+        """Have rank 0 write the steps ``first`` to ``last`` of all ranks, by one clock, as one trace for Perfetto.
+
+        The first step after watch() is 1; a step ends with a backward that reduces gradients. Call it with the same
+        arguments on every rank of the default process group, between steps: all of them train this model. At the begin
+        and the end of the window ranks compare their clocks and wait for their GPUs.
+        """
+        window = ShardedWindow(
+            first, last, path, force, next_step=self._steps + 1, clock=self._clock, device=self._device,
+            inside=self._inside(),
+        )  # fmt: skip
+        self._windows.append(window)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger, of the step of median length: seconds of the step, of computing, of messages."""
@@ -200,6 +212,9 @@ class Watch:
         self._undo.clear()
         self._forget_gradients()
         self._now = None
+        for window in self._windows:
+            window.close()
+        self._windows.clear()
         self._clock.close()
 
     # ----------------------------------------------------------------------------------------------- recording
@@ -211,11 +226,12 @@ class Watch:
         """In front of FSDP2's hook on the model."""
         if not torch.is_grad_enabled():
             return
-        mark = self._clock.mark()
         if self._ended is not None:
-            self._ended.updated = mark
+            self._ended.updated = self._clock.mark()
             self._passes.append(self._ended)
-        self._ended, self._now = None, _Pass(mark)
+        for window in self._windows:
+            window.step_begins(self._steps + 1)
+        self._ended, self._now = None, _Pass(self._clock.mark())
 
     def _root_there(self, *_: object) -> None:
         if self._now is not None:
@@ -282,16 +298,28 @@ class Watch:
             self._why = self._missing(one)
             self._ended = None if self._why else one
             self._now = None
+            if self._reduces():
+                self._steps += 1
+                for window in self._windows:
+                    window.step_ends(self._steps, None if self._why else partial(self._spans, one))
+                self._windows = [window for window in self._windows if not window.over]
 
     def _forget_gradients(self) -> None:
         for handle in self._gradients:
             handle.remove()
         self._gradients.clear()
 
+    def _reduces(self) -> bool:
+        """Whether a backward now is the end of a step, and not one whose gradients the next one adds to."""
+        return all(group.reduce_grads for unit in self._units for group in unit.groups)
+
     def _missing(self, one: _Pass) -> str:
         """Why this pass is no whole step; empty if it is one."""
-        if not all(group.reduce_grads for unit in self._units for group in unit.groups):
+        if not self._reduces():
             return "the last backward did not reduce gradients (set_requires_gradient_sync)"
+        hooks = {group._all_reduce_hook for unit in self._units for group in unit.groups}
+        if hooks - {None, no_average, *self._averages}:
+            return "ab.replicate() came after ab.watch(): close() this watch, and make another one"
         for name in (name for unit in self._units for name in unit.blocks):
             if name not in one.forward:
                 return f"{name} was not called in the last forward: leave it out of the units"
@@ -305,7 +333,8 @@ class Watch:
             self._replace(group, part, _Timed(getattr(group, part), record, self._clock))
         hook = group._all_reduce_hook
         if hook is not None or group._is_hsdp:
-            self._replace(group, "_all_reduce_hook", partial(self._average, unit.label, hook))
+            self._averages.append(partial(self._average, unit.label, hook))
+            self._replace(group, "_all_reduce_hook", self._averages[-1])
 
     def _replace(self, group: Any, part: str, ours: object) -> None:
         """Set a part of FSDP2's until close(). FSDP2's own setters refuse units of several groups."""
@@ -352,6 +381,17 @@ class Watch:
         begin, end = one.forward[name]
         return max(0.0, self._s(begin, one.due[following] if following is not None else end))
 
+    def _spans(self, one: _Pass, at: Callable[[object], float]) -> tuple[Span, ...]:
+        """What happened in a pass, in the order of its begin."""
+        spans = list(self._computing(one, at))
+        free_s = dict.fromkeys((INSIDE, BETWEEN), at(one.begun))
+        for track, what, label, start, end in one.messages:
+            # A track carries one message at a time: one that was launched before has to end first.
+            start_s = max(at(start), free_s[track])
+            free_s[track] = max(at(end), start_s)
+            spans.append(Span(track, f"{what} {label}", start_s, free_s[track]))
+        return tuple(sorted(spans, key=lambda span: span.start_s))
+
     def _computing(self, one: _Pass, at: Callable[[object], float]) -> Iterator[Span]:
         names = list(one.forward)
         yield Span(COMPUTE, "before", at(one.rooted), max(at(one.rooted), at(one.due[names[0]])))
@@ -365,7 +405,8 @@ class Watch:
                     COMPUTE, f"backward {unit.label}", at(one.backward[order[-1]][0]), at(one.backward[order[0]][1])
                 )
         yield Span(COMPUTE, "loss", at(one.forward[names[-1]][1]), at(one.lost))
-        yield Span(COMPUTE, "update", at(one.averaged), at(one.updated))
+        if one.updated is not None:  # else the last step of a window ends here
+            yield Span(COMPUTE, "update", at(one.averaged), at(one.updated))
 
     def _sizes(self, name: str | None, unit: _Watched | None = None) -> tuple[int, int]:
         """Bytes that are gathered and that are reduced for a block; for the whole unit where no name is given."""
@@ -380,6 +421,12 @@ class Watch:
                     nbytes += numel * kept.itemsize
                     gradient_nbytes += numel * (policy.reduce_dtype or kept).itemsize * parameter.requires_grad
         return nbytes, gradient_nbytes
+
+    def _inside(self) -> list[int]:
+        """The ranks that share one copy of the model; where HSDP has nodes of one rank, this rank alone."""
+        mesh_info = next(group.mesh_info for unit in self._units for group in unit.groups)
+        shards = getattr(mesh_info, "shard_process_group", None)
+        return [dist.get_rank()] if shards is None else dist.get_process_group_ranks(shards)
 
     def _device_name(self) -> str:
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"

@@ -8,7 +8,7 @@ Parameters, gradients and losses are those of a unit per block: a unit only says
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed.fsdp
@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from anabranch.comm.agree import check_same
 from anabranch.errors import PlanError
+from anabranch.integrations.mesh import check_mesh, described_model, described_options, prepared
 from anabranch.integrations.sharded import TESTED
 from anabranch.seams import check_seams
 from anabranch.sharded import ShardingPlan, load
@@ -38,12 +38,32 @@ def shard(
 ) -> nn.Module:
     """Shard a model by FSDP2, in place, in the units of a plan; returns the model. Collective.
 
+    If the arguments differ between ranks, or cannot be used on one of them, all ranks get an error.
+
     model      whole; its parameters become shards
     mesh       as fully_shard() takes it: of one dimension, or of two for HSDP; mesh["shard"] where ``ab.replicate``
                averages between nodes
     plan       a ShardingPlan or its file; by default, a unit for each of ``block_names(model)``, as FSDP2's users do
     options    of fully_shard(), such as mp_policy, but reshard_after_forward, which the plan decides
     """
+    with prepared("ab.shard()", mesh):
+        plan, units = _checked(model, plan, options)
+    check_mesh("the sharding plan", dumps(plan).splitlines(), mesh)
+    check_mesh("the model given to ab.shard()", described_model(model), mesh)
+    check_mesh("an option of ab.shard()", described_options(options, model), mesh)
+    for unit, modules in zip(plan.units, units, strict=True):
+        of_one = modules[0] if len(modules) == 1 else modules
+        fully_shard(of_one, mesh=mesh, reshard_after_forward=unit.reshard, **options)
+    fully_shard(model, mesh=mesh, **options)
+    if plan.prefetch > 1:  # less is what FSDP2 does by itself
+        _prefetch(model, [modules[0] for modules in units], plan.prefetch)
+    return model
+
+
+def _checked(
+    model: nn.Module, plan: ShardingPlan | str | os.PathLike[str] | None, options: Mapping[str, Any]
+) -> tuple[ShardingPlan, list[list[nn.Module]]]:
+    """The plan, read or made, and the blocks of its units; an error if they cannot be sharded so."""
     if "reshard_after_forward" in options:
         raise ValueError(
             "reshard_after_forward is for the plan to say, by unit: leave it out, or give a plan such as "
@@ -57,15 +77,7 @@ def shard(
         plan = load(ShardingPlan, plan)
     units = [[_block(model, name) for name in unit.names] for unit in plan.units]
     _check_apart(model, plan, units)
-    for dimension in range(mesh.ndim):  # ranks with other units, from an old file, would wait for each other in forward
-        check_same("the sharding plan", dumps(plan).splitlines(), mesh.get_group(dimension))
-    for unit, modules in zip(plan.units, units, strict=True):
-        of_one = modules[0] if len(modules) == 1 else modules
-        fully_shard(of_one, mesh=mesh, reshard_after_forward=unit.reshard, **options)
-    fully_shard(model, mesh=mesh, **options)
-    if plan.prefetch > 1:  # less is what FSDP2 does by itself
-        _prefetch(model, [modules[0] for modules in units], plan.prefetch)
-    return model
+    return plan, units
 
 
 def block_names(model: nn.Module) -> list[str]:

@@ -5,6 +5,7 @@ leaves nothing behind but a plan.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from anabranch.comm.agree import agree_on, check_same, wire_device
+from anabranch.comm.agree import agree_on, from_all_ranks
 from anabranch.comm.dense import dense
 from anabranch.comm.exchange import Group
-from anabranch.compression import Compress, settings_of
+from anabranch.compression import Compress, Settings, described, settings_of
+from anabranch.integrations.mesh import check_mesh, described_model, described_options, mesh_groups, over_mesh, prepared
 from anabranch.integrations.one_kind import only_kind
 from anabranch.integrations.sharded import replicate
 from anabranch.integrations.sharded_watch import Watch
@@ -94,7 +96,8 @@ def find_sharding(
 ) -> FoundSharding:
     """Find units that are faster than one per block for this model on these ranks. Collective.
 
-    The plan was faster in a trial, by 1 % or more; where none was, it is a unit per block.
+    The plan was faster in a trial, by 1 % or more; where none was, it is a unit per block. If the arguments differ
+    between ranks, or cannot be used on one of them, all ranks get an error.
 
     build           makes the model, whole, the same on every rank; called twice
     mesh            of one dimension; or of two, nodes and the ranks in a node: between them ``ab.replicate`` averages
@@ -106,56 +109,94 @@ def find_sharding(
     rounds          of the trial, in each of which both models train so many ``steps`` in turn
     options         of fully_shard()
     """
-    if rounds < 1 or steps < 1:
-        raise ValueError(f"rounds is {rounds} and steps is {steps}: expected at least 1 of each, for the trial")
+    with prepared("find_sharding()", mesh):
+        inside, settings = _checked(mesh, compress, memory_nbytes, rounds, steps)
+    given = {"blocks": blocks and list(blocks), "memory_nbytes": memory_nbytes, "rounds": rounds, "steps": steps}
+    lines = [*(f"{name} {value}" for name, value in given.items()), described(settings), *described_options(options)]
+    check_mesh("what find_sharding() was given", lines, mesh)
     with ExitStack() as closing:
-        found = _find(build, mesh, step, blocks, compress, memory_nbytes, rounds, steps, options, closing)
+        trial = _Trial(build, mesh, inside, step, compress, rounds, steps, options, closing)
+        found = trial.run(blocks, memory_nbytes)
     gc.collect()  # a model of FSDP2 is a cycle of references
     if mesh.device_type == "cuda":
         torch.cuda.empty_cache()
     return found
 
 
-def _find(
-    build: Callable[[], nn.Module],
-    mesh: DeviceMesh,
-    step: Step,
-    blocks: Sequence[str] | None,
-    compress: Compress,
-    memory_nbytes: int | None,
-    rounds: int,
-    steps: int,
-    options: Mapping[str, Any],
-    closing: ExitStack,
-) -> FoundSharding:
-    """Within ``closing``, so that threads and groups of the trial end even if a step fails."""
-    inside, device = _inside(mesh, compress), _device(mesh)
+@dataclass(frozen=True)
+class _Trial:
+    """What every part of a trial needs. Within ``closing``, so that threads and groups end even if a step fails."""
 
-    def sharded_by(plan: ShardingPlan | None) -> nn.Module:
-        model = shard(build(), inside, plan, **options)
-        if mesh.ndim == 2:
-            closing.callback(replicate(model, mesh, compress=compress).close)
-        return model
+    build: Callable[[], nn.Module]
+    mesh: DeviceMesh
+    inside: DeviceMesh
+    step: Step
+    compress: Compress
+    rounds: int
+    steps: int
+    options: Mapping[str, Any]
+    closing: ExitStack
 
-    stock = sharded_by(None if blocks is None else ShardingPlan.per_block(blocks))
-    trace, default, recorded = _record(stock, step, mesh)
-    links = measure_links(mesh, device, trace.nbytes)
-    if compress is not None:
-        links = _with_kind(links, compress, trace, recorded, mesh)
-    if memory_nbytes is None and device.type == "cuda":
-        memory_nbytes = peak_nbytes(trace, default) + _spare_nbytes(stock, mesh, device)
-    fastest = planned(trace, links, memory_nbytes)
-    for dimension in range(mesh.ndim):
-        check_same("the sharding plan", [dumps(fastest)], mesh.get_group(dimension))
-    found = FoundSharding(default, default, fastest, trace, links)
-    if step_s(trace, fastest, links) <= WORTH * step_s(trace, default, links):
-        ours = sharded_by(fastest)
-        times = [(_timed(stock, step, steps, mesh), _timed(ours, step, steps, mesh)) for _ in range(rounds + 1)][1:]
+    def run(self, blocks: Sequence[str] | None, memory_nbytes: int | None) -> FoundSharding:
+        """Record, measure, plan, and let the plan take turns with a unit per block."""
+        mesh, device = self.mesh, _device(self.mesh)
+        stock = self.sharded_by(None if blocks is None else ShardingPlan.per_block(blocks))
+        trace, default, recorded = self.recorded(stock)
+        links = measure_links(mesh, device, trace.nbytes)
+        if self.compress is not None:
+            links = _with_kind(links, self.compress, trace, recorded, mesh)
+        if memory_nbytes is None and device.type == "cuda":
+            memory_nbytes = peak_nbytes(trace, default) + _spare_nbytes(stock, mesh, device)
+        with prepared("planning", mesh):
+            fastest = planned(trace, links, memory_nbytes)
+        check_mesh("the sharding plan", dumps(fastest).splitlines(), mesh)
+        if step_s(trace, fastest, links) > WORTH * step_s(trace, default, links):
+            return FoundSharding(default, default, fastest, trace, links)
+        ours = self.sharded_by(fastest)
+        times = [(self.timed(stock), self.timed(ours)) for _ in range(self.rounds + 1)][1:]
         default_s, fastest_s = (median(column) for column in zip(*times, strict=True))
         ratio = median(after / before for before, after in times)
         chosen = fastest if ratio <= WORTH else default
-        found = FoundSharding(chosen, default, fastest, trace, links, default_s, fastest_s)
-    return found
+        return FoundSharding(chosen, default, fastest, trace, links, default_s, fastest_s)
+
+    def sharded_by(self, plan: ShardingPlan | None) -> nn.Module:
+        """A model of the trial's own; without a plan, a unit per block."""
+        with prepared("build()", self.mesh):
+            model = self.build()
+        check_mesh("the model of build()", described_model(model), self.mesh)
+        shard(model, self.inside, plan, **self.options)
+        if self.mesh.ndim == 2:
+            self.closing.callback(replicate(model, self.mesh, compress=self.compress).close)
+        return model
+
+    def recorded(self, model: nn.Module) -> tuple[ShardedTrace, ShardingPlan, Timeline]:
+        """The trace of the slowest rank, the layout in the order of forward, and a step as it was."""
+        for _ in range(WARM_UP):
+            _train(model, self.step)
+        if self.mesh.device_type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # the whole model, as it was built, is not what a step needs
+        with prepared("ab.watch()", self.mesh):
+            watch = Watch(model)
+        for _ in range(RECORDED):
+            _train(model, self.step)
+        with prepared("recording steps", self.mesh):
+            timeline = watch.timeline()
+            trace = replace(watch.trace(), update_s=0.0)  # between two steps there is the trial, and no optimizer
+            watch.close()
+        names = [block.name for block in trace.blocks]
+        check_mesh("the order in which forward calls blocks", names, self.mesh)
+        trace = trace.with_times(over_mesh(trace.times, self.mesh, dist.ReduceOp.MAX))
+        return trace, ShardingPlan.per_block(names), timeline
+
+    def timed(self, model: nn.Module) -> float:
+        """Seconds of a step on the slowest rank."""
+        _settle(self.mesh)
+        begun = perf_counter()
+        for _ in range(self.steps):
+            _train(model, self.step)
+        _settle(self.mesh)
+        (seconds,) = over_mesh([(perf_counter() - begun) / self.steps], self.mesh, dist.ReduceOp.MAX)
+        return seconds
 
 
 def measure_links(mesh: DeviceMesh, device: torch.device, largest_nbytes: int = LARGEST_NBYTES) -> Links:
@@ -173,17 +214,24 @@ def measure_links(mesh: DeviceMesh, device: torch.device, largest_nbytes: int = 
     return Links(network(inside, nodes, True), network(nodes, inside, False), overlaps=device.type == "cuda")
 
 
-def _inside(mesh: DeviceMesh, compress: Compress) -> DeviceMesh:
-    """The mesh of the ranks among which the model is sharded."""
+def _checked(
+    mesh: DeviceMesh, compress: Compress, memory_nbytes: int | None, rounds: int, steps: int
+) -> tuple[DeviceMesh, Settings]:
+    """The mesh of the ranks among which the model is sharded, and what is sent between nodes."""
+    if rounds < 1 or steps < 1:
+        raise ValueError(f"rounds is {rounds} and steps is {steps}: expected at least 1 of each, for the trial")
+    if memory_nbytes is not None and memory_nbytes < 1:
+        raise ValueError(f"memory_nbytes is {memory_nbytes}: expected a number of bytes, or None for what is left")
+    settings = settings_of(compress)
     if mesh.ndim == 1 and compress is None:
-        return mesh
+        return mesh, settings
     if mesh.ndim != 2 or mesh.mesh_dim_names is None:
         raise ValueError(
             f"mesh has {mesh.ndim} dimension{'s' * (mesh.ndim > 1)}, and compress is {compress!r}: between nodes, mesh "
             "must have two dimensions with names, nodes and the ranks in a node, as init_device_mesh(device, (nodes, "
             'ranks), mesh_dim_names=("replicate", "shard")) makes them'
         )
-    return mesh[mesh.mesh_dim_names[1]]
+    return mesh[mesh.mesh_dim_names[1]], settings
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -193,22 +241,6 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _record(model: nn.Module, step: Step, mesh: DeviceMesh) -> tuple[ShardedTrace, ShardingPlan, Timeline]:
-    """The trace of the slowest rank, the layout in the order of forward, and a step as it was."""
-    for _ in range(WARM_UP):
-        _train(model, step)
-    if mesh.device_type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # the whole model, as it was built, is not what a step needs
-    watch = Watch(model)
-    for _ in range(RECORDED):
-        _train(model, step)
-    timeline = watch.timeline()
-    trace = replace(watch.trace(), update_s=0.0)  # between two steps there is the trial, and no optimizer
-    watch.close()
-    trace = trace.with_times(_over_mesh(list(trace.times), mesh, dist.ReduceOp.MAX))
-    return trace, ShardingPlan.per_block([block.name for block in trace.blocks]), timeline
-
-
 def _with_kind(links: Links, compress: Compress, trace: ShardedTrace, recorded: Timeline, mesh: DeviceMesh) -> Links:
     """The links with a cost of the exchange that was recorded: the dense one's, times what it took relative to that."""
     kind, dense_network = only_kind(settings_of(compress)), links.between
@@ -216,34 +248,40 @@ def _with_kind(links: Links, compress: Compress, trace: ShardedTrace, recorded: 
     took_s = sum(span.seconds for span in recorded.spans if span.track == BETWEEN)
     sizes = [trace.rest_gradient_nbytes, *(block.gradient_nbytes for block in trace.blocks)]
     dense_s = sum(links.average_s(nbytes) for nbytes in sizes)
-    (factor,) = _over_mesh([took_s / dense_s if dense_s else 1.0], mesh, dist.ReduceOp.MAX)
+    (factor,) = over_mesh([took_s / dense_s if dense_s else 1.0], mesh, dist.ReduceOp.MAX)
     priced = dense_network.curve("dense").scaled(factor)
     between = replace(dense_network, curves={**dense_network.curves, kind: priced})
     return Links(links.inside, between, kind, links.overlaps)
 
 
 def _spare_nbytes(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> int:
-    """What the device has left on the fullest rank, beside another model's shards and their gradients."""
+    """What the device has left on the fullest rank, beside another model's shards and their gradients. Collective."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    sharing = Counter(from_all_ranks(uuid.encode(), *mesh_groups(mesh)))[uuid.encode()]
     shards = 2 * sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
     free, _ = torch.cuda.mem_get_info(device)
-    left = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    (least,) = _over_mesh([float(left - shards)], mesh, dist.ReduceOp.MIN)
+    left = left_nbytes(free, sharing, torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device))
+    (least,) = over_mesh([float(left - shards)], mesh, dist.ReduceOp.MIN)
     return max(0, int(SPARE * least))
 
 
-def _timed(model: nn.Module, step: Step, steps: int, mesh: DeviceMesh) -> float:
-    """Seconds of a step on the slowest rank."""
-    _settle(mesh)
-    begun = perf_counter()
-    for _ in range(steps):
-        _train(model, step)
-    _settle(mesh)
-    (seconds,) = _over_mesh([(perf_counter() - begun) / steps], mesh, dist.ReduceOp.MAX)
-    return seconds
+def left_nbytes(free_nbytes: int, sharing: int, reserved_nbytes: int, used_nbytes: int) -> int:
+    """What a rank may use beside ``used_nbytes``: its part of what is free, and what its allocator holds unused.
+
+    ``sharing`` ranks compute on the device: each of them sees the same free bytes.
+    """
+    return free_nbytes // sharing + reserved_nbytes - used_nbytes
 
 
 def _train(model: nn.Module, step: Step) -> None:
-    step(model)
+    try:
+        step(model)
+    except Exception as error:
+        error.add_note(
+            f"in a trial of find_sharding(), on rank {dist.get_rank()}: if the step itself is right, another rank has "
+            "died, failed or left; look for the first error among all ranks"
+        )
+        raise
     model.zero_grad()
 
 
@@ -253,13 +291,3 @@ def _settle(mesh: DeviceMesh) -> None:
         torch.cuda.synchronize()
     for dimension in range(mesh.ndim):
         dist.barrier(mesh.get_group(dimension))
-
-
-def _over_mesh(numbers: list[float], mesh: DeviceMesh, operation: Any) -> list[float]:
-    """Each number over all ranks of the mesh."""
-    group = mesh.get_group(0)
-    values = torch.tensor(numbers, dtype=torch.float64, device=wire_device(group))
-    for dimension in range(mesh.ndim):
-        dist.all_reduce(values, op=operation, group=mesh.get_group(dimension))
-    found: list[float] = values.tolist()
-    return found

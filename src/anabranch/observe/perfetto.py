@@ -8,6 +8,8 @@ from anabranch.observe.clock_sync import ClockAlignment
 from anabranch.plan import bucket_label
 
 COMPUTE, GRADIENTS, FIRST_LANE = 0, 1, 2  # tracks of a process
+INSIDE, BETWEEN = 1, 2  # those of a sharded model, beside computing
+SHARDED_TRACKS = {"compute": COMPUTE, "inside": INSIDE, "between": BETWEEN}
 PARTS = ("forward", "backward", "exposed communication")
 
 Event = dict[str, Any]
@@ -18,8 +20,9 @@ def perfetto_document(
 ) -> dict[str, Any]:
     """The trace-event JSON object, in rank 0's time from the first event on, in microseconds.
 
-    ``recordings`` are the steps of each rank by its own clock, as ``TraceWindow`` gathers them. The error bound of a
-    rank's clock against rank 0's is in the name of its process and in ``otherData``, with ``facts``.
+    ``recordings`` are the steps of each rank by its own clock, as ``TraceWindow`` gathers them; those of sharded models
+    hold ``spans`` by track, and the ranks ``inside`` this one's node. The error bound of a rank's clock against rank
+    0's is in the name of its process and in ``otherData``, with ``facts``.
     """
     errors_s = [0.0]
     for recording, alignment in zip(recordings[1:], alignments[1:], strict=True):
@@ -32,10 +35,15 @@ def perfetto_document(
     events: list[Event] = []
     for rank, (recording, alignment) in enumerate(zip(recordings, alignments, strict=True)):
         clock = _TraceClock(alignment, origin_s)
-        lanes = {bucket["lane"] for step in recording["steps"] for bucket in step["buckets"]}
-        events += _track_names(rank, errors_s[rank], lanes)
-        for step in recording["steps"]:
-            events += _step_events(rank, step, clock)
+        if "inside" in recording:
+            events += _track_names(rank, errors_s[rank], SHARDED_TRACKS)
+            peers = {INSIDE: recording["inside"], BETWEEN: _line(rank, recordings)}
+            events += (event for step in recording["steps"] for event in _span_events(rank, step, clock, peers))
+        else:
+            lanes = sorted({bucket["lane"] for step in recording["steps"] for bucket in step["buckets"]})
+            names = {"compute": COMPUTE, "gradients ready": GRADIENTS, **{f"lane {n}": FIRST_LANE + n for n in lanes}}
+            events += _track_names(rank, errors_s[rank], names)
+            events += (event for step in recording["steps"] for event in _step_events(rank, step, clock))
     other = {
         "made_by": "anabranch",
         **facts,
@@ -57,19 +65,36 @@ class _TraceClock:
         return max(0, round((self._alignment.to_rank_0_time(at_s) - self._origin_s) * 1e9))
 
 
+def _line(rank: int, recordings: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The ranks with the same shard, one in each node: those at the same place inside theirs."""
+    places = [recording["inside"].index(other) for other, recording in enumerate(recordings)]
+    return [other for other, place in enumerate(places) if place == places[rank]]
+
+
 def _first_s(step: Mapping[str, Any]) -> float:
+    if "spans" in step:
+        return float(min(start_s for _, _, start_s, _ in step["spans"]))
     return float(min([*step["edges_s"], *step["ready_s"].values(), *(b["launched_s"] for b in step["buckets"])]))
 
 
-def _track_names(rank: int, error_s: float, lanes: set[int]) -> Iterator[Event]:
+def _track_names(rank: int, error_s: float, tracks: Mapping[str, int]) -> Iterator[Event]:
     clock = "reference clock" if rank == 0 else f"clock within ±{error_s * 1e6:.1f} µs of rank 0's"
     yield _meta(rank, 0, "process_name", name=f"rank {rank} ({clock})")
     yield _meta(rank, 0, "process_sort_index", sort_index=rank)
-    tracks = {COMPUTE: "compute", GRADIENTS: "gradients ready"}
-    tracks.update({FIRST_LANE + lane: f"lane {lane}" for lane in sorted(lanes)})
-    for track, name in tracks.items():
+    for name, track in tracks.items():
         yield _meta(rank, track, "thread_name", name=name)
         yield _meta(rank, track, "thread_sort_index", sort_index=track)
+
+
+def _span_events(
+    rank: int, step: Mapping[str, Any], clock: _TraceClock, peers: Mapping[int, Sequence[int]]
+) -> Iterator[Event]:
+    """A step of a sharded model; ``peers`` are the ranks that take part in the messages of a track."""
+    for name, label, start_s, end_s in step["spans"]:
+        track = SHARDED_TRACKS[name]
+        category = "compute" if track == COMPUTE else "communication"
+        args: dict[str, Any] = {"step": step["step"], **({"ranks": peers[track]} if track in peers else {})}
+        yield _slice(rank, track, label, category, clock.ns(start_s), clock.ns(end_s), args)
 
 
 def _step_events(rank: int, step: Mapping[str, Any], clock: _TraceClock) -> Iterator[Event]:

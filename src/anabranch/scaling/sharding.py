@@ -1,57 +1,60 @@
 """Strategies that shard the model by FSDP2, over all ranks or inside nodes (HSDP), at any world size."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil
 
 from anabranch.alpha_beta import TwoLevel
+from anabranch.kinds import DENSE
 from anabranch.network import Network
+from anabranch.scaling.compression import Compression, priced
 from anabranch.scaling.sweep import Ran
-from anabranch.sharded import Block, Links, ShardedTrace, ShardingPlan, plan, step_s
+from anabranch.sharded import Block, Links, ShardedTrace, plan, step_s
+from anabranch.sharded.ways import PLANNED, ShardedWay, way_of
 from anabranch.trace import Trace
 
-KEPT, RESHARD, PLANNED = "", "reshard", "planned"
-FSDP2, HSDP = "fsdp2", "hsdp"
-WAYS = tuple(f"{family}{':' * bool(units)}{units}" for family in (FSDP2, HSDP) for units in (KEPT, RESHARD, PLANNED))
 ASSUMPTIONS = (
     "blocks of sharded strategies are the parameters with the same number in their names, and forward is divided among "
     "them as backward is; their gathers and reduce-scatters take half an all-reduce each; memory is not bounded",
 )
 
 
+BETWEEN = (
+    "hsdp@…: what is sent between nodes costs what the same exchange costs in a bucket; what it computes does not slow "
+    "the backward pass",
+)
+
+
+def assumptions(ways: Iterable[str]) -> list[str]:
+    """What the predictions of these ways assume."""
+    exchanges = [way_of(name).exchange for name in ways]
+    return [*(ASSUMPTIONS if exchanges else ()), *(BETWEEN if set(exchanges) - {DENSE} else ())]
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What the name of a strategy says: a unit per block, kept or freed (":reshard") after forward, or planned units.
+    """The strategy of a way to shard: what it predicts of a step."""
 
-    ``nodes``: the model is sharded inside each node, and averaged between nodes (HSDP).
-    """
-
-    nodes: bool
-    units: str
+    way: ShardedWay
 
     @classmethod
     def named(cls, name: str) -> "Sharding":
         """The strategy of this name; ValueError if there is none."""
-        if name not in WAYS:
-            raise ValueError(f"--sharded is {name!r}: expected one of {', '.join(WAYS)}")
-        family, _, units = name.partition(":")
-        return cls(family == HSDP, units)
+        return cls(way_of(name))
 
     def __call__(self, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
         """Planned for the first network and the quiet trace, as planners of buckets are."""
         links = [self.links(network) for network in networks]
         trace = sharded_trace(quiet)
         names = [block.name for block in trace.blocks]
-        chosen = (
-            plan(trace, links[0]) if self.units == PLANNED else ShardingPlan.per_block(names, self.units == RESHARD)
-        )
+        chosen = plan(trace, links[0]) if self.way.units == PLANNED else self.way.per_block(names)
         run = sharded_trace(real, names)
         return Ran(len(chosen), 1, [step_s(run, chosen, one) for one in links])
 
     def links(self, network: Network) -> Links:
         """What a step sends on, on this network."""
-        if not self.nodes:
+        if not self.way.nodes:
             return Links(network)
         model = network.model
         if not isinstance(model, TwoLevel):
@@ -62,7 +65,8 @@ class Sharding:
             return Links(Network.modelled(inside, model.inside))
         # The shards of a node pass its one card together.
         card = replace(model.across, beta_s_per_byte=inside * model.across.beta_s_per_byte)
-        return Links(Network.modelled(inside, model.inside), Network.modelled(count, card))
+        (kind,) = (DENSE,) if self.way.exchange == DENSE else Compression.named(self.way.exchange).kinds
+        return Links(Network.modelled(inside, model.inside), priced(Network.modelled(count, card), [kind]), kind)
 
 
 def sharded_trace(trace: Trace, names: Sequence[str] | None = None) -> ShardedTrace:

@@ -11,7 +11,8 @@ from anabranch.scaling.answer import answer
 from anabranch.scaling.compression import Compression, compressed_strategies
 from anabranch.scaling.line_up import configured_planner
 from anabranch.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
-from anabranch.scaling.sharding import ASSUMPTIONS, Sharding
+from anabranch.scaling.sharding import Sharding
+from anabranch.scaling.sharding import assumptions as about_sharding
 from anabranch.scaling.sweep import STEADY, Compute, recorded_batch, sweep
 from anabranch.trace import Trace
 
@@ -49,8 +50,8 @@ def scale(
                     element, "oktopk:0.01" sends 1 % of them, "oktopk" chooses the density, "auto" chooses among
                     those that round, "auto:oktopk:0.01" among all of these; "lean:int8", "lean:0.01" and "lean" do
                     so on the Lean engine; "int8@nodes" does so between nodes that are dense inside
-    sharded         further strategies that shard the model by FSDP2: "fsdp2", "fsdp2:reshard" (freed after forward),
-                    "fsdp2:planned"; inside nodes "hsdp", "hsdp:reshard" and "hsdp:planned", on two-level networks
+    sharded         further strategies that shard the model by FSDP2: names of ``sharded.ways``; "hsdp" and its like
+                    shard inside nodes, on two-level networks, "hsdp@int8" with int8 between them
     scaling         "weak" keeps the batch of each rank, "strong" the global batch
     batch           that batch, for all strategies or by name of the strategy; as recorded unless given. The trace's
                     meta must then say for which batch it was recorded.
@@ -131,7 +132,7 @@ class _Study:
             found.append(point)
             if on_point is not None:
                 on_point(network.name, len(found), len(self.world_sizes) * len(self.kinds))
-        return found, [*compressed.assumptions, *(ASSUMPTIONS if runners else ())]
+        return found, [*compressed.assumptions, *about_sharding(runners)]
 
     def assumptions(self, ranges: Sequence[NetworkRange]) -> list[str]:
         """What the numbers assume besides the trace and the costs of the networks."""

@@ -1,4 +1,4 @@
-"""Files of ``model.trace_steps``: some steps of all ranks, on one clock."""
+"""Files of ``model.trace_steps`` and ``watch.trace_steps``: some steps of all ranks, on one clock."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -44,6 +44,7 @@ class RankStep:
     """One rank in one step; zero is the start of rank 0's backward.
 
     tensors   of each bucket, by the name of its span
+    peers     ranks that take part in a message, by the name of its span; empty for all of them
     waits     of the buckets that were here before they were on another rank, by the name of their span
     """
 
@@ -51,6 +52,7 @@ class RankStep:
     rank: int
     timeline: Timeline
     tensors: Mapping[str, tuple[str, ...]]
+    peers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     waits: Mapping[str, Wait] = field(default_factory=dict)
 
 
@@ -67,7 +69,8 @@ def rank_steps(document: Mapping[str, Any], where: str) -> list[RankStep]:
         raise FileError(f"{where}: has no step of rank 0 in it; write it again with model.trace_steps(first, last, …)")
     median_us = median_low(lengths.values())
     step = next(step for step, length_us in lengths.items() if length_us == median_us)
-    zero_us = min((e.ts for e in by_step[step] if e.pid == 0 and e.name == "backward"), default=by_step[step][0].ts)
+    backward = (e.ts for e in by_step[step] if e.pid == 0 and e.name.startswith("backward"))  # of the model, of units
+    zero_us = min(backward, default=by_step[step][0].ts)
     own: dict[int, list[_Slice]] = {}
     for event in by_step[step]:
         own.setdefault(event.pid, []).append(event)
@@ -87,17 +90,17 @@ def _clock_error_s(document: Mapping[str, Any]) -> float:
 
 def _with_waits(ranks: Sequence[RankStep], error_s: float) -> list[RankStep]:
     """The same, with what each rank waited for; differences that the clocks' error explains are none."""
-    begun: dict[str, dict[int, float]] = {}
+    begun: dict[tuple[str, tuple[int, ...]], dict[int, float]] = {}  # by message, and the ranks that take part
     for one in ranks:
         for span in one.timeline.communication:
             if span.name != EXPOSED:  # of DDP's own buckets, which may be under way meanwhile
-                begun.setdefault(span.name, {})[one.rank] = span.start_s
-    last = {name: max(own, key=lambda rank: own[rank]) for name, own in begun.items()}
+                begun.setdefault((span.name, one.peers.get(span.name, ())), {})[one.rank] = span.start_s
+    last = {message: max(own, key=lambda rank: own[rank]) for message, own in begun.items()}
     return [
         replace(one, waits={
-            name: Wait(own[last[name]], last[name])
-            for name, own in begun.items()
-            if one.rank in own and own[last[name]] - own[one.rank] > error_s
+            message[0]: Wait(own[last[message]], last[message])
+            for message, own in begun.items()
+            if one.rank in own and own[last[message]] - own[one.rank] > error_s
         })
         for one in ranks
     ]  # fmt: skip
@@ -129,6 +132,7 @@ def _rank_step(
 ) -> RankStep | None:
     spans: list[Span] = []
     tensors: dict[str, tuple[str, ...]] = {}
+    peers: dict[str, tuple[int, ...]] = {}
     has_buckets = any(LANE.fullmatch(tracks.get((rank, event.tid), "")) for event in own)
     for event in own:
         track = tracks.get((rank, event.tid), COMPUTE)
@@ -140,6 +144,8 @@ def _rank_step(
         spans.append(Span(track, event.name, start_s, start_s + event.dur / 1e6))
         names = event.args.get("tensors", ())
         tensors[event.name] = tuple(str(name) for name in names) if isinstance(names, list) else ()
+        members = event.args.get("ranks", ())
+        peers[event.name] = tuple(r for r in members if isinstance(r, int)) if isinstance(members, list) else ()
     if not any(span.track == COMPUTE for span in spans):
         return None
-    return RankStep(step, rank, Timeline(tuple(spans), {"source": "measured"}), tensors)
+    return RankStep(step, rank, Timeline(tuple(spans), {"source": "measured"}), tensors, peers)

@@ -1,0 +1,87 @@
+"""Ranks that die, fail or stall while a sharded model is trained or tried: the others get an error in time, and end.
+
+As in ``test_faults``, every rank is a Python process of its own, and this file is the program that each of them runs.
+"""
+
+import json
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import anabranch as ab
+from parallel.test_faults import FAULTS, MARGIN_S, RANKS, TIMEOUT_S, VICTIM, run
+from ranks import patience
+
+WIDTH = 32
+FAULT_STEP = 6  # of a trial: it is recording
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def rank_program(rank: int, folder: Path, fault: str, ending: str, program: str) -> None:
+    """Train between nodes of one rank each, or try plans, until the fault; note what was raised."""
+    limit = timedelta(seconds=TIMEOUT_S)
+    init_method = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=RANKS, timeout=limit)
+    begun, steps = time.monotonic(), 0
+
+    def step(model: nn.Module) -> None:
+        nonlocal begun, steps
+        begun, steps = time.monotonic(), steps + 1
+        output = model(torch.randn(8, WIDTH))
+        if rank == VICTIM and steps == FAULT_STEP:
+            Path(folder, "fault").touch()
+            output.register_hook(FAULTS[fault])
+        output.square().mean().backward()
+
+    try:
+        if program == "trial":
+            ab.find_sharding(build, init_device_mesh("cpu", (RANKS,)), step)
+        else:
+            mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
+            model = ab.shard(build(), mesh["shard"])
+            ab.replicate(model, mesh, compress=program)
+            for _ in range(FAULT_STEP + 3):
+                step(model)
+    except Exception as error:
+        note: dict[str, Any] = {"error": str(error), "notes": getattr(error, "__notes__", [])}
+        note["after_s"] = time.monotonic() - begun
+        Path(folder, f"rank-{rank}.json").write_text(json.dumps(note))
+    if ending == "destroy":
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("program", "fault"), [("trial", "die"), ("trial", "fail"), ("int8", "die"), ("int8", "stall")]
+)
+def test_survivors_get_an_error_in_time_and_end(program: str, fault: str, tmp_path: Path) -> None:
+    codes, words, notes = run(tmp_path, fault, "destroy", program, __file__)
+    for rank in (rank for rank in range(RANKS) if rank != VICTIM):
+        assert codes[rank] == 0, f"rank {rank} ended with {codes[rank]}:\n{words[rank]}"
+        note = notes[rank]
+        assert note["after_s"] < TIMEOUT_S + MARGIN_S * patience() / 2
+        if program == "trial":
+            (said,) = note["notes"]
+            assert f"in a trial of find_sharding(), on rank {rank}" in said and "look for the first error" in said
+        else:
+            assert "did not get through after" in note["error"] and "between nodes (int8)" in note["error"]
+    if fault == "fail":
+        assert "a bug in backward" in notes[VICTIM]["error"] and codes[VICTIM] == 0, words[VICTIM]
+    if fault == "die":
+        assert codes[VICTIM] == -signal.SIGKILL and VICTIM not in notes
+
+
+if __name__ == "__main__":
+    rank_program(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5])
