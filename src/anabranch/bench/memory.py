@@ -89,7 +89,7 @@ def peak(
     plan = compressed_plan(build, mode, density) if mode in WAYS else None
     device = torch.device("cuda", torch.cuda.current_device())
     release_memory()
-    _drain()
+    drain()
     before = torch.cuda.memory_allocated()
     training = training_of(mode, activations)(TrainingSetup(*build(device), optimizer, ranks, density, plan))
     found = []
@@ -98,7 +98,7 @@ def peak(
             torch.cuda.reset_peak_memory_stats()
             for _ in range(steps):
                 next(training)
-            _drain()
+            drain()
             found.append(int(torch.cuda.max_memory_allocated()) - before)
     finally:
         training.close()
@@ -113,7 +113,7 @@ def release_memory() -> None:
     torch._C._host_emptyCache()
 
 
-def _drain() -> None:
+def drain() -> None:
     """Wait until all work is done and NCCL has released the last message, which it keeps until it sends another."""
     for _ in range(2):
         dist.all_reduce(torch.zeros(1, device="cuda"))
