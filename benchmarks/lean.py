@@ -5,9 +5,9 @@
     python -m benchmarks.lean qwen2.5-0.5b --limit-gib 16 --predict            (no GPU, no ranks: batches for --at)
 
 A model with a batch (``resnet152:64``): all ways train at that batch, with as much memory as they take. Without one: no
-rank may have more than ``--limit-gib``, and each way trains at its own largest batch by prediction, or as ``--at`` says;
-where that was too much, at a tenth less, twice. What chooses within the limit trains at the batch of the fastest of
-Lean's other ways.
+rank may have more than ``--limit-gib``, and each way trains at its own largest batch by prediction, or as ``--at``
+says; where that was too much, at a tenth less, twice. What chooses within the limit trains at the batch of the fastest
+of Lean's other ways.
 
 Rows are printed as they come: a row that fails is noted, and the others go on (``restarting.py``). The last column says
 how long a row took, with its start, so that one can plan the time on a GPU. Predictions are computed beside the rows.
@@ -41,12 +41,13 @@ from benchmarks.lean_batches import (
 )
 from benchmarks.restarting import board, joined, supervised, why, worker_place, working
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # not exported to type checkers
 
 import anabranch as ab
 from anabranch.activations.policy import Mode
 from anabranch.bench import trainings
 from anabranch.bench.trainings import TrainingSetup
-from anabranch.estimate.account import DDP, LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8, NAIVE, WAYS
+from anabranch.footprint.account import DDP, LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8, NAIVE, WAYS
 
 GIB = 1 << 30
 SHRUNK = 0.9  # of a batch that was out of memory
@@ -164,7 +165,9 @@ def arguments() -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL[:BATCH]", help="of the zoo, or module:function[:BATCH]")
-    parser.add_argument("--ways", nargs="*", choices=[*SYSTEMS], help="rows, in this order; by default what figures need")
+    parser.add_argument(
+        "--ways", nargs="*", choices=[*SYSTEMS], help="rows, in this order; by default what figures need"
+    )
     parser.add_argument("--limit-gib", type=float, default=16.0)
     parser.add_argument("--share", type=float, help="of naive sparse's peak; default 0.4 in fp32, 0.5 in bf16")
     parser.add_argument("--steps", type=int, default=3, help="to time, where they are short")
@@ -213,9 +216,7 @@ def predicted(given: argparse.Namespace, job: Job, known: Mapping[str, int]) -> 
     way, batch = SYSTEMS[job.way], job.batch or known.get(f"{job.model}/{job.way}", 0)
     if way.within:
         return batch, None
-    batch = batch or predicted_batch(
-        case_of(given, job, 1), way.mode, way.recomputed, int(given.limit_gib * GIB)
-    )
+    batch = batch or predicted_batch(case_of(given, job, 1), way.mode, way.recomputed, int(given.limit_gib * GIB))
     return batch, predicted_nbytes(case_of(given, job, batch), way.mode, way.recomputed) if batch else None
 
 
@@ -314,7 +315,7 @@ class Table:
 # -------------------------------------------------------------------------------------------------------- a worker
 
 
-def work(given: argparse.Namespace, jobs: Sequence[Job], store: dist.TCPStore) -> None:
+def work(given: argparse.Namespace, jobs: Sequence[Job], store: TCPStore) -> None:
     """Run rows on this rank, one after another."""
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
@@ -337,9 +338,7 @@ def work(given: argparse.Namespace, jobs: Sequence[Job], store: dist.TCPStore) -
     dist.destroy_process_group()
 
 
-def prepared(
-    given: argparse.Namespace, job: Job, store: dist.TCPStore, number: int, before: Sequence[Row]
-) -> Case:
+def prepared(given: argparse.Namespace, job: Job, store: TCPStore, number: int, before: Sequence[Row]) -> Case:
     """The case of a row, with its batch and its budget; the allocator's limit is set."""
     way, limit_nbytes = SYSTEMS[job.way], int(given.limit_gib * GIB)
     if ON_GPU:

@@ -17,11 +17,11 @@ from anabranch.activations.recompute import recompute
 from anabranch.bench.memory import Build, compressed_plan, drain, release_memory, zoo_build
 from anabranch.bench.zoo import SEQUENCES
 from anabranch.cli.user_function import load_function
-from anabranch.estimate import account
-from anabranch.estimate.account import DDP, WAYS, Setting, modes_of
 from anabranch.estimate.largest_batch import MAX_BATCH, largest_batch
 from anabranch.estimate.probe import Loss, probe
-from anabranch.estimate.step_profile import StepProfile
+from anabranch.footprint import account
+from anabranch.footprint.account import DDP, WAYS, Setting, modes_of
+from anabranch.footprint.step_profile import StepProfile
 
 ON_GPU = torch.cuda.is_available()  # a CPU is enough to try everything but the measured memory
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")

@@ -1,8 +1,8 @@
 """Jobs one after another on all ranks, in worker processes that are started again where one has failed.
 
 A rank that runs out of memory leaves the others waiting for its messages, so nothing that follows in these processes
-could be trusted. Each rank therefore has a supervisor, which uses no GPU. When a worker of any rank fails, or a job takes
-too long, all workers are ended, and new ones go on behind that job.
+could be trusted. Each rank therefore has a supervisor, which uses no GPU. When a worker of any rank fails, or a job
+takes too long, all workers are ended, and new ones go on behind that job.
 """
 
 import os
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # not exported to type checkers
 
 FIRST, ATTEMPT = "BENCHMARK_FIRST_JOB", "BENCHMARK_ATTEMPT"  # in the environment of a worker
 PORTS_ABOVE = 17  # of the launcher's port: where the supervisors' store listens; workers have those behind it
@@ -21,15 +21,15 @@ POLL_S = 0.1
 LONG = timedelta(hours=1)
 
 
-def board() -> dist.TCPStore:
+def board() -> TCPStore:
     """In a supervisor: the store in which ranks write what they find."""
     host, ranks = os.environ["MASTER_ADDR"], int(os.environ["WORLD_SIZE"])
-    return dist.TCPStore(host, _board_port(), ranks, os.environ["RANK"] == "0", LONG)
+    return TCPStore(host, _board_port(), ranks, os.environ["RANK"] == "0", LONG)
 
 
-def joined() -> dist.TCPStore:
+def joined() -> TCPStore:
     """One more connection to the store: of a worker, or of another thread of a supervisor."""
-    return dist.TCPStore(os.environ["MASTER_ADDR"], _board_port(), None, False, LONG)
+    return TCPStore(os.environ["MASTER_ADDR"], _board_port(), None, False, LONG)
 
 
 def _board_port() -> int:
@@ -43,7 +43,7 @@ def worker_place() -> tuple[int, int] | None:
 
 
 def supervised(
-    command: Sequence[str], jobs: int, store: dist.TCPStore, timeout_s: float, again: Callable[[int], bool]
+    command: Sequence[str], jobs: int, store: TCPStore, timeout_s: float, again: Callable[[int], bool]
 ) -> Iterator[tuple[int, str | None]]:
     """Run all jobs; yields each one's number and result on rank 0, as they come; None where it has failed.
 
@@ -80,7 +80,7 @@ def supervised(
         sleep(POLL_S)
 
 
-def working(run: Callable[[int], str], jobs: int, store: dist.TCPStore) -> None:
+def working(run: Callable[[int], str], jobs: int, store: TCPStore) -> None:
     """In a worker: run the jobs from its place on; rank 0 writes down what they return."""
     place = worker_place()
     assert place is not None
@@ -96,12 +96,12 @@ def working(run: Callable[[int], str], jobs: int, store: dist.TCPStore) -> None:
             store.set(f"done/{job}", result)
 
 
-def why(store: dist.TCPStore, job: int) -> str:
+def why(store: TCPStore, job: int) -> str:
     """What was noted about a job that has failed."""
     return store.get(f"why/{job}").decode() if store.check([f"why/{job}"]) else "a worker has died"
 
 
-def _note(store: dist.TCPStore, job: int, attempt: int, reason: str) -> None:
+def _note(store: TCPStore, job: int, attempt: int, reason: str) -> None:
     store.compare_set(f"why/{job}", "", reason)  # the first one: other ranks fail in its wake
     store.set(f"failed/{attempt}", "")
 

@@ -40,10 +40,10 @@ def test_batches_are_predicted_without_ranks() -> None:
     command = [sys.executable, "-m", "benchmarks.lean", MODEL, "--ways", "ddp", "recomputed", "--limit-gib", "0.1"]
     done = subprocess.run([*command, "--predict"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    ddp, recomputed, at = done.stdout.splitlines()
+    ddp, _, at = done.stdout.splitlines()
     batches = dict(one.split("=") for one in at.removeprefix("--at ").split())
     assert batches.keys() == {f"{MODEL}/ddp", f"{MODEL}/recomputed"}
-    assert f"batch {batches[f'{MODEL}/ddp']}," in ddp and 0 < int(batches[f"{MODEL}/ddp"])
+    assert f"batch {batches[f'{MODEL}/ddp']}," in ddp and int(batches[f"{MODEL}/ddp"]) > 0
     assert int(batches[f"{MODEL}/ddp"]) < int(batches[f"{MODEL}/recomputed"])
 
 

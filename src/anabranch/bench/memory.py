@@ -19,9 +19,9 @@ from anabranch.activations.policy import Activations
 from anabranch.bench import zoo
 from anabranch.bench.contestants import PLAN_WARMUP_STEPS
 from anabranch.bench.trainings import ON_ONE_RANK, TrainingSetup, training_of
-from anabranch.estimate.account import BUCKET_NBYTES, MODES, OKTOPK, WAYS
 from anabranch.estimate.probe import Loss, probe
-from anabranch.estimate.step_profile import buckets_by_size
+from anabranch.footprint.account import BUCKET_NBYTES, MODES, OKTOPK, WAYS
+from anabranch.footprint.step_profile import buckets_by_size
 from anabranch.lean.options import KEPT, OptimizerFactory
 from anabranch.plan import Bucket, Plan
 from anabranch.sparse.naming import kind_of
@@ -58,7 +58,7 @@ def under_autocast(build: Build) -> Build:
 
 
 def compressed_plan(build: Build, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
-    """Buckets in the order of backward, of the size and kind that ``estimate.account`` assumes for this mode."""
+    """Buckets in the order of backward, of the size and kind that ``footprint.account`` assumes for this mode."""
     profile, way = probe(build), WAYS[mode]
     buckets = sorted(buckets_by_size(profile, bucket_nbytes, way.compresses), key=lambda bucket: bucket.last_index)
     kinds = {True: kind_of(density) if way.exchange == OKTOPK else way.exchange, False: "dense"}

@@ -1,4 +1,4 @@
-"""The ways to train whose memory is measured: each is a generator that runs a step per ``next``; Lean's yield the model.
+"""The ways to train whose memory is measured: each is a generator, a step per ``next``; Lean's yield the model.
 
 On one rank, ``ReplicatedCommunicator`` stands for a world of ranks that all send what this one sends, so that messages
 have the sizes of that world.
@@ -19,8 +19,8 @@ from anabranch.bench.baselines import top_count, top_pairs
 from anabranch.comm.communicator import Communicator, ZeroBuffer
 from anabranch.compression import Compress
 from anabranch.ddp.reducer import unwrap
-from anabranch.estimate.account import DDP, NAIVE, OKTOPK, WAYS, Way
 from anabranch.estimate.probe import Loss
+from anabranch.footprint.account import DDP, NAIVE, OKTOPK, WAYS, Way
 from anabranch.kinds import DENSE
 from anabranch.lean.options import KEPT, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel

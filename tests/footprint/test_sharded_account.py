@@ -3,10 +3,10 @@
 import pytest
 
 from anabranch import Network
-from anabranch.estimate.account import SHARDED_MODES, Setting, predict
-from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
 from anabranch.estimate.throughput import samples_per_s
 from anabranch.files import load_bundled_trace
+from anabranch.footprint.account import SHARDED_MODES, Setting, predict
+from anabranch.footprint.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
 from anabranch.sharded import Block, ShardedTrace, ShardingPlan, peak_nbytes
 
 N = 1_000_000

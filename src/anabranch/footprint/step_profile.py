@@ -1,4 +1,4 @@
-"""Memory of one training step as its gradients become ready: made by ``probe.py``, used by ``account.py``."""
+"""Memory of one training step as its gradients become ready: made by ``estimate.probe``, or of a live model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,15 +66,17 @@ NO_OPTIMIZER = OptimizerMemory()
 class StepProfile:
     """Memory of one step at one batch size, where every gradient is taken away as soon as it is ready.
 
-    weights_nbytes   parameters and buffers
-    gradients        in the order of backward
-    after_backward   in use when backward is over: the batch, and what the program still holds
+    weights_nbytes     parameters and buffers
+    gradients          in the order of backward
+    after_backward     in use when backward is over: the batch, and what the program still holds
+    offloaded_nbytes   activations that are in host memory between forward and backward
     """
 
     weights_nbytes: int
     gradients: tuple[ReadyGradient, ...]
     after_backward: MemoryUse
     optimizer: OptimizerMemory = NO_OPTIMIZER
+    offloaded_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.gradients:
