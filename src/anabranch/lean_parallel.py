@@ -71,7 +71,7 @@ class LeanDataParallel(Tuned, nn.Module):
     _layout: LeanLayout
     _graph_cutter = CompiledGraphs({})  # of a copy, which plans nothing
     bucket_bytes_cap = DDP_CAP_NBYTES  # by which torch cuts graphs where we cannot
-    _sync_enabled = True  # False inside no_sync()
+    require_backward_grad_sync = True  # as in DDP, also for programs that set it instead of using no_sync()
     _averaging_now = True  # whether this backward pass, or the one that comes next, is averaged
 
     def __init__(
@@ -247,17 +247,17 @@ class LeanDataParallel(Tuned, nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context whose forwards only accumulate gradients, in ``parameter.grad``, until the next averaged step."""
-        before = self._sync_enabled
-        self._sync_enabled = False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._sync_enabled = before
+            self.require_backward_grad_sync = before
 
     @_disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; its gradients will be averaged, and its parameters updated, in backward."""
-        will_average = torch.is_grad_enabled() and self._sync_enabled
+        will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._before_forward(will_average, inputs, kwargs)
         with compiled_as_ddp(self) if self._graph_cutter.cuts_graphs else nullcontext():
             output = self.module(*inputs, **kwargs)
@@ -307,10 +307,10 @@ class LeanDataParallel(Tuned, nn.Module):
         self._graph_cutter.install(self.module)
         if torch.is_grad_enabled():
             if not in_backward():
-                self._averaging_now = self._sync_enabled
+                self._averaging_now = self.require_backward_grad_sync
                 self._follow_scale()  # all gradients that accumulate until the next step have one scale
             self._note_input(*inputs)
-            tuner.before_forward(averaged=self._sync_enabled)
+            tuner.before_forward(averaged=self.require_backward_grad_sync)
         if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
             self._choose()
         if self._broadcast_buffers and (will_average or self._buffers_changed):
@@ -449,7 +449,7 @@ class LeanDataParallel(Tuned, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._no_plan_reason = COPIED
-        self._sync_enabled = True
+        self.require_backward_grad_sync = True
         self._activations.undo()  # of the copy
 
 

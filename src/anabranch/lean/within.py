@@ -228,8 +228,8 @@ def choose_within(
             max(one.held_nbytes + smallest_budget(one.occupied(blocks), link), one.end_nbytes) for one in storages
         )
         raise BudgetError(
-            f"within is {budget_nbytes} bytes, of which {FRAGMENTATION:.0%} are left to the allocator: no mode keeps "
-            f"within it; give at least {int(least / (1 - FRAGMENTATION)) + 1} bytes, or a smaller batch"
+            f"within is {_size(budget_nbytes)}, of which {FRAGMENTATION:.0%} are left to the allocator: no mode keeps "
+            f"within it; give at least {_size(int(least / (1 - FRAGMENTATION)) + 1)}, or a smaller batch"
         )
     alike_s = ALIKE * sum(block.forward_s + block.backward_s for block in blocks)
     fast_enough_s = min(extra_s for extra_s, _ in found.values()) + alike_s
@@ -248,8 +248,8 @@ def check_fits(
     peak = storage.peak_nbytes(blocks, link, message["actions"])
     if peak > message["within_nbytes"]:
         raise BudgetError(
-            f"rank 0 has chosen what keeps within {message['within_nbytes']} bytes there, and this rank would need "
-            f"{peak}: give every rank a batch of the same size, or rank 0 the largest"
+            f"rank 0 has chosen what keeps within {_size(message['within_nbytes'])} there, and this rank would need "
+            f"{_size(peak)}: give every rank a batch of the same size, or rank 0 the largest"
         )
 
 
@@ -330,6 +330,10 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.nbytes
     return sum(nbytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes} bytes ({nbytes / (1 << 30):.3f} GiB)"
 
 
 def _extra_s(blocks: Sequence[BlockCosts], link: HostLink, storage: Storage, choice: Choice) -> float:
