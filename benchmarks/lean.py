@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -239,6 +240,7 @@ def show_predictions(given: argparse.Namespace, jobs: Sequence[Job], known: Mapp
 def supervise(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[str, int]) -> None:
     """See to the workers; on rank 0 predict beside them, and print rows as they come."""
     store = board()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # else little fits behind other rows
     if os.environ["RANK"] == "0":
         threading.Thread(target=predict_all, args=(given, jobs, known), daemon=True).start()
 
@@ -246,10 +248,14 @@ def supervise(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[str
         """Whether a smaller batch may help."""
         return not jobs[number].batch and store.add(f"tries/{number}", 1) < TRIES
 
+    def can_begin(number: int) -> bool:
+        return store.check([f"predicted/{number}"])
+
     table = Table(given)
     command = ["-m", "benchmarks.lean", *sys.argv[1:]]
-    for number, result in supervised(command, len(jobs), store, given.row_seconds, again):
+    for number, result in supervised(command, len(jobs), store, given.row_seconds, again, can_begin):
         job = jobs[number]
+        print(f"{job.model} {result}", file=sys.stderr, flush=True)  # should the run be ended before it is predicted
         row = Row(job.way, job.batch, note=why(store, number)) if result is None else Row(**json.loads(result))
         batch, nbytes = json.loads(store.get(f"predicted/{number}"))
         if row.predicted_nbytes is None and row.batch == batch:
@@ -263,7 +269,12 @@ def predict_all(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[s
     """In a thread: batches and predicted peaks, which workers and the table wait for."""
     store = joined()
     for number, job in enumerate(jobs):
-        store.set(f"predicted/{number}", json.dumps(predicted(given, job, known)))
+        try:
+            found = predicted(given, job, known)
+        except Exception:  # rows need no prediction where their batch is given
+            traceback.print_exc()
+            found = job.batch or known.get(f"{job.model}/{job.way}", 0), None
+        store.set(f"predicted/{number}", json.dumps(found))
 
 
 def heading(given: argparse.Namespace, device: str) -> str:

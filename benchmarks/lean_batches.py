@@ -176,7 +176,7 @@ def timed(training: Training, case: Case) -> Shown:
         for _ in range(WARM if case.budget_nbytes is None else WARM_CHOOSING):
             next(running)
         while len(seconds) < case.steps and (len(seconds) < 2 or sum(seconds) <= ENOUGH_S):
-            dist.barrier()
+            dist.barrier(device_ids=[0] if ON_GPU else None)
             begun = perf_counter()
             lean = next(running)
             if ON_GPU:

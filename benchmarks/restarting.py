@@ -43,20 +43,31 @@ def worker_place() -> tuple[int, int] | None:
 
 
 def supervised(
-    command: Sequence[str], jobs: int, store: TCPStore, timeout_s: float, again: Callable[[int], bool]
+    command: Sequence[str],
+    jobs: int,
+    store: TCPStore,
+    timeout_s: float,
+    again: Callable[[int], bool],
+    can_begin: Callable[[int], bool],
 ) -> Iterator[tuple[int, str | None]]:
     """Run all jobs; yields each one's number and result on rank 0, as they come; None where it has failed.
 
-    again   whether a job that has failed is to be tried once more
+    timeout_s   for a job, from when it ``can_begin``
+    again       whether a job that has failed is to be tried once more
     """
     rank, first, attempt = int(os.environ["RANK"]), 0, 0
     while first < jobs:
         worker = _started(command, first, attempt)
         begun = monotonic()
         while worker.poll() is None and not store.check([f"failed/{attempt}"]):
-            if rank == 0 and first < jobs and store.check([f"done/{first}"]):
+            if rank == 0 and first == jobs:
+                store.set(f"failed/{attempt}", "")  # all is known: nobody waits for an orderly end
+            elif rank == 0 and store.check([f"done/{first}"]):
                 yield first, store.get(f"done/{first}").decode()
                 first, begun = first + 1, monotonic()
+            elif rank == 0 and not can_begin(first):
+                begun = monotonic()
+                sleep(POLL_S)
             elif rank == 0 and monotonic() - begun > timeout_s:
                 _note(store, first, attempt, f"took more than {timeout_s:g} s")
             else:

@@ -93,7 +93,7 @@ class Halves(nn.Module):
 
     def forward(self, given: torch.Tensor, both: bool) -> torch.Tensor:
         hidden: torch.Tensor = self.first(given)
-        return self.second(hidden) if both else hidden  # type: ignore[no-any-return]
+        return self.second(hidden) if both else hidden
 
 
 def with_an_optimizer_of_ones_own(rank: int) -> str:
