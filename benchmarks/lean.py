@@ -173,7 +173,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--share", type=float, help="of naive sparse's peak; default 0.4 in fp32, 0.5 in bf16")
     parser.add_argument("--steps", type=int, default=3, help="to time, where they are short")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="bf16: by autocast")
-    parser.add_argument("--buckets", type=int, default=12, help="of Lean's plans: more need less memory")
+    parser.add_argument("--buckets", nargs="+", default=["12"], metavar="[MODEL=]N", help="of Lean's plans")
     parser.add_argument("--network", default="", help="what to call it")
     parser.add_argument("--at", nargs="*", default=[], metavar="MODEL/WAY=BATCH", help="a batch that is known to fit")
     parser.add_argument("--row-seconds", type=float, default=90.0, help="a row that takes longer is ended")
@@ -209,7 +209,15 @@ def main() -> None:
 
 def case_of(given: argparse.Namespace, job: Job, batch: int) -> Case:
     """The case of a row."""
-    return Case(job.model, batch, given.precision == "bf16", given.ranks, given.buckets, given.steps)
+    buckets = {model: int(number) for model, _, number in (text.rpartition("=") for text in given.buckets)}
+    return Case(
+        job.model,
+        batch,
+        given.precision == "bf16",
+        given.ranks,
+        buckets.get(job.model, buckets.get("", 12)),
+        given.steps,
+    )
 
 
 def predicted(given: argparse.Namespace, job: Job, known: Mapping[str, int]) -> tuple[int, int | None]:
@@ -282,7 +290,7 @@ def heading(given: argparse.Namespace, device: str) -> str:
     return (
         f"\n{datetime.now(UTC).date()}, {given.ranks} ranks, {given.network or 'network not named'}; {device}, torch "
         f"{torch.__version__}; density {DENSITY:g}; up to {given.steps} steps each; in {given.precision}; Lean in "
-        f"{given.buckets} buckets."
+        f"{', '.join(given.buckets)} buckets."
     )
 
 

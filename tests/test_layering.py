@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantised": {*NOUNS, "exchange_cost", "comm"},
     "sparse": {*NOUNS, "exchange_cost", "comm", "quantised"},  # its int8 and its dtypes are theirs
     "compression": {*NOUNS, "auto", "footprint", "comm", "quantised", "sparse"},
-    "activations": {*NOUNS, "observe"},
+    "activations": {*NOUNS, "footprint", "observe"},
     "ddp": {*NOUNS, "comm", "observe"},
     "compiled": {*NOUNS, "ddp"},
     "lean": {*NOUNS, "footprint", "comm", "observe", "activations"},

@@ -11,9 +11,9 @@ from torch import nn
 from anabranch.activations.policy import Activations
 from anabranch.activations.recompute import recompute
 from anabranch.estimate.largest_batch import largest_batch
-from anabranch.estimate.probe import CONVOLUTION_WORKSPACE, Build, Loss, probe
+from anabranch.estimate.probe import Build, Loss, probe
 from anabranch.footprint.account import FRAGMENTATION, MODES, Footprint, Setting, predict
-from anabranch.footprint.step_profile import StepProfile
+from anabranch.footprint.step_profile import CONVOLUTION_WORKSPACE, StepProfile
 from anabranch.lean.options import OptimizerFactory
 
 ActivationMode = Literal["keep", "offload", "recompute"]

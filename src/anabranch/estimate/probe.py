@@ -19,12 +19,17 @@ from torch.utils._pytree import tree_leaves
 
 from anabranch.compression import may_be_sparse
 from anabranch.estimate.half import half_precision
-from anabranch.footprint.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile, allocated_nbytes
+from anabranch.footprint.step_profile import (
+    CONVOLUTION_WORKSPACE,
+    MemoryUse,
+    OptimizerMemory,
+    ReadyGradient,
+    StepProfile,
+    allocated_nbytes,
+)
 from anabranch.lean.options import OptimizerFactory
 
 META = torch.device("meta")
-# cuDNN's own workspace, times the bytes of a convolution's tensors: it converts them to its own layout and back.
-CONVOLUTION_WORKSPACE = 1.0
 # Models ask about values that tensors without data do not have: whether a mask hides nothing, whether there is a NaN.
 ANSWERS = {torch.ops.aten.all: True, torch.ops.aten.any: False}
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# cuDNN's own workspace, times the bytes of a convolution's tensors: it converts them to its own layout and back.
+CONVOLUTION_WORKSPACE = 1.0
 ALLOCATION_NBYTES = 512  # CUDA's caching allocator hands out multiples of this
 
 
