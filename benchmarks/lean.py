@@ -35,6 +35,7 @@ from benchmarks.lean_batches import (
     ON_GPU,
     Case,
     Training,
+    barrier,
     plan_of,
     predicted_batch,
     predicted_nbytes,
@@ -269,7 +270,7 @@ def supervise(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[str
         if row.predicted_nbytes is None and row.batch == batch:
             row = replace(row, predicted_nbytes=nbytes)
         if number == 0:
-            print(heading(given, store.get("device").decode()))
+            print(heading(given, store.get("device").decode() if store.check(["device"]) else "no device"))
         table.show(job, row)
 
 
@@ -343,6 +344,7 @@ def work(given: argparse.Namespace, jobs: Sequence[Job], store: TCPStore) -> Non
 
     def run(number: int) -> str:
         job = jobs[number]
+        barrier()  # rank 0 has written down the row before: all ranks choose batch and budget from the same rows
         before = [
             Row(**json.loads(store.get(f"done/{other}")))
             for other in range(number)

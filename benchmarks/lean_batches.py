@@ -176,7 +176,7 @@ def timed(training: Training, case: Case) -> Shown:
         for _ in range(WARM if case.budget_nbytes is None else WARM_CHOOSING):
             next(running)
         while len(seconds) < case.steps and (len(seconds) < 2 or sum(seconds) <= ENOUGH_S):
-            dist.barrier(device_ids=[0] if ON_GPU else None)
+            barrier()
             begun = perf_counter()
             lean = next(running)
             if ON_GPU:
@@ -191,6 +191,11 @@ def timed(training: Training, case: Case) -> Shown:
         return Shown(peak_nbytes, seconds, chosen, agreed["peak_nbytes"])
     finally:
         running.close()
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier(device_ids=[0] if ON_GPU else None)
 
 
 def _rested() -> int:
