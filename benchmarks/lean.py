@@ -1,294 +1,391 @@
-"""What Lean's memory is worth, beside DDP, dense with torch's ways to reuse memory, and naive sparse training.
+"""What Lean's memory is worth, beside DDP, DDP with torch's checkpointing, and naive sparse training.
 
-    anabranch lab --hosts 4 --rate 10gbit --backend nccl -- python -m benchmarks.lean gpt2-medium resnet152
-    anabranch lab --hosts 2 --rate unshaped --backend nccl -- python -m benchmarks.lean resnet152:128 gpt2:8
+    anabranch lab --hosts 4 --rate unshaped --backend nccl -- python -m benchmarks.lean qwen2.5-0.5b:4 resnet152:64
+    anabranch lab --hosts 4 --rate 10gbit --backend nccl -- python -m benchmarks.lean qwen2.5-0.5b --limit-gib 16
+    python -m benchmarks.lean qwen2.5-0.5b --limit-gib 16 --predict            (no GPU, no ranks: batches for --at)
 
-Beside the measured peak is the predicted one, where activations are kept or recomputed.
+A model with a batch (``resnet152:64``): all ways train at that batch, with as much memory as they take. Without one: no
+rank may have more than ``--limit-gib``, and each way trains at its own largest batch by prediction, or as ``--at``
+says; where that was too much, at a tenth less, twice. What chooses within the limit trains at the batch of the fastest
+of Lean's other ways.
 
-Prints a Markdown table for each model. With a batch all systems train at it, with as much memory as they take; only
-those that choose within a limit are told ``--limit-gib``. Without one no rank may have more than that, and each system
-trains at its own largest batch, which every rank finds alone, under the allocator's limit (naive sparse in messages of
-the sizes that all would send): where the line through its peaks meets the limit less a margin, or less if that was too
-much. A mix of Lean's, and what Lean chooses within the limit, trains between its other batches. What is put into host
-memory is limited too, since the ranks of a lab share it.
+Rows are printed as they come: a row that fails is noted, and the others go on (``restarting.py``). The last column says
+how long a row took, with its start, so that one can plan the time on a GPU. Predictions are computed beside the rows.
 """
 
 import argparse
+import json
+import os
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from time import perf_counter
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from benchmarks.activations import checkpointed
-from benchmarks.lean_batches import BUCKETS, CLOSE, DEVICE, MARGIN, TIMED, Case, Step, System, largest, timed
+from benchmarks.lean_batches import (
+    DENSITY,
+    DEVICE,
+    ON_GPU,
+    Case,
+    Training,
+    barrier,
+    plan_of,
+    predicted_batch,
+    predicted_nbytes,
+    timed,
+)
+from benchmarks.restarting import board, joined, supervised, why, worker_place, working
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # not exported to type checkers
 
 import anabranch as ab
 from anabranch.activations.policy import Mode
-from anabranch.activations.recompute import recompute
 from anabranch.bench import trainings
-from anabranch.bench.memory import compressed_plan, zoo_build
 from anabranch.bench.trainings import TrainingSetup
-from anabranch.estimate import account
-from anabranch.estimate.account import DDP, LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8, WAYS, Setting
-from anabranch.estimate.probe import Loss, probe
+from anabranch.footprint.account import DDP, LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8, NAIVE, WAYS
 
 GIB = 1 << 30
-DENSITY = 0.01
+SHRUNK = 0.9  # of a batch that was out of memory
+TRIES = 3
 
 
-def trained(
-    case: Case,
-    training: Callable[..., Generator[None, None, None]],
-    prepare: Callable[[nn.Module], object] = lambda _: None,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> tuple[Step, Step]:
-    """A way to train of ``bench.trainings``, in the precision of the case."""
+class Way(NamedTuple):
+    """A way to train: a row of the table.
+
+    mode         of the account
+    recomputed   whether activations are
+    within       what Lean's budget is: the limit, or a share of what naive sparse training needs; "" if it has none
+    """
+
+    title: str
+    training: Training
+    mode: str
+    recomputed: bool = False
+    within: Literal["", "limit", "share"] = ""
+
+
+def setup_of(case: Case, prepare: Callable[[nn.Module], object] = lambda _: None) -> TrainingSetup:
+    """What is trained."""
     model, loss = case.model_and_loss()
     prepare(model)
-
-    def within(wrapped: nn.Module) -> torch.Tensor:
-        with around(), case.precision:
-            return loss(wrapped)
-
-    running = training(TrainingSetup(model, within, case.optimizer, dist.get_world_size(), DENSITY, group=case.group))
-    return partial(next, running), running.close
+    return TrainingSetup(model, loss, case.optimizer, case.ranks, DENSITY)
 
 
-def plan_of(case: Case, way: str) -> ab.Plan:
-    """The buckets that Lean exchanges in this mode."""
-    return compressed_plan(zoo_build(case.name, 1), way, DENSITY, sum(case.sizes) // case.buckets)
+def by_ddp(case: Case) -> Generator[None, None, None]:
+    """Stock DDP."""
+    return trainings.ddp(setup_of(case))
 
 
-def lean(case: Case, mode: Mode, way: str = LEAN) -> tuple[Step, Step]:
-    """Ours."""
-    budget_nbytes = case.budget_nbytes if mode == "auto" else None
-    activations = ab.Activations(mode, budget_nbytes, host_nbytes=case.host_nbytes)
-
-    def training(setup: TrainingSetup) -> Generator[None, None, None]:
-        return trainings.lean(setup._replace(plan=plan_of(case, way)), WAYS[way], activations)
-
-    return trained(case, training)
+def by_checkpointing(case: Case) -> Generator[None, None, None]:
+    """Stock DDP, with torch's checkpointing around every block."""
+    return trainings.ddp(setup_of(case, checkpointed))
 
 
-def within(case: Case, way: str) -> tuple[Step, Step]:
-    """Ours, which chooses within the case's budget."""
-
-    def training(setup: TrainingSetup) -> Generator[None, None, None]:
-        planned = setup._replace(plan=plan_of(case, way))
-        return trainings.lean(planned, WAYS[way], within_nbytes=case.budget_nbytes)
-
-    return trained(case, training)
+def by_naive(case: Case) -> Generator[None, None, None]:
+    """Sparse training as published codes do it."""
+    return trainings.naive(setup_of(case))
 
 
-MIX = "Lean, a mix, residuals on the host"
-REUSE_CHECKPOINT, REUSE_HOST, NAIVE = "dense, torch's checkpoint", "dense, torch's save_on_cpu", "naive sparse"
-STOCK, WITHIN, WITHIN_DENSE = "DDP", "Lean, within the limit", "Lean, dense, within the limit"
-PLAIN = partial(trained, training=trainings.ddp)
-SYSTEMS: dict[str, System] = {
-    STOCK: PLAIN,
-    REUSE_CHECKPOINT: partial(trained, training=trainings.ddp, prepare=checkpointed),
-    REUSE_HOST: partial(trained, training=trainings.ddp, around=partial(save_on_cpu, pin_memory=True)),
-    NAIVE: partial(trained, training=trainings.naive),
-    "Lean, dense": partial(lean, mode="keep", way=LEAN_DENSE),
-    "Lean, dense, recomputed": partial(lean, mode="recompute", way=LEAN_DENSE),
-    "Lean, activations kept": partial(lean, mode="keep"),
-    "Lean, residuals bf16": partial(lean, mode="keep", way=LEAN_BF16),
-    "Lean, residuals int8": partial(lean, mode="keep", way=LEAN_INT8),
-    "Lean, recomputed": partial(lean, mode="recompute"),
-    "Lean, recomputed, residuals bf16": partial(lean, mode="recompute", way=LEAN_BF16),
-    "Lean, recomputed, residuals on the host": partial(lean, mode="recompute", way=LEAN_HOST),
-    MIX: partial(lean, mode="auto", way=LEAN_HOST),
-    WITHIN: partial(within, way=LEAN),
-    WITHIN_DENSE: partial(within, way=LEAN_DENSE),
+def by_lean(case: Case, mode: str, activations: Mode = "keep") -> Generator[None, None, None]:
+    """Ours; with a budget it chooses how residuals are stored and where activations are."""
+    setup = setup_of(case)._replace(plan=plan_of(case.name, mode, case.buckets))
+    if case.budget_nbytes is not None:
+        return trainings.lean(setup, WAYS[mode], within_nbytes=case.budget_nbytes)
+    return trainings.lean(setup, WAYS[mode], ab.Activations(activations))
+
+
+def lean(title: str, mode: str, recomputed: bool = False, within: Literal["", "limit", "share"] = "") -> Way:
+    """A row of ours."""
+    made = partial(by_lean, mode=mode, activations="recompute" if recomputed else "keep")
+    return Way(title, made, mode, recomputed, within)
+
+
+SYSTEMS: Mapping[str, Way] = {
+    "ddp": Way("DDP", by_ddp, DDP),
+    "checkpoint": Way("DDP, torch's checkpointing", by_checkpointing, DDP, recomputed=True),
+    "naive": Way("naive sparse", by_naive, NAIVE),
+    "lean": lean("Lean, in place", LEAN),
+    "bf16": lean("Lean, residuals bf16", LEAN_BF16),
+    "int8": lean("Lean, residuals int8", LEAN_INT8),
+    "host": lean("Lean, residuals on the host", LEAN_HOST),
+    "dense": lean("Lean, dense", LEAN_DENSE),
+    "recomputed": lean("Lean, recomputed", LEAN, recomputed=True),
+    "recomputed-bf16": lean("Lean, recomputed, residuals bf16", LEAN_BF16, recomputed=True),
+    "recomputed-host": lean("Lean, recomputed, residuals on the host", LEAN_HOST, recomputed=True),
+    "recomputed-dense": lean("Lean, dense, recomputed", LEAN_DENSE, recomputed=True),
+    "within": lean("Lean, within the limit", LEAN, within="limit"),
+    "within-dense": lean("Lean, dense, within the limit", LEAN_DENSE, within="limit"),
+    "share": lean("Lean, within a share of naive sparse", LEAN, within="share"),
 }
-PREDICTED: dict[str, tuple[str, bool]] = {  # the mode of the account, and whether activations are recomputed
-    STOCK: (DDP, False),
-    NAIVE: (account.NAIVE, False),
-    **{
-        name: (made.keywords.get("way", LEAN), made.keywords["mode"] == "recompute")
-        for name, made in SYSTEMS.items()
-        if isinstance(made, partial) and made.func is lean and made.keywords["mode"] != "auto"
-    },
-}
+# What the figures of Lean need, the most wanted first.
+AT_EQUAL_BATCHES = ("ddp", "naive", "lean", "bf16", "dense", "recomputed-host", "share")
+WITHIN_A_LIMIT = ("checkpoint", "lean", "bf16", "recomputed", "recomputed-bf16", "recomputed-host", "within")
 COLUMNS = (
-    "system", "batch a rank", "peak GiB", "predicted", "more than DDP", "of n", "less than naive", "ms a step",
-    "from – to", "samples/s", "× the better reuse",
+    "way", "batch a rank", "peak GiB", "predicted", "more than DDP", "of n", "less than naive", "ms a step",
+    "from – to", "samples/s", "× checkpointing", "row s",
 )  # fmt: skip
-BUDGETS_GIB = (0.75, 1, 1.5, 2, 3, 4, 6)  # the leanest that a mix can be
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
-    """What a system has shown."""
+    """What a way has shown; ``row_s``: the whole row, with its start."""
 
-    system: str
+    way: str
     batch: int = 0
     peak_nbytes: int = 0
-    seconds: list[float] = field(default_factory=list)
+    seconds: Sequence[float] = field(default_factory=tuple)
     note: str = ""
     predicted_nbytes: int | None = None
+    row_s: float = 0.0
 
     @property
-    def rate(self) -> float:
+    def step_s(self) -> float:
+        """The mean of its steps; 0 if it has none."""
+        return sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
+
+    def rate(self, ranks: int) -> float:
         """Samples per second of all ranks."""
-        return self.batch * dist.get_world_size() * len(self.seconds) / sum(self.seconds) if self.seconds else 0.0
+        return self.batch * ranks / self.step_s if self.seconds else 0.0
+
+
+class Job(NamedTuple):
+    """A row to find: of a model, at a batch, 0 for the largest one within the limit."""
+
+    model: str
+    batch: int
+    way: str
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL[:BATCH]", help="of the zoo, or module:function[:BATCH]")
+    parser.add_argument(
+        "--ways", nargs="*", choices=[*SYSTEMS], help="rows, in this order; by default what figures need"
+    )
+    parser.add_argument("--limit-gib", type=float, default=16.0)
+    parser.add_argument("--share", type=float, help="of naive sparse's peak; default 0.4 in fp32, 0.5 in bf16")
+    parser.add_argument("--steps", type=int, default=3, help="to time, where they are short")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="bf16: by autocast")
+    parser.add_argument("--buckets", nargs="+", default=["12"], metavar="[MODEL=]N", help="of Lean's plans")
+    parser.add_argument("--network", default="", help="what to call it")
+    parser.add_argument("--at", nargs="*", default=[], metavar="MODEL/WAY=BATCH", help="a batch that is known to fit")
+    parser.add_argument("--row-seconds", type=float, default=90.0, help="a row that takes longer is ended")
+    parser.add_argument("--predict", action="store_true", help="only predict, without ranks")
+    parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", 4)), help="with --predict")
+    return parser.parse_args()
+
+
+def jobs_of(given: argparse.Namespace) -> list[Job]:
+    """All rows, model by model."""
+    found = []
+    for text in given.models:
+        name, _, batch = text.rpartition(":") if text.rpartition(":")[2].isdigit() else (text, "", "0")
+        ways = given.ways or (AT_EQUAL_BATCHES if int(batch) else WITHIN_A_LIMIT)
+        found += [Job(name, int(batch), way) for way in ways]
+    return found
 
 
 def main() -> None:
-    """Print a table for each model."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="+")
-    parser.add_argument("--limit-gib", type=float, default=16.0)
-    parser.add_argument("--host-gib", type=float, default=20.0, help="per rank")
-    parser.add_argument("--steps", type=int, default=TIMED, help="to time, where they are short")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="bf16: by autocast")
-    parser.add_argument("--buckets", type=int, default=BUCKETS, help="of Lean's plans: more need less memory")
-    parser.add_argument("--network", default="", help="what to call it")
-    parser.add_argument("--at", nargs="*", default=[], metavar="SYSTEM=BATCH", help="a batch that is known to fit")
-    parser.add_argument("--without", nargs="*", default=[], metavar="SYSTEM", help="to leave out, by their names")
-    given = parser.parse_args()
-    known = {system: int(batch) for system, _, batch in (text.rpartition("=") for text in given.at)}
-    if unknown := (known.keys() | set(given.without)) - SYSTEMS.keys():
-        parser.error(f"no system is called {', '.join(unknown)}: expected some of {', '.join(SYSTEMS)}")
-    systems = {name: make for name, make in SYSTEMS.items() if name not in given.without}
-    torch.cuda.set_device(DEVICE)
-    dist.init_process_group("nccl")
-    world = dist.group.WORLD
-    assert world is not None
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    total = torch.cuda.get_device_properties(0).total_memory
-    show(f"\n{datetime.now(UTC).date()}, {dist.get_world_size()} ranks, {given.network}; ")
-    show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; density {DENSITY:g};")
-    show(f"up to {given.steps} steps each; in {given.precision}; Lean in {given.buckets} buckets.")
-    host_nbytes, limit_nbytes = int(given.host_gib * GIB), int(given.limit_gib * GIB)
-    for setup in given.models:
-        name, _, batch = setup.partition(":")
-        torch.cuda.set_per_process_memory_fraction(1.0 if batch else limit_nbytes / total)
-        show(f"\n## {name}, " + ("equal batches" if batch else f"{given.limit_gib:g} GiB a rank") + "\n")
-        half = given.precision == "bf16"
-        case = Case(name, int(batch or 0), world, 0 if batch else limit_nbytes, host_nbytes, half, steps=given.steps)
-        case = replace(case, buckets=given.buckets)
-        tabulate(equal(case, systems, limit_nbytes) if batch else rows(case, systems, alone, known), sum(case.sizes))
+    """Predict, supervise the rows, or run them in a worker."""
+    given = arguments()
+    jobs = jobs_of(given)
+    known = {at.rpartition("=")[0]: int(at.rpartition("=")[2]) for at in given.at}
+    if unknown := known.keys() - {f"{job.model}/{job.way}" for job in jobs}:
+        raise SystemExit(f"--at names {', '.join(unknown)}: expected MODEL/WAY=BATCH of a row that runs")
+    if given.predict:
+        show_predictions(given, jobs, known)
+    elif worker_place() is not None:
+        work(given, jobs, joined())
+    else:
+        supervise(given, jobs, known)
+
+
+def case_of(given: argparse.Namespace, job: Job, batch: int) -> Case:
+    """The case of a row."""
+    buckets = {model: int(number) for model, _, number in (text.rpartition("=") for text in given.buckets)}
+    return Case(
+        job.model,
+        batch,
+        given.precision == "bf16",
+        given.ranks,
+        buckets.get(job.model, buckets.get("", 12)),
+        given.steps,
+    )
+
+
+def predicted(given: argparse.Namespace, job: Job, known: Mapping[str, int]) -> tuple[int, int | None]:
+    """The batch of a row, 0 where none fits or only the rows before it will tell, and its predicted peak."""
+    way, batch = SYSTEMS[job.way], job.batch or known.get(f"{job.model}/{job.way}", 0)
+    if way.within:
+        return batch, None
+    batch = batch or predicted_batch(case_of(given, job, 1), way.mode, way.recomputed, int(given.limit_gib * GIB))
+    return batch, predicted_nbytes(case_of(given, job, batch), way.mode, way.recomputed) if batch else None
+
+
+def show_predictions(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[str, int]) -> None:
+    """Batches and peaks without a GPU, and what to give with --at."""
+    found = []
+    for job in jobs:
+        begun = perf_counter()
+        batch, nbytes = predicted(given, job, known)
+        peak = "" if nbytes is None else f"{nbytes / GIB:.2f} GiB"
+        print(f"{job.model} {job.way}: batch {batch}, {peak}, found in {perf_counter() - begun:.1f} s", flush=True)
+        found += [f"{job.model}/{job.way}={batch}"] if batch and not job.batch else []
+    if found:
+        print(f"--at {' '.join(found)}")
+
+
+# ------------------------------------------------------------------------------------------------- the supervisor
+
+
+def supervise(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[str, int]) -> None:
+    """See to the workers; on rank 0 predict beside them, and print rows as they come."""
+    store = board()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # else little fits behind other rows
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=predict_all, args=(given, jobs, known), daemon=True).start()
+
+    def again(number: int) -> bool:
+        """Whether a smaller batch may help."""
+        return not jobs[number].batch and store.add(f"tries/{number}", 1) < TRIES
+
+    def can_begin(number: int) -> bool:
+        return store.check([f"predicted/{number}"])
+
+    table = Table(given)
+    command = ["-m", "benchmarks.lean", *sys.argv[1:]]
+    for number, result in supervised(command, len(jobs), store, given.row_seconds, again, can_begin):
+        job = jobs[number]
+        print(f"{job.model} {result}", file=sys.stderr, flush=True)  # should the run be ended before it is predicted
+        row = Row(job.way, job.batch, note=why(store, number)) if result is None else Row(**json.loads(result))
+        batch, nbytes = json.loads(store.get(f"predicted/{number}"))
+        if row.predicted_nbytes is None and row.batch == batch:
+            row = replace(row, predicted_nbytes=nbytes)
+        if number == 0:
+            print(heading(given, store.get("device").decode() if store.check(["device"]) else "no device"))
+        table.show(job, row)
+
+
+def predict_all(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[str, int]) -> None:
+    """In a thread: batches and predicted peaks, which workers and the table wait for."""
+    store = joined()
+    for number, job in enumerate(jobs):
+        try:
+            found = predicted(given, job, known)
+        except Exception:  # rows need no prediction where their batch is given
+            traceback.print_exc()
+            found = job.batch or known.get(f"{job.model}/{job.way}", 0), None
+        store.set(f"predicted/{number}", json.dumps(found))
+
+
+def heading(given: argparse.Namespace, device: str) -> str:
+    """Where and how the rows were found."""
+    return (
+        f"\n{datetime.now(UTC).date()}, {given.ranks} ranks, {given.network or 'network not named'}; {device}, torch "
+        f"{torch.__version__}; density {DENSITY:g}; up to {given.steps} steps each; in {given.precision}; Lean in "
+        f"{', '.join(given.buckets)} buckets."
+    )
+
+
+class Table:
+    """Rows as Markdown, with a heading per model; "of n": the difference to DDP over the bytes of all weights."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given = given
+        self._model: tuple[str, int] | None = None
+        self._rows: dict[str, Row] = {}
+
+    def show(self, job: Job, row: Row) -> None:
+        """Print a row."""
+        if self._model != (job.model, job.batch):
+            self._model, self._rows = (job.model, job.batch), {}
+            where = f"batch {job.batch}" if job.batch else f"{self._given.limit_gib:g} GiB a rank"
+            print(f"\n## {job.model}, {where}\n\n| " + " | ".join(COLUMNS) + " | |")
+            print("|---|" + "---:|" * (len(COLUMNS) - 1) + "---|")
+        self._rows[row.way] = row
+        print(f"| {SYSTEMS[row.way].title} | " + " | ".join(self._cells(job, row)) + " |", flush=True)
+
+    def _cells(self, job: Job, row: Row) -> Iterator[str]:
+        peak, said, ranks = row.peak_nbytes, row.predicted_nbytes, self._given.ranks
+        ddp, naive, reused = (self._rows.get(way, Row(way)) for way in ("ddp", "naive", "checkpoint"))
+        yield str(row.batch)
+        yield f"{peak / GIB:.2f}" if peak else ""
+        yield f"{said / GIB:.2f}" if said else ""
+        more = peak - ddp.peak_nbytes if peak and ddp.peak_nbytes else None
+        yield "" if more is None else f"{more / GIB:+.2f}"
+        yield "" if more is None else f"{more / case_of(self._given, job, 1).weights_nbytes:+.2f}"
+        yield f"{1 - peak / naive.peak_nbytes:.0%}" if peak and naive.peak_nbytes else ""
+        yield f"{1e3 * row.step_s:.0f}" if row.seconds else ""
+        spread = [f"{1e3 * found(row.seconds):.0f}" for found in (min, max)] if row.seconds else []
+        yield f"{' – '.join(spread)} of {len(row.seconds)}" if spread else ""
+        yield f"{row.rate(ranks):.1f}" if row.seconds else ""
+        yield f"{row.rate(ranks) / reused.rate(ranks):.2f}" if row.seconds and reused.seconds else ""
+        yield f"{row.row_s:.0f}" if row.row_s else ""
+        yield row.note
+
+
+# -------------------------------------------------------------------------------------------------------- a worker
+
+
+def work(given: argparse.Namespace, jobs: Sequence[Job], store: TCPStore) -> None:
+    """Run rows on this rank, one after another."""
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
+    store.set("device", torch.cuda.get_device_name() if ON_GPU else "CPU")
+
+    def run(number: int) -> str:
+        job = jobs[number]
+        barrier()  # rank 0 has written down the row before: all ranks choose batch and budget from the same rows
+        before = [
+            Row(**json.loads(store.get(f"done/{other}")))
+            for other in range(number)
+            if jobs[other][:2] == job[:2] and store.check([f"done/{other}"])
+        ]
+        case = prepared(given, job, store, number, before)
+        begun = perf_counter()
+        row = seen(job.way, case) if case.batch else Row(job.way, note="does not fit")
+        return json.dumps(asdict(replace(row, row_s=perf_counter() - begun)))
+
+    working(run, len(jobs), store)
     dist.destroy_process_group()
 
 
-def tabulate(found: Iterator[Row], weights_nbytes: int) -> None:
-    """Print rows as they come; "of n": the difference to DDP over the bytes of all weights."""
-    show("| " + " | ".join(COLUMNS) + " | |")
-    show("|---|" + "---:|" * (len(COLUMNS) - 1) + "---|")
-    rates: dict[str, float] = {}
-    naive_nbytes = ddp_nbytes = 0
-    for row in found:
-        rates[row.system] = row.rate
-        naive_nbytes = row.peak_nbytes if row.system == NAIVE else naive_nbytes
-        ddp_nbytes = row.peak_nbytes if row.system == STOCK else ddp_nbytes
-        more_nbytes = row.peak_nbytes - ddp_nbytes if ddp_nbytes and row.peak_nbytes else None
-        more = (
-            ["", ""] if more_nbytes is None else [f"{more_nbytes / GIB:+.2f}", f"{more_nbytes / weights_nbytes:+.2f}"]
-        )
-        said = "" if row.predicted_nbytes is None else f"{row.predicted_nbytes / GIB:.2f}"
-        best = max(rates.get(REUSE_CHECKPOINT, 0.0), rates.get(REUSE_HOST, 0.0))
-        times = f"{row.rate / best:.2f}" if best else ""
-        less = f"{1 - row.peak_nbytes / naive_nbytes:.0%}" if naive_nbytes and row.peak_nbytes else ""
-        ms = f"{sum(row.seconds) / len(row.seconds) * 1e3:.0f}" if row.seconds else ""
-        spread = f"{min(row.seconds) * 1e3:.0f} – {max(row.seconds) * 1e3:.0f} of {len(row.seconds)}" if ms else ""
-        cells = [
-            row.batch,
-            f"{row.peak_nbytes / GIB:.2f}",
-            said,
-            *more,
-            less,
-            ms,
-            spread,
-            f"{row.rate:.1f}",
-            times,
-            row.note,
-        ]
-        show(f"| {row.system} | " + " | ".join(map(str, cells)) + " |")
+def prepared(given: argparse.Namespace, job: Job, store: TCPStore, number: int, before: Sequence[Row]) -> Case:
+    """The case of a row, with its batch and its budget; the allocator's limit is set."""
+    way, limit_nbytes = SYSTEMS[job.way], int(given.limit_gib * GIB)
+    if ON_GPU:
+        total_nbytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if job.batch else limit_nbytes / total_nbytes)
+    batch = job.batch or json.loads(store.get(f"predicted/{number}"))[0]
+    if not batch and way.within:
+        ours = [row for row in before if SYSTEMS[row.way].mode in WAYS and row.seconds]
+        batch = max(ours, key=lambda row: row.rate(given.ranks)).batch if ours else 1
+    if tries := store.add(f"tries/{number}", 0):
+        batch = max(1, int(batch * SHRUNK**tries))
+    budget_nbytes = limit_nbytes if way.within == "limit" else None
+    if way.within == "share":
+        share = given.share or (0.5 if given.precision == "bf16" else 0.4)
+        naive = next((row.peak_nbytes for row in before if row.way == "naive" and row.peak_nbytes), None)
+        naive = naive or predicted_nbytes(case_of(given, job, batch), NAIVE, False)
+        budget_nbytes = int(share * naive)
+    return replace(case_of(given, job, batch), budget_nbytes=budget_nbytes)
 
 
-def rows(
-    case: Case, systems: Mapping[str, System], alone: dist.ProcessGroup, known: Mapping[str, int]
-) -> Iterator[Row]:
-    """One system after the other, each at its largest batch, where that is not known."""
-    batches = dict(known)
-    for system, make in systems.items():
-        own = replace(case, dense=system in (STOCK, REUSE_CHECKPOINT, REUSE_HOST))
-        if system == MIX:
-            own = replace(own, budget_nbytes=int(MARGIN * case.limit_nbytes) - still_nbytes(case))
-        if system in (WITHIN, WITHIN_DENSE):
-            own = replace(own, budget_nbytes=case.limit_nbytes)
-        if system in known:
-            batch = known[system]
-        elif system in (MIX, WITHIN, WITHIN_DENSE):  # larger than what can be kept, and with room to keep something
-            ours = [found for name, found in batches.items() if name.startswith("Lean") and found] or [1]
-            batch = round((min(ours) * max(ours)) ** 0.5)
-        else:
-            batch = largest(make, replace(own, group=alone), PLAIN if system == REUSE_HOST else None)
-        batches[system] = batch
-        yield Row(system, note="does not fit") if batch == 0 else seen(make, system, replace(own, batch=batch))
-
-
-def equal(case: Case, systems: Mapping[str, System], limit_nbytes: int) -> Iterator[Row]:
-    """One system after the other, at the same batch; only those that choose within the limit know of it."""
-    for system, make in systems.items():
-        own_nbytes = limit_nbytes if system in (WITHIN, WITHIN_DENSE) else None
-        for budget_nbytes in [int(gib * GIB) for gib in BUDGETS_GIB] if system == MIX else [own_nbytes]:
-            row = seen(make, system, replace(case, budget_nbytes=budget_nbytes))
-            if row.seconds:
-                break
-        yield row
-
-
-def seen(make: System, system: str, case: Case) -> Row:
-    """What it shows, or why it cannot run."""
+def seen(way: str, case: Case) -> Row:
+    """What it shows, or why it is refused."""
     try:
-        peak_nbytes, seconds = timed(make, case)
-        said = predicted_nbytes(case, *PREDICTED[system]) if system in PREDICTED else None
-        return Row(system, case.batch, peak_nbytes, seconds, predicted_nbytes=said)
+        return Row(way, case.batch, *timed(SYSTEMS[way].training, case))
     except ValueError as error:  # on every rank alike
-        return Row(system, case.batch, note=str(error).partition(". ")[0][:120])
-    except torch.OutOfMemoryError as error:  # with messages under way: nothing that follows could be trusted
-        again = f"go on with --without what is done and --at '{system}={int(CLOSE * case.batch) or 1}'"
-        raise SystemExit(f"{system}, batch {case.batch}: {str(error).partition('. ')[0]}; {again}") from None
-
-
-def predicted_nbytes(case: Case, mode: str, recomputed: bool) -> int:
-    """The peak that ``anabranch memory`` predicts."""
-
-    def optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """One that needs as little beside its state as a fused one."""
-        if case.speaks:
-            return torch.optim.AdamW(parameters, foreach=False)
-        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=False)
-
-    def build(device: torch.device) -> tuple[nn.Module, Loss]:
-        model, loss = zoo_build(case.name, case.batch)(device)
-        if recomputed:
-            recompute(model)
-        return model, loss
-
-    buckets = [bucket.names for bucket in plan_of(case, mode).buckets] if mode in WAYS else None
-    setting = Setting(ranks=dist.get_world_size(), density=DENSITY, buckets=buckets)
-    return account.predict(probe(build, optimizer, half=case.half), mode, setting).nbytes
-
-
-def still_nbytes(case: Case) -> int:
-    """What Lean has on the device all the time where residuals are on the host."""
-    states = 2 if case.speaks else 1
-    largest_bucket = max(case.sizes) + sum(case.sizes) // case.buckets
-    return (1 + states) * sum(case.sizes) + 4 * largest_bucket  # two slots for gradients, two for the residual
-
-
-def show(line: str) -> None:
-    """On rank 0."""
-    if dist.get_rank() == 0:
-        print(line, flush=True)
+        return Row(way, case.batch, note=str(error).partition(". ")[0][:160])
 
 
 if __name__ == "__main__":

@@ -1,64 +1,81 @@
-"""A model to train within a limit of memory: its peak, its steps' seconds, and the largest batch that fits."""
+"""A model to train at a batch: its plan and its predicted peak, which need no GPU, and what a few steps of it show."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+import gc
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache, partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.bench.memory import release_memory
-from anabranch.bench.zoo import SEQUENCES as SEQUENCE_MODELS
-from anabranch.bench.zoo import model_and_loss
+import anabranch as ab
+from anabranch.activations.recompute import recompute
+from anabranch.bench.memory import Build, compressed_plan, drain, release_memory, zoo_build
+from anabranch.bench.zoo import SEQUENCES
+from anabranch.cli.user_function import load_function
 from anabranch.estimate.largest_batch import MAX_BATCH, largest_batch
-from anabranch.estimate.probe import Loss
+from anabranch.estimate.probe import Loss, probe
+from anabranch.footprint import account
+from anabranch.footprint.account import DDP, WAYS, Setting, modes_of
+from anabranch.footprint.step_profile import StepProfile
 
-DEVICE = torch.device("cuda", 0)
-MARGIN = 0.92  # of the limit: what the line through two peaks does not say, and what the allocator cannot use
-GROWTH = 4  # from one batch to the next at most: peaks need not grow from the start
+ON_GPU = torch.cuda.is_available()  # a CPU is enough to try everything but the measured memory
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+DENSITY = 0.01
+MARGIN = 0.92  # of the limit: what predictions do not know, and what the allocator cannot use
 CLOSE = 0.95  # of that is enough
 ENOUGH_S = 6.0  # of timed steps, where the network is slow
-WARM, WARM_MIX, TIMED = 2, 4, 3  # steps; Lean chooses its mix after two
-IMAGES, SEQUENCES = 8, 1  # samples to begin with
-BUCKETS = 12  # few, as sparse exchanges like it
-
-Step = Callable[[], None]
+WARM, WARM_CHOOSING = 2, 4  # steps; Lean chooses after two
+EXPECTED = "a model of the zoo, or module:function, where function(batch, device) returns a model and its loss"
 
 
 @cache
-def _sizes(name: str) -> tuple[int, ...]:
-    return tuple(parameter.nbytes for parameter in model_and_loss(name, torch.device("meta"), 1)[0].parameters())
+def build_of(name: str) -> Callable[[int], Build]:
+    """By batch, what makes a model of the zoo, or one of module:function."""
+    if ":" not in name:
+        return partial(zoo_build, name)
+    function = load_function(name, EXPECTED)
+    return lambda batch: lambda device: function(batch, device)
+
+
+@cache
+def sizes_of(name: str) -> tuple[int, ...]:
+    """Bytes of the model's parameters."""
+    return tuple(parameter.nbytes for parameter in build_of(name)(1)(torch.device("meta"))[0].parameters())
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model to train at a batch, on the ranks of a group, within a limit; ``half``: in bfloat16, by autocast."""
+    """A model to train at a batch.
+
+    half           in bfloat16, by autocast
+    ranks          of the world
+    buckets        of Lean's plans: more need less memory
+    steps          to time, at most
+    budget_nbytes  for what Lean chooses
+    """
 
     name: str
     batch: int
-    group: dist.ProcessGroup
-    limit_nbytes: int
-    host_nbytes: int
     half: bool
-    dense: bool = False  # by DDP
-    budget_nbytes: int | None = None  # for a mix of what is done with activations, or for all that Lean chooses
-    buckets: int = BUCKETS
-    steps: int = TIMED
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of its parameters."""
-        return _sizes(self.name)
+    ranks: int
+    buckets: int
+    steps: int
+    budget_nbytes: int | None = None
 
     @property
     def speaks(self) -> bool:
         """Whether it is a language model."""
-        return self.name in SEQUENCE_MODELS
+        return self.name in SEQUENCES
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(sizes_of(self.name))
 
     @property
     def optimizer(self) -> Callable[[Any], torch.optim.Optimizer]:
@@ -70,90 +87,123 @@ class Case:
     @property
     def precision(self) -> AbstractContextManager[object]:
         """bfloat16 by autocast; else images in TF32, as cuDNN does by itself."""
-        return torch.autocast("cuda", torch.bfloat16, enabled=self.half)
+        return torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.half)
 
     def model_and_loss(self) -> tuple[nn.Module, Loss]:
-        """The model and its loss."""
-        return model_and_loss(self.name, DEVICE, self.batch)
+        """The model and its loss, which is computed in the precision of the case."""
+        model, loss = build_of(self.name)(self.batch)(DEVICE)
+
+        def in_precision(wrapped: nn.Module) -> torch.Tensor:
+            with self.precision:
+                return loss(wrapped)
+
+        return model, in_precision
 
 
-System = Callable[[Case], tuple[Step, Callable[[], None]]]
+Training = Callable[[Case], Generator[Any, None, None]]  # a step per ``next``
 
 
-def largest(make: System, case: Case, plain: System | None = None) -> int:
-    """The batch of a system that fills the limit, the same on every rank; 0 where none fits.
+def plan_of(name: str, mode: str, buckets: int) -> ab.Plan:
+    """The buckets that Lean exchanges in a mode of the account, whatever it does with residuals."""
+    return _plan(name, modes_of(WAYS[mode].exchange)[0], buckets)
 
-    ``plain`` is the same without reuse, for a system that puts all that is saved into host memory.
+
+@cache
+def _plan(name: str, mode: str, buckets: int) -> ab.Plan:
+    return compressed_plan(build_of(name)(1), mode, DENSITY, sum(sizes_of(name)) // buckets)
+
+
+@cache
+def _profile(name: str, batch: int, half: bool, recomputed: bool) -> StepProfile:
+    def optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """One that needs as little beside its state as a fused one."""
+        if name in SEQUENCES:
+            return torch.optim.AdamW(parameters, foreach=False)
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=False)
+
+    def build(device: torch.device) -> tuple[nn.Module, Loss]:
+        model, loss = build_of(name)(batch)(device)
+        if recomputed:
+            recompute(model)
+        return model, loss
+
+    return probe(build, optimizer, half=half)
+
+
+def predicted_nbytes(case: Case, mode: str, recomputed: bool) -> int:
+    """The peak that ``anabranch memory`` predicts for a mode."""
+    buckets = [bucket.names for bucket in plan_of(case.name, mode, case.buckets).buckets] if mode in WAYS else None
+    setting = Setting(ranks=case.ranks, density=DENSITY, buckets=buckets)
+    return account.predict(_profile(case.name, case.batch, case.half, recomputed), mode, setting).nbytes
+
+
+def predicted_batch(case: Case, mode: str, recomputed: bool, limit_nbytes: int) -> int:
+    """The batch whose predicted peak leaves a margin within the limit; 0 where none does.
+
+    DDP lays its buckets out anew in its second step, while NCCL may still have the old ones: once more the gradients.
     """
-    first = SEQUENCES if case.speaks else IMAGES
-    most = MAX_BATCH if plain is None else int(case.host_nbytes / kept_nbytes(plain, replace(case, batch=first)))
-    limit_nbytes = MARGIN * case.limit_nbytes
-    return largest_batch(
-        lambda batch: fitting(make, replace(case, batch=batch)) or 2 * case.limit_nbytes,
-        int(limit_nbytes),
-        first,
-        most,
-        CLOSE * limit_nbytes,
-        GROWTH,
-    )
+    more_nbytes = case.weights_nbytes if mode == DDP else 0
+
+    def nbytes_at(batch: int) -> int:
+        at = Case(case.name, batch, case.half, case.ranks, case.buckets, case.steps)
+        return predicted_nbytes(at, mode, recomputed) + more_nbytes
+
+    room_nbytes = MARGIN * limit_nbytes
+    first = 1 if case.speaks else 8
+    return largest_batch(nbytes_at, int(room_nbytes), first, MAX_BATCH, CLOSE * room_nbytes)
 
 
-def fitting(make: System, case: Case) -> int:
-    """What each rank needs, found on each alone, the most of them; 0 if some rank had not enough.
+class Shown(NamedTuple):
+    """What a training has shown.
 
-    DDP lays its buckets out anew while NCCL still has the old ones, so there is one gradient more for a moment, which
-    is seen by chance where nothing is sent. So its later steps are looked at, and that is added.
+    peak_nbytes        the allocator's peak over all steps; 0 on a CPU
+    seconds            of steps after the first ones
+    chosen             within a budget: what Lean has chosen, and the peak that it has predicted for that
     """
-    twice = sum(case.sizes) if case.dense else 0
-    try:
-        peak_nbytes = later_peak(make, case) + twice
-    except torch.OutOfMemoryError as error:
-        print(f"rank {dist.get_rank()}, batch {case.batch}: {str(error)[:400]}", file=sys.stderr, flush=True)
-        peak_nbytes = 2 * case.limit_nbytes
-    agreed = torch.tensor([peak_nbytes], device=DEVICE)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    return int(agreed) if agreed <= case.limit_nbytes else 0
+
+    peak_nbytes: int
+    seconds: list[float]
+    chosen: str = ""
+    predicted_nbytes: int | None = None
 
 
-def kept_nbytes(plain: System, case: Case) -> float:
-    """What a sample leaves on the device where nothing is reused; all of the limit, where two do not fit."""
-    one, two = (fitting(plain, replace(case, batch=number * case.batch)) for number in (1, 2))
-    return max((two - one) / case.batch, 1.0) if two else float(case.limit_nbytes)
-
-
-@contextmanager
-def warm(make: System, case: Case) -> Iterator[Step]:
-    """A training that has made its first steps."""
-    release_memory()
-    step, close = make(case)
-    try:
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(WARM if case.budget_nbytes is None else WARM_MIX):
-            step()
-        torch.cuda.synchronize()
-        yield step
-    finally:
-        close()
-
-
-def later_peak(make: System, case: Case) -> int:
-    """The allocator's peak of a step after the first ones."""
-    with warm(make, case) as step:
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return int(torch.cuda.max_memory_allocated())
-
-
-def timed(make: System, case: Case) -> tuple[int, list[float]]:
-    """The allocator's peak of all steps, and the seconds of those after the first ones."""
+def timed(training: Training, case: Case) -> Shown:
+    """Train for a few steps."""
+    before_nbytes = _rested()
+    running = training(case)
     seconds: list[float] = []
-    with warm(make, case) as step:
+    try:
+        for _ in range(WARM if case.budget_nbytes is None else WARM_CHOOSING):
+            next(running)
         while len(seconds) < case.steps and (len(seconds) < 2 or sum(seconds) <= ENOUGH_S):
-            dist.barrier(device_ids=[0])
+            barrier()
             begun = perf_counter()
-            step()
-            torch.cuda.synchronize()
+            lean = next(running)
+            if ON_GPU:
+                torch.cuda.synchronize()
             slowest = torch.tensor([perf_counter() - begun], device=DEVICE)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds.append(float(slowest))
-        return int(torch.cuda.max_memory_allocated()), seconds
+        peak_nbytes = int(torch.cuda.max_memory_allocated()) - before_nbytes if ON_GPU else 0
+        if case.budget_nbytes is None:
+            return Shown(peak_nbytes, seconds)
+        chosen, agreed = lean.explain().splitlines()[-1], lean._activations.agreed
+        return Shown(peak_nbytes, seconds, chosen, agreed["peak_nbytes"])
+    finally:
+        running.close()
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier(device_ids=[0] if ON_GPU else None)
+
+
+def _rested() -> int:
+    """Release what trainings before have left; returns what is still allocated."""
+    if not ON_GPU:
+        gc.collect()
+        return 0
+    release_memory()
+    drain()
+    torch.cuda.reset_peak_memory_stats()
+    return int(torch.cuda.memory_allocated())

@@ -18,12 +18,12 @@ NOUNS = {*BASE, "kinds", "fidelity", "trace", "alpha_beta", "curve", "network", 
 EVERYTHING = {"*"}
 LIBRARY = {
     *NOUNS, "exchange_cost", "version", "files", "network_presets", "profiler_trace", "sim", "planners", "sharded",
-    "scaling", "comm", "observe", "quantised", "sparse", "auto", "compression", "activations", "lean", "ddp",
-    "compiled", "tuning", "wrapping", "parallel", "lean_parallel", "integrations",
+    "scaling", "footprint", "comm", "observe", "quantised", "sparse", "auto", "compression", "activations", "lean",
+    "ddp", "compiled", "tuning", "wrapping", "parallel", "lean_parallel", "integrations",
 }  # fmt: skip
 MODELS_OF_KINDS = {  # no torch in them
     "sparse.naming", "sparse.sizes", "sparse.cost_model", "sparse.options", "quantised.block_format",
-    "quantised.cost_model",
+    "quantised.cost_model", "quantised.options",
 }  # fmt: skip
 
 # Part (a module, else its nearest folder) → the parts of anabranch it may import; its own folder is always allowed.
@@ -53,16 +53,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planners": {*NOUNS, "sim"},
     "sharded": {*NOUNS, "files"},
     "scaling": {*NOUNS, "files", "network_presets", "sim", "planners", "sharded", "exchange_cost", *MODELS_OF_KINDS},
+    "footprint": {*NOUNS, "sharded", "scaling", *MODELS_OF_KINDS},  # the account of memory, for lean and for estimate
     # The library, from messages up to the wrappers.
     "comm": {*NOUNS, "files"},
     "observe": {*NOUNS, "files", "comm"},
     "quantised": {*NOUNS, "exchange_cost", "comm"},
     "sparse": {*NOUNS, "exchange_cost", "comm", "quantised"},  # its int8 and its dtypes are theirs
-    "compression": {*NOUNS, "auto", "comm", "quantised", "sparse"},
-    "activations": {*NOUNS, "observe"},
+    "compression": {*NOUNS, "auto", "footprint", "comm", "quantised", "sparse"},
+    "activations": {*NOUNS, "footprint", "observe"},
     "ddp": {*NOUNS, "comm", "observe"},
     "compiled": {*NOUNS, "ddp"},
-    "lean": {*NOUNS, "comm", "observe", "activations"},
+    "lean": {*NOUNS, "footprint", "comm", "observe", "activations"},
     "tuning": {*NOUNS, "version", "files", "planners", "sim", "comm", "observe"},  # cached plans note the version
     "wrapping": {*NOUNS, "comm", "ddp", "tuning"},
     "parallel": LIBRARY,  # the composition roots
@@ -111,6 +112,7 @@ TORCH_NEVER = {
     "planners",
     "sharded",
     "scaling",
+    "footprint",
     "report",
     "lab",
 }

@@ -1,6 +1,7 @@
 """What ``compress=`` may be, and the exchanges that it stands for."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
@@ -9,6 +10,7 @@ from anabranch.auto import Auto
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.dense import DenseExchanges, dense
 from anabranch.comm.exchange import Collective, Group
+from anabranch.footprint.account import Setting, Way
 from anabranch.kinds import COMPRESSED, DENSE
 from anabranch.quantised.block_format import BlockFormat
 from anabranch.quantised.exchanges import DTYPES, QuantisedExchanges, options_by_kind, sent_dense
@@ -16,7 +18,7 @@ from anabranch.quantised.options import Quantised
 from anabranch.sparse.exchanges import OkTopkExchanges
 from anabranch.sparse.memory import NO_PARAMETERS, ResidualMemory
 from anabranch.sparse.momentum import Momentum
-from anabranch.sparse.naming import DENSITIES, density_of, kind_of
+from anabranch.sparse.naming import DENSITIES, KIND, density_of, kind_of
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.residual_flush import Applied
 
@@ -64,6 +66,23 @@ def kinds_of(settings: Settings) -> tuple[str, ...]:
         densities = DENSITIES if settings.density == "auto" else [settings.density]
         return tuple(kind_of(float(density)) for density in densities)
     return () if settings is None else (settings.kind,)
+
+
+def may_be_sparse(parameter: torch.Tensor) -> bool:
+    """Whether a gradient may be sent sparsely: vectors (biases, norms) are few, and delay hurts them most."""
+    return parameter.dim() > 1 and parameter.dtype in DTYPES
+
+
+def in_account(settings: Settings, setting: Setting) -> list[tuple[Way, Setting]]:
+    """The exchanges that plans may choose on Lean, for the account of memory: dense where nothing is compressed."""
+    keeps = _keeps_residual(settings)
+    options = settings.oktopk if isinstance(settings, Auto) else settings if isinstance(settings, OkTopk) else OkTopk()
+    found = []
+    for kind in kinds_of(settings):
+        density = density_of(kind)
+        way = Way(kind, True, rounding_errors=keeps(kind)) if density is None else Way(KIND, True)
+        found.append((way, replace(setting, density=density or 1.0, options=options)))
+    return found or [(Way(DENSE, True), setting)]
 
 
 def probe_of(kind: str) -> Collective:
@@ -131,15 +150,12 @@ def _keeps_residual(settings: Settings) -> Callable[[str], bool]:
 
 
 def _excluded(kind: str, parameters: Mapping[str, torch.Tensor]) -> list[str]:
-    """The parameters whose gradients must not travel by this kind.
-
-    Those of more precision than float32 travel dense. Vectors (biases, norms) never travel sparse: they are few, and
-    delay hurts them most.
-    """
+    """The parameters whose gradients must not travel by this kind; those wider than float32 travel dense."""
 
     def may_use(parameter: torch.Tensor) -> bool:
-        fits = parameter.dtype in DTYPES and not sent_dense(kind, parameter.dtype)
-        return fits and (parameter.dim() > 1 or density_of(kind) is None)
+        if density_of(kind) is not None:
+            return may_be_sparse(parameter)
+        return parameter.dtype in DTYPES and not sent_dense(kind, parameter.dtype)
 
     return [name for name, parameter in parameters.items() if not may_use(parameter)]
 

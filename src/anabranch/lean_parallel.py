@@ -21,21 +21,30 @@ from anabranch.comm.collectives import Scaler
 from anabranch.comm.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.comm.model import ignored_names, model_parts
 from anabranch.compiled.graphs import CompiledGraphs
-from anabranch.compression import Compress, Settings, collectives_for, described, settings_of
+from anabranch.compression import (
+    Compress,
+    Settings,
+    collectives_for,
+    described,
+    in_account,
+    may_be_sparse,
+    settings_of,
+)
 from anabranch.ddp.reducer import compiled_as_ddp
+from anabranch.footprint.account import BLAS_WORKSPACE_NBYTES, Setting
+from anabranch.footprint.step_profile import allocated_nbytes
 from anabranch.lean.clipping import Clipping
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.torch_calls import scaler_of_this_pass, watch
-from anabranch.lean.within import Held, WithinBudget, nbytes_of
+from anabranch.lean.within import Held, WithinBudget, gradients_of, memory_of, nbytes_of
 from anabranch.lean.within import described as described_within
 from anabranch.network import Network
 from anabranch.observe.step_timer import StepObserver
 from anabranch.plan import Plan
 from anabranch.planners.fixed import DDP_CAP_NBYTES
 from anabranch.quantised.block_format import STORED
-from anabranch.sparse.naming import density_of
 from anabranch.sparse.options import OkTopk
 from anabranch.trace import TensorSpec, Trace
 from anabranch.tuning.options import Planner, TuningOptions
@@ -62,7 +71,7 @@ class LeanDataParallel(Tuned, nn.Module):
     _layout: LeanLayout
     _graph_cutter = CompiledGraphs({})  # of a copy, which plans nothing
     bucket_bytes_cap = DDP_CAP_NBYTES  # by which torch cuts graphs where we cannot
-    _sync_enabled = True  # False inside no_sync()
+    require_backward_grad_sync = True  # as in DDP, also for programs that set it instead of using no_sync()
     _averaging_now = True  # whether this backward pass, or the one that comes next, is averaged
 
     def __init__(
@@ -99,6 +108,8 @@ class LeanDataParallel(Tuned, nn.Module):
         compress = None if tuning.turned_off else compress
         self.module = module
         self.memory = memory
+        self._compress = compress
+        self._plan_given = plan is not None
         self.process_group = group
         self._broadcast_buffers = broadcast_buffers
         self._buffers_changed = False  # since the last broadcast
@@ -236,17 +247,17 @@ class LeanDataParallel(Tuned, nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context whose forwards only accumulate gradients, in ``parameter.grad``, until the next averaged step."""
-        before = self._sync_enabled
-        self._sync_enabled = False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._sync_enabled = before
+            self.require_backward_grad_sync = before
 
     @_disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; its gradients will be averaged, and its parameters updated, in backward."""
-        will_average = torch.is_grad_enabled() and self._sync_enabled
+        will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._before_forward(will_average, inputs, kwargs)
         with compiled_as_ddp(self) if self._graph_cutter.cuts_graphs else nullcontext():
             output = self.module(*inputs, **kwargs)
@@ -296,10 +307,10 @@ class LeanDataParallel(Tuned, nn.Module):
         self._graph_cutter.install(self.module)
         if torch.is_grad_enabled():
             if not in_backward():
-                self._averaging_now = self._sync_enabled
+                self._averaging_now = self.require_backward_grad_sync
                 self._follow_scale()  # all gradients that accumulate until the next step have one scale
             self._note_input(*inputs)
-            tuner.before_forward(averaged=self._sync_enabled)
+            tuner.before_forward(averaged=self.require_backward_grad_sync)
         if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
             self._choose()
         if self._broadcast_buffers and (will_average or self._buffers_changed):
@@ -326,31 +337,18 @@ class LeanDataParallel(Tuned, nn.Module):
 
     def _held(self) -> Held:
         """What this rank holds beside activations, now that the optimizer has its state."""
-        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers())}
-        state = [value for one in self.optimizer.state.values() for value in one.values() if torch.is_tensor(value)]
-        collectives = self._collectives
-        assert collectives is not None  # it trains
-        parameters, kinds = trained_parameters(self.module), collectives.kinds
-        with_residual = [kind for kind in kinds if collectives.keeps_residual(kind)]
-        excluded = [collectives.excluded.get(kind, frozenset[str]()) for kind in with_residual]
-        kept = {name: p for name, p in parameters.items() if any(name not in names for names in excluded)}
-        buckets = self.layout.buckets()
-        averages_nbytes = 0
-        if self.memory.clipping is not None and self.memory.clipping.holds_updates:
-            densities = [density_of(kind) or 1.0 for kind in with_residual]
-            exact = sum(p.nbytes for name, p in parameters.items() if name not in kept)
-            averages_nbytes = exact + int(
-                sum(p.nbytes for p in kept.values()) * min(1.0, 2 * max(densities, default=0))
-            )
-        return Held(
-            sum(tensors.values()),
-            sum(map(nbytes_of, state)),
-            max(bucket.nbytes for bucket in buckets),
-            sum(p.numel() for p in kept.values()),
-            max(bucket.numel for bucket in buckets) if kept else 0,
-            bool(kinds),
-            averages_nbytes,
+        tensors = {tensor.data_ptr(): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+        parameters = trained_parameters(self.module)
+        gradients = gradients_of(self.module, parameters, may_be_sparse)
+        clipping = self.memory.clipping
+        setting = Setting(
+            ranks=self.process_group.size(),
+            buckets=[bucket.planned.names for bucket in self.layout.buckets()] if self._plan_given else None,
+            clips=clipping is not None and clipping.holds_updates,
+            blas_workspace_nbytes=BLAS_WORKSPACE_NBYTES if next(iter(parameters.values())).is_cuda else 0,
         )
+        weights_nbytes = sum(allocated_nbytes(nbytes_of(tensor)) for tensor in tensors.values())
+        return Held(weights_nbytes, memory_of(self.optimizer), gradients, in_account(self._compress, setting))
 
     def _choose(self) -> None:
         """Choose where activations are and, within a budget, how residuals are stored; once steps were profiled."""
@@ -451,7 +449,7 @@ class LeanDataParallel(Tuned, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._no_plan_reason = COPIED
-        self._sync_enabled = True
+        self.require_backward_grad_sync = True
         self._activations.undo()  # of the copy
 
 

@@ -22,7 +22,7 @@ def quantity(text: str, units: Mapping[str, float]) -> float:
 
 def size_nbytes(what: str, text: str) -> int:
     """A size of memory in bytes, such as 16GiB; ValueError naming what it is for if it is none."""
-    nbytes = quantity(text, SIZE_NBYTES)
+    nbytes = quantity(text, SIZE_NBYTES) if not text.endswith("/s") else math.nan
     if not 1 <= nbytes <= MAX_SIZE_NBYTES:
         raise ValueError(f"{what} is {text!r}: expected a size in GiB, MiB, GB or MB, such as 16GiB")
     return int(nbytes)

@@ -140,3 +140,44 @@ def test_a_block_that_keeps_something_of_a_run_is_named() -> None:
     model = Model()
     with pytest.raises(RuntimeError, match=r"block 'layers.[01]' was run twice.*use_cache=False"):
         profiled_costs(model, lambda: model(torch.randn(4, 16)).sum().backward(), Offloader(CPU))
+
+
+class Convolving(nn.Module):
+    """A convolution before the blocks, one in each of them, and one behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.Tanh(), nn.Conv2d(8, 8, 3, padding=1, bias=False))
+            for _ in range(2)
+        )
+        self.last = nn.Conv2d(8, 1, 1, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(images)
+        for block in self.blocks:
+            hidden = block(hidden)
+        result: torch.Tensor = self.last(hidden)
+        return result
+
+
+def test_the_workspace_of_convolutions_is_counted() -> None:
+    """For the largest of each block: twice its input and its weight, and its output."""
+    pixel, images = 4 * 2 * 16 * 16, torch.randn(2, 3, 16, 16)
+    work: list[dict[str, int]] = []
+    for workspace in (0.0, 1.0):
+        model = Convolving()
+        profiler = BlockProfiler(model, Offloader(CPU, least_nbytes=256), workspace)
+        for _ in range(2):
+            model(images).sum().backward()
+        work.append({block.name: block.work_nbytes for block in profiler.costs()})
+        profiler.undo()
+        assert not any(part._forward_hooks for part in model.modules())
+    stem, inner, last = 2 * 4 * 3 * 8 * 9, 2 * 4 * 8 * 8 * 9, 2 * 4 * 8
+    assert {name: work[1][name] - work[0][name] for name in work[0]} == {
+        "": (2 * 3 + 8) * pixel + stem,
+        "blocks.0": (2 * 8 + 8) * pixel + inner,
+        "blocks.1": (2 * 8 + 8) * pixel + inner,
+        END: (2 * 8 + 1) * pixel + last,
+    }

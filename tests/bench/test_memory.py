@@ -9,7 +9,7 @@ from torch import nn
 from anabranch.bench import zoo
 from anabranch.bench.memory import FIRST, OPTIMIZERS, compressed_plan, world
 from anabranch.bench.trainings import ON_ONE_RANK, Training, TrainingSetup, naive_exchange, training_of
-from anabranch.estimate.account import OKTOPK
+from anabranch.footprint.account import OKTOPK
 from estimate.models import images
 from ranks import on_ranks
 

@@ -13,10 +13,10 @@ from anabranch.bench import zoo
 from anabranch.cli import arguments, network_text
 from anabranch.cli.main import main
 from anabranch.cli.memory import throughput_network
-from anabranch.estimate.account import KINDS, MODES, Setting, modes_of, predict
 from anabranch.estimate.probe import Loss, probe
 from anabranch.estimate.throughput import samples_per_s
 from anabranch.files import save
+from anabranch.footprint.account import KINDS, MODES, Setting, modes_of, predict
 from anabranch.network import Network
 from anabranch.plan import Bucket, Plan
 from anabranch.report.memory import memory_report, unit
@@ -90,8 +90,8 @@ def test_the_largest_batch_fits_in_what_blocks_leave(capsys: pytest.CaptureFixtu
 
 
 def test_offloaded_activations_let_lean_take_more(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = json_of(capsys, *ASKED, "--within", "100MiB")["largest_batch"]
-    away = json_of(capsys, *ASKED, "--within", "100MiB", "--activations", "offload")["largest_batch"]
+    kept = json_of(capsys, *ASKED, "--within", "16GiB")["largest_batch"]
+    away = json_of(capsys, *ASKED, "--within", "16GiB", "--activations", "offload")["largest_batch"]
     assert away["ddp"] == kept["ddp"] and away["lean"] > kept["lean"]
 
 
@@ -168,7 +168,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_model_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["memory", "--model", f"{own(tmp_path, monkeypatch)}:build", "--batch-size", "4096"]
+    asked = ["memory", "--model", f"{own(tmp_path, monkeypatch)}:build", "--batch-size", "524288"]
     ways = {way: json_of(capsys, *asked, "--activations", way)["modes"] for way in ("keep", "offload", "recompute")}
     held = {way: modes["lean"]["kinds"]["activations"] for way, modes in ways.items()}
     assert held["offload"] < held["recompute"] < held["keep"] / 3  # of six blocks one is there at a time

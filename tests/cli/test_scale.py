@@ -15,7 +15,7 @@ from anabranch.bench import zoo
 from anabranch.cli import network_text
 from anabranch.cli.main import main
 from anabranch.cli.memory import Activations, Optimizer, estimator_of
-from anabranch.estimate.account import Setting
+from anabranch.footprint.account import Setting
 from anabranch.scaling.compression import priced
 from anabranch.scaling.result import Scaling
 from anabranch.scaling.sweep import Compute, sweep

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 
 from anabranch.estimate import estimator
-from anabranch.estimate.account import MODES, Setting, predict
 from anabranch.estimate.estimator import MemoryEstimator
 from anabranch.estimate.fitting import largest_batches
 from anabranch.estimate.probe import Build, probe
+from anabranch.footprint.account import MODES, Setting, predict
 from estimate.models import images
 
 

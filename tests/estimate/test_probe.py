@@ -9,7 +9,7 @@ from torch import nn
 
 from anabranch.estimate import probe as probing
 from anabranch.estimate.probe import Build, probe
-from anabranch.estimate.step_profile import StepProfile
+from anabranch.footprint.step_profile import StepProfile
 from estimate.models import images, language
 
 CPU = torch.device("cpu")

@@ -15,8 +15,9 @@ from torch import nn
 
 import anabranch as ab
 from activations.lazy_copies import LazyCopies
+from anabranch.footprint.slots import ring_nbytes
 from anabranch.lean import engine, residuals
-from anabranch.lean.slots import FreshSlots, Slot, SlotRing, ring_nbytes
+from anabranch.lean.slots import FreshSlots, Slot, SlotRing
 from anabranch.lean.update import BucketUpdater
 from ranks import on_ranks
 

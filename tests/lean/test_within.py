@@ -2,7 +2,9 @@
 
 import math
 import re
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +15,21 @@ from torch import nn
 
 import anabranch as ab
 from activations.naive_solver import chains, every_choice, links, moves, played_extra_s, played_peak
-from anabranch.activations.cost_model import BlockCosts, HostLink
+from anabranch.activations.cost_model import Action, BlockCosts, HostLink
 from anabranch.activations.solver import BudgetError, choose_with_windows, smallest_budget
-from anabranch.lean.within import ALIKE, MARGIN, Held, Storage, WithinBudget, check_fits, choose_within
+from anabranch.footprint.account import FRAGMENTATION, OKTOPK, Setting, Way
+from anabranch.footprint.step_profile import OptimizerMemory, allocated_nbytes
+from anabranch.kinds import DENSE
+from anabranch.lean.within import (
+    ALIKE,
+    Gradient,
+    Held,
+    Storage,
+    WithinBudget,
+    check_fits,
+    choose_within,
+    gradients_of,
+)
 from ranks import on_ranks
 
 INF = math.inf
@@ -23,15 +37,15 @@ INF = math.inf
 
 def brute_force_s(blocks: list[BlockCosts], link: HostLink, storages: list[Storage], budget_nbytes: int) -> float:
     """The least extra time over all ways to store residuals and all choices for activations; infinite if none fits."""
-    room = int(budget_nbytes * (1 - MARGIN))
+    room = int(budget_nbytes * (1 - FRAGMENTATION))
     windows = (link.window_nbytes or 0) + (link.ahead_nbytes or 0)
     backward_s = sum(block.backward_s for block in blocks)
     best = INF
     for actions in every_choice(blocks):
-        moved = sum(sum(moves(blocks, actions, number)) for number in range(len(blocks)))
-        peak, extra_s = played_peak(blocks, actions) + (windows if moved else 0), played_extra_s(blocks, link, actions)
+        moved, extra_s = moved_nbytes(blocks, actions), played_extra_s(blocks, link, actions)
         for storage in storages:
-            if max(storage.held_nbytes + peak, storage.end_nbytes) <= room:
+            peak = storage.held_nbytes + played_peak(storage.occupied(blocks), actions) + (windows if moved else 0)
+            if max(peak, storage.end_nbytes) <= room:
                 over = storage.over_link_nbytes
                 rate = min(link.out_nbytes_per_s, link.back_nbytes_per_s)
                 waited_s = max(0.0, (over + moved) / rate - backward_s) if over else 0.0
@@ -39,36 +53,69 @@ def brute_force_s(blocks: list[BlockCosts], link: HostLink, storages: list[Stora
     return best
 
 
+def moved_nbytes(blocks: list[BlockCosts], actions: Mapping[str, Action]) -> int:
+    return sum(sum(moves(blocks, actions, number)) for number in range(len(blocks)))
+
+
 def alike_s(blocks: list[BlockCosts]) -> float:
     """By how much the choice may be slower than the best."""
     return ALIKE * sum(block.forward_s + block.backward_s for block in blocks) + 1e-9
 
 
-def storages_of(numel: int) -> list[Storage]:
-    """Of a model whose residuals have so many elements."""
-    return Held(20, 40, 4, numel, 1, averages_nbytes=10).storages(64.0, with_host=True)
+SETTING = Setting(ranks=2, density=0.5, buckets=None, blas_workspace_nbytes=0)
+
+
+def held_of(blocks: list[BlockCosts], numel: int, clips: bool = False, every: int = 1) -> Held:
+    """A model of which every so many blocks have a matrix of ``numel`` elements, each a bucket; 0: one dense bucket."""
+    made = [
+        Gradient(f"weight{number}", max(1, numel), allocated_nbytes(4 * max(1, numel)), True, block.name)
+        for number, block in reversed(list(enumerate(blocks)))
+        if number % every == 0
+    ]
+    setting = replace(SETTING, clips=clips, buckets=[[one.name] for one in made] if numel else None)
+    return Held(512, OptimizerMemory(1024), made, [(Way(OKTOPK if numel else DENSE, lean=True), setting)])
+
+
+def storages_of(blocks: list[BlockCosts], numel: int, with_host: bool = True) -> list[Storage]:
+    return held_of(blocks, numel, clips=numel % 2 == 1).storages(blocks, 64.0, with_host)
 
 
 @settings(max_examples=60, deadline=None)
-@given(chains(3), links, st.integers(0, 40), st.integers(1, 500))
-def test_the_choice_is_the_best_of_all(blocks: list[BlockCosts], link: HostLink, numel: int, budget: int) -> None:
-    on_device = [storage for storage in storages_of(numel) if storage.residuals != "host"]
+@given(chains(3), links, st.integers(0, 300), st.integers(1, 3))
+def test_the_peak_is_what_the_account_says(blocks: list[BlockCosts], link: HostLink, numel: int, every: int) -> None:
+    """Played out block by block, and by the account from the same numbers: one number, whatever is chosen."""
+    window = max(link.window_nbytes or 0, link.ahead_nbytes or 0)
+    for storage in held_of(blocks, numel, numel % 2 == 1, every).storages(blocks, 64.0, with_host=True):
+        for actions in every_choice(blocks):
+            copies = min(window, moved_nbytes(blocks, actions))
+            played = storage.held_nbytes + played_peak(storage.occupied(blocks), actions) + copies
+            assert storage.peak_nbytes(blocks, link, actions) == max(played, storage.end_nbytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(chains(3), links, st.integers(0, 300), st.floats(0.8, 1.3))
+def test_the_choice_is_the_best_of_all(blocks: list[BlockCosts], link: HostLink, numel: int, share: float) -> None:
+    on_device = storages_of(blocks, numel, with_host=False)
+    budget = int(share * on_device[-1].end_nbytes)
     best_s = brute_force_s(blocks, link, on_device, budget)
     if best_s == INF:
         with pytest.raises(BudgetError, match=f"within is {budget} bytes"):
             choose_within(blocks, link, on_device, budget)
     else:
         found = choose_within(blocks, link, on_device, budget)
-        assert best_s - 1e-9 <= found.extra_s <= best_s + alike_s(blocks) and found.peak_nbytes <= budget * (1 - MARGIN)
+        assert best_s - 1e-9 <= found.extra_s <= best_s + alike_s(blocks) and found.peak_nbytes <= budget * (
+            1 - FRAGMENTATION
+        )
 
 
 @settings(max_examples=40, deadline=None)
-@given(chains(3), links, st.integers(1, 40), st.integers(100, 500))
+@given(chains(3), links, st.integers(1, 300), st.floats(0.9, 1.3))
 def test_host_memory_is_used_where_it_is_better(
-    blocks: list[BlockCosts], link: HostLink, numel: int, budget: int
+    blocks: list[BlockCosts], link: HostLink, numel: int, share: float
 ) -> None:
     """Copies of residuals and activations share the link, so the best for both together is not searched for."""
-    everything = storages_of(numel)
+    everything = storages_of(blocks, numel)
+    budget = int(share * everything[-1].end_nbytes)
     on_device = [storage for storage in everything if storage.residuals != "host"]
     best_s, without_s = (brute_force_s(blocks, link, storages, budget) for storages in (everything, on_device))
     if best_s < INF:
@@ -81,37 +128,61 @@ LINK = HostLink(1000.0, 1000.0, 0, 0)
 
 
 def test_residuals_stay_exact_where_that_costs_nothing() -> None:
-    held = Held(100, 200, 10, residual_numel=100, bucket_numel=2, compressed=True)
-    roomy = choose_within(BLOCKS, LINK, held.storages(1e9, with_host=True), 10_000)
+    blocks = [BlockCosts(f"{number}", 1.0, 2.0, 100, 10) for number in range(16)]
+    storages = exact, host, bf16, int8 = held_of(blocks, 256).storages(blocks, 1e9, with_host=True)
+    assert [storage.residuals for storage in storages] == ["in place", "host", "bf16", "int8"]
+    assert exact.held_nbytes > bf16.held_nbytes > int8.held_nbytes > host.held_nbytes
+    assert host.over_link_nbytes == 16 * 4 * 256 and exact.over_link_nbytes == bf16.over_link_nbytes == 0
+    roomy = choose_within(blocks, LINK, storages, 100_000)
     assert roomy.residuals == "in place" and roomy.extra_s == 0.0
-    assert set(roomy.choice.actions.values()) == {"keep"}
-    assert roomy.peak_nbytes == 100 + 200 + 4 * 10 + 400 + 440
-    tight = choose_within(BLOCKS, HostLink(1.0, 1.0, 0, 0), held.storages(1e9, with_host=True), 1_100)
-    assert tight.residuals == "bf16" and set(tight.choice.actions.values()) == {"keep"}
-    assert tight.tried["in place"] is not None and tight.tried["in place"] > tight.extra_s
+    kept: dict[str, Action] = {block.name: "keep" for block in blocks}
+    assert roomy.choice.actions == kept and roomy.peak_nbytes == exact.peak_nbytes(blocks, LINK, kept)
+    slow = HostLink(1.0, 1.0, 0, 0)
+    between = (exact.peak_nbytes(blocks, slow, kept) + bf16.peak_nbytes(blocks, slow, kept)) // 2
+    tight = choose_within(blocks, slow, storages, int(between / (1 - FRAGMENTATION)))
+    assert tight.residuals == "bf16" and tight.choice.actions == kept
+    assert tight.tried["in place"] is None or tight.tried["in place"] > tight.extra_s
 
 
 def test_without_residuals_there_is_nothing_to_store() -> None:
-    assert [storage.residuals for storage in Held(1, 1, 1).storages(1.0, with_host=True)] == ["in place"]
+    assert [storage.residuals for storage in storages_of(BLOCKS, 0)] == ["in place"]
 
 
 def test_the_error_names_the_least_that_would_do() -> None:
-    storages = Held(1000, 0, 10, residual_numel=100, bucket_numel=2).storages(1e9, with_host=False)
+    storages = held_of(BLOCKS, 100).storages(BLOCKS, 1e9, with_host=False)
     with pytest.raises(BudgetError, match="give at least") as caught:
         choose_within(BLOCKS, LINK, storages, 900)
     (least,) = re.findall(r"at least (\d+) bytes", str(caught.value))
     assert choose_within(BLOCKS, LINK, storages, int(least)).peak_nbytes <= int(least)
     with pytest.raises(BudgetError):
-        choose_within(BLOCKS, LINK, storages, int(int(least) * 0.99))
+        choose_within(BLOCKS, LINK, storages, int(int(least) * 0.98))
 
 
 def test_a_rank_that_needs_more_than_rank_0_says_so() -> None:
-    storages = Held(100, 0, 0).storages(1e9, with_host=False)
-    message = choose_within(BLOCKS, LINK, storages, 600).message(600)
+    storages = storages_of(BLOCKS, 0, with_host=False)
+    budget = int(1.1 * storages[0].peak_nbytes(BLOCKS, LINK, dict.fromkeys("0123", "keep")))
+    message = choose_within(BLOCKS, LINK, storages, budget).message(budget)
     check_fits(message, BLOCKS, LINK, storages)
-    larger = [BlockCosts(block.name, 1.0, 2.0, 200, 20) for block in BLOCKS]
-    with pytest.raises(BudgetError, match="this rank would need 980"):
+    larger = [BlockCosts(block.name, 1.0, 2.0, 2000, 20) for block in BLOCKS]
+    needed = storages[0].peak_nbytes(larger, LINK, message["actions"])
+    with pytest.raises(BudgetError, match=f"this rank would need {needed}"):
         check_fits(message, larger, LINK, storages)
+
+
+def test_gradients_come_with_the_blocks_of_their_layers() -> None:
+    """What is before the first block comes last, what is behind the last one first, what is between with the next."""
+    model = nn.Module()
+    model.embedding = nn.Linear(2, 2, bias=False)
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU()) for _ in range(2))
+    model.head = nn.Linear(2, 3, bias=False)
+    found = gradients_of(model, dict(model.named_parameters()), lambda parameter: len(parameter) == 2)
+    assert [(one.name, one.block, one.sparse) for one in found] == [
+        ("head.weight", "(end)", False),
+        ("layers.1.0.weight", "layers.1", True),
+        ("layers.0.0.weight", "layers.0", True),
+        ("embedding.weight", "", True),
+    ]
+    assert {one.nbytes for one in found} == {512}
 
 
 @settings(max_examples=40, deadline=None)
@@ -221,7 +292,7 @@ def test_a_mix_for_nothing_needs_no_number() -> None:
 
 
 def test_what_was_not_profiled_is_not_checked() -> None:
-    budget = WithinBudget(1, lambda: Held(1, 1, 1), torch.device("cpu"))
+    budget = WithinBudget(1, lambda: held_of(BLOCKS, 0), torch.device("cpu"))
     budget.check({"actions": {"0": "keep"}, "residuals": "in place", "within_nbytes": 1})
 
 

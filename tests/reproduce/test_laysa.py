@@ -6,8 +6,8 @@ from torch import nn
 
 from anabranch.bench import memory as ways
 from anabranch.bench import zoo
-from anabranch.estimate.account import LEAN_HOST, NAIVE, predict
 from anabranch.estimate.probe import Loss, probe
+from anabranch.footprint.account import LEAN_HOST, NAIVE, predict
 from anabranch.reproduce import laysa
 from estimate.models import images
 

@@ -154,6 +154,15 @@ def predict(blocks: Sequence[BlockCosts], link: HostLink, actions: Mapping[str, 
     return Forecast(state.extra_s, state.peak_nbytes, state.moved_nbytes)
 
 
+def in_use(blocks: Sequence[BlockCosts], link: HostLink, actions: Mapping[str, Action]) -> dict[str, int]:
+    """Bytes of activations on the device while each block is differentiated, by its name."""
+    state, found = START, {}
+    for block in blocks:
+        state = advance(state, block, link, actions[block.name])
+        found[block.name] = state.kept_nbytes + state.passing_nbytes + block.work_nbytes
+    return found
+
+
 def possible_actions(block: BlockCosts, before: PartialForecast | None) -> tuple[Action, ...]:
     """Return the actions that a block can have after ``before``; None: it is the first block."""
     can_join = block.joins and before is not None and before.recomputed

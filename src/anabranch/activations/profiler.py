@@ -17,6 +17,7 @@ from anabranch.activations.host_copies import copies_for
 from anabranch.activations.offloader import Offloader
 from anabranch.activations.recompute import BlockRange, LastBlock, PatchedModel
 from anabranch.activations.side_effects import NoSideEffects, copy_containers
+from anabranch.footprint.step_profile import CONVOLUTION_WORKSPACE
 from anabranch.observe.clock import Clock, clock_for
 from anabranch.observe.step_timer import StepObserver, StepTimer, tensors_in
 
@@ -43,6 +44,7 @@ class BlockProfile:
     largest_nbytes: int
     recomputes: bool
     shared_nbytes: int = 0
+    workspace_nbytes: int = 0  # of its convolutions
     gradient_ready: object | None = None  # clock mark when the gradient of its output was ready
 
     def add_earlier_runs(self, earlier: "BlockProfile") -> None:
@@ -52,6 +54,7 @@ class BlockProfile:
         self.inner_nbytes += earlier.inner_nbytes
         self.input_nbytes += earlier.input_nbytes
         self.largest_nbytes = max(self.largest_nbytes, earlier.largest_nbytes)
+        self.workspace_nbytes = max(self.workspace_nbytes, earlier.workspace_nbytes)
 
 
 class BlockProfiler(StepObserver):
@@ -60,9 +63,11 @@ class BlockProfiler(StepObserver):
     Every block is recomputed from an offloaded input. Before that it runs once more, only to be measured: what autograd
     wants to save in that run is counted and dropped. Random numbers, statistics and buffers are as without it. If a
     step has several forwards before its backward, all are counted.
+
+    convolution_workspace   what a convolution needs for itself, times the bytes of its tensors; None: as on the device
     """
 
-    def __init__(self, model: nn.Module, offloader: Offloader) -> None:
+    def __init__(self, model: nn.Module, offloader: Offloader, convolution_workspace: float | None = None) -> None:
         self.steps = 0  # whose backward is over
         self.last: LastBlock | None = None
         self._clock: Clock = clock_for(offloader.device)
@@ -78,10 +83,18 @@ class BlockProfiler(StepObserver):
         self._end_nbytes = 0  # saved after the last block
         self._largest_before_nbytes = 0  # the largest storage saved before the first block
         self._largest_after_nbytes = 0  # and after the last one
+        on_gpu = offloader.device.type == "cuda"
+        self._convolution_workspace = convolution_workspace or (CONVOLUTION_WORKSPACE if on_gpu else 0.0)
+        self._convolved_nbytes = 0  # tensors of the largest convolution, since a block began or ended
+        self._rest_convolved_nbytes = 0  # the same outside all blocks, before the end of the last one
+        self._end_convolved_nbytes = 0  # and after it
         actions: dict[str, Action] = {block.name: "recompute+offload" for block in blocks_of(model)}
         self._patched = PatchedModel(model, {**actions, REST: "offload"}, offloader, self._run_profiled)
         self._attached = ExitStack()
         self._attached.callback(model.register_forward_pre_hook(self._forward_begins).remove)
+        for part in model.modules():
+            if isinstance(part, nn.modules.conv._ConvNd):
+                self._attached.callback(part.register_forward_hook(self._convolved).remove)
         timer = StepTimer(self._clock)
         timer.observers.append(self)
         self._attached.enter_context(timer.attached(model))
@@ -106,8 +119,8 @@ class BlockProfiler(StepObserver):
         backward_s: dict[str, float] = {}  # with the recomputation
         for number, (name, _) in enumerate(self._gradients):
             backward_s[name] = backward_s.get(name, 0.0) + self._clock.elapsed_s(marks[number], marks[number + 1])
-        rest_work = WORK_TENSORS * self._largest_before_nbytes
-        end_work = WORK_TENSORS * self._largest_after_nbytes
+        rest_work = WORK_TENSORS * self._largest_before_nbytes + self._workspace_nbytes(self._rest_convolved_nbytes)
+        end_work = WORK_TENSORS * self._largest_after_nbytes + self._workspace_nbytes(self._end_convolved_nbytes)
         return [
             BlockCosts(REST, 0.0, 0.0, self._rest_nbytes, 0, recomputes=False, work_nbytes=rest_work),
             *(self._costs_of(profile, backward_s.get(name, 0.0)) for name, profile in self._profiles.items()),
@@ -125,9 +138,18 @@ class BlockProfiler(StepObserver):
             profile.shared_nbytes,
             profile.block.joins and len(profile.runs) == 1,
             profile.recomputes,
-            WORK_TENSORS * profile.largest_nbytes,
+            WORK_TENSORS * profile.largest_nbytes + profile.workspace_nbytes,
             runs=len(profile.runs),
         )
+
+    def _convolved(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Note the tensors of a convolution's backward: input and weight, with gradients, and the output's gradient."""
+        tensors = (args[0], args[0], output, module.weight, module.weight)
+        nbytes = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+        self._convolved_nbytes = max(self._convolved_nbytes, nbytes)
+
+    def _workspace_nbytes(self, convolved_nbytes: int) -> int:
+        return int(self._convolution_workspace * convolved_nbytes)
 
     def _run_profiled(
         self, blocks: BlockRange, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -153,6 +175,8 @@ class BlockProfiler(StepObserver):
         """Run a block only to measure it; its output is dropped."""
         if not self._profiles:
             self._largest_before_nbytes = self._offloader.counts.largest_nbytes
+        self._rest_convolved_nbytes = max(self._rest_convolved_nbytes, self._convolved_nbytes)
+        self._convolved_nbytes = 0
         inputs = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in tensors_in((args, kwargs))}
         versions = [tensor._version for tensor in inputs.values()]
         saved = SavedBytesCounter(block)
@@ -207,6 +231,8 @@ class BlockProfiler(StepObserver):
         self._counted_nbytes += offloaded_nbytes
         self._rest_nbytes = self._offloader.counts.offloaded_nbytes - self._counted_nbytes
         self._offloader.counts.largest_nbytes = 0
+        profile.workspace_nbytes = max(profile.workspace_nbytes, self._workspace_nbytes(self._convolved_nbytes))
+        self._convolved_nbytes = 0
 
         def gradient_is_ready(gradient: torch.Tensor) -> None:  # noqa: ARG001
             if profile.gradient_ready is None:
@@ -228,9 +254,11 @@ class BlockProfiler(StepObserver):
         if not self._profiles:
             self._counted_nbytes = self._offloader.counts.offloaded_nbytes
             self._end_nbytes = 0
+            self._rest_convolved_nbytes = 0
         self._previous = None
         self._runs = {}
         self._offloader.counts.largest_nbytes = 0
+        self._convolved_nbytes = 0
 
     def on_forward_end(self, averaged: bool) -> Callable[[], None]:  # noqa: ARG002
         outside_nbytes = self._offloader.counts.offloaded_nbytes - self._counted_nbytes
@@ -239,6 +267,7 @@ class BlockProfiler(StepObserver):
         self._end_nbytes += outside_nbytes - self._rest_nbytes
         self._counted_nbytes += outside_nbytes - self._rest_nbytes
         self._largest_after_nbytes = self._offloader.counts.largest_nbytes
+        self._end_convolved_nbytes = self._convolved_nbytes
         return self._backward_begins  # blocks may get no gradient
 
     def _backward_begins(self) -> None:

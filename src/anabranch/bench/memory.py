@@ -19,9 +19,9 @@ from anabranch.activations.policy import Activations
 from anabranch.bench import zoo
 from anabranch.bench.contestants import PLAN_WARMUP_STEPS
 from anabranch.bench.trainings import ON_ONE_RANK, TrainingSetup, training_of
-from anabranch.estimate.account import BUCKET_NBYTES, MODES, OKTOPK, WAYS
 from anabranch.estimate.probe import Loss, probe
-from anabranch.estimate.step_profile import buckets_by_size
+from anabranch.footprint.account import BUCKET_NBYTES, MODES, OKTOPK, WAYS
+from anabranch.footprint.step_profile import buckets_by_size
 from anabranch.lean.options import KEPT, OptimizerFactory
 from anabranch.plan import Bucket, Plan
 from anabranch.sparse.naming import kind_of
@@ -58,7 +58,7 @@ def under_autocast(build: Build) -> Build:
 
 
 def compressed_plan(build: Build, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
-    """Buckets in the order of backward, of the size and kind that ``estimate.account`` assumes for this mode."""
+    """Buckets in the order of backward, of the size and kind that ``footprint.account`` assumes for this mode."""
     profile, way = probe(build), WAYS[mode]
     buckets = sorted(buckets_by_size(profile, bucket_nbytes, way.compresses), key=lambda bucket: bucket.last_index)
     kinds = {True: kind_of(density) if way.exchange == OKTOPK else way.exchange, False: "dense"}
@@ -89,7 +89,7 @@ def peak(
     plan = compressed_plan(build, mode, density) if mode in WAYS else None
     device = torch.device("cuda", torch.cuda.current_device())
     release_memory()
-    _drain()
+    drain()
     before = torch.cuda.memory_allocated()
     training = training_of(mode, activations)(TrainingSetup(*build(device), optimizer, ranks, density, plan))
     found = []
@@ -98,7 +98,7 @@ def peak(
             torch.cuda.reset_peak_memory_stats()
             for _ in range(steps):
                 next(training)
-            _drain()
+            drain()
             found.append(int(torch.cuda.max_memory_allocated()) - before)
     finally:
         training.close()
@@ -113,7 +113,7 @@ def release_memory() -> None:
     torch._C._host_emptyCache()
 
 
-def _drain() -> None:
+def drain() -> None:
     """Wait until all work is done and NCCL has released the last message, which it keeps until it sends another."""
     for _ in range(2):
         dist.all_reduce(torch.zeros(1, device="cuda"))

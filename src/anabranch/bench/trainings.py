@@ -1,4 +1,4 @@
-"""The ways to train whose memory is measured: each is a generator that runs a step per ``next``.
+"""The ways to train whose memory is measured: each is a generator, a step per ``next``; Lean's yield the model.
 
 On one rank, ``ReplicatedCommunicator`` stands for a world of ranks that all send what this one sends, so that messages
 have the sizes of that world.
@@ -19,8 +19,8 @@ from anabranch.bench.baselines import top_count, top_pairs
 from anabranch.comm.communicator import Communicator, ZeroBuffer
 from anabranch.compression import Compress
 from anabranch.ddp.reducer import unwrap
-from anabranch.estimate.account import DDP, NAIVE, OKTOPK, WAYS, Way
 from anabranch.estimate.probe import Loss
+from anabranch.footprint.account import DDP, NAIVE, OKTOPK, WAYS, Way
 from anabranch.kinds import DENSE
 from anabranch.lean.options import KEPT, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
@@ -43,7 +43,7 @@ class TrainingSetup(NamedTuple):
     group: dist.ProcessGroup | None = None
 
 
-Training = Callable[[TrainingSetup], Generator[None, None, None]]
+Training = Callable[[TrainingSetup], Generator[Any, None, None]]
 ON_ONE_RANK = (DDP, NAIVE, OKTOPK)  # the modes that a single rank can run
 
 
@@ -173,14 +173,14 @@ def _oktopk_on_one_rank(setup: TrainingSetup) -> Generator[None, None, None]:
 
 def lean(
     setup: TrainingSetup, way: Way, activations: Activations = KEPT, within_nbytes: int | None = None
-) -> Generator[None, None, None]:
-    """DataParallel with Lean; with a budget it chooses how residuals are stored and where activations are."""
+) -> Generator[Any, None, None]:
+    """DataParallel with Lean, which it yields; with a budget Lean chooses how it stores residuals and activations."""
     memory = Lean(setup.optimizer, way.residuals, activations, within_nbytes)
     wrapped = _wrapped(setup, way, memory=memory)
     try:
         while True:
             setup.loss(wrapped).backward()
-            yield
+            yield wrapped
     finally:
         wrapped.close()
 

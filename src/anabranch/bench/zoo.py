@@ -98,7 +98,9 @@ def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module
     make = _imported("torchvision.models", name, name)
     side = 299 if name == "inception_v3" else 224
     options = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    model: nn.Module = make(weights=None, **options).to(device).train()
+    with device:  # initialises large models on the GPU, which is fast
+        model: nn.Module = make(weights=None, **options)
+    model = model.to(device).train()
     images = torch.randn(batch, 3, side, side, device=device)
     labels = torch.randint(1000, (batch,), device=device)
 

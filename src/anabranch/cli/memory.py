@@ -19,8 +19,8 @@ from anabranch.sharded.ways import UNPLANNED, help_of, way_of
 from anabranch.sparse.naming import KIND
 
 if TYPE_CHECKING:
-    from anabranch.estimate.account import Footprint, Setting
     from anabranch.estimate.estimator import BuildAt, MemoryEstimator
+    from anabranch.footprint.account import Footprint, Setting
     from anabranch.network import Network
     from anabranch.report.documents import MemoryDocument, MemoryMode
 
@@ -141,7 +141,7 @@ def memory(
     limit_nbytes = None if within is None else size_nbytes("--within", within)
     links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
-    from anabranch.estimate.account import Setting
+    from anabranch.footprint.account import Setting
     from anabranch.report.documents import MemoryDocument
 
     if measure:
@@ -188,7 +188,7 @@ def _check_measurable(plan: Path | None, clips: bool) -> None:
 
 def _modes(compress: Sequence[str], sharded: Sequence[str]) -> list[str]:
     """DDP, Lean without compression, and the modes of these ways to compress, the naive one too; then FSDP2's."""
-    from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
+    from anabranch.footprint.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
 
     for way in compress:
         if way not in (OKTOPK, *COMPRESSED):
@@ -271,8 +271,8 @@ def _build_at(model: str) -> "BuildAt":
 
 def _limits(batches: Mapping[str, int]) -> list[str]:
     """What the search for the largest batches assumes."""
-    from anabranch.estimate.estimator import FRAGMENTATION
     from anabranch.estimate.largest_batch import MAX_BATCH
+    from anabranch.footprint.account import FRAGMENTATION
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
     return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits
@@ -294,7 +294,7 @@ def _measured(
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.activations import policy
     from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, under_autocast, world
-    from anabranch.estimate.account import is_sharded
+    from anabranch.footprint.account import is_sharded
 
     build, factory = _build_at(model)(batch), OPTIMIZERS[optimizer.value]
     build = under_autocast(build) if half else build

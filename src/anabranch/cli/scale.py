@@ -24,7 +24,7 @@ from anabranch.sim.ranks import MAX_JITTER
 from anabranch.trace import Trace
 
 if TYPE_CHECKING:
-    from anabranch.estimate.account import Setting
+    from anabranch.footprint.account import Setting
     from anabranch.report.plot import Format
 
 STRAGGLER_FACTOR = 2.0
@@ -186,7 +186,7 @@ def _sharded_setting(ways: Sequence[str], ranges: Sequence[NetworkRange], fewest
         raise ValueError(f"--within is {within}: the memory of --sharded {planned} is not predicted; run them apart")
     if not ways:
         return None
-    from anabranch.estimate.account import Setting
+    from anabranch.footprint.account import Setting
 
     sizes = {node_size(network.middle) for network in ranges}
     if len(sizes) > 1 and any(way_of(way).nodes for way in ways):

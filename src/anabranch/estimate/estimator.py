@@ -1,28 +1,30 @@
 """MemoryEstimator: the peak memory of one model in every mode of training, at any batch, without running it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
 import torch
 from torch import nn
 
+from anabranch.activations.policy import Activations
 from anabranch.activations.recompute import recompute
-from anabranch.estimate.account import MODES, Footprint, Setting, predict
 from anabranch.estimate.largest_batch import largest_batch
-from anabranch.estimate.probe import CONVOLUTION_WORKSPACE, Build, Loss, probe
-from anabranch.estimate.step_profile import StepProfile
+from anabranch.estimate.probe import Build, Loss, probe
+from anabranch.footprint.account import FRAGMENTATION, MODES, Footprint, Setting, predict
+from anabranch.footprint.step_profile import CONVOLUTION_WORKSPACE, StepProfile
 from anabranch.lean.options import OptimizerFactory
 
 ActivationMode = Literal["keep", "offload", "recompute"]
 BuildAt = Callable[[int], Build]  # by batch: what makes the model and its loss
 
-FRAGMENTATION = 0.05  # share of the memory that torch's allocator holds in pieces too small to use
+WINDOW_NBYTES = max(Activations.window_nbytes, Activations.ahead_nbytes)
 DDP_BUCKETS = "25 MiB in the order of backward"
 
 
 class MemoryEstimator:
-    """Predicts the peak memory of a model by kind of object, for every mode of ``estimate.account``.
+    """Predicts the peak memory of a model by kind of object, for every mode of ``footprint.account``.
 
     Each batch runs once on tensors without data, so no GPU is needed. ``activations`` applies to the Lean modes; the
     others keep theirs. ``assumptions`` says what the predictions count and what they leave out.
@@ -70,7 +72,9 @@ class MemoryEstimator:
         if half:
             self.assumptions.append("forward runs under autocast to bfloat16; weights and gradients stay as they are")
         if activations == "offload":
-            self.assumptions.append("lean's activations are fetched one by one; prefetching keeps some more")
+            self.assumptions.append(
+                f"up to {WINDOW_NBYTES >> 20} MiB of lean's activations are on their way to the host, or back early"
+            )
 
     def footprints(self, batch: int, setting: Setting, modes: Sequence[str] = MODES) -> dict[str, Footprint]:
         """The peak of these modes at one batch."""
@@ -86,7 +90,9 @@ class MemoryEstimator:
         return self._activations if mode.startswith("lean") else "keep"
 
     def _footprint(self, batch: int, mode: str, setting: Setting) -> Footprint:
-        return predict(self._profile(batch, self.activations_of(mode)), mode, setting)
+        activations = self.activations_of(mode)
+        window_nbytes = WINDOW_NBYTES if activations == "offload" else 0
+        return predict(self._profile(batch, activations), mode, replace(setting, window_nbytes=window_nbytes))
 
 
 def _with_recomputation(build: Build) -> Build:

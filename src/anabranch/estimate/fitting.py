@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from anabranch.estimate.account import DDP, OKTOPK, WAYS, Setting, Way
-from anabranch.estimate.estimator import FRAGMENTATION, MemoryEstimator
+from anabranch.estimate.estimator import MemoryEstimator
+from anabranch.footprint.account import DDP, FRAGMENTATION, OKTOPK, WAYS, Setting, Way
 from anabranch.scaling.compression import Compression
 from anabranch.scaling.result import Kind
 from anabranch.sparse.naming import density_of

@@ -17,14 +17,19 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from anabranch.compression import may_be_sparse
 from anabranch.estimate.half import half_precision
-from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile, allocated_nbytes
+from anabranch.footprint.step_profile import (
+    CONVOLUTION_WORKSPACE,
+    MemoryUse,
+    OptimizerMemory,
+    ReadyGradient,
+    StepProfile,
+    allocated_nbytes,
+)
 from anabranch.lean.options import OptimizerFactory
-from anabranch.quantised.exchanges import DTYPES
 
 META = torch.device("meta")
-# cuDNN's own workspace, times the bytes of a convolution's tensors: it converts them to its own layout and back.
-CONVOLUTION_WORKSPACE = 1.0
 # Models ask about values that tensors without data do not have: whether a mask hides nothing, whether there is a NaN.
 ANSWERS = {torch.ops.aten.all: True, torch.ops.aten.any: False}
 
@@ -114,7 +119,8 @@ def probe(
         weights = {tracker.number_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         gradients: set[int] = set()
         handles = _record_gradients(model, tracker, gradients)
-        with _offloaded(model, device) if offload else nullcontext():
+        offloaded: dict[int, int] = {}  # bytes by storage
+        with _offloaded(model, device, tracker, offloaded) if offload else nullcontext():
             value = loss(model)
         if cast_weights is not None:
             cast_weights.forget()
@@ -125,7 +131,8 @@ def probe(
     kinds = {**dict.fromkeys(gradients, "gradients"), **dict.fromkeys(weights, "weights")}
     ready, after_backward = _ready_gradients(tracker.events, kinds, dict(model.named_parameters()))
     weights_nbytes = sum(event.nbytes for event in tracker.events if event.nbytes > 0 and event.storage in weights)
-    return StepProfile(weights_nbytes, ready, after_backward, optimizer_memory(model, optimizer))
+    optimizer_nbytes = optimizer_memory(model, optimizer)
+    return StepProfile(weights_nbytes, ready, after_backward, optimizer_nbytes, sum(offloaded.values()))
 
 
 def _ready_gradients(
@@ -144,7 +151,7 @@ def _ready_gradients(
         if event.gradient:
             parameter = parameters[event.gradient]
             nbytes = allocated_nbytes(parameter.numel() * parameter.element_size())
-            sparse = parameter.dim() >= 2 and parameter.dtype in DTYPES
+            sparse = may_be_sparse(parameter)
             found.pop(event.gradient, None)  # a gradient that comes in several parts is ready with the last one
             found[event.gradient] = ReadyGradient(event.gradient, parameter.numel(), nbytes, peak, now, sparse)
             peak = now
@@ -201,13 +208,16 @@ def _record_gradients(model: nn.Module, tracker: StorageTracker, gradients: set[
     ]
 
 
-def _offloaded(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
-    """Saved tensors leave the device and come back when they are needed; weights stay."""
+def _offloaded(
+    model: nn.Module, device: torch.device, tracker: StorageTracker, nbytes: dict[int, int]
+) -> AbstractContextManager[Any]:
+    """Saved tensors leave the device and come back when they are needed; weights stay. Bytes are noted by storage."""
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.device.type != device.type or tensor.untyped_storage()._cdata in weights:
             return tensor
+        nbytes[tracker.number_of(tensor)] = tensor.untyped_storage().nbytes()
         return (tensor.shape, tensor.stride(), tensor.dtype)
 
     def unpack(packed: Any) -> torch.Tensor:

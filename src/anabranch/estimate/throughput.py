@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anabranch.alpha_beta import AlphaBeta
-from anabranch.estimate.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, WAYS, is_sharded
+from anabranch.footprint.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, WAYS, is_sharded
 from anabranch.network import Network
 from anabranch.planners import by_bytes
 from anabranch.planners.compressed import compressed_if_faster

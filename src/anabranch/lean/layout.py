@@ -9,11 +9,12 @@ from anabranch.comm.collectives import Collectives
 from anabranch.comm.exchange import Group
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.comm.model import ignored_names, trained_only
+from anabranch.footprint.account import ResidualPlacement
 from anabranch.lean.buckets import LiveBucket, UpdatingExchange
 from anabranch.lean.engine import Engine
 from anabranch.lean.frozen import FrozenAgreement
 from anabranch.lean.optimizers import BucketOptimizers
-from anabranch.lean.options import Lean, ResidualPlacement
+from anabranch.lean.options import Lean
 from anabranch.lean.residuals import DeviceResiduals, HostResiduals, ResidualStore, RoundedResiduals
 from anabranch.lean.update import BucketUpdater
 from anabranch.observe.step_timer import StepObserver

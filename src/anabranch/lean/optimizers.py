@@ -21,6 +21,7 @@ from anabranch.lean.options import OptimizerFactory
 
 REPLACED = ("step", "add_param_group", "_opt_called", "_step_supports_amp_scaling")  # in the user's optimizer
 BEFORE_LEAN = "_before_lean"  # the attribute in which an optimizer that was taken over keeps what it had before
+OF_BUCKET = "_of_bucket_under_lean"  # an attribute of optimizers that backward steps
 # Of torch: where register_step_pre_hook() and register_step_post_hook() put hooks.
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -115,6 +116,7 @@ class BucketOptimizer:
         group_of: Mapping[nn.Parameter, int],
     ) -> None:
         self._optimizer = optimizer
+        setattr(optimizer, OF_BUCKET, True)
         self._parameters = parameters
         self._user_optimizer = user_optimizer
         self._numels = [parameter.numel() for parameter in parameters]

@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from anabranch.activations.policy import Activations, Mode
+from anabranch.footprint.account import ResidualPlacement
 from anabranch.lean.clipping import Clipping
 from anabranch.quantities import size_nbytes
 
 KEPT = Activations(mode="keep")
 GIVEN_CLASSES = "torch.optim."  # where classes are defined whose optimizers can be taken over
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
-ResidualPlacement = Literal["in place", "host", "bf16", "int8"]
 
 
 @dataclass(frozen=True)

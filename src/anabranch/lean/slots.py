@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.futures import Future
 
-SLOTS = 2  # one for the bucket whose exchange runs, one for the next bucket
-ALIGNMENT = 512  # bytes: where a slot may begin
+from anabranch.footprint.slots import ALIGNMENT, SLOTS, ring_nbytes
 
 
 class Slot(NamedTuple):
@@ -15,12 +14,6 @@ class Slot(NamedTuple):
 
     number: int
     tensor: torch.Tensor
-
-
-def ring_nbytes(bucket_nbytes: Sequence[int]) -> int:
-    """The memory of a ``SlotRing`` for these buckets: of the two largest neighbours; the first follows the last."""
-    whole = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in bucket_nbytes]
-    return max((one + other for one, other in zip(whole, [*whole[1:], *whole[:1]], strict=True)), default=0)
 
 
 class SlotRing:

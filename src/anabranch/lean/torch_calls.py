@@ -1,8 +1,8 @@
 """Calls of torch that would misunderstand a model under Lean, which has no gradients after backward, and is a wrapper.
 
-``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` find no gradients after backward, a GradScaler that is not
-followed makes every update too large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a
-parameter's name.
+``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` find no gradients after backward, nor does an optimizer that
+Lean does not know, whose schedulers would change nothing; a GradScaler that is not followed makes every update too
+large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a parameter's name.
 Programs and frameworks call them by names that they have imported before. So, once there is a model under Lean, the
 parts of torch that those calls go through come by here; for other models they do what they did.
 """
@@ -20,7 +20,9 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.nn import utils
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from anabranch.lean.optimizers import OF_BUCKET
 from anabranch.observe.step_timer import tensors_in
 
 log = logging.getLogger("anabranch")
@@ -78,6 +80,7 @@ def _install() -> None:
     if _installed:
         return
     _installed = True
+    register_optimizer_step_pre_hook(_refuse_idle_step)
     torch.amp.GradScaler.scale = _noting_passes(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
     parts = [
         (clip_grad, TOTAL_NORM, _noting_norm_type),
@@ -169,6 +172,21 @@ def _clipping_values(stock: Any) -> Any:
         raise refusal
 
     return group
+
+
+def _refuse_idle_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG001
+    """Before any optimizer's step: raise if it would do nothing, since a model under Lean is updated by another one."""
+    if not _models or hasattr(optimizer, OF_BUCKET):
+        return
+    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if any(parameter.grad is not None for parameter in held.values()):
+        return
+    if any(id(parameter) in held for model in list(_models) for parameter in model.trained_parameters()):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() finds no gradients, since its parameters are those of a model under "
+            "Lean, which backward has updated by another optimizer: expected that one. Use model.optimizer, also for "
+            "schedulers and checkpoints; or wrap with Lean(optimizer=...) of this one"
+        )
 
 
 def _naming(stock: Any) -> Any:

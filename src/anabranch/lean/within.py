@@ -1,92 +1,183 @@
 """What to do within a budget of memory: how residuals are stored, and what happens to activations.
 
-Every way to store residuals leaves some room for activations, and takes some time in each step. For each, the solver
-finds the least extra time with which activations keep within that room. The way with the least sum is chosen; of ways
-that differ by less than a measurement can tell, the most exact one.
+Every way to store residuals leaves some room for activations, and takes some time in each step. How much a way holds at
+every moment of a step is said by the account (``footprint.account``), as for ``anabranch memory``: of a model that
+trains it gets what its blocks were seen to save. For each way the solver finds the least extra time with which
+activations keep within the room. The way with the least sum is chosen; of ways that differ by less than a measurement
+can tell, the most exact one.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from anabranch.activations.cost_model import BlockCosts, Forecast, HostLink, predict
+from anabranch.activations.blocks import END, REST, blocks_of
+from anabranch.activations.cost_model import Action, BlockCosts, HostLink, in_use, predict
 from anabranch.activations.profiler import measure_memory
 from anabranch.activations.solver import BudgetError, Choice, choose_with_windows, smallest_budget
-from anabranch.lean.options import ResidualPlacement
-from anabranch.lean.slots import SLOTS
+from anabranch.footprint import account
+from anabranch.footprint.account import (
+    FRAGMENTATION,
+    Moment,
+    ResidualPlacement,
+    Setting,
+    Way,
+    lean_moments,
+    residual_nbytes,
+)
+from anabranch.footprint.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile, allocated_nbytes
 
 ALIKE = 0.005  # share of the computing time by which ways may differ and count as equally fast
-MARGIN = 0.05  # share of the budget that torch's allocator holds in pieces too small to use
-FLOAT_NBYTES = 4
-PACKED_NBYTES: Mapping[ResidualPlacement, float] = {"bf16": 2.0, "int8": 65 / 64}  # of a value, scales included
+ROUNDED: tuple[ResidualPlacement, ...] = ("bf16", "int8")
 
 
-@dataclass(frozen=True)
-class Storage:
-    """A way to store residuals: what a rank then holds beside activations, and what it costs in each step.
+class Gradient(NamedTuple):
+    """A gradient of the live model, and the block with whose backward it comes."""
 
-    end_nbytes         what it holds at the end of backward, when activations are gone
-    over_link_nbytes   go to host memory and back in each step, while the rest of backward runs
-    """
-
-    residuals: ResidualPlacement
-    held_nbytes: int
-    end_nbytes: int = 0
-    extra_s: float = 0.0
-    over_link_nbytes: int = 0
+    name: str
+    numel: int
+    nbytes: int
+    sparse: bool
+    block: str
 
 
 @dataclass(frozen=True)
 class Held:
     """What a rank holds beside activations and residuals.
 
-    weights_nbytes     parameters and buffers
-    optimizer_nbytes   the state of the optimizer
-    bucket_nbytes      the largest bucket's gradients
-    residual_numel     elements of all buckets that have a residual
-    bucket_numel       elements of the largest of these
-    compressed         whether buckets are compressed, so that there are messages beside them
-    averages_nbytes    averages that are held until the end of backward, for clipping
+    weights_nbytes   parameters and buffers
+    optimizer        its state, and what a step needs beside it
+    gradients        in the order of backward
+    exchanges        those that plans may choose, each with its setting for the account
     """
 
     weights_nbytes: int
-    optimizer_nbytes: int
-    bucket_nbytes: int
-    residual_numel: int = 0
-    bucket_numel: int = 0
-    compressed: bool = False
-    averages_nbytes: int = 0
+    optimizer: OptimizerMemory
+    gradients: Sequence[Gradient]
+    exchanges: Sequence[tuple[Way, Setting]]
 
-    def storages(self, memory_nbytes_per_s: float, with_host: bool) -> list[Storage]:
+    def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float, with_host: bool) -> list["Storage"]:
         """The ways to store residuals, the most exact first; ``with_host``: host memory is not the device's.
 
-        Slots of two buckets are counted, and as much for messages: at the peak there may be fewer. Rounding takes the
-        time to read and write the values, rounded and not, twice.
+        Rounding takes the time to read and write the values, rounded and not, twice.
         """
-        slots = SLOTS * self.bucket_nbytes * (2 if self.compressed else 1)
-        beside = self.weights_nbytes + self.optimizer_nbytes + slots
-        exact_nbytes, wide_slots = FLOAT_NBYTES * self.residual_numel, SLOTS * FLOAT_NBYTES * self.bucket_numel
-
-        def storage(
-            residuals: ResidualPlacement, nbytes: int, extra_s: float = 0.0, over_link_nbytes: int = 0
-        ) -> Storage:
-            held_nbytes = beside + nbytes
-            return Storage(residuals, held_nbytes, held_nbytes + self.averages_nbytes, extra_s, over_link_nbytes)
-
-        found = [storage("in place", exact_nbytes)]
-        if not self.residual_numel:
+        step = self._step(blocks)
+        exact_nbytes = max(residual_nbytes(step.profile, setting, way) for way, setting in self.exchanges)
+        found = [self._storage(step, "in place")]
+        if not exact_nbytes:
             return found
         if with_host:
-            found.append(storage("host", wide_slots, over_link_nbytes=exact_nbytes))
-        for how, each in PACKED_NBYTES.items():
-            packed_nbytes = int(each * self.residual_numel)
-            passed_s = (2 * exact_nbytes + 3 * packed_nbytes) / memory_nbytes_per_s
-            found.append(storage(how, packed_nbytes + wide_slots, passed_s))
+            found.append(replace(self._storage(step, "host"), over_link_nbytes=exact_nbytes))
+        for how in ROUNDED:
+            stored = (residual_nbytes(step.profile, s, way._replace(residuals=how)) for way, s in self.exchanges)
+            passed_s = (2 * exact_nbytes + 3 * max(stored)) / memory_nbytes_per_s
+            found.append(replace(self._storage(step, how), extra_s=passed_s))
         return found
+
+    def _storage(self, step: "BlockStep", residuals: ResidualPlacement) -> "Storage":
+        ways = [(way._replace(residuals=residuals), setting) for way, setting in self.exchanges]
+        moments = [moment for way, setting in ways for moment in lean_moments(step.profile, setting, way)]
+        held_nbytes = min(moment.beside.nbytes for moment in moments)
+        return Storage(residuals, step, ways, held_nbytes, step.on_top(moments, held_nbytes), step.at_end(moments))
+
+    def _step(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
+        """The step as the account sees it: gradients in the order in which the blocks are differentiated."""
+        own: dict[str, list[Gradient]] = {block.name: [] for block in reversed(blocks)}
+        for one in self.gradients:
+            own[one.block if one.block in own else blocks[0].name].append(one)  # what did not run comes last
+        none, ready, spans = MemoryUse(0), list[ReadyGradient](), {}
+        for name, gradients in own.items():
+            spans[name] = range(len(ready), len(ready) + len(gradients))
+            ready += [ReadyGradient(one.name, one.numel, one.nbytes, none, none, one.sparse) for one in gradients]
+        return BlockStep(StepProfile(self.weights_nbytes, tuple(ready), none, self.optimizer), spans)
+
+
+@dataclass(frozen=True)
+class BlockStep:
+    """A step whose activations are known by block.
+
+    profile   without activations
+    spans     by block, in the order of backward: its gradients, as indices; where it has none, the next one follows it
+    """
+
+    profile: StepProfile
+    spans: Mapping[str, range]
+
+    def on_top(self, moments: Sequence[Moment], held_nbytes: int) -> dict[str, int]:
+        """By block: what is in memory on top of ``held_nbytes`` while it is differentiated, activations apart."""
+        gradients = self.profile.gradients
+        most: dict[tuple[int, bool], int] = {}
+        for moment in moments:
+            if moment.index < len(gradients):
+                nbytes = moment.beside.nbytes + gradients[moment.index].nbytes - held_nbytes
+                key = (moment.index, moment.ready)
+                most[key] = max(most.get(key, 0), nbytes)
+        return {
+            block: max(most.get((index, ready), 0) for index in self._seen(span) for ready in {False, bool(span)})
+            for block, span in self.spans.items()
+        }
+
+    def at_end(self, moments: Iterable[Moment]) -> int:
+        """The most that is in memory when backward is over."""
+        return max(moment.beside.nbytes for moment in moments if moment.index == len(self.profile.gradients))
+
+    def with_activations(self, in_use_nbytes: Mapping[str, int], offloaded_nbytes: int) -> StepProfile:
+        """The profile with so many bytes of activations while each block is differentiated."""
+        before, when_ready = ([0] * len(self.profile.gradients) for _ in range(2))
+        for block, span in self.spans.items():
+            for index in self._seen(span):
+                before[index] = max(before[index], in_use_nbytes[block])
+                when_ready[index] = in_use_nbytes[block] if span else when_ready[index]
+        gradients = tuple(
+            replace(one, peak_before=MemoryUse(a, one.nbytes), when_ready=MemoryUse(b, one.nbytes))
+            for one, a, b in zip(self.profile.gradients, before, when_ready, strict=True)
+        )
+        return replace(self.profile, gradients=gradients, offloaded_nbytes=offloaded_nbytes)
+
+    def _seen(self, span: range) -> range:
+        """The gradients until which a block's activations are in memory."""
+        next_one = min(span.start, len(self.profile.gradients) - 1)
+        return span or range(next_one, next_one + 1)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A way to store residuals: what a rank then holds beside activations, and what it costs in each step.
+
+    ways               of the account, with their settings
+    held_nbytes        what it holds at every moment
+    on_top_nbytes      by block: what it holds more while that is differentiated
+    end_nbytes         what it holds at the end of backward, when activations are gone
+    over_link_nbytes   go to host memory and back in each step, while the rest of backward runs
+    """
+
+    residuals: ResidualPlacement
+    step: BlockStep
+    ways: Sequence[tuple[Way, Setting]]
+    held_nbytes: int
+    on_top_nbytes: Mapping[str, int]
+    end_nbytes: int
+    extra_s: float = 0.0
+    over_link_nbytes: int = 0
+
+    def peak_nbytes(self, blocks: Sequence[BlockCosts], link: HostLink, actions: Mapping[str, Action]) -> int:
+        """The peak of a step with these actions, by the account."""
+        moved_nbytes = predict(blocks, link, actions).moved_nbytes
+        profile = self.step.with_activations(in_use(blocks, link, actions), moved_nbytes)
+        window_nbytes = max(link.window_nbytes or 0, link.ahead_nbytes or 0)
+        return max(
+            account.predict(profile, way, replace(setting, window_nbytes=window_nbytes)).nbytes
+            for way, setting in self.ways
+        )
+
+    def occupied(self, blocks: Iterable[BlockCosts]) -> list[BlockCosts]:
+        """The blocks with what is in memory beside their activations, for a solver whose room is all but ``held``."""
+        return [replace(block, work_nbytes=block.work_nbytes + self.on_top_nbytes[block.name]) for block in blocks]
 
 
 @dataclass(frozen=True)
@@ -121,29 +212,32 @@ def choose_within(
     blocks: Sequence[BlockCosts], link: HostLink, storages: Sequence[Storage], budget_nbytes: int
 ) -> WithinChoice:
     """The fastest way to train within the budget; BudgetError, which names the least that would do, if none fits."""
-    room_nbytes = int(budget_nbytes * (1 - MARGIN))
-    found: dict[ResidualPlacement, tuple[float, Choice, int]] = {}
+    room_nbytes = int(budget_nbytes * (1 - FRAGMENTATION))
+    found: dict[ResidualPlacement, tuple[float, Choice]] = {}
     for storage in storages:
+        if storage.end_nbytes > room_nbytes or storage.held_nbytes > room_nbytes:
+            continue
         try:
-            choice = choose_with_windows(blocks, link, max(0, room_nbytes - storage.held_nbytes))
+            choice = choose_with_windows(storage.occupied(blocks), link, room_nbytes - storage.held_nbytes)
         except BudgetError:
             continue
-        peak_nbytes = _peak_nbytes(storage, choice.forecast, link)
-        if peak_nbytes <= room_nbytes:
-            found[storage.residuals] = (_extra_s(blocks, link, storage, choice), choice, peak_nbytes)
+        choice = choice._replace(forecast=predict(blocks, link, choice.actions))
+        found[storage.residuals] = (_extra_s(blocks, link, storage, choice), choice)
     if not found:
-        activations_nbytes = smallest_budget(blocks, link)
-        least = min(max(one.held_nbytes + activations_nbytes, one.end_nbytes) for one in storages)
+        least = min(
+            max(one.held_nbytes + smallest_budget(one.occupied(blocks), link), one.end_nbytes) for one in storages
+        )
         raise BudgetError(
-            f"within is {budget_nbytes} bytes, of which {MARGIN:.0%} are left to the allocator: no mode keeps within "
-            f"it; give at least {int(least / (1 - MARGIN)) + 1} bytes, or a smaller batch"
+            f"within is {_size(budget_nbytes)}, of which {FRAGMENTATION:.0%} are left to the allocator: no mode keeps "
+            f"within it; give at least {_size(int(least / (1 - FRAGMENTATION)) + 1)}, or a smaller batch"
         )
     alike_s = ALIKE * sum(block.forward_s + block.backward_s for block in blocks)
-    fast_enough_s = min(extra_s for extra_s, _, _ in found.values()) + alike_s
-    best = next(residuals for residuals, (extra_s, _, _) in found.items() if extra_s <= fast_enough_s)
-    extra_s, choice, peak_nbytes = found[best]
+    fast_enough_s = min(extra_s for extra_s, _ in found.values()) + alike_s
+    best = next(one for one in storages if one.residuals in found and found[one.residuals][0] <= fast_enough_s)
+    extra_s, choice = found[best.residuals]
     tried = {one.residuals: found[one.residuals][0] if one.residuals in found else None for one in storages}
-    return WithinChoice(best, choice, extra_s, peak_nbytes, tried)
+    peak_nbytes = best.peak_nbytes(blocks, link, choice.actions)
+    return WithinChoice(best.residuals, choice, extra_s, peak_nbytes, tried)
 
 
 def check_fits(
@@ -151,11 +245,11 @@ def check_fits(
 ) -> None:
     """Raise BudgetError unless what rank 0 has chosen keeps within the budget on this rank, too."""
     storage = next(storage for storage in storages if storage.residuals == message["residuals"])
-    peak = _peak_nbytes(storage, predict(blocks, link, message["actions"]), link)
+    peak = storage.peak_nbytes(blocks, link, message["actions"])
     if peak > message["within_nbytes"]:
         raise BudgetError(
-            f"rank 0 has chosen what keeps within {message['within_nbytes']} bytes there, and this rank would need "
-            f"{peak}: give every rank a batch of the same size, or rank 0 the largest"
+            f"rank 0 has chosen what keeps within {_size(message['within_nbytes'])} there, and this rank would need "
+            f"{_size(peak)}: give every rank a batch of the same size, or rank 0 the largest"
         )
 
 
@@ -173,7 +267,8 @@ class WithinBudget:
 
     def choosing(self, blocks: Sequence[BlockCosts], link: HostLink) -> dict[str, Any]:
         """What this rank would choose, as a message; BudgetError if nothing fits."""
-        storages = self._held().storages(measure_memory(self._device), with_host=self._device.type == "cuda")
+        on_gpu = self._device.type == "cuda"
+        storages = self._held().storages(blocks, measure_memory(self._device), with_host=on_gpu)
         self._found = (blocks, link, storages)
         return choose_within(blocks, link, storages, self._budget_nbytes).message(self._budget_nbytes)
 
@@ -200,6 +295,36 @@ def described(message: Mapping[str, Any]) -> str:
     )
 
 
+def gradients_of(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], may_be_sparse: Callable[[torch.Tensor], bool]
+) -> list[Gradient]:
+    """The gradients of these parameters, as backward is expected to make them: from the last to the first.
+
+    What belongs to no block comes with the block behind it in the module; with ``END`` behind the last, with ``REST``
+    before the first.
+    """
+    own: dict[nn.Parameter, str] = {}
+    for block in blocks_of(module):
+        for part in block.modules:
+            own |= {parameter: block.name for parameter in part.parameters() if parameter not in own}
+    backwards = list(parameters.items())[::-1]
+    last = max((number for number, (_, parameter) in enumerate(backwards) if parameter in own), default=-1)
+    found, block_name = [], END
+    for number, (name, parameter) in enumerate(backwards):
+        block_name = REST if number > last else own.get(parameter, block_name)
+        nbytes = allocated_nbytes(parameter.nbytes)
+        found.append(Gradient(name, parameter.numel(), nbytes, may_be_sparse(parameter), block_name))
+    return found
+
+
+def memory_of(optimizer: torch.optim.Optimizer) -> OptimizerMemory:
+    """Its state, counters aside, and what its step needs beside that: as much as the gradients, if it is not fused."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    state_nbytes = sum(allocated_nbytes(nbytes_of(value)) for value in values if torch.is_tensor(value) and value.dim())
+    stepped = (p for group in optimizer.param_groups if not group.get("fused") for p in group["params"])
+    return OptimizerMemory(state_nbytes, sum(p.nbytes for p in stepped if p.requires_grad))
+
+
 def nbytes_of(tensor: torch.Tensor) -> int:
     """The memory of a tensor; one that rounds its values says the size that they would have."""
     if not is_traceable_wrapper_subclass(tensor):
@@ -207,10 +332,8 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return sum(nbytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
-def _peak_nbytes(storage: Storage, forecast: Forecast, link: HostLink) -> int:
-    """The most in memory: with all activations, and copies of them under way, or at the end of backward."""
-    windows_nbytes = (link.window_nbytes or 0) + (link.ahead_nbytes or 0) if forecast.moved_nbytes else 0
-    return max(storage.held_nbytes + forecast.peak_nbytes + windows_nbytes, storage.end_nbytes)
+def _size(nbytes: int) -> str:
+    return f"{nbytes} bytes ({nbytes / (1 << 30):.3f} GiB)"
 
 
 def _extra_s(blocks: Sequence[BlockCosts], link: HostLink, storage: Storage, choice: Choice) -> float:

@@ -2,8 +2,8 @@
 
 from importlib.util import find_spec
 
-from anabranch.estimate.account import DDP, LEAN, LEAN_HOST, NAIVE, Setting, predict
-from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
+from anabranch.footprint.account import DDP, LEAN, LEAN_HOST, NAIVE, Setting, predict
+from anabranch.footprint.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
 from anabranch.reproduce.measurements import measurements
 from anabranch.reproduce.stand_in import bundled
 from anabranch.reproduce.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
@@ -81,7 +81,7 @@ def without_activations() -> Section:
     return Section(
         "Memory beside activations: weights, gradients, residual, optimizer state, messages, workspace",
         "nothing to compare: LaySA's 80.5 % include activations",
-        "predicted by anabranch.estimate.account from the sizes in our traces: 4 ranks, 1 %, SGD with momentum; naive "
+        "predicted by anabranch.footprint.account from the sizes in our traces: 4 ranks, 1 %, SGD with momentum; naive "
         "sparse: top-k with error feedback of the whole model after backward; not measured",
         tuple(figures),
         (f"gradients of more than {MATRIX_NUMEL:,} elements are taken for matrices, which may travel sparsely",),

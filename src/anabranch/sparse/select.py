@@ -21,8 +21,7 @@ import torch
 
 from anabranch.comm.dense import SUMMABLE_BELOW, all_finite
 from anabranch.sparse import regions
-
-CHUNK_NUMEL = 2**20  # elements per chunk of a pass that needs temporaries of 17 bytes per element
+from anabranch.sparse.sizes import CHUNK_NUMEL
 
 
 class Offer(NamedTuple):

@@ -11,6 +11,7 @@ ENTRY_NBYTES: Mapping[Precision, int] = {"fp32": 8, "bf16": 4, "int8": 3}  # a v
 CHUNK_BITS = 16  # a chunk has 65,536 elements, so that an offset in it has 16 bits
 GROUP_ENTRIES = 128  # about as many entries share a scale
 HEAD_NBYTES = 8  # two int32 at the beginning of a message
+CHUNK_NUMEL = 2**20  # elements per chunk of a pass that needs temporaries of 17 bytes per element
 WORD_NBYTES = 4  # messages of fixed size are whole words
 WIDEST_FACTOR = 4  # a region may be this many times wider than the mean: an owner's buffer has a fixed size
 MAX_REGION_NUMEL = 2**31 - 1  # positions within a region are int32

@@ -3,10 +3,10 @@
 import pytest
 
 from anabranch import Network
-from anabranch.estimate.account import Setting, predict, quantised_messages
-from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
 from anabranch.estimate.throughput import samples_per_s
 from anabranch.files import load_bundled_trace
+from anabranch.footprint.account import Setting, predict, quantised_messages
+from anabranch.footprint.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
 from anabranch.sharded import Block, ShardedTrace, ShardingPlan, peak_nbytes
 
 N = 1_000_000
@@ -69,7 +69,7 @@ def test_shards_that_are_rounded_between_nodes_need_messages_and_maybe_a_residua
     profile = StepProfile(4 * N, (ReadyGradient("layers.0.w", N, 4 * N, use, use),), MemoryUse(0))
     setting = Setting(ranks=8, ranks_per_node=4, blas_workspace_nbytes=0)
     found = predict(profile, f"hsdp:reshard@{kind}", setting)
-    messages = quantised_messages(kind, N // 4, 2)
+    messages = quantised_messages(kind, N // 4, 2, keeps_residual=kind == "int4")
     assert found.at == "reduction of layers.0"
     assert {kind: nbytes for kind, nbytes in found.kinds.items() if nbytes} == {
         "weights": N,  # a shard of 4 N bytes; the whole layer is freed

@@ -1,9 +1,11 @@
-"""Memory of one training step as its gradients become ready: made by ``probe.py``, used by ``account.py``."""
+"""Memory of one training step as its gradients become ready: made by ``estimate.probe``, or of a live model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# cuDNN's own workspace, times the bytes of a convolution's tensors: it converts them to its own layout and back.
+CONVOLUTION_WORKSPACE = 1.0
 ALLOCATION_NBYTES = 512  # CUDA's caching allocator hands out multiples of this
 
 
@@ -66,15 +68,17 @@ NO_OPTIMIZER = OptimizerMemory()
 class StepProfile:
     """Memory of one step at one batch size, where every gradient is taken away as soon as it is ready.
 
-    weights_nbytes   parameters and buffers
-    gradients        in the order of backward
-    after_backward   in use when backward is over: the batch, and what the program still holds
+    weights_nbytes     parameters and buffers
+    gradients          in the order of backward
+    after_backward     in use when backward is over: the batch, and what the program still holds
+    offloaded_nbytes   activations that are in host memory between forward and backward
     """
 
     weights_nbytes: int
     gradients: tuple[ReadyGradient, ...]
     after_backward: MemoryUse
     optimizer: OptimizerMemory = NO_OPTIMIZER
+    offloaded_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.gradients:

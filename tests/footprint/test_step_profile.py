@@ -2,9 +2,9 @@
 
 import pytest
 
-from anabranch.estimate.account import OKTOPK, WAYS
 from anabranch.estimate.probe import probe
-from anabranch.estimate.step_profile import MemoryUse, StepProfile, buckets_by_size
+from anabranch.footprint.account import OKTOPK, WAYS
+from anabranch.footprint.step_profile import MemoryUse, StepProfile, buckets_by_size
 from estimate.models import images
 
 

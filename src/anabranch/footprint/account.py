@@ -26,9 +26,10 @@ fragmentation of its memory.
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
-from anabranch.estimate.step_profile import (
+from anabranch.footprint.slots import SLOTS, ring_nbytes
+from anabranch.footprint.step_profile import (
     BucketSize,
     MemoryUse,
     ReadyGradient,
@@ -37,8 +38,6 @@ from anabranch.estimate.step_profile import (
     buckets_by_size,
 )
 from anabranch.kinds import COMPRESSED, DENSE
-from anabranch.lean.options import ResidualPlacement
-from anabranch.lean.slots import SLOTS, ring_nbytes
 from anabranch.quantised.block_format import STORED
 from anabranch.quantised.cost_model import Region
 from anabranch.quantised.options import Quantised
@@ -47,20 +46,22 @@ from anabranch.sharded.step import REST, held_at, host_order
 from anabranch.sharded.ways import RESHARD, UNPLANNED, ShardedWay, way_of
 from anabranch.sparse.naming import density_of
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.select import CHUNK_NUMEL
-from anabranch.sparse.sizes import Sizes, widest_numel
+from anabranch.sparse.sizes import CHUNK_NUMEL, Sizes, widest_numel
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
 DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_HOST, LEAN_BF16, LEAN_INT8 = MODES = (
     "ddp", "lean, dense", "naive sparse", "oktopk", "lean", "lean, host",
     "lean, residuals bf16", "lean, residuals int8",
 )  # fmt: skip
+FRAGMENTATION = 0.05  # share of the memory that torch's allocator holds in pieces too small to use
 BUCKET_NBYTES = 25 * 2**20  # DDP's own
 BLAS_WORKSPACE_NBYTES = 2 * 32 * 2**20  # cuBLAS's on an H100 or H200: one for the thread of forward, one for backward's
 PAIR_NBYTES = 8  # a float32 value and its int32 position
 FLOAT_NBYTES = 4
 NO_MESSAGES: Mapping[str, int] = {"send": 0, "receive": 0, "workspace": 0}
 WITH_RESIDUAL = [kind for kind in COMPRESSED if Quantised(kind).keeps_residual]
+
+ResidualPlacement = Literal["in place", "host", "bf16", "int8"]
 
 
 class Way(NamedTuple):
@@ -69,11 +70,13 @@ class Way(NamedTuple):
     exchange: str
     lean: bool = False
     residuals: ResidualPlacement = "in place"
+    rounding_errors: bool | None = None  # whether an exchange that rounds keeps them; None: as it does by itself
 
     @property
     def keeps_residual(self) -> bool:
         """Whether what is not sent in a step is kept for the next one."""
-        return self.exchange == OKTOPK or self.exchange in WITH_RESIDUAL
+        by_itself = self.exchange == OKTOPK or self.exchange in WITH_RESIDUAL
+        return by_itself if self.rounding_errors is None else self.rounding_errors
 
     def compresses(self, gradient: ReadyGradient) -> bool:
         """Whether this gradient may be in a bucket that is compressed: rounding also takes vectors and half floats."""
@@ -156,6 +159,7 @@ class Setting:
     ranks, density          how many ranks exchange, and what share of a sparse bucket's elements
     buckets                 of parameter names, as a plan has them; None: 25 MiB each, in the order of backward
     clips                   whether gradients are clipped by their norm: then Lean holds averages until backward ends
+    window_nbytes           how much of Lean's offloaded activations may be on its way to the host, or back early
     blas_workspace_nbytes   what cuBLAS keeps for itself
     ranks_per_node          among which HSDP shards the model; None: all ranks are in one node
     """
@@ -164,6 +168,7 @@ class Setting:
     density: float = 0.01
     buckets: Sequence[Sequence[str]] | None = None
     clips: bool = False
+    window_nbytes: int = 0
     options: OkTopk = field(default_factory=OkTopk)
     blas_workspace_nbytes: int = BLAS_WORKSPACE_NBYTES
     ranks_per_node: int | None = None
@@ -180,12 +185,14 @@ class Setting:
             raise ValueError(f"density is {self.density}: expected a share of the elements in (0, 1], such as 0.01")
 
 
-def predict(profile: StepProfile, mode: str, setting: Setting | None = None) -> Footprint:
-    """Return the footprint at the moment of a step when most memory is in use, in one of the modes above."""
+def predict(profile: StepProfile, mode: str | Way, setting: Setting | None = None) -> Footprint:
+    """Return the footprint at the moment of a step when most memory is in use, in a mode above or in a way."""
     return max(_moments(profile, mode, setting or Setting()), key=lambda footprint: footprint.nbytes)
 
 
-def _moments(profile: StepProfile, mode: str, setting: Setting) -> Iterator[Footprint]:
+def _moments(profile: StepProfile, mode: str | Way, setting: Setting) -> Iterator[Footprint]:
+    if isinstance(mode, Way):
+        return _lean(profile, setting, mode) if mode.lean else _data_parallel(profile, setting, mode)
     if mode == DDP:
         return _ddp(profile, setting)
     if mode == NAIVE:
@@ -194,8 +201,7 @@ def _moments(profile: StepProfile, mode: str, setting: Setting) -> Iterator[Foot
         return _fsdp2(profile, setting, way_of(mode, UNPLANNED))
     if mode not in WAYS:
         raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *WAYS, *UNPLANNED])}")
-    way = WAYS[mode]
-    return _lean(profile, setting, way) if way.lean else _data_parallel(profile, setting, way)
+    return _moments(profile, WAYS[mode], setting)
 
 
 def _always(profile: StepProfile, setting: Setting, **kinds: int) -> Footprint:
@@ -267,30 +273,61 @@ class _Slots:
         return {"gradients": gradients + self._held_nbytes + slots, "residual": wide, **more}
 
 
-def _lean(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprint]:
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of Lean's step.
+
+    beside   what is in memory beside what the step itself uses then
+    index    of the gradient that is computed until then, or is ready; the number of gradients: backward is over
+    ready    whether it is ready
+    """
+
+    beside: Footprint
+    index: int
+    ready: bool = False
+
+
+def lean_moments(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Moment]:
+    """The moments of a step of Lean's; activations of the profile do not count."""
     buckets = sorted(_buckets(profile, setting, way), key=lambda bucket: bucket.last_index)
     always = _always_of_lean(profile, setting, way, buckets)
     of_index = {index: bucket for bucket in buckets for index in bucket.indices}
     slots, waiting, before = _Slots(way, setting), 0, NO_MESSAGES
     for index, gradient in enumerate(profile.gradients):
-        yield always.plus_use(_before(gradient.name), gradient.peak_before, **slots.beside(waiting))
+        yield Moment(always.plus(_before(gradient.name), **slots.beside(waiting)), index)
         for bucket in (bucket for bucket in buckets if bucket.last_index == index):
             slots.take(bucket)
             at = f"exchange of the bucket to {gradient.name}"
-            yield always.plus_use(at, gradient.when_ready, **slots.beside(waiting, **before))
+            yield Moment(always.plus(at, **slots.beside(waiting, **before)), index, ready=True)
             if not way.adds_up_in_place(bucket):  # they have moved to the slot
                 waiting -= sum(profile.gradients[i].nbytes for i in bucket.indices if i != index)
             messages, *rarely = _messages(bucket, setting, way)
             step = {**NO_MESSAGES, "workspace": 0 if setting.clips else _step_nbytes(profile, bucket)}
             for more in (messages, *rarely, step):
                 together = {kind: before[kind] + more[kind] for kind in before}
-                yield always.plus_use(at, gradient.when_ready, **slots.beside(waiting, **together))
+                yield Moment(always.plus(at, **slots.beside(waiting, **together)), index, ready=True)
             before = messages
         if of_index[index].last_index != index and not way.adds_up_in_place(of_index[index]):
             waiting += gradient.nbytes
     whole = max(bucket.nbytes for bucket in buckets) if setting.clips and way.keeps_residual else 0
     workspace = max(_step_nbytes(profile, bucket) for bucket in buckets)
-    yield always.plus_use("a bucket's step", profile.after_backward, **slots.beside(whole, workspace=workspace))
+    yield Moment(always.plus("a bucket's step", **slots.beside(whole, workspace=workspace)), len(profile.gradients))
+
+
+def _lean(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprint]:
+    copies_nbytes = min(profile.offloaded_nbytes, setting.window_nbytes)
+    for moment in lean_moments(profile, setting, way):
+        if moment.index == len(profile.gradients):
+            yield moment.beside.plus_use(moment.beside.at, profile.after_backward)
+        else:
+            gradient = profile.gradients[moment.index]
+            use = gradient.when_ready if moment.ready else gradient.peak_before
+            yield moment.beside.plus_use(moment.beside.at, use, activations=copies_nbytes)
+
+
+def residual_nbytes(profile: StepProfile, setting: Setting, way: Way) -> int:
+    """Bytes of all residuals between exchanges, on the device or on the host."""
+    return sum(way.stored_nbytes(bucket) for bucket in _buckets(profile, setting, way))
 
 
 def _always_of_lean(profile: StepProfile, setting: Setting, way: Way, buckets: Sequence[BucketSize]) -> Footprint:
@@ -425,10 +462,10 @@ def _messages(bucket: BucketSize, setting: Setting, way: Way) -> list[Mapping[st
     storing = [{**NO_MESSAGES, "workspace": way.stored_nbytes(bucket)}] if way.residuals in STORED else []
     if way.exchange == OKTOPK:
         return [*_sparse_messages(bucket, setting), *storing]
-    return [quantised_messages(way.exchange, bucket.numel, setting.ranks), *storing]
+    return [quantised_messages(way.exchange, bucket.numel, setting.ranks, way.keeps_residual), *storing]
 
 
-def quantised_messages(kind: str, numel: int, ranks: int) -> dict[str, int]:
+def quantised_messages(kind: str, numel: int, ranks: int, keeps_residual: bool) -> dict[str, int]:
     """Return what a quantised exchange of a bucket needs at its end, when nothing of it is freed yet.
 
     It sends messages to all owners and one as owner, and receives as many of each from all. With a residual an owner
@@ -438,7 +475,7 @@ def quantised_messages(kind: str, numel: int, ranks: int) -> dict[str, int]:
     return {
         "send": (ranks + 1) * region.message_nbytes,
         "receive": 2 * ranks * region.message_nbytes,
-        "workspace": FLOAT_NBYTES * region.numel if kind in WITH_RESIDUAL else 0,
+        "workspace": FLOAT_NBYTES * region.numel if keeps_residual else 0,
     }
 
 

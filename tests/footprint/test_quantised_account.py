@@ -5,12 +5,12 @@ import torch
 
 from anabranch.bench.virtual import VirtualWorld
 from anabranch.comm.exchange import Steps
-from anabranch.estimate.account import WAYS, Setting, modes_of, predict, quantised_messages
+from anabranch.footprint.account import WAYS, Setting, modes_of, predict, quantised_messages
 from anabranch.kinds import COMPRESSED
 from anabranch.quantised.block_format import FORMATS
 from anabranch.quantised.exchange import exchange
 from anabranch.quantised.options import Quantised
-from estimate.test_account import MIB, small
+from footprint.test_account import MIB, small
 
 N = 160_000_000  # bytes of the gradients of ``small``
 QUIET = Setting(ranks=4, blas_workspace_nbytes=0)
@@ -39,7 +39,7 @@ def test_the_account_is_what_an_exchange_holds(kind: str, ranks: int, numel: int
     largest = max(counts, key=lambda count: sum(count.values()))
     of_owner = {"rounding_error"} if Quantised(kind).keeps_residual else set()
     assert set(largest) == {"sent", "received", "message", "gathered"} | of_owner
-    account = quantised_messages(kind, numel, ranks)
+    account = quantised_messages(kind, numel, ranks, Quantised(kind).keeps_residual)
     assert account["send"] == largest["sent"] + largest["message"]
     assert account["receive"] == largest["received"] + largest["gathered"]
     assert account["workspace"] == largest.get("rounding_error", 0)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from anabranch.estimate.account import KINDS, MODES, Footprint, Setting, predict
 from anabranch.estimate.probe import probe
-from anabranch.estimate.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
+from anabranch.footprint.account import KINDS, MODES, Footprint, Setting, predict
+from anabranch.footprint.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
 from estimate.models import images
 
 MIB = 2**20
