@@ -279,7 +279,7 @@ def test_rounded_buckets_are_priced_at_every_size(tmp_path: Path, capsys: pytest
         assert steps["lean:int8", size] == steps["int8", size]
     assert [strategy["kind"] for strategy in document["strategies"]][2:] == ["quantised"] * 3 + ["lean"]
     told = "; ".join(document["assumptions"])
-    assert "all-to-all" in told and "int8 computes for 0.54 ms per 110 M elements" in told and "@nodes" not in told
+    assert "all-to-all" in told and "int8 computes for 0.50 ms per 110 M elements" in told and "@nodes" not in told
 
 
 def test_between_nodes_it_is_a_price_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
