@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # not expor
 FIRST, ATTEMPT = "BENCHMARK_FIRST_JOB", "BENCHMARK_ATTEMPT"  # in the environment of a worker
 PORTS_ABOVE = 17  # of the launcher's port: where the supervisors' store listens; workers have those behind it
 POLL_S = 0.1
+KILLED_S = 60.0  # for a worker that was killed to end, and for other supervisors to leave
 LONG = timedelta(hours=1)
 
 
@@ -58,24 +59,26 @@ def supervised(
     rank, first, attempt = int(os.environ["RANK"]), 0, 0
     while first < jobs:
         worker = _started(command, first, attempt)
-        begun = monotonic()
-        while worker.poll() is None and not store.check([f"failed/{attempt}"]):
-            if rank == 0 and first == jobs:
-                store.set(f"failed/{attempt}", "")  # all is known: nobody waits for an orderly end
-            elif rank == 0 and store.check([f"done/{first}"]):
-                yield first, store.get(f"done/{first}").decode()
-                first, begun = first + 1, monotonic()
-            elif rank == 0 and not can_begin(first):
-                begun = monotonic()
-                sleep(POLL_S)
-            elif rank == 0 and monotonic() - begun > timeout_s:
-                _note(store, first, attempt, f"took more than {timeout_s:g} s")
-            else:
-                sleep(POLL_S)
-        if worker.poll() not in (0, None) and not store.check([f"failed/{attempt}"]):
-            store.set(f"failed/{attempt}", "")
-        worker.kill()
-        worker.wait()
+        try:
+            begun = monotonic()
+            while worker.poll() is None and not store.check([f"failed/{attempt}"]):
+                if rank == 0 and first == jobs:
+                    store.set(f"failed/{attempt}", "")  # all is known: nobody waits for an orderly end
+                elif rank == 0 and store.check([f"done/{first}"]):
+                    yield first, store.get(f"done/{first}").decode()
+                    first, begun = first + 1, monotonic()
+                elif rank == 0 and not can_begin(first):
+                    begun = monotonic()
+                    sleep(POLL_S)
+                elif rank == 0 and monotonic() - begun > timeout_s:
+                    _note(store, first, attempt, f"took more than {timeout_s:g} s")
+                else:
+                    sleep(POLL_S)
+            if worker.poll() not in (0, None) and not store.check([f"failed/{attempt}"]):
+                store.set(f"failed/{attempt}", "")
+        finally:
+            worker.kill()
+            worker.wait(KILLED_S)
         if rank == 0:
             while first < jobs and store.check([f"done/{first}"]):
                 yield first, store.get(f"done/{first}").decode()
@@ -87,8 +90,9 @@ def supervised(
         first = int(store.get(f"first/{attempt}"))
         attempt += 1
     store.add("left", 1)
-    while rank == 0 and store.add("left", 0) < int(os.environ["WORLD_SIZE"]):  # the store ends with this process
-        sleep(POLL_S)
+    end_s = monotonic() + KILLED_S
+    while rank == 0 and store.add("left", 0) < int(os.environ["WORLD_SIZE"]) and monotonic() < end_s:
+        sleep(POLL_S)  # the store ends with this process, and others may still read it
 
 
 def working(run: Callable[[int], str], jobs: int, store: TCPStore) -> None:

@@ -109,7 +109,6 @@ class LeanDataParallel(Tuned, nn.Module):
         self.module = module
         self.memory = memory
         self._compress = compress
-        self._plan_given = plan is not None
         self.process_group = group
         self._broadcast_buffers = broadcast_buffers
         self._buffers_changed = False  # since the last broadcast
@@ -338,12 +337,14 @@ class LeanDataParallel(Tuned, nn.Module):
     def _held(self) -> Held:
         """What this rank holds beside activations, now that the optimizer has its state."""
         tensors = {tensor.data_ptr(): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
-        parameters = trained_parameters(self.module)
+        runner = self._running_tuner().runner
+        parameters = runner.parameters  # as wrapped: one that is frozen now may be unfrozen later
+        plan = runner.plan_in_force
         gradients = gradients_of(self.module, parameters, may_be_sparse)
         clipping = self.memory.clipping
         setting = Setting(
             ranks=self.process_group.size(),
-            buckets=[bucket.planned.names for bucket in self.layout.buckets()] if self._plan_given else None,
+            buckets=None if plan is None else [bucket.names for bucket in plan.buckets],
             clips=clipping is not None and clipping.holds_updates,
             blas_workspace_nbytes=BLAS_WORKSPACE_NBYTES if next(iter(parameters.values())).is_cuda else 0,
         )

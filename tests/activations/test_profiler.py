@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from activations.networks import Guess, Net, one_thread, profiled_costs, step_of
 from anabranch.activations.blocks import END
@@ -181,3 +182,31 @@ def test_the_workspace_of_convolutions_is_counted() -> None:
         "blocks.1": (2 * 8 + 8) * pixel + inner,
         END: (2 * 8 + 1) * pixel + last,
     }
+
+
+class Spectral(nn.Module):
+    """A convolution whose weight is computed, with a buffer that changes each time; it is called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(parametrizations.spectral_norm(nn.Conv2d(3, 3, 3, padding=1)) for _ in range(2))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            given = block(input=given)
+        return given
+
+
+def test_looking_at_convolutions_changes_nothing() -> None:
+    images, ended, work = torch.randn(2, 3, 8, 8), [], []
+    for workspace in (0.0, 1.0):
+        model = Spectral()
+        profiler = BlockProfiler(model, Offloader(CPU, least_nbytes=256), workspace)
+        for _ in range(2):
+            model(images).sum().backward()
+        work.append(max(cost.work_nbytes for cost in profiler.costs()))
+        profiler.undo()
+        ended.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    assert work[1] > work[0] + 2 * images.nbytes  # input, output and weight
+    assert ended[0] and all(torch.equal(ended[0][name], ended[1][name]) for name in ended[0])

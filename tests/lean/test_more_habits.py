@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler, swa_utils
 import anabranch as ab
 from anabranch.activations.solver import BudgetError
 from lean.test_habits import STEPS, adamw, adapted, same_weights, train, wrapped
-from lean.test_lean_parallel import WIDTH, made, tokens
+from lean.test_lean_parallel import WIDTH, made, planned, tokens
 from ranks import on_ranks
 
 Pair = list[tuple[Any, Any]]  # ours and stock DDP, each with its optimizer
@@ -105,6 +105,9 @@ def with_an_optimizer_of_ones_own(rank: int) -> str:
     both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     other(torch.ones(1, 3)).sum().backward()
     both.step()  # has something to do
+    both.zero_grad()
+    both.step()  # and in other steps not: some of its parameters are not Lean's
+    adamw(lean.parameters()).step(lambda: 0.0)  # a closure may bring gradients
     with pytest.raises(RuntimeError) as caught:
         adamw(lean.parameters()).step()
     lean.close()
@@ -164,8 +167,27 @@ def test_schedules_of_groups_are_followed(name: str) -> None:
     on_ranks(scheduled, 2, name)
 
 
+def frozen_before_the_choice(rank: int) -> tuple[str, bool]:
+    """With a plan, within a budget: one parameter is frozen before Lean has chosen."""
+    model = made()
+    memory = ab.Lean(adamw, within=1 << 30)
+    lean: Any = ab.DataParallel(model, profile_steps=0, plan=planned(model, "dense"), memory=memory)
+    for step in range(4):
+        if step == 2:
+            next(model.parameters()).requires_grad_(False)
+        lean(tokens(step, rank)).backward()
+    told, chosen = lean.explain(), lean._activations.choice is not None
+    lean.close()
+    return told, chosen
+
+
+def test_a_parameter_may_be_frozen_before_lean_has_chosen_within_its_budget() -> None:
+    for told, chosen in on_ranks(frozen_before_the_choice, 2):
+        assert chosen and "within 1.00 GiB" in told
+
+
 def averaged(rank: int) -> None:
-    """Stochastic weight averaging with its own scheduler, and statistics made anew."""
+    """Stochastic weight averaging with its own scheduler."""
     pair = beside_ddp()
     means = [swa_utils.AveragedModel(model, use_buffers=True) for model, _ in pair]
     schedules = [swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=2) for _, optimizer in pair]
@@ -175,7 +197,6 @@ def averaged(rank: int) -> None:
             mean.update_parameters(model)
             schedule.step()
     same_weights(means[0], means[1])
-    swa_utils.update_bn([tokens(0, rank)], means[0])
     pair[0][0].close()
 
 

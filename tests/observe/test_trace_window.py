@@ -198,7 +198,7 @@ def refusals(rank: int, folder: str) -> None:
         model.trace_steps(5, 4, f"{folder}/a.json")
     with pytest.raises(ValueError, match="expected a last step from 5 to 104"):
         model.trace_steps(5, 105, f"{folder}/a.json")
-    with pytest.raises(DisagreementError, match="rank 0 has 'steps 2 to 2'"):
+    with pytest.raises(DisagreementError, match="rank 0 has 'steps 2 to 2, and 2 comes next'"):
         model.trace_steps(2 + rank, 2 + rank, f"{folder}/a.json")
     with pytest.raises(FileError, match="is already there"):
         model.trace_steps(2, 2, f"{folder}/taken.json")

@@ -8,7 +8,7 @@ import pytest
 
 from anabranch import Network, Plan, TensorSpec, Trace, planners
 from anabranch.tuning.cut_trials import CutTrials
-from anabranch.tuning.graph_cuts import step_in_parts_s
+from anabranch.tuning.graph_cuts import parts_of_ddp, step_in_parts_s
 from anabranch.tuning.live_trials import LiveTrials
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 from anabranch.tuning.trial import StepTimes, Trial
@@ -107,9 +107,14 @@ def least_saved_s() -> float:
 
 @pytest.mark.parametrize("cut_s", [-1e-3, 0.0, 1e-5, 1e-3, 1.5e-3, 8e-3])
 @pytest.mark.parametrize("share", [0.0, 0.9, 0.999, 1.1, 2.0])
-def test_one_version_is_compiled_at_most(cut_s: float, share: float) -> None:
-    _, graphs = settled(cut_s, share * least_saved_s())
-    assert len(graphs.compiled) <= 2, "graphs that are cut finely, and one version with fewer cuts"
+def test_one_version_is_compiled_and_never_is_it_slower_than_ddp(cut_s: float, share: float) -> None:
+    saved_s = share * least_saved_s()
+    cuts, graphs = settled(cut_s, saved_s)
+    ddp = Live(Graphs(parts_of_ddp(TRACE)), cut_s, saved_s).trial("DDP", None)
+    assert cuts.best is not None and cuts.best.step_s <= 1.01 * ddp.step_s
+    assert len(graphs.compiled) <= 3
+    if len(graphs.compiled) == 3:  # beside graphs that are cut finely, and the one version: only for DDP's sake
+        assert graphs.compiled[-1] == graphs.cuts_for(parts_of_ddp(TRACE)) and cuts.best.plan is None
 
 
 def test_cheap_cuts_are_compiled_once_more_for_the_plan() -> None:
@@ -131,12 +136,26 @@ def test_where_little_is_expected_nothing_is_compiled() -> None:
 
 def test_dear_cuts_are_named_and_tried_by_those_who_allow_it() -> None:
     cuts, graphs = settled(cut_s=8e-3)
-    assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it"
+    assert cuts.best is not None and cuts.best.label == "own, DDP's cuts"
     assert "optimal, graphs cut for it, fewer cuts (cuts: 0) may take" in cuts.lines[-1]
     assert "TuningPolicy(recompilations=2) would try it" in cuts.lines[-1]
     cuts, graphs = settled(cut_s=8e-3, policy=replace(DEFAULT_POLICY, recompilations=2))
     assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it, fewer cuts"
     assert graphs.cuts_for(graphs.parts) == 0 and len(graphs.compiled) == 3
+
+
+def test_a_plan_that_needs_all_cuts_is_compared_with_ddps_version_where_cuts_may_be_dear() -> None:
+    fine = planners.per_tensor(TRACE, NETWORK)
+    graphs = Graphs()
+    live = Live(graphs, cut_s=2e-3)
+    cuts = CutTrials(cast(Any, graphs), cast(LiveTrials, live), DEFAULT_POLICY, int)
+    trials = [live.trial("own", None), live.trial("no merging", fine)]
+    for _ in cuts.settle(trials[1], trials, TRACE, NETWORK):
+        pass
+    assert graphs.compiled[-1] == graphs.cuts_for(parts_of_ddp(TRACE))
+    assert cuts.best is not None and cuts.best.plan is None
+    cuts, graphs = settled(cut_s=8e-3, policy=replace(DEFAULT_POLICY, recompilations=0))
+    assert graphs.compiled == [LAYERS - 1]
 
 
 def test_fewer_cuts_that_might_be_faster_are_dropped_where_they_are_not() -> None:

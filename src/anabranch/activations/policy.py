@@ -1,5 +1,6 @@
 """Activations of a live model kept, offloaded, recomputed, or a mix chosen from what its own first steps show."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -12,6 +13,8 @@ from anabranch.activations.offloader import MIB, Offloader
 from anabranch.activations.profiler import BlockProfiler, measure_link
 from anabranch.activations.recompute import PatchedModel, recompute
 from anabranch.activations.solver import BudgetError, Choice, choose_with_windows, smallest_budget
+
+log = logging.getLogger("anabranch")
 
 Mode = Literal["keep", "offload", "recompute", "auto"]
 PROFILED_STEPS = 2  # the first also warms up
@@ -129,6 +132,9 @@ class ManagedActivations:
             return self._choosing(profiler.costs(), link)
         except BudgetError as error:
             return {"error": str(error)}
+        except Exception as error:
+            log.exception("anabranch: choosing where activations are has failed")
+            return {"error": f"choosing where activations are has failed: {type(error).__name__}: {error}"}
 
     def _by_options(self, blocks: Sequence[BlockCosts], link: HostLink) -> ChoiceMessage:
         budget_nbytes = self.options.budget_nbytes

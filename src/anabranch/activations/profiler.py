@@ -84,7 +84,8 @@ class BlockProfiler(StepObserver):
         self._largest_before_nbytes = 0  # the largest storage saved before the first block
         self._largest_after_nbytes = 0  # and after the last one
         on_gpu = offloader.device.type == "cuda"
-        self._convolution_workspace = convolution_workspace or (CONVOLUTION_WORKSPACE if on_gpu else 0.0)
+        usual = CONVOLUTION_WORKSPACE if on_gpu else 0.0
+        self._convolution_workspace = usual if convolution_workspace is None else convolution_workspace
         self._convolved_nbytes = 0  # tensors of the largest convolution, since a block began or ended
         self._rest_convolved_nbytes = 0  # the same outside all blocks, before the end of the last one
         self._end_convolved_nbytes = 0  # and after it
@@ -92,9 +93,9 @@ class BlockProfiler(StepObserver):
         self._patched = PatchedModel(model, {**actions, REST: "offload"}, offloader, self._run_profiled)
         self._attached = ExitStack()
         self._attached.callback(model.register_forward_pre_hook(self._forward_begins).remove)
-        for part in model.modules():
+        for part in model.modules() if self._convolution_workspace else ():
             if isinstance(part, nn.modules.conv._ConvNd):
-                self._attached.callback(part.register_forward_hook(self._convolved).remove)
+                self._attached.callback(part.register_forward_hook(self._convolved, with_kwargs=True).remove)
         timer = StepTimer(self._clock)
         timer.observers.append(self)
         self._attached.enter_context(timer.attached(model))
@@ -142,10 +143,16 @@ class BlockProfiler(StepObserver):
             runs=len(profile.runs),
         )
 
-    def _convolved(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Note the tensors of a convolution's backward: input and weight, with gradients, and the output's gradient."""
-        tensors = (args[0], args[0], output, module.weight, module.weight)
-        nbytes = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    def _convolved(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
+    ) -> None:
+        """Note the tensors of a convolution's backward: input and weight, with gradients, and the output's gradient.
+
+        The weight is not asked for, since a parametrized one would be computed again.
+        """
+        weights = [parameter for name, parameter in module.named_parameters() if not name.endswith("bias")]
+        given = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+        nbytes = output.nbytes + 2 * sum(tensor.nbytes for tensor in (*given, *weights))
         self._convolved_nbytes = max(self._convolved_nbytes, nbytes)
 
     def _workspace_nbytes(self, convolved_nbytes: int) -> int:

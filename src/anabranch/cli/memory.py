@@ -221,7 +221,8 @@ def _ranks_per_node(given: int | None, network: "Network | None", sharded: Seque
                 f"--sharded is {inside}, and its throughput needs a network with nodes: expected one such as "
                 "nvlink+25gbe; or leave out --network and --rate"
             )
-    return given or known
+        return given or known
+    return given
 
 
 def _about_sharding(sharded: Sequence[str], setting: "Setting") -> list[str]:

@@ -194,7 +194,7 @@ def _sharded_setting(ways: Sequence[str], ranges: Sequence[NetworkRange], fewest
             f"--within is {within}: what a rank holds under hsdp depends on the nodes of the network, and these have "
             f"{sorted(size or 1 for size in sizes)} ranks; run them apart"
         )
-    size = sizes.pop()
+    size = sizes.pop() if any(way_of(way).nodes for way in ways) else None
     return Setting(ranks=fewest, ranks_per_node=size and min(size, fewest))
 
 

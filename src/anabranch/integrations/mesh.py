@@ -6,7 +6,7 @@ the timeout of their process groups. So all that must be the same is compared fi
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -71,7 +71,10 @@ def described_options(options: Mapping[str, Any], model: nn.Module | None = None
     def words(value: Any) -> str:
         if isinstance(value, set | frozenset):
             return str(sorted(names.get(id(one), type(one).__name__) for one in value))
-        if is_dataclass(value) or isinstance(value, bool | int | float | str | None):
+        if is_dataclass(value) and not isinstance(value, type):
+            inside = [f"{one.name}={words(getattr(value, one.name))}" for one in fields(value)]
+            return f"{type(value).__qualname__}({', '.join(inside)})"
+        if isinstance(value, bool | int | float | str | None):
             return repr(value)
         return str(getattr(value, "__qualname__", type(value).__qualname__))
 

@@ -157,7 +157,7 @@ class Replication:
 
     def follow(self, scaler: Scaler) -> None:
         """Scale residuals with this GradScaler; call it on every rank, before the first step."""
-        if self._compared:
+        if self._compared and scaler is not self._scaler:
             raise RuntimeError("follow() of a Replication after steps were made: call it before the first")
         self._scaler = scaler
 

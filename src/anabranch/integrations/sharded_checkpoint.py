@@ -47,7 +47,7 @@ class ReplicationState(Stateful):
         self._saved: _Saved | None = None  # by whom, once that was read
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The entries to save; with ``saved_at``, empty entries to read into."""
+        """The entries to save; with ``saved_at``, empty entries to read into, which is collective."""
         if self._saved_at is None:
             return self._own_entries()
         # A rank that cannot read the checkpoint would leave the others waiting, in torch.distributed.checkpoint.

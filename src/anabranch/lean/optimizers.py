@@ -7,6 +7,7 @@ groups of the user's optimizer, with their current settings and the same ``state
 """
 
 import inspect
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,7 +22,6 @@ from anabranch.lean.options import OptimizerFactory
 
 REPLACED = ("step", "add_param_group", "_opt_called", "_step_supports_amp_scaling")  # in the user's optimizer
 BEFORE_LEAN = "_before_lean"  # the attribute in which an optimizer that was taken over keeps what it had before
-OF_BUCKET = "_of_bucket_under_lean"  # an attribute of optimizers that backward steps
 # Of torch: where register_step_pre_hook() and register_step_post_hook() put hooks.
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -105,6 +105,15 @@ class BucketOptimizers:
         return made
 
 
+class _Stepping(threading.local):
+    """Whether this thread steps the optimizer of a bucket, and those that it may have inside."""
+
+    now = False
+
+
+stepping = _Stepping()
+
+
 class BucketOptimizer:
     """Updates the parameters of one bucket."""
 
@@ -116,7 +125,6 @@ class BucketOptimizer:
         group_of: Mapping[nn.Parameter, int],
     ) -> None:
         self._optimizer = optimizer
-        setattr(optimizer, OF_BUCKET, True)
         self._parameters = parameters
         self._user_optimizer = user_optimizer
         self._numels = [parameter.numel() for parameter in parameters]
@@ -169,7 +177,11 @@ class BucketOptimizer:
         for parameter, piece, is_used in pieces:
             if is_used and parameter.requires_grad:  # a frozen parameter must neither decay nor follow its momentum
                 parameter.grad = shaped(piece, parameter)  # fused optimizers see memory, not shapes
-        self._optimizer.step()
+        stepping.now = True
+        try:
+            self._optimizer.step()
+        finally:
+            stepping.now = False
         for parameter in self._parameters:
             parameter.grad = None
         for parameter, gradient in kept:

@@ -22,7 +22,7 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from anabranch.lean.optimizers import OF_BUCKET
+from anabranch.lean.optimizers import stepping
 from anabranch.observe.step_timer import tensors_in
 
 log = logging.getLogger("anabranch")
@@ -174,14 +174,19 @@ def _clipping_values(stock: Any) -> Any:
     return group
 
 
-def _refuse_idle_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG001
-    """Before any optimizer's step: raise if it would do nothing, since a model under Lean is updated by another one."""
-    if not _models or hasattr(optimizer, OF_BUCKET):
+def _refuse_idle_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before any optimizer's step: raise if it can only do nothing, since all it has is updated by that of Lean.
+
+    One with other parameters, too, may have a step without gradients now and then; and a closure may bring some.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+    if not _models or stepping.now or closure is not None:
         return
-    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if any(parameter.grad is not None for parameter in held.values()):
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not held or any(parameter.grad is not None for parameter in held):
         return
-    if any(id(parameter) in held for model in list(_models) for parameter in model.trained_parameters()):
+    updated = {id(parameter) for model in list(_models) for parameter in model.trained_parameters()}
+    if all(id(parameter) in updated for parameter in held):
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() finds no gradients, since its parameters are those of a model under "
             "Lean, which backward has updated by another optimizer: expected that one. Use model.optimizer, also for "

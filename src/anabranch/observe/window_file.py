@@ -33,7 +33,8 @@ class WindowFile:
     def __init__(
         self, first: int, last: int, path: str | os.PathLike[str], force: bool, *, next_step: int, control: Group
     ) -> None:
-        check_same("the window given to trace_steps()", [f"steps {first!r} to {last!r}"], control)
+        given = f"steps {first!r} to {last!r}, and {next_step} comes next"
+        check_same("the window given to trace_steps()", [given], control)
         _check_range(first, last, next_step)  # after check_same(), so that all ranks raise or none does
         exists = Path(path).exists() and not force
         problem = f"{path}: is already there; choose another name, or replace it with force=True" if exists else ""

@@ -4,7 +4,8 @@ While plans are tried, graphs are cut finely. Then two versions with fewer cuts 
 the best plan with the cuts that it needs, and DDP's own buckets with the cuts that torch makes for DDP. The faster of
 them is compiled if it is expected to gain, and runs in turns with what was best: the version stays that was measured to
 be faster. That is the one compilation after planning. A policy may allow more: then versions are priced once more, by
-what a cut was measured to cost.
+what a cut was measured to cost. DDP's version is also compiled beyond that, where it would win at that price, or, if
+none was measured, at the highest one that is plausible: nobody shall train slower than under compiled DDP.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.trial import Trial
 
+MOST_CUT_SHARE = 0.02  # of a step: ten times what a cut is taken to cost
 FEWER_CUTS = 0.02  # share of a step by which fewer cuts may look slower: noise, since they can hardly be
 
 
@@ -59,17 +61,29 @@ class CutTrials:
         self.trials, self.best, self.lines, self._tried = list(trials), best, [], []
         own = next((trial for trial in trials if trial.plan is None and best.plan is not None), None)
         cut_s = CUT_SHARE * best.step_s
+
+        def versions_at(price_s: float) -> list[Version]:
+            return self._versions(best, own, trace, network, price_s)
+
         for _ in range(self._policy.recompilations):
-            versions = self._versions(best, own, trace, network, cut_s)
-            worth = self._worth_compiling(versions)
-            chosen = self._decide(0 if worth is None else 1 + versions.index(worth))
-            if not chosen:
-                self._say_not_worth(versions[0])
+            versions = versions_at(self._policy.cut_doubt * cut_s)
+            compiled = yield from self._try_fastest(versions, versions)
+            if compiled is None:
                 break
-            cut_s = max(cut_s, (yield from self._try(versions[chosen - 1])))
-        else:
-            self._say_untried(self._worth_compiling(self._versions(best, own, trace, network, cut_s)), cut_s)
+            cut_s = max(cut_s, compiled)
+        if self._policy.recompilations:
+            versions = versions_at(cut_s if self._tried else MOST_CUT_SHARE * best.step_s)
+            yield from self._try_fastest(versions, versions[1:])
+        self._say_not_worth(versions_at(self._policy.cut_doubt * cut_s)[0])
+        if len(self._tried) >= self._policy.recompilations:
+            self._say_untried(self._worth_compiling(versions_at(self._policy.cut_doubt * cut_s)), cut_s)
         self.keep(best.plan, trace, network)
+
+    def _try_fastest(self, versions: Sequence[Version], allowed: Sequence[Version]) -> Schedule[float | None]:
+        """Compile and try the fastest of those allowed, if it is worth it; returns what a cut cost then."""
+        worth = self._worth_compiling(allowed)
+        chosen = self._decide(0 if worth is None else 1 + versions.index(worth))
+        return (yield from self._try(versions[chosen - 1])) if chosen else None
 
     def keep(self, plan: Plan | None, trace: Trace, network: Network | None) -> None:
         """Keep graphs as they are, for good; those that torch makes later are cut for the plan, if these are, too."""
@@ -79,13 +93,13 @@ class CutTrials:
         self._graphs.settle()
 
     def _versions(
-        self, best: Trial, own: Trial | None, trace: Trace, network: Network | None, cut_s: float
+        self, best: Trial, own: Trial | None, trace: Trace, network: Network | None, price_s: float
     ) -> list[Version]:
         """What could be compiled: the best plan with the cuts that it needs, and DDP's own buckets with DDP's cuts.
 
-        ``best`` and ``own`` ran on graphs that were cut finely. ``cut_s`` is what a cut is believed to cost.
+        ``best`` and ``own`` ran on graphs that were cut finely. ``price_s`` is what a cut may cost.
         """
-        graphs, price_s = self._graphs, self._policy.cut_doubt * cut_s
+        graphs = self._graphs
 
         def version(label: str, finely: Trial, parts: Parts) -> Version:
             late_s = 0.0

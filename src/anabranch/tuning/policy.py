@@ -45,8 +45,9 @@ class TuningPolicy:
     def __post_init__(self) -> None:
         for name in COUNTS:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"TuningPolicy {name} is {value!r}: expected a whole number, at least 1")
+            least = 0 if name == "recompilations" else 1
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"TuningPolicy {name} is {value!r}: expected a whole number, at least {least}")
         for name in SHARES:
             value = getattr(self, name)
             if not isinstance(value, int | float) or value != value:
