@@ -5,7 +5,8 @@ backend share graphs: DDP would run those of the model alone, which are not cut,
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -45,11 +46,23 @@ class CountingBackend:
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
         return compiled
 
-    def use_caches(self) -> None:
-        """Have torch use the caches of this backend from now on. It looks at these variables whenever it compiles."""
-        if self.caches is not None:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = self.caches.name
-            os.environ["TRITON_CACHE_DIR"] = f"{self.caches.name}/triton"
+    @contextmanager
+    def own_caches(self) -> Iterator[None]:
+        """A context in which torch uses the caches of this backend: it looks at these variables when it compiles."""
+        if self.caches is None:
+            yield
+            return
+        own = {"TORCHINDUCTOR_CACHE_DIR": self.caches.name, "TRITON_CACHE_DIR": f"{self.caches.name}/triton"}
+        before = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def compiled_name(name: str) -> str:
@@ -66,8 +79,8 @@ def compiled_step(step: Step, wrapped: nn.Module, backend: CountingBackend) -> S
 
     def run(_: nn.Module) -> None:
         before, began_s = backend.graphs, perf_counter()
-        backend.use_caches()
-        step(called)
+        with backend.own_caches():
+            step(called)
         if backend.graphs > before:
             backend.steps_s.append(perf_counter() - began_s)
 

@@ -34,13 +34,13 @@ def mesh_groups(mesh: DeviceMesh) -> tuple[Group, ...]:
 
 
 @contextmanager
-def prepared(what: str, mesh: DeviceMesh) -> Iterator[None]:
+def fails_together(what: str, mesh: DeviceMesh) -> Iterator[None]:
     """A context for what each rank does by itself: if it fails on one rank of the mesh, it fails on all."""
     with all_or_none(what, *mesh_groups(mesh)):
         yield
 
 
-def check_mesh(what: str, lines: Iterable[str], mesh: DeviceMesh) -> None:
+def check_same_over(what: str, lines: Iterable[str], mesh: DeviceMesh) -> None:
     """DisagreementError on every rank unless all ranks of the mesh have this mesh, and pass the same lines."""
     shape = f"mesh of {mesh.device_type}, dimensions {mesh.mesh_dim_names}, ranks {mesh.mesh.tolist()}"
     check_same(what, [shape, *lines], *mesh_groups(mesh))

@@ -30,7 +30,7 @@ from anabranch.comm.exchange import Group, Steps, record_stream
 from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.lanes import Lanes, Message
 from anabranch.compression import Compress, Settings, described, settings_of
-from anabranch.integrations.mesh import check_mesh, prepared
+from anabranch.integrations.mesh import check_same_over, fails_together
 from anabranch.integrations.one_kind import OneKindExchanges, only_kind
 from anabranch.seams import check_seams
 
@@ -61,10 +61,10 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
 
     Every node starts with the weights of the first one. Keep the result: checkpoints need its state.
     """
-    with prepared("ab.replicate()", mesh):
+    with fails_together("ab.replicate()", mesh):
         settings, units, nodes, inside = _checked(model, mesh, compress)
     lines = [f"{unit.label}: {list(unit.shards)}, {unit.numel} elements" for unit in units]
-    check_mesh("the sharded model", [described(settings), *lines], mesh)
+    check_same_over("the sharded model", [described(settings), *lines], mesh)
     for parameter in model.parameters():
         dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
     exchanges = OneKindExchanges(settings, _joined(units), nodes, skipped=partial(_scaler_skips, model, inside))

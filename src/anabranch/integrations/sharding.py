@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from anabranch.errors import PlanError
-from anabranch.integrations.mesh import check_mesh, described_model, described_options, prepared
+from anabranch.integrations.mesh import check_same_over, described_model, described_options, fails_together
 from anabranch.integrations.sharded import TESTED
 from anabranch.seams import check_seams
 from anabranch.sharded import ShardingPlan, load
@@ -46,11 +46,11 @@ def shard(
     plan       a ShardingPlan or its file; by default, a unit for each of ``block_names(model)``, as FSDP2's users do
     options    of fully_shard(), such as mp_policy, but reshard_after_forward, which the plan decides
     """
-    with prepared("ab.shard()", mesh):
+    with fails_together("ab.shard()", mesh):
         plan, units = _checked(model, plan, options)
-    check_mesh("the sharding plan", dumps(plan).splitlines(), mesh)
-    check_mesh("the model given to ab.shard()", described_model(model), mesh)
-    check_mesh("an option of ab.shard()", described_options(options, model), mesh)
+    check_same_over("the sharding plan", dumps(plan).splitlines(), mesh)
+    check_same_over("the model given to ab.shard()", described_model(model), mesh)
+    check_same_over("an option of ab.shard()", described_options(options, model), mesh)
     for unit, modules in zip(plan.units, units, strict=True):
         of_one = modules[0] if len(modules) == 1 else modules
         fully_shard(of_one, mesh=mesh, reshard_after_forward=unit.reshard, **options)

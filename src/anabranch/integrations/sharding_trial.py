@@ -22,7 +22,14 @@ from anabranch.comm.agree import agree_on, from_all_ranks
 from anabranch.comm.dense import dense
 from anabranch.comm.exchange import Group
 from anabranch.compression import Compress, Settings, described, settings_of
-from anabranch.integrations.mesh import check_mesh, described_model, described_options, mesh_groups, over_mesh, prepared
+from anabranch.integrations.mesh import (
+    check_same_over,
+    described_model,
+    described_options,
+    mesh_groups,
+    over_mesh,
+    prepared,
+)
 from anabranch.integrations.one_kind import only_kind
 from anabranch.integrations.sharded import replicate
 from anabranch.integrations.sharded_watch import Watch
@@ -113,7 +120,7 @@ def find_sharding(
         inside, settings = _checked(mesh, compress, memory_nbytes, rounds, steps)
     given = {"blocks": blocks and list(blocks), "memory_nbytes": memory_nbytes, "rounds": rounds, "steps": steps}
     lines = [*(f"{name} {value}" for name, value in given.items()), described(settings), *described_options(options)]
-    check_mesh("what find_sharding() was given", lines, mesh)
+    check_same_over("what find_sharding() was given", lines, mesh)
     with ExitStack() as closing:
         trial = _Trial(build, mesh, inside, step, compress, rounds, steps, options, closing)
         found = trial.run(blocks, memory_nbytes)
@@ -149,7 +156,7 @@ class _Trial:
             memory_nbytes = peak_nbytes(trace, default) + _spare_nbytes(stock, mesh, device)
         with prepared("planning", mesh):
             fastest = planned(trace, links, memory_nbytes)
-        check_mesh("the sharding plan", dumps(fastest).splitlines(), mesh)
+        check_same_over("the sharding plan", dumps(fastest).splitlines(), mesh)
         if step_s(trace, fastest, links) > WORTH * step_s(trace, default, links):
             return FoundSharding(default, default, fastest, trace, links)
         ours = self.sharded_by(fastest)
@@ -163,7 +170,7 @@ class _Trial:
         """A model of the trial's own; without a plan, a unit per block."""
         with prepared("build()", self.mesh):
             model = self.build()
-        check_mesh("the model of build()", described_model(model), self.mesh)
+        check_same_over("the model of build()", described_model(model), self.mesh)
         shard(model, self.inside, plan, **self.options)
         if self.mesh.ndim == 2:
             self.closing.callback(replicate(model, self.mesh, compress=self.compress).close)
@@ -184,7 +191,7 @@ class _Trial:
             trace = replace(watch.trace(), update_s=0.0)  # between two steps there is the trial, and no optimizer
             watch.close()
         names = [block.name for block in trace.blocks]
-        check_mesh("the order in which forward calls blocks", names, self.mesh)
+        check_same_over("the order in which forward calls blocks", names, self.mesh)
         trace = trace.with_times(over_mesh(trace.times, self.mesh, dist.ReduceOp.MAX))
         return trace, ShardingPlan.per_block(names), timeline
 
