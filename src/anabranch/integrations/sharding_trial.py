@@ -28,7 +28,6 @@ from anabranch.integrations.mesh import (
     described_options,
     mesh_groups,
     over_mesh,
-    prepared,
 )
 from anabranch.integrations.one_kind import only_kind
 from anabranch.integrations.sharded import replicate
@@ -116,7 +115,7 @@ def find_sharding(
     rounds          of the trial, in each of which both models train so many ``steps`` in turn
     options         of fully_shard()
     """
-    with prepared("find_sharding()", mesh):
+    with fails_together("find_sharding()", mesh):
         inside, settings = _checked(mesh, compress, memory_nbytes, rounds, steps)
     given = {"blocks": blocks and list(blocks), "memory_nbytes": memory_nbytes, "rounds": rounds, "steps": steps}
     lines = [*(f"{name} {value}" for name, value in given.items()), described(settings), *described_options(options)]
@@ -154,7 +153,7 @@ class _Trial:
             links = _with_kind(links, self.compress, trace, recorded, mesh)
         if memory_nbytes is None and device.type == "cuda":
             memory_nbytes = peak_nbytes(trace, default) + _spare_nbytes(stock, mesh, device)
-        with prepared("planning", mesh):
+        with fails_together("planning", mesh):
             fastest = planned(trace, links, memory_nbytes)
         check_same_over("the sharding plan", dumps(fastest).splitlines(), mesh)
         if step_s(trace, fastest, links) > WORTH * step_s(trace, default, links):
@@ -168,7 +167,7 @@ class _Trial:
 
     def sharded_by(self, plan: ShardingPlan | None) -> nn.Module:
         """A model of the trial's own; without a plan, a unit per block."""
-        with prepared("build()", self.mesh):
+        with fails_together("build()", self.mesh):
             model = self.build()
         check_same_over("the model of build()", described_model(model), self.mesh)
         shard(model, self.inside, plan, **self.options)
@@ -182,11 +181,11 @@ class _Trial:
             _train(model, self.step)
         if self.mesh.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the whole model, as it was built, is not what a step needs
-        with prepared("ab.watch()", self.mesh):
+        with fails_together("ab.watch()", self.mesh):
             watch = Watch(model)
         for _ in range(RECORDED):
             _train(model, self.step)
-        with prepared("recording steps", self.mesh):
+        with fails_together("recording steps", self.mesh):
             timeline = watch.timeline()
             trace = replace(watch.trace(), update_s=0.0)  # between two steps there is the trial, and no optimizer
             watch.close()
