@@ -107,14 +107,14 @@ def least_saved_s() -> float:
 
 @pytest.mark.parametrize("cut_s", [-1e-3, 0.0, 1e-5, 1e-3, 1.5e-3, 8e-3])
 @pytest.mark.parametrize("share", [0.0, 0.9, 0.999, 1.1, 2.0])
-def test_one_version_is_compiled_and_never_is_it_slower_than_ddp(cut_s: float, share: float) -> None:
+def test_one_version_is_compiled_and_one_slower_than_ddps_is_named(cut_s: float, share: float) -> None:
     saved_s = share * least_saved_s()
     cuts, graphs = settled(cut_s, saved_s)
+    assert len(graphs.compiled) <= 2, "graphs that are cut finely, and one version with fewer cuts"
     ddp = Live(Graphs(parts_of_ddp(TRACE)), cut_s, saved_s).trial("DDP", None)
-    assert cuts.best is not None and cuts.best.step_s <= 1.01 * ddp.step_s
-    assert len(graphs.compiled) <= 3
-    if len(graphs.compiled) == 3:  # beside graphs that are cut finely, and the one version: only for DDP's sake
-        assert graphs.compiled[-1] == graphs.cuts_for(parts_of_ddp(TRACE)) and cuts.best.plan is None
+    assert cuts.best is not None
+    if cuts.best.step_s > 1.01 * ddp.step_s:
+        assert len(graphs.compiled) == 2 and "would try it" in cuts.lines[-1]
 
 
 def test_cheap_cuts_are_compiled_once_more_for_the_plan() -> None:
@@ -136,7 +136,7 @@ def test_where_little_is_expected_nothing_is_compiled() -> None:
 
 def test_dear_cuts_are_named_and_tried_by_those_who_allow_it() -> None:
     cuts, graphs = settled(cut_s=8e-3)
-    assert cuts.best is not None and cuts.best.label == "own, DDP's cuts"
+    assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it"
     assert "optimal, graphs cut for it, fewer cuts (cuts: 0) may take" in cuts.lines[-1]
     assert "TuningPolicy(recompilations=2) would try it" in cuts.lines[-1]
     cuts, graphs = settled(cut_s=8e-3, policy=replace(DEFAULT_POLICY, recompilations=2))

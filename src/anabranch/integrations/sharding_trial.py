@@ -26,6 +26,7 @@ from anabranch.integrations.mesh import (
     check_same_over,
     described_model,
     described_options,
+    fails_together,
     mesh_groups,
     over_mesh,
 )

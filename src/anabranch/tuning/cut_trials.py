@@ -4,8 +4,8 @@ While plans are tried, graphs are cut finely. Then two versions with fewer cuts 
 the best plan with the cuts that it needs, and DDP's own buckets with the cuts that torch makes for DDP. The faster of
 them is compiled if it is expected to gain, and runs in turns with what was best: the version stays that was measured to
 be faster. That is the one compilation after planning. A policy may allow more: then versions are priced once more, by
-what a cut was measured to cost. DDP's version is also compiled beyond that, where it would win at that price, or, if
-none was measured, at the highest one that is plausible: nobody shall train slower than under compiled DDP.
+what a cut was measured to cost. If no version was worth it, DDP's is compiled where it would win at the highest price
+that is plausible: graphs that stay cut finely shall not be slower than under compiled DDP.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,8 +71,8 @@ class CutTrials:
             if compiled is None:
                 break
             cut_s = max(cut_s, compiled)
-        if self._policy.recompilations:
-            versions = versions_at(cut_s if self._tried else MOST_CUT_SHARE * best.step_s)
+        if self._policy.recompilations and not self._tried:
+            versions = versions_at(MOST_CUT_SHARE * best.step_s)
             yield from self._try_fastest(versions, versions[1:])
         self._say_not_worth(versions_at(self._policy.cut_doubt * cut_s)[0])
         if len(self._tried) >= self._policy.recompilations:
