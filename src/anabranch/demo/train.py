@@ -24,6 +24,7 @@ from anabranch.tuning.candidates import prediction_s
 SLOW, FAST = "slow", "fast"  # the demo's two parts
 LONGER = 2  # how many times as many steps compressed trainings have, so that all end at about the same time
 RACE = Settings(iters=8, batches=1, warmup=1)
+FAST_RACE = Settings(iters=8, batches=5, warmup=1)  # steps are so short there that single ones show noise only
 
 
 def main(part: str, folder: Path, steps: int) -> None:
@@ -41,7 +42,7 @@ def slow_links(folder: Path, steps: int) -> dict[str, Any]:
     trainings = [Training(way, folder if way is AUTO else None) for way in ON_SLOW_LINKS]
     for training in trainings:
         _train(training, LONGER * steps if training.way.compressed else steps)
-    benchmark = _compared(trainings)
+    benchmark = _compared(trainings, RACE)
     results = [asdict(training.result()) for training in trainings]
     parameters = trainings[0].parameters
     for training in trainings:
@@ -54,7 +55,7 @@ def fast_links(steps: int) -> dict[str, Any]:
     trainings = [Training(way) for way in ON_FAST_LINKS]
     for training in trainings:
         _train(training, steps)
-    benchmark = _compared(trainings)
+    benchmark = _compared(trainings, FAST_RACE)
     for training in trainings:
         training.close()
     _say(f"{NAME}, replayed, as DDP and by a plan, in turns")
@@ -67,20 +68,20 @@ def _train(training: Training, steps: int) -> None:
     _say(f"{result.name}: {steps} steps in {result.elapsed_s[-1]:.1f} s, loss {result.losses[-1]:.3f}")
 
 
-def _compared(trainings: Sequence[Training]) -> Benchmark:
+def _compared(trainings: Sequence[Training], race: Settings) -> Benchmark:
     """All of them and computing alone, in turns."""
     _say("all of them in turns")
     models = [training.ours for training in trainings if training.ours is not None]
     model = next((model for model in models if model.network is not None), models[0])
     assert model.trace is not None  # it has trained longer than it records
-    contestants = [training.contestant(RACE.warmup) for training in trainings]
+    contestants = [training.contestant(race.warmup) for training in trainings]
     if model.network is not None:  # which it has measured beside DDP's own buckets
         own_s = prediction_s(model.trace, None, model.network)
         contestants = [replace(one, predicted_s=own_s) if one.name == BASELINE else one for one in contestants]
     work = workload()
     compute_only, *_ = reference_contestants(*work.build(), work.device)
-    contestants = [replace(compute_only, warmup=RACE.warmup), *contestants]
-    return _named(race_all(work, RACE, contestants, model.trace, lambda _: None))
+    contestants = [replace(compute_only, warmup=race.warmup), *contestants]
+    return _named(race_all(work, race, contestants, model.trace, lambda _: None))
 
 
 def _named(benchmark: Benchmark) -> Benchmark:
