@@ -13,6 +13,7 @@ from anabranch.planners.compressed import compressed
 from anabranch.planners.ladder import least_lossy
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.trace import Trace
+from anabranch.tuning.calibration import as_recorded
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 
@@ -101,5 +102,6 @@ def predicted_s(trace: Trace, plan: Plan | None, network: Network) -> float:
     The trace was recorded under those, so that what their messages delay is in it already.
     """
     if plan is None:
+        trace = as_recorded(trace)
         plan, network = planners.by_bytes(trace, network), replace(network, delays={})
     return trace.forward_s + finish_s(trace, plan, network)

@@ -276,7 +276,9 @@ class Search:
         return [(label, plan) for label, plan in found if plan.lanes <= self._runner.lanes.max_lanes]
 
     def _calibrate(self, several_lanes: bool) -> bool:
-        return self.live_network.calibrate(self._known_trace, self.trials, several_lanes)
+        """Calibrate the network, and how long computing takes, by the trials so far; whether the network changed."""
+        self.trace = self.live_network.computed_faster(self._known_trace, self.best)
+        return self.live_network.calibrate(self.trace, self.trials, several_lanes)
 
     def _warm_up_kinds(self, options: TuningOptions) -> list[str]:
         return warm_up_kinds(options.kinds, self._collectives, self._runner.parameters)
