@@ -133,9 +133,9 @@ def test_accelerate_is_refused_what_lean_cannot_do() -> None:
 # Lightning.
 
 
-def by_lightning(rank: int, sparsely: bool) -> dict[str, Any]:
+def by_lightning(rank: int, sparsely: bool, precision: str) -> dict[str, Any]:
     pl = lightning(rank)
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "precision": precision}
     without = strategy(**sparse()) if sparsely else "ddp"
     under_lean = strategy(memory=ab.Lean(), **(sparse() if sparsely else {}))
     answers = {}
@@ -147,10 +147,10 @@ def by_lightning(rank: int, sparsely: bool) -> dict[str, Any]:
 
 
 @LIGHTNING
-@pytest.mark.parametrize("sparsely", [False, True])
-def test_lightning_accumulates_clips_and_validates_as_with_ddp(sparsely: bool) -> None:
+@pytest.mark.parametrize(("sparsely", "precision"), [(False, "32"), (True, "32"), (False, "bf16-mixed")])
+def test_lightning_accumulates_clips_and_validates_as_with_ddp(sparsely: bool, precision: str) -> None:
     """Automatic optimization, which calls ``optimizer.step(closure)``; with BatchNorm's buffers."""
-    for answers in on_ranks(by_lightning, 2, sparsely, timeout_s=IMPORTS_S):
+    for answers in on_ranks(by_lightning, 2, sparsely, precision, timeout_s=IMPORTS_S):
         theirs, ours = answers["ddp"], answers["lean"]
         assert theirs[0] == ("DataParallel" if sparsely else "DistributedDataParallel")
         assert ours[0] == "LeanDataParallel" and len(ours[1]) == 3 * BATCHES

@@ -105,6 +105,9 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
             self._group = wrapped.process_group
             self.model = wrapped
             self.precision_plugin.clip_grad_by_value = _refuse_values
+            # Under mixed precision Lightning clips no gradients of an optimizer with this mark. It is for scalers, and
+            # those are refused here; Lean's close() restores it.
+            wrapped.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
     def _only_optimizer(self) -> torch.optim.Optimizer:
         """The module's optimizer; raises ValueError if Lean cannot take it over, or the module trains otherwise."""
