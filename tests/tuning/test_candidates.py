@@ -44,6 +44,22 @@ def test_where_kinds_are_mixed_one_kind_is_mixed_with_dense() -> None:
     assert {bucket.collective for bucket in exact.buckets} == {"dense"}
 
 
+def test_beside_a_mix_the_fastest_plan_of_one_kind_is_offered() -> None:
+    rates = {"dense": 5e-9, "bf16": 3e-9, "int8": 1.5e-9, "int4": 1.499e-9}
+    network = Network(4, {kind: Curve.linear(1e-6, rate) for kind, rate in rates.items()}, SHARED.contention)
+    asked = replace(options(), kinds=("bf16", "int8", "int4"), mixes=True)
+    offered = dict(candidates(asked, TRACE, network))
+    assert list(offered) == [
+        "as faithful as is hidden",
+        "optimal, int8",
+        "optimal",
+    ]  # int4 ends with it, and is lossier
+    assert {bucket.collective for bucket in offered["optimal, int8"].buckets} == {"int8"}
+    kept = replace(asked, excluded=dict.fromkeys(asked.kinds, frozenset({"t0"})))
+    beside = candidates(kept, TRACE, network)[1][1]
+    assert {bucket.collective for bucket in beside.buckets if "t0" in bucket.names} == {"dense"}
+
+
 def test_a_planner_of_ones_own() -> None:
     def mine(trace: Trace, network: Network) -> Plan:
         return planners.single(trace, network)

@@ -27,6 +27,7 @@ from anabranch.trace import Trace
 from anabranch.tuning.trial import Trial
 
 FACTORS = (0.8, 2.0)  # plausible changes of the cost per byte; outside this range something else was measured
+LARGE = 10  # a message that takes so many times its start-up costs what its bytes do
 MAX_ETA = 1.5  # contention of simultaneous messages: at 1 they gain nothing, above they take longer than in turn
 DELAY_NOTE = "refined_delay_"  # and the kind: a key of a network's meta
 WAITING_NOTE = "refined_waiting"
@@ -131,7 +132,7 @@ def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Se
         own = [i for i, bucket in enumerate(plan.buckets) if bucket.collective == kind]
         sizes = [sum(tensors[name].cost_nbytes(kind) for name in plan.buckets[i].names) for i in own]
         expected = [network.seconds(kind, nbytes) for nbytes in sizes]
-        factor, extra_s = _fit(np.array(expected), np.array([took_s[i] for i in own]))
+        factor, extra_s = _fit(np.array(expected), np.array([took_s[i] for i in own]), network.curve(kind).start_s)
         curves[kind] = _scaled(network.curve(kind), factor, extra_s)
         fits += [(factor, extra_s)] if kind != DENSE else []
         of = f"{len(own)} bucket{'s' if len(own) != 1 else ''}"
@@ -175,10 +176,13 @@ def with_calibrated_waiting(network: Network, trace: Trace, plan: Plan, ended_s:
     """``network`` with so many more seconds for each message that ``plan`` ends at ``ended_s``, if it ended later.
 
     The cost of a message is that on its fastest rank. Every message waits for its slowest one, which is another each
-    time, so that many messages in a row take longer than their costs together.
+    time, so that many messages in a row take longer than their costs together. As delays, it is put down to compressed
+    messages if there are any, and to kinds that were not tried.
     """
-    kinds = {bucket.collective for bucket in plan.buckets}
-    kinds |= {kind for kind in network.curves if is_compressed(kind) and f"refined_{kind}" not in network.meta}
+    kinds = {bucket.collective for bucket in plan.buckets if is_compressed(bucket.collective)}
+    if kinds:
+        kinds |= {kind for kind in network.curves if is_compressed(kind) and f"refined_{kind}" not in network.meta}
+    kinds = kinds or {DENSE}
 
     def at(extra_s: float) -> Network:
         return replace(
@@ -223,12 +227,19 @@ def _largest(limit: float, holds: Callable[[float], bool]) -> float:
     return low
 
 
-def _fit(expected: np.ndarray, took: np.ndarray) -> tuple[float, float]:
-    """The factor and the extra seconds per message that fit best, within plausible limits."""
+def _fit(expected: np.ndarray, took: np.ndarray, start_s: float) -> tuple[float, float]:
+    """The factor and the extra seconds per message that fit best, within plausible limits.
+
+    From a few messages, or such of one size, the two cannot be told apart: those that take many times their start-up
+    ``start_s`` are believed to tell the factor, since bytes are what they cost, and others the extra seconds.
+    """
     factor, extra_s = 1.0, float(np.median(took - expected))
-    if len(expected) >= 4 and np.ptp(expected) > expected.mean() / 2:  # otherwise the two cannot be separated
+    if len(expected) >= 4 and np.ptp(expected) > expected.mean() / 2:
         factor = float(np.clip(np.polyfit(expected, took, 1)[0], *FACTORS))
         extra_s = float(np.median(took - factor * expected))
+    elif np.median(expected) > LARGE * start_s:
+        factor = float(np.clip(took.sum() / expected.sum(), *FACTORS))
+        extra_s = float(np.median(took - factor * expected)) if factor in FACTORS else 0.0
     if extra_s < 0:  # extra seconds cannot be negative: put the difference into the factor
         factor, extra_s = float(np.clip(took.sum() / expected.sum(), *FACTORS)), 0.0
     return factor, extra_s

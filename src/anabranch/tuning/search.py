@@ -217,8 +217,8 @@ class Search:
         expected = expected_gain(trace, plan, before, self.network, self._policy)
         simulated = simulated_gain(trace, plan, before.plan, self.network)
         more_faithful = error_of_layout(trace, plan) < error_of_layout(trace, before.plan)
-        if more_faithful and expected >= -FREE:
-            expected += FREE + self._policy.min_predicted_gain
+        if (more_faithful or _of_fewer_kinds(plan, before.plan)) and expected >= -FREE:
+            expected += FREE + self._policy.min_predicted_gain  # predictions of mixes are too close to be believed
         if any(trial.plan == plan for trial in self.trials) or not self.goes_on(expected):
             return
         self._enter(f"trying {label}")
@@ -292,3 +292,10 @@ class Search:
         """Log a warning on rank 0; not by ``warnings``, which under -W error would stop this rank alone."""
         if text and dist.get_rank(self._runner.lanes.control) == 0:
             log.warning("anabranch: %s", text)
+
+
+def _of_fewer_kinds(plan: Plan | None, other: Plan | None) -> bool:
+    """Whether a plan sends its buckets by fewer kinds of exchange than the other one."""
+    if plan is None or other is None:
+        return False
+    return len({bucket.collective for bucket in plan.buckets}) < len({bucket.collective for bucket in other.buckets})
