@@ -45,9 +45,9 @@ def _compressed(
     if options.mixes:
         errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
         mixed = least_lossy(trace, network, errors, options.excluded)
-        # Beside a mix the plan that it has to be as fast as: more messages have costs that only live steps show.
+        # Before a mix the plan that it has to be as fast as: the costs of its many messages only live steps show.
         others = [_fastest_of_one_kind(options, trace, network)] if sends_less(mixed) else []
-        return [(MIXED, mixed), *others]
+        return [*((label, plan) for label, plan in others if plan != mixed), (MIXED, mixed)]
     kind = options.kinds[0]
     if kind in EVERY_ELEMENT:  # any bucket of any plan can use it
         excluded = options.excluded.get(kind, frozenset())

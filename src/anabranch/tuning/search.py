@@ -217,13 +217,15 @@ class Search:
         expected = expected_gain(trace, plan, before, self.network, self._policy)
         simulated = simulated_gain(trace, plan, before.plan, self.network)
         more_faithful = error_of_layout(trace, plan) < error_of_layout(trace, before.plan)
-        if (more_faithful or _of_fewer_kinds(plan, before.plan)) and expected >= -FREE:
-            expected += FREE + self._policy.min_predicted_gain  # predictions of mixes are too close to be believed
+        if more_faithful and expected >= -FREE:
+            expected += FREE + self._policy.min_predicted_gain
         if any(trial.plan == plan for trial in self.trials) or not self.goes_on(expected):
             return
         self._enter(f"trying {label}")
         min_gain = allowed_loss(before, self.trials) if more_faithful else self._policy.min_gain
-        best, tried, faster = yield from self._live.challenge(before, label, plan, min_gain=min_gain)
+        best, tried, faster = yield from self._live.challenge(
+            before, label, plan, min_gain=min_gain, in_doubt=more_faithful
+        )
         if more_faithful or (1 - tried.step_s / best.step_s) / 2 < simulated < math.inf:
             tried = replace(tried, doubtful=False)  # what was measured had been predicted, or noise does no harm
         self._beaten = best if faster else self._beaten
@@ -292,10 +294,3 @@ class Search:
         """Log a warning on rank 0; not by ``warnings``, which under -W error would stop this rank alone."""
         if text and dist.get_rank(self._runner.lanes.control) == 0:
             log.warning("anabranch: %s", text)
-
-
-def _of_fewer_kinds(plan: Plan | None, other: Plan | None) -> bool:
-    """Whether a plan sends its buckets by fewer kinds of exchange than the other one."""
-    if plan is None or other is None:
-        return False
-    return len({bucket.collective for bucket in plan.buckets}) < len({bucket.collective for bucket in other.buckets})
