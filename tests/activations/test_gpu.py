@@ -158,7 +158,7 @@ def test_a_profile_and_the_mix_it_leads_to() -> None:
     blocks = profiled_costs(seen, lambda: step(seen, data), Offloader(torch.device("cuda")))
     assert len(blocks) == DEPTH + 2
     assert all(block.forward_s > 0 and block.input_nbytes == WHOLE for block in blocks[1:-1])
-    budget = 9 * WHOLE
+    budget = 12 * WHOLE  # the workspace of a convolution counts: one block needs up to 8.5, copies under way 2
     options = Activations("auto", budget, window_nbytes=WHOLE, ahead_nbytes=WHOLE)
     managed = SelfChoosing(model, options)
     for _ in range(5):

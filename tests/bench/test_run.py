@@ -130,6 +130,10 @@ def test_workloads() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(ValueError, match="--model is 'nonsense': expected one of googlenet"):
         zoo_workload("nonsense", torch.device("cpu"))
+    assert [zoo_workload(text, torch.device("cpu"), 3).batch for text in ("gpt2:16", "gpt2")] == [16, 3]
+    for text in ("gpt2:0", "gpt2:many", "gpt2:-1", "gpt2:1:2"):
+        with pytest.raises(ValueError, match="expected a batch from 1 on after the colon, such as gpt2:8"):
+            zoo_workload(text, torch.device("cpu"))
 
 
 def unmeasured(rank: int) -> str:

@@ -258,7 +258,7 @@ def test_a_recorder_counts_the_steps_of_its_owner() -> None:
 
 def test_a_language_model_of_the_zoo_has_its_size() -> None:
     pytest.importorskip("transformers")
-    for name, millions in (("gpt2-medium", 355), ("qwen2.5-0.5b", 494)):
+    for name, millions in (("gpt2-medium", 355), ("llama-134m", 134), ("qwen2.5-0.5b", 494)):
         model, _ = model_and_loss(name, torch.device("meta"), 1)
         assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
 

@@ -1,6 +1,7 @@
 """A network corrected by live steps: what was put in comes out, and nothing implausible does."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,15 @@ from anabranch.sim import finish_s
 from anabranch.tuning.calibration import (
     FACTORS,
     MAX_ETA,
+    WAITING_NOTE,
+    as_recorded,
     bucket_seconds,
+    computed_faster,
+    share_of_recorded,
     with_calibrated_contention,
     with_calibrated_costs,
     with_calibrated_delays,
+    with_calibrated_waiting,
 )
 from anabranch.tuning.candidates import predicted_s
 
@@ -64,6 +70,18 @@ def test_equal_buckets_tell_only_what_a_message_costs_more() -> None:
     assert better.allreduce_s(0) == pytest.approx(3e-3)
 
 
+def test_a_few_large_messages_tell_what_bytes_cost_more() -> None:
+    """Seen on a Llama at 25 Gbit/s: three buckets that took 13 % longer made every message 20 ms dearer."""
+    network = Network.linear(4, 1e-4, 1e-9)
+    trace, plan = case([100 << 20] * 3)
+    took_s = [1.13 * network.allreduce_s(tensor.nbytes) for tensor in trace.tensors]
+    better = with_calibrated_costs(network, trace, plan, took_s)
+    assert better.curve("dense").tail_s_per_byte == pytest.approx(1.13e-9)
+    assert better.allreduce_s(KIB) < 2e-4
+    wild = with_calibrated_costs(network, trace, plan, [10 * seconds for seconds in took_s])
+    assert wild.curve("dense").tail_s_per_byte == pytest.approx(FACTORS[1] * 1e-9)
+
+
 def test_several_steps_give_the_median_of_each_message() -> None:
     timelines = [
         Timeline(
@@ -96,16 +114,16 @@ def test_the_delay_of_a_message_is_what_computing_took_longer() -> None:
     trace, plan = case([KIB] * 5)  # 4 s of backward
     rounded = Plan((replace(plan.buckets[0], collective="int8"), *plan.buckets[1:3],
                     replace(plan.buckets[3], collective="int8"), plan.buckets[4]))  # fmt: skip
-    better = with_calibrated_delays(network, trace, rounded, 4.4)
+    better = with_calibrated_delays(network, trace, rounded, 4.4, inf)
     assert better.delays == {"int8": pytest.approx(0.2), "int4": pytest.approx(0.2)}
     assert "refined_delay_int8" in better.meta and "refined_delay_int4" not in better.meta
     # the plan is predicted as it was measured; DDP's own buckets, under which the trace was recorded, as before
     assert finish_s(trace, rounded, better) == pytest.approx(4.4, abs=0.1)
     assert predicted_s(trace, None, better) == predicted_s(trace, None, network)
-    dense = with_calibrated_delays(better, trace, plan, 5.0)
+    dense = with_calibrated_delays(better, trace, plan, 5.0, inf)
     assert dense.delay_s("dense") == pytest.approx(0.2) and dense.delay_s("int8") == better.delay_s("int8")
     # what dense buckets delay is known then, and no fault of the compressed ones beside them
-    assert with_calibrated_delays(dense, trace, rounded, 4.8).delay_s("int8") == pytest.approx(0.1)
+    assert with_calibrated_delays(dense, trace, rounded, 4.8, inf).delay_s("int8") == pytest.approx(0.1)
 
 
 def test_a_kind_that_was_tried_keeps_its_own_delay_and_others_get_the_last() -> None:
@@ -115,7 +133,7 @@ def test_a_kind_that_was_tried_keeps_its_own_delay_and_others_get_the_last() -> 
     for kind, computing_s in (("int8", 4.0), ("int4", 9.0)):
         used = Plan(tuple(replace(bucket, collective=kind) for bucket in plan.buckets))
         network = with_calibrated_costs(network, trace, used, [network.seconds(kind, KIB)] * 5)
-        network = with_calibrated_delays(network, trace, used, computing_s)
+        network = with_calibrated_delays(network, trace, used, computing_s, inf)
     assert [network.delay_s(kind) for kind in kinds] == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -123,10 +141,69 @@ def test_computing_that_takes_as_long_as_recorded_shows_no_delay() -> None:
     trace, plan = case([KIB] * 5)
     network = Network.linear(4, 1e-3, 1e-8)
     for took_s in (4.05, 3.0):
-        late = with_calibrated_delays(network, trace, plan, 5.0)
-        found = with_calibrated_delays(late, trace, plan, took_s)
+        late = with_calibrated_delays(network, trace, plan, 5.0, inf)
+        found = with_calibrated_delays(late, trace, plan, took_s, inf)
         assert late.meta != network.meta and late.delay_s("dense") > 0
         assert found.delays == {"dense": 0.0} and found.meta == network.meta
+
+
+def test_computing_that_waited_for_messages_is_not_counted_twice() -> None:
+    """Seen on BERT-base in 51 buckets of bf16: computing took 316 ms for 80, as long as the messages, 373 predicted."""
+    network = Network(4, dict.fromkeys(("dense", "bf16"), Curve.linear(0.0, 1e-3)))
+    trace, plan = case([KIB] * 5)  # 1.024 s a message, one ready each second
+    used = Plan(tuple(replace(bucket, collective="bf16") for bucket in plan.buckets))
+    alone_s = finish_s(trace, used, network)
+    blocked = with_calibrated_delays(network, trace, used, computing_s=alone_s, ended_s=alone_s)
+    assert finish_s(trace, used, blocked) == pytest.approx(alone_s, rel=1e-3)
+    late = with_calibrated_delays(network, trace, used, computing_s=alone_s, ended_s=alone_s + 0.5)
+    assert alone_s < finish_s(trace, used, late) <= alone_s + 0.5
+
+
+@pytest.mark.parametrize("missing_s", [0.5, 3.0])
+def test_what_many_messages_wait_for_each_other_is_a_part_of_their_price(missing_s: float) -> None:
+    network = Network(4, dict.fromkeys(("dense", "int8", "int4"), Curve.linear(1e-3, 1e-3)))
+    trace, plan = case([KIB] * 20)
+    used = Plan(tuple(replace(bucket, collective="int8") for bucket in plan.buckets))
+    ended_s = finish_s(trace, used, network) + missing_s
+    found = with_calibrated_waiting(network, trace, used, ended_s)
+    assert finish_s(trace, used, found) == pytest.approx(ended_s, rel=1e-6)
+    assert found.seconds("int8", KIB) > network.seconds("int8", KIB)
+    assert found.seconds("int4", KIB) == pytest.approx(found.seconds("int8", KIB))  # nobody has tried it
+    assert found.curve("dense") == network.curve("dense")
+    assert "more per message" in str(found.meta[WAITING_NOTE])
+    # of fewer messages less is missing
+    one = Plan((Bucket(tuple(name for bucket in plan.buckets for name in bucket.names), collective="int8"),))
+    assert finish_s(trace, one, found) - finish_s(trace, one, network) < missing_s / 2
+
+
+def test_a_step_that_ended_as_predicted_or_earlier_shows_no_waiting() -> None:
+    network = Network.linear(4, 1e-3, 1e-8)
+    trace, plan = case([KIB] * 5)
+    ended_s = finish_s(trace, plan, network)
+    for took_s in (0.5 * ended_s, ended_s, 1.01 * ended_s):
+        assert with_calibrated_waiting(network, trace, plan, took_s) == network
+
+
+def test_computing_beside_compressed_messages_may_be_faster_than_recorded() -> None:
+    network = Network(4, dict.fromkeys(("dense", "int8"), Curve.linear(1e-3, 1e-8)))
+    trace, plan = case([KIB] * 5)  # 4 s of backward
+    rounded = Plan(tuple(replace(bucket, collective="int8") for bucket in plan.buckets))
+    faster = computed_faster(trace, rounded, 3.6)
+    assert faster.backward_s == pytest.approx(3.6) and share_of_recorded(faster) == pytest.approx(0.9)
+    again = computed_faster(faster, rounded, 3.24)
+    assert share_of_recorded(again) == pytest.approx(0.81)
+    assert as_recorded(again).backward_s == pytest.approx(4.0)
+    # DDP's own buckets are predicted as before
+    assert predicted_s(again, None, network) == pytest.approx(predicted_s(trace, None, network))
+    assert predicted_s(again, rounded, network) < predicted_s(trace, rounded, network)
+
+
+@pytest.mark.parametrize(("kind", "computing_s"), [("dense", 3.0), ("int8", 3.95), ("int8", 5.0), ("int8", 0.0)])
+def test_computing_stays_as_recorded_otherwise(kind: str, computing_s: float) -> None:
+    trace, plan = case([KIB] * 5)
+    used = Plan(tuple(replace(bucket, collective=kind) for bucket in plan.buckets))
+    assert computed_faster(trace, used, computing_s) is trace
+    assert computed_faster(trace, None, computing_s) is trace
 
 
 def test_where_messages_cost_less_than_measured_the_bytes_do() -> None:

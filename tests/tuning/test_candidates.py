@@ -36,12 +36,27 @@ def test_where_kinds_are_mixed_one_kind_is_mixed_with_dense() -> None:
     """As under Auto(at_least="bf16"): what is hidden anyway stays exact."""
     curves = {"dense": Curve.linear(1e-6, 5e-9), "bf16": Curve.linear(1e-6, 3e-9)}
     asked = replace(options(compress="bf16"), mixes=True)
-    (label, mixed), *_ = candidates(asked, TRACE, Network(4, curves, SHARED.contention))
-    assert label == "as faithful as is hidden"
+    mixed = dict(candidates(asked, TRACE, Network(4, curves, SHARED.contention)))["as faithful as is hidden"]
     assert {bucket.collective for bucket in mixed.buckets} == {"dense", "bf16"}
     fast = {kind: Curve.linear(1e-6, 1e-12) for kind in curves}
     (_, exact), *_ = candidates(asked, TRACE, Network(4, fast, SHARED.contention))
     assert {bucket.collective for bucket in exact.buckets} == {"dense"}
+
+
+def test_before_a_mix_the_fastest_plan_of_one_kind_is_offered() -> None:
+    rates = {"dense": 5e-9, "bf16": 3e-9, "int8": 1.5e-9, "int4": 1.499e-9}
+    network = Network(4, {kind: Curve.linear(1e-6, rate) for kind, rate in rates.items()}, SHARED.contention)
+    asked = replace(options(), kinds=("bf16", "int8", "int4"), mixes=True)
+    offered = dict(candidates(asked, TRACE, network))
+    # int4 ends with int8, and is lossier
+    assert list(offered) == ["optimal, int8", "as faithful as is hidden", "optimal"]
+    assert {bucket.collective for bucket in offered["optimal, int8"].buckets} == {"int8"}
+    kept = replace(asked, excluded=dict.fromkeys(asked.kinds, frozenset({"t0"})))
+    beside = candidates(kept, TRACE, network)[0][1]
+    assert {bucket.collective for bucket in beside.buckets if "t0" in bucket.names} == {"dense"}
+    slow = Network(4, {kind: Curve.linear(1e-6, 1e3 * rate) for kind, rate in rates.items()}, SHARED.contention)
+    only_int8 = replace(asked, kinds=("int8",))
+    assert [label for label, _ in candidates(only_int8, TRACE, slow)] == ["as faithful as is hidden", "optimal"]
 
 
 def test_a_planner_of_ones_own() -> None:

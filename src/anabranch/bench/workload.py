@@ -25,12 +25,15 @@ class Workload:
     build: Callable[[], tuple[nn.Module, zoo.Step]]
 
 
-def zoo_workload(name: str, device: torch.device, batch: int | None = None) -> Workload:
-    """A model of torchvision or transformers by name."""
+def zoo_workload(text: str, device: torch.device, batch: int | None = None) -> Workload:
+    """A model of torchvision or transformers by name, with a batch of its own where the text has one: "gpt2:4"."""
+    name, _, own = text.partition(":")
     if name not in zoo.MODELS:
         raise ValueError(f"--model is {name!r}: expected one of {', '.join(zoo.MODELS)}; or replay a trace by --trace")
+    if own and not (own.isascii() and own.isdigit() and int(own)):
+        raise ValueError(f"--model is {text!r}: expected a batch from 1 on after the colon, such as {name}:8")
     images = name in zoo.IMAGES
-    batch = batch or (zoo.IMAGES[name] if images else zoo.SEQUENCES[name][0])
+    batch = int(own or 0) or batch or (zoo.IMAGES[name] if images else zoo.SEQUENCES[name][0])
     return Workload(
         name, batch, "img" if images else "seq", device, lambda: zoo.model_and_step(name, device, None, batch)
     )

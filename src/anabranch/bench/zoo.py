@@ -28,11 +28,19 @@ SEQUENCES = {
     "bert-large": (8, 128),
     "gpt2": (8, 512),
     "gpt2-medium": (4, 512),
+    "llama-134m": (4, 512),
     "qwen2.5-0.5b": (2, 512),
 }
 SIZES: dict[str, dict[str, Any]] = {  # that differ from the defaults of the model's configuration
     "bert-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
     "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "llama-134m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+    },
     "qwen2.5-0.5b": {
         "hidden_size": 896,
         "intermediate_size": 4864,
@@ -46,6 +54,7 @@ SIZES: dict[str, dict[str, Any]] = {  # that differ from the defaults of the mod
 NO_CACHE = {"use_cache": False}
 LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, bool]]] = {  # by the begin of a name: classes of transformers
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", NO_CACHE),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", NO_CACHE),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", NO_CACHE),
     "bert": ("BertForMaskedLM", "BertConfig", {}),
 }

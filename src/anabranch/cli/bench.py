@@ -26,7 +26,10 @@ HOW = "anabranch lab --hosts 4 --rate 10gbit -- anabranch bench --trace resnet50
 
 ModelOption = Annotated[
     list[str] | None,
-    typer.Option(help="A model of torchvision or transformers, such as resnet50 or bert-base; may be repeated."),
+    typer.Option(
+        metavar="NAME[:BATCH]",
+        help="A model of torchvision or transformers, such as resnet50 or gpt2:4; may be repeated.",
+    ),
 ]
 TraceOption = Annotated[
     list[str] | None,

@@ -2,11 +2,11 @@
 
 During a backward pass messages take longer than on an idle machine: each waits for kernels to be launched, for a busy
 host and for a share of the device, and simultaneous messages slow each other differently. The bucket times of a planned
-step show by how much.
+step show by how much, and its end shows what they do not: ranks that wait for each other between messages.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -27,8 +27,11 @@ from anabranch.trace import Trace
 from anabranch.tuning.trial import Trial
 
 FACTORS = (0.8, 2.0)  # plausible changes of the cost per byte; outside this range something else was measured
+LARGE = 10  # a message that takes so many times its start-up costs what its bytes do
 MAX_ETA = 1.5  # contention of simultaneous messages: at 1 they gain nothing, above they take longer than in turn
 DELAY_NOTE = "refined_delay_"  # and the kind: a key of a network's meta
+WAITING_NOTE = "refined_waiting"
+OF_RECORDED = "computing_of_recorded"  # a key of a trace's meta
 MIN_STRETCH = 0.02  # share of computing by which it must take longer than recorded: less is noise
 MIN_EFFECT = 0.05  # share of the step; if contention changes it by less, η cannot be distinguished from noise
 BISECTIONS = 30
@@ -36,6 +39,9 @@ BISECTIONS = 30
 
 def calibrate(network: Network, trace: Trace, trial: Trial, control: Group) -> Network:
     """The network calibrated by this trial, the same on every rank: its costs, or with several lanes its contention.
+
+    Computing and the end of a step are those of the fastest step of the slowest rank: neither noise nor a rank that has
+    less to do counts.
 
     A message's cost is the least time that any rank measured: the others waited for later ranks. Returns the network
     unchanged if some rank did not time every message. Collective.
@@ -51,11 +57,48 @@ def calibrate(network: Network, trace: Trace, trial: Trial, control: Group) -> N
     dist.all_reduce(seconds, op=dist.ReduceOp.MIN, group=control)
     if seconds.isinf().any():
         return network
-    # The fastest step of the slowest rank: neither noise nor a rank that has less to do counts.
-    computing_s = torch.tensor(min(step.whole_s - step.exposed_s for step in trial.steps), dtype=torch.float64)
-    dist.all_reduce(computing_s, op=dist.ReduceOp.MAX, group=control)
+    fastest = [min(step.whole_s - step.exposed_s for step in trial.steps), min(step.finish_s for step in trial.steps)]
+    computing_s, ended_s = slowest_rank(fastest, control)
     network = with_calibrated_costs(network, trace, plan, seconds.tolist())
-    return agree_on(Network, with_calibrated_delays(network, trace, plan, float(computing_s)), control)
+    network = with_calibrated_delays(network, trace, plan, computing_s, ended_s)
+    return agree_on(Network, with_calibrated_waiting(network, trace, plan, ended_s), control)
+
+
+def slowest_rank(seconds: Sequence[float], control: Group) -> list[float]:
+    """The maximum of each over all ranks. Collective."""
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=control)
+    found: list[float] = slowest.tolist()
+    return found
+
+
+def computed_faster(trace: Trace, plan: Plan | None, computing_s: float) -> Trace:
+    """``trace`` with computing that takes ``computing_s``, as it did under ``plan``, if that is less than recorded.
+
+    Only for compressed plans: sending less leaves more of a GPU to the model than DDP's own buckets do, under which
+    traces are recorded.
+    """
+    recorded_s = trace.forward_s + trace.backward_s
+    if not sends_less(plan) or not 0 < computing_s < (1 - MIN_STRETCH) * recorded_s:
+        return trace
+    share = computing_s / recorded_s
+    return replace(trace.scaled(share), meta={**trace.meta, OF_RECORDED: share * share_of_recorded(trace)})
+
+
+def share_of_recorded(trace: Trace) -> float:
+    """How long computing takes in this trace, as a share of what was recorded; 1 if it is as recorded."""
+    share = trace.meta.get(OF_RECORDED)
+    return share if isinstance(share, float) and share > 0 else 1.0
+
+
+def as_recorded(trace: Trace) -> Trace:
+    """The trace as it was before ``computed_faster``: what it is under DDP's own buckets."""
+    return trace if (share := share_of_recorded(trace)) == 1.0 else trace.scaled(1 / share)
+
+
+def sends_less(plan: Plan | None) -> bool:
+    """Whether some bucket is compressed."""
+    return plan is not None and any(is_compressed(bucket.collective) for bucket in plan.buckets)
 
 
 def bucket_seconds(steps: Sequence[Timeline]) -> list[float]:
@@ -89,7 +132,7 @@ def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Se
         own = [i for i, bucket in enumerate(plan.buckets) if bucket.collective == kind]
         sizes = [sum(tensors[name].cost_nbytes(kind) for name in plan.buckets[i].names) for i in own]
         expected = [network.seconds(kind, nbytes) for nbytes in sizes]
-        factor, extra_s = _fit(np.array(expected), np.array([took_s[i] for i in own]))
+        factor, extra_s = _fit(np.array(expected), np.array([took_s[i] for i in own]), network.curve(kind).start_s)
         curves[kind] = _scaled(network.curve(kind), factor, extra_s)
         fits += [(factor, extra_s)] if kind != DENSE else []
         of = f"{len(own)} bucket{'s' if len(own) != 1 else ''}"
@@ -102,11 +145,13 @@ def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Se
     return replace(network, curves=curves, model=None, meta={**network.meta, **notes})
 
 
-def with_calibrated_delays(network: Network, trace: Trace, plan: Plan, computing_s: float) -> Network:
+def with_calibrated_delays(network: Network, trace: Trace, plan: Plan, computing_s: float, ended_s: float) -> Network:
     """``network`` with the delays under which computing takes ``computing_s``, where it took less when it was recorded.
 
     All compressed buckets share it alike, or all buckets if none is compressed: on a GPU it is the time in which the
     host launches an exchange of several kernels, whatever their size. Kinds that were not tried get it, too, as above.
+    Where the plan would then end after ``ended_s``, delays are smaller: computing has waited for messages, which take
+    their time anyway.
     """
     compressed = [bucket for bucket in plan.buckets if is_compressed(bucket.collective)]
     tried = {bucket.collective for bucket in compressed or plan.buckets}
@@ -114,12 +159,45 @@ def with_calibrated_delays(network: Network, trace: Trace, plan: Plan, computing
     stretch_s = computing_s - (trace.forward_s + trace.backward_s) - others_s
     delay_s = stretch_s / len(compressed or plan.buckets) if stretch_s > MIN_STRETCH * computing_s else 0.0
     never = {kind for kind in network.curves if is_compressed(kind) and f"refined_{kind}" not in network.meta}
-    delays = {**network.delays, **dict.fromkeys(tried | (never if compressed else set()), delay_s)}
+    late = tried | (never if compressed else set())
+
+    def at(delay_s: float) -> Network:
+        return replace(network, delays={**network.delays, **dict.fromkeys(late, delay_s)})
+
+    delay_s = _largest(delay_s, lambda delay_s: finish_s(trace, plan, at(delay_s)) <= ended_s)
     notes = {name: note for name, note in network.meta.items() if name not in {DELAY_NOTE + kind for kind in tried}}
     if delay_s:
         text = f"delays computing by {delay_s * 1e3:.3f} ms"
         notes |= {DELAY_NOTE + kind: f"a message of {kind} {text}" for kind in tried}
-    return replace(network, delays=delays, meta=notes)
+    return replace(at(delay_s), meta=notes)
+
+
+def with_calibrated_waiting(network: Network, trace: Trace, plan: Plan, ended_s: float) -> Network:
+    """``network`` with so many more seconds for each message that ``plan`` ends at ``ended_s``, if it ended later.
+
+    The cost of a message is that on its fastest rank. Every message waits for its slowest one, which is another each
+    time, so that many messages in a row take longer than their costs together. As delays, it is put down to compressed
+    messages if there are any, and to kinds that were not tried.
+    """
+    kinds = {bucket.collective for bucket in plan.buckets if is_compressed(bucket.collective)}
+    if kinds:
+        kinds |= {kind for kind in network.curves if is_compressed(kind) and f"refined_{kind}" not in network.meta}
+    kinds = kinds or {DENSE}
+
+    def at(extra_s: float) -> Network:
+        return replace(
+            network,
+            curves={**network.curves, **{kind: _scaled(network.curve(kind), 1.0, extra_s) for kind in kinds}},
+            model=None,
+        )
+
+    notes = {name: note for name, note in network.meta.items() if name != WAITING_NOTE}
+    missing_s = ended_s - finish_s(trace, plan, network)
+    if missing_s <= MIN_STRETCH * ended_s:
+        return replace(network, meta=notes)
+    extra_s = _largest(missing_s, lambda extra_s: finish_s(trace, plan, at(extra_s)) <= ended_s)
+    notes[WAITING_NOTE] = f"{extra_s * 1e3:.3f} ms more per message, from the end of live steps of {len(plan)} buckets"
+    return replace(at(extra_s), meta=notes)
 
 
 def with_calibrated_contention(network: Network, trace: Trace, plan: Plan, ended_s: float) -> Network:
@@ -131,22 +209,37 @@ def with_calibrated_contention(network: Network, trace: Trace, plan: Plan, ended
     def at(eta: float) -> Network:
         return replace(network, contention=Contention.law(eta), model=None)
 
-    low, high = 0.0, MAX_ETA
-    if finish_s(trace, plan, at(high)) < (1 + MIN_EFFECT) * finish_s(trace, plan, at(low)):
+    if finish_s(trace, plan, at(MAX_ETA)) < (1 + MIN_EFFECT) * finish_s(trace, plan, at(0.0)):
         return network  # messages hardly overlap, so the result would be noise
+    eta = _largest(MAX_ETA, lambda eta: finish_s(trace, plan, at(eta)) < ended_s)
+    note = f"k messages at once take 1 + {eta:.2f} (k − 1) times as long each, from live steps on {plan.lanes} lanes"
+    return replace(at(eta), meta={**network.meta, "refined_contention": note})
+
+
+def _largest(limit: float, holds: Callable[[float], bool]) -> float:
+    """The largest number from 0 to ``limit`` for which this holds, by bisection; 0 if it holds for none."""
+    if not limit or holds(limit):
+        return limit
+    low, high = 0.0, limit
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if finish_s(trace, plan, at(middle)) < ended_s else (low, middle)
-    note = f"k messages at once take 1 + {low:.2f} (k − 1) times as long each, from live steps on {plan.lanes} lanes"
-    return replace(at(low), meta={**network.meta, "refined_contention": note})
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
-def _fit(expected: np.ndarray, took: np.ndarray) -> tuple[float, float]:
-    """The factor and the extra seconds per message that fit best, within plausible limits."""
+def _fit(expected: np.ndarray, took: np.ndarray, start_s: float) -> tuple[float, float]:
+    """The factor and the extra seconds per message that fit best, within plausible limits.
+
+    From a few messages, or such of one size, the two cannot be told apart: those that take many times their start-up
+    ``start_s`` are believed to tell the factor, since bytes are what they cost, and others the extra seconds.
+    """
     factor, extra_s = 1.0, float(np.median(took - expected))
-    if len(expected) >= 4 and np.ptp(expected) > expected.mean() / 2:  # otherwise the two cannot be separated
+    if len(expected) >= 4 and np.ptp(expected) > expected.mean() / 2:
         factor = float(np.clip(np.polyfit(expected, took, 1)[0], *FACTORS))
         extra_s = float(np.median(took - factor * expected))
+    elif np.median(expected) > LARGE * start_s:
+        factor = float(np.clip(took.sum() / expected.sum(), *FACTORS))
+        extra_s = float(np.median(took - factor * expected)) if factor in FACTORS else 0.0
     if extra_s < 0:  # extra seconds cannot be negative: put the difference into the factor
         factor, extra_s = float(np.clip(took.sum() / expected.sum(), *FACTORS)), 0.0
     return factor, extra_s

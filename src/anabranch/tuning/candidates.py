@@ -5,14 +5,15 @@ from dataclasses import replace
 
 from anabranch import planners
 from anabranch.errors import NetworkError
-from anabranch.fidelity import error_of
+from anabranch.fidelity import error_of, error_of_plan
 from anabranch.kinds import DENSE, EVERY_ELEMENT
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.planners.compressed import compressed
-from anabranch.planners.ladder import least_lossy
+from anabranch.planners.ladder import FREE, least_lossy
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.trace import Trace
+from anabranch.tuning.calibration import as_recorded, sends_less
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 
@@ -43,15 +44,35 @@ def _compressed(
         return []
     if options.mixes:
         errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
-        return [(MIXED, least_lossy(trace, network, errors, options.excluded))]
+        mixed = least_lossy(trace, network, errors, options.excluded)
+        # Before a mix the plan that it has to be as fast as: the costs of its many messages only live steps show.
+        others = [_fastest_of_one_kind(options, trace, network)] if sends_less(mixed) else []
+        return [*((label, plan) for label, plan in others if plan != mixed), (MIXED, mixed)]
     kind = options.kinds[0]
-    excluded = options.excluded.get(kind, frozenset())
     if kind in EVERY_ELEMENT:  # any bucket of any plan can use it
-        rounded = [(f"{label}, {kind}", planners.using(plan, kind)) for label, plan in plain]
+        excluded = options.excluded.get(kind, frozenset())
+        rounded = [(f"{label}, {kind}", _with_dense(planners.using(plan, kind), excluded)) for label, plan in plain]
         if options.planner == "optimal":  # this planner can use the costs of that kind
-            rounded[0] = (rounded[0][0], planners.optimal(trace, network, collective=kind))
-        return [(label, _with_dense(plan, excluded)) for label, plan in rounded]
-    return [(kind, compressed(trace, network, kind, excluded))]
+            rounded[0] = _of_one_kind(kind, options, trace, network)
+        return rounded
+    return [_of_one_kind(kind, options, trace, network)]
+
+
+def _of_one_kind(kind: str, options: TuningOptions, trace: Trace, network: Network) -> tuple[str, Plan]:
+    """The planned buckets of one compressed kind, with those dense that must not use it."""
+    excluded = options.excluded.get(kind, frozenset())
+    if kind in EVERY_ELEMENT:
+        return f"optimal, {kind}", _with_dense(planners.optimal(trace, network, collective=kind), excluded)
+    return kind, compressed(trace, network, kind, excluded)
+
+
+def _fastest_of_one_kind(options: TuningOptions, trace: Trace, network: Network) -> tuple[str, Plan]:
+    """Of the plans of one kind the one that is predicted to end first; of those that end with it, the most faithful."""
+    plans = [_of_one_kind(kind, options, trace, network) for kind in options.kinds]
+    ends_s = [predicted_s(trace, plan, network) for _, plan in plans]
+    soonest_s = min(ends_s) * (1 + FREE)
+    in_time = [plan for plan, end_s in zip(plans, ends_s, strict=True) if end_s <= soonest_s]
+    return min(in_time, key=lambda labelled: error_of_plan(trace, labelled[1]))
 
 
 def _with_dense(plan: Plan, names: Collection[str]) -> Plan:
@@ -101,5 +122,6 @@ def predicted_s(trace: Trace, plan: Plan | None, network: Network) -> float:
     The trace was recorded under those, so that what their messages delay is in it already.
     """
     if plan is None:
+        trace = as_recorded(trace)
         plan, network = planners.by_bytes(trace, network), replace(network, delays={})
     return trace.forward_s + finish_s(trace, plan, network)

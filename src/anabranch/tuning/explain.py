@@ -7,6 +7,7 @@ from anabranch.network import Network
 from anabranch.observe.measure import POOR_SPREAD
 from anabranch.plan import Plan
 from anabranch.trace import Trace
+from anabranch.tuning.calibration import share_of_recorded
 from anabranch.tuning.candidates import lower_bound_step_s, prediction_s, unmerged_s
 from anabranch.tuning.comparison import step_noise
 from anabranch.tuning.trial import Trial
@@ -51,6 +52,10 @@ def explanation(found: Findings) -> str:
             f"Model: {len(trace)} gradients, {trace.nbytes / MIB:.1f} MiB; forward {trace.forward_s * 1e3:.2f} ms, "
             f"backward {trace.backward_s * 1e3:.2f} ms (slowest rank)."
         )
+        if (share := share_of_recorded(trace)) < 1:
+            lines.append(
+                f"That is {share:.0%} of what was recorded: compressed messages leave more of the device free."
+            )
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
     lines += found.graph_lines

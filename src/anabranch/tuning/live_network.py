@@ -8,7 +8,7 @@ from anabranch.network import Network
 from anabranch.observe.measure import LARGEST_NBYTES, measure
 from anabranch.plan import Plan
 from anabranch.trace import Trace
-from anabranch.tuning.calibration import calibrate
+from anabranch.tuning.calibration import calibrate, computed_faster, sends_less, slowest_rank
 from anabranch.tuning.candidates import prediction_s
 from anabranch.tuning.runner import PlanRunner
 from anabranch.tuning.trial import Trial
@@ -55,6 +55,13 @@ class LiveNetwork:
                 if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes:
                     self.network = calibrate(self.network, trace, trial, self._runner.lanes.control)
         return self.network != before
+
+    def computed_faster(self, trace: Trace, best: Trial) -> Trace:
+        """The trace with computing as fast as under the best layout, if that sends less than DDP. Collective."""
+        if self._given is not None or not sends_less(best.plan):
+            return trace
+        (computing_s,) = slowest_rank([best.computing_s], self._runner.lanes.control)
+        return computed_faster(trace, best.plan, computing_s)
 
     def predicted_s(self, trace: Trace | None, plan: Plan | None) -> float | None:
         """The simulator's prediction for this layout, computed once per layout; None if it cannot be predicted."""

@@ -223,7 +223,9 @@ class Search:
             return
         self._enter(f"trying {label}")
         min_gain = allowed_loss(before, self.trials) if more_faithful else self._policy.min_gain
-        best, tried, faster = yield from self._live.challenge(before, label, plan, min_gain=min_gain)
+        best, tried, faster = yield from self._live.challenge(
+            before, label, plan, min_gain=min_gain, in_doubt=more_faithful
+        )
         if more_faithful or (1 - tried.step_s / best.step_s) / 2 < simulated < math.inf:
             tried = replace(tried, doubtful=False)  # what was measured had been predicted, or noise does no harm
         self._beaten = best if faster else self._beaten
@@ -276,7 +278,9 @@ class Search:
         return [(label, plan) for label, plan in found if plan.lanes <= self._runner.lanes.max_lanes]
 
     def _calibrate(self, several_lanes: bool) -> bool:
-        return self.live_network.calibrate(self._known_trace, self.trials, several_lanes)
+        """Calibrate the network, and how long computing takes, by the trials so far; whether the network changed."""
+        self.trace = self.live_network.computed_faster(self._known_trace, self.best)
+        return self.live_network.calibrate(self.trace, self.trials, several_lanes)
 
     def _warm_up_kinds(self, options: TuningOptions) -> list[str]:
         return warm_up_kinds(options.kinds, self._collectives, self._runner.parameters)
