@@ -8,13 +8,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
 from anabranch.bench.contestants import reference_contestants
 from anabranch.bench.run import Settings, race_all
+from anabranch.comm.agree import true_on_all_ranks
 from anabranch.demo.replay import NAME, replay
 from anabranch.demo.training import Training, workload
 from anabranch.demo.ways import AUTO, ON_FAST_LINKS, ON_SLOW_LINKS
@@ -24,7 +27,8 @@ from anabranch.tuning.candidates import prediction_s
 SLOW, FAST = "slow", "fast"  # the demo's two parts
 LONGER = 2  # how many times as many steps compressed trainings have, so that all end at about the same time
 RACE = Settings(iters=8, batches=1, warmup=1)
-FAST_RACE = Settings(iters=8, batches=5, warmup=1)  # steps are so short there that single ones show noise only
+SHORT_RACE = Settings(iters=8, batches=5, warmup=1)  # for steps so short that single ones show noise only
+SHORT_S = 0.06  # of a step
 
 
 def main(part: str, folder: Path, steps: int) -> None:
@@ -42,7 +46,7 @@ def slow_links(folder: Path, steps: int) -> dict[str, Any]:
     trainings = [Training(way, folder if way is AUTO else None) for way in ON_SLOW_LINKS]
     for training in trainings:
         _train(training, LONGER * steps if training.way.compressed else steps)
-    benchmark = _compared(trainings, RACE)
+    benchmark = _compared(trainings)
     results = [asdict(training.result()) for training in trainings]
     parameters = trainings[0].parameters
     for training in trainings:
@@ -55,7 +59,7 @@ def fast_links(steps: int) -> dict[str, Any]:
     trainings = [Training(way) for way in ON_FAST_LINKS]
     for training in trainings:
         _train(training, steps)
-    benchmark = _compared(trainings, FAST_RACE)
+    benchmark = _compared(trainings)
     for training in trainings:
         training.close()
     _say(f"{NAME}, replayed, as DDP and by a plan, in turns")
@@ -68,9 +72,13 @@ def _train(training: Training, steps: int) -> None:
     _say(f"{result.name}: {steps} steps in {result.elapsed_s[-1]:.1f} s, loss {result.losses[-1]:.3f}")
 
 
-def _compared(trainings: Sequence[Training], race: Settings) -> Benchmark:
+def _compared(trainings: Sequence[Training]) -> Benchmark:
     """All of them and computing alone, in turns."""
     _say("all of them in turns")
+    first, group = trainings[0].result(), dist.group.WORLD
+    assert first.name == BASELINE and group is not None
+    is_short = true_on_all_ranks(median(after - before for before, after in pairwise(first.elapsed_s)) < SHORT_S, group)
+    race = SHORT_RACE if is_short else RACE
     models = [training.ours for training in trainings if training.ours is not None]
     model = next((model for model in models if model.network is not None), models[0])
     assert model.trace is not None  # it has trained longer than it records
