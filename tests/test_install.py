@@ -9,14 +9,16 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PathDistribution, distribution
+from importlib.metadata import PathDistribution, distribution, distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from anabranch.reproduce import laysa
@@ -132,6 +134,22 @@ def test_the_wheel_and_the_source_distribution_hold_the_whole_package(built: Pat
         names = {name.partition("/")[2] for name in tar.getnames()}
     assert {f"src/{name}" for name in ours} <= names
     assert {"pyproject.toml", "README.md", "LICENSE", "constraints.txt"} <= names
+
+
+def test_every_pin_installs_on_the_oldest_python() -> None:
+    """Debian 12 has 3.11.2. Looked up where a pin is what is installed, as it is where `make` has set up."""
+    oldest = SpecifierSet(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
+    (minimum,) = (specifier.version for specifier in oldest)
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line[1:])
+    installed = {canonicalize_name(found.metadata["Name"]): found for found in distributions()}
+    refused = {
+        name: needs
+        for name, version in pins.items()
+        if (found := installed.get(canonicalize_name(name))) is not None and found.version == version
+        if "Requires-Python" in found.metadata
+        if f"{minimum}.0" not in SpecifierSet(needs := found.metadata["Requires-Python"])
+    }
+    assert not refused
 
 
 def test_nothing_optional_is_there(installed: Installed) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ def turns_and_order(rank: int) -> dict[str, list[str]]:
 def test_every_contestant_has_its_turns_and_every_round_begins_with_another() -> None:
     told, other = on_ranks(turns_and_order, 2)
     assert told == other
-    assert told["turns"] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert told["turns"] == ["a", "b", "c", "b", "a", "c", "c", "a", "b"]
+    before = {(one, other) for one, other in pairwise(told["turns"]) if one != other}
+    assert all(len({one for one, other in before if other == name}) > 1 for name in "abc")  # none follows one only
     steps = Counter(told["events"])
     assert (steps["a"], steps["b"], steps["c"]) == (3 * (1 + 2), 3 * (5 + 2), 3 * (1 + 2))
     assert steps["enter a"] == steps["leave a"] == 3

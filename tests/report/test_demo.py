@@ -69,7 +69,10 @@ def test_a_dense_plan_beside_its_prediction() -> None:
 
 
 def test_on_fast_links() -> None:
-    assert "Nothing is gained: on links as fast as these" in words.fast_links(demo(), benchmark(FAST_S, "", False))
+    kept = words.fast_links(demo(), benchmark(FAST_S, "", False))
+    assert "Nothing is gained: on links as fast as these" in kept
+    assert "With int8, Ok-Topk 1 %, auto nothing faster than DDP's own buckets was found, so those run: " in kept
+    assert "own buckets" not in words.fast_links(demo(), benchmark(FAST_S, ""))
     less = benchmark({**FAST_S, "int8": 0.018}, "")
     assert "int8 takes 0.86 of that;" in words.fast_links(demo(), less)
     assert "Less is gained than on the slow links." in words.fast_links(demo(), less)

@@ -27,11 +27,12 @@ def race(
     """Yields every turn when it is over, ``iters`` turns of each contestant. Collective.
 
     A turn is the mean over ``batches`` steps, after at least ``warmup`` uncounted ones. Every round begins with another
-    contestant, so that none always follows the same one.
+    contestant, and every second one goes the other way round, so that none always follows the same one.
     """
     for number in range(iters):
         first = number * len(contestants) // iters
-        for contestant in [*contestants[first:], *contestants[:first]]:
+        in_turn = [*contestants[first:], *contestants[:first]]
+        for contestant in in_turn if number % 2 == 0 else [in_turn[0], *reversed(in_turn[1:])]:
             with contestant.enter() as step:
                 for _ in range(max(warmup, contestant.warmup)):
                     step()

@@ -42,6 +42,7 @@ from anabranch.observe.environment import lab_note
 from anabranch.parallel import DataParallel
 from anabranch.report.benchmark import COMPILING, OWN_CACHES, SHARED_CACHES
 from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
+from anabranch.report.formatting import count
 from anabranch.trace import Trace
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.version import __version__
@@ -299,6 +300,7 @@ def _row(contestant: Contestant, turns: Sequence[Turn], nic_counts: bool) -> Ben
 
 def _facts(workload: Workload, settings: Settings) -> dict[str, str]:
     cuda, lab = workload.device.type == "cuda", lab_note() or ""
+    rounds, steps = count(settings.iters, "round"), count(settings.batches, "step")
     versions = [f"anabranch {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
     if cuda:
         versions += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
@@ -311,5 +313,5 @@ def _facts(workload: Workload, settings: Settings) -> dict[str, str]:
         "versions": ", ".join(versions),
         "command": shlex.join(["anabranch", *sys.argv[1:]]) + (" (under anabranch lab)" if lab else ""),
         **({COMPILING: OWN_CACHES if settings.own_caches else SHARED_CACHES} if settings.compiled else {}),
-        "measured": f"{settings.iters} rounds, each contestant {settings.batches} steps a round, in turn",
+        "measured": f"{rounds}, each contestant {steps} a round, in turn",
     }

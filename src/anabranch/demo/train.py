@@ -8,13 +8,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
 from anabranch.bench.contestants import reference_contestants
 from anabranch.bench.run import Settings, race_all
+from anabranch.comm.agree import true_on_all_ranks
 from anabranch.demo.replay import NAME, replay
 from anabranch.demo.training import Training, workload
 from anabranch.demo.ways import AUTO, ON_FAST_LINKS, ON_SLOW_LINKS
@@ -24,6 +27,8 @@ from anabranch.tuning.candidates import prediction_s
 SLOW, FAST = "slow", "fast"  # the demo's two parts
 LONGER = 2  # how many times as many steps compressed trainings have, so that all end at about the same time
 RACE = Settings(iters=8, batches=1, warmup=1)
+SHORT_RACE = Settings(iters=8, batches=5, warmup=1)  # for steps so short that single ones show noise only
+SHORT_S = 0.06  # of a step
 
 
 def main(part: str, folder: Path, steps: int) -> None:
@@ -70,17 +75,21 @@ def _train(training: Training, steps: int) -> None:
 def _compared(trainings: Sequence[Training]) -> Benchmark:
     """All of them and computing alone, in turns."""
     _say("all of them in turns")
+    first, group = trainings[0].result(), dist.group.WORLD
+    assert first.name == BASELINE and group is not None
+    is_short = true_on_all_ranks(median(after - before for before, after in pairwise(first.elapsed_s)) < SHORT_S, group)
+    race = SHORT_RACE if is_short else RACE
     models = [training.ours for training in trainings if training.ours is not None]
     model = next((model for model in models if model.network is not None), models[0])
     assert model.trace is not None  # it has trained longer than it records
-    contestants = [training.contestant(RACE.warmup) for training in trainings]
+    contestants = [training.contestant(race.warmup) for training in trainings]
     if model.network is not None:  # which it has measured beside DDP's own buckets
         own_s = prediction_s(model.trace, None, model.network)
         contestants = [replace(one, predicted_s=own_s) if one.name == BASELINE else one for one in contestants]
     work = workload()
     compute_only, *_ = reference_contestants(*work.build(), work.device)
-    contestants = [replace(compute_only, warmup=RACE.warmup), *contestants]
-    return _named(race_all(work, RACE, contestants, model.trace, lambda _: None))
+    contestants = [replace(compute_only, warmup=race.warmup), *contestants]
+    return _named(race_all(work, race, contestants, model.trace, lambda _: None))
 
 
 def _named(benchmark: Benchmark) -> Benchmark:
