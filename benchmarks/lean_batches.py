@@ -28,7 +28,8 @@ DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 DENSITY = 0.01
 MARGIN = 0.92  # of the limit: what predictions do not know, and what the allocator cannot use
 CLOSE = 0.95  # of that is enough
-ENOUGH_S = 6.0  # of timed steps, where the network is slow
+ENOUGH_S = 4.0  # of timed steps, where the network is slow
+WATCHED_S = 0.12  # NCCL's watchdog, which frees what was sent, looks every 0.1 s
 WARM, WARM_CHOOSING = 2, 4  # steps; Lean chooses after two
 EXPECTED = "a model of the zoo, or module:function, where function(batch, device) returns a model and its loss"
 
@@ -110,7 +111,12 @@ def plan_of(name: str, mode: str, buckets: int) -> ab.Plan:
 
 @cache
 def _plan(name: str, mode: str, buckets: int) -> ab.Plan:
-    return compressed_plan(build_of(name)(1), mode, DENSITY, sum(sizes_of(name)) // buckets)
+    return compressed_plan(_order(name), mode, DENSITY, sum(sizes_of(name)) // buckets)
+
+
+@cache
+def _order(name: str) -> StepProfile:
+    return probe(build_of(name)(1))
 
 
 @cache
@@ -156,11 +162,13 @@ def predicted_batch(case: Case, mode: str, recomputed: bool, limit_nbytes: int) 
 class Shown(NamedTuple):
     """What a training has shown.
 
-    peak_nbytes        the allocator's peak over all steps; 0 on a CPU
-    seconds            of steps after the first ones
+    first_nbytes       the allocator's peak over the first steps; 0 on a CPU
+    peak_nbytes        that over the steps behind them
+    seconds            of these steps
     chosen             within a budget: what Lean has chosen, and the peak that it has predicted for that
     """
 
+    first_nbytes: int
     peak_nbytes: int
     seconds: list[float]
     chosen: str = ""
@@ -175,6 +183,7 @@ def timed(training: Training, case: Case) -> Shown:
     try:
         for _ in range(WARM if case.budget_nbytes is None else WARM_CHOOSING):
             next(running)
+        first_nbytes = _peak(before_nbytes)
         while len(seconds) < case.steps and (len(seconds) < 2 or sum(seconds) <= ENOUGH_S):
             barrier()
             begun = perf_counter()
@@ -184,11 +193,11 @@ def timed(training: Training, case: Case) -> Shown:
             slowest = torch.tensor([perf_counter() - begun], device=DEVICE)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds.append(float(slowest))
-        peak_nbytes = int(torch.cuda.max_memory_allocated()) - before_nbytes if ON_GPU else 0
+        peak_nbytes = _peak(before_nbytes)
         if case.budget_nbytes is None:
-            return Shown(peak_nbytes, seconds)
+            return Shown(first_nbytes, peak_nbytes, seconds)
         chosen, agreed = lean.explain().splitlines()[-1], lean._activations.agreed
-        return Shown(peak_nbytes, seconds, chosen, agreed["peak_nbytes"])
+        return Shown(first_nbytes, peak_nbytes, seconds, chosen, agreed["peak_nbytes"])
     finally:
         running.close()
 
@@ -196,6 +205,16 @@ def timed(training: Training, case: Case) -> Shown:
 def barrier() -> None:
     """Wait for all ranks."""
     dist.barrier(device_ids=[0] if ON_GPU else None)
+
+
+def _peak(before_nbytes: int) -> int:
+    """The allocator's peak until now, beyond what was there before; the next one begins now."""
+    if not ON_GPU:
+        return 0
+    drain(WATCHED_S)
+    nbytes = int(torch.cuda.max_memory_allocated()) - before_nbytes
+    torch.cuda.reset_peak_memory_stats()
+    return nbytes
 
 
 def _rested() -> int:

@@ -21,7 +21,7 @@ from anabranch.bench.contestants import PLAN_WARMUP_STEPS
 from anabranch.bench.trainings import ON_ONE_RANK, TrainingSetup, training_of
 from anabranch.estimate.probe import Loss, probe
 from anabranch.footprint.account import BUCKET_NBYTES, MODES, OKTOPK, WAYS
-from anabranch.footprint.step_profile import buckets_by_size
+from anabranch.footprint.step_profile import StepProfile, buckets_by_size
 from anabranch.lean.options import KEPT, OptimizerFactory
 from anabranch.plan import Bucket, Plan
 from anabranch.sparse.naming import kind_of
@@ -57,9 +57,9 @@ def under_autocast(build: Build) -> Build:
     return built
 
 
-def compressed_plan(build: Build, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
+def compressed_plan(profile: StepProfile, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
     """Buckets in the order of backward, of the size and kind that ``footprint.account`` assumes for this mode."""
-    profile, way = probe(build), WAYS[mode]
+    way = WAYS[mode]
     buckets = sorted(buckets_by_size(profile, bucket_nbytes, way.compresses), key=lambda bucket: bucket.last_index)
     kinds = {True: kind_of(density) if way.exchange == OKTOPK else way.exchange, False: "dense"}
     names = [tuple(profile.gradients[index].name for index in bucket.indices) for bucket in buckets]
@@ -86,7 +86,7 @@ def peak(
     DDP rebuilds its buckets in the second step, while NCCL still holds those of the first. The peak of the first steps
     therefore contains the buckets twice.
     """
-    plan = compressed_plan(build, mode, density) if mode in WAYS else None
+    plan = compressed_plan(probe(build), mode, density) if mode in WAYS else None
     device = torch.device("cuda", torch.cuda.current_device())
     release_memory()
     drain()
@@ -113,12 +113,12 @@ def release_memory() -> None:
     torch._C._host_emptyCache()
 
 
-def drain() -> None:
+def drain(pause_s: float = 0.3) -> None:
     """Wait until all work is done and NCCL has released the last message, which it keeps until it sends another."""
     for _ in range(2):
         dist.all_reduce(torch.zeros(1, device="cuda"))
         torch.cuda.synchronize()
-        sleep(0.3)
+        sleep(pause_s)
     torch.cuda.empty_cache()
 
 
