@@ -14,7 +14,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.activations.recompute import recompute
-from anabranch.bench.memory import Build, compressed_plan, drain, release_memory, zoo_build
+from anabranch.bench.memory import Build, compressed_plan, drain, release_memory, settle, zoo_build
 from anabranch.bench.zoo import SEQUENCES
 from anabranch.cli.user_function import load_function
 from anabranch.estimate.largest_batch import MAX_BATCH, largest_batch
@@ -211,7 +211,7 @@ def _peak(before_nbytes: int) -> int:
     """The allocator's peak until now, beyond what was there before; the next one begins now."""
     if not ON_GPU:
         return 0
-    drain(WATCHED_S)
+    settle(WATCHED_S)
     nbytes = int(torch.cuda.max_memory_allocated()) - before_nbytes
     torch.cuda.reset_peak_memory_stats()
     return nbytes

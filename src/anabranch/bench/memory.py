@@ -113,13 +113,18 @@ def release_memory() -> None:
     torch._C._host_emptyCache()
 
 
-def drain(pause_s: float = 0.3) -> None:
+def drain() -> None:
+    """Wait until nothing of earlier steps is in memory, and empty torch's cache."""
+    settle(0.3)
+    torch.cuda.empty_cache()
+
+
+def settle(pause_s: float) -> None:
     """Wait until all work is done and NCCL has released the last message, which it keeps until it sends another."""
     for _ in range(2):
         dist.all_reduce(torch.zeros(1, device="cuda"))
         torch.cuda.synchronize()
         sleep(pause_s)
-    torch.cuda.empty_cache()
 
 
 @contextmanager
