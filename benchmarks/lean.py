@@ -35,9 +35,11 @@ import torch
 import torch.distributed as dist
 from benchmarks.activations import checkpointed
 from benchmarks.lean_batches import (
+    BF16,
     DENSITY,
     DEVICE,
     ON_GPU,
+    PRECISIONS,
     Case,
     Training,
     barrier,
@@ -100,7 +102,7 @@ def by_naive(case: Case) -> Generator[None, None, None]:
 
 def by_lean(case: Case, mode: str, activations: Mode = "keep") -> Generator[None, None, None]:
     """Ours; with a budget it chooses how residuals are stored and where activations are."""
-    setup = setup_of(case)._replace(plan=plan_of(case.name, mode, case.buckets))
+    setup = setup_of(case)._replace(plan=plan_of(case, mode))
     if case.budget_nbytes is not None:
         return trainings.lean(setup, WAYS[mode], within_nbytes=case.budget_nbytes)
     return trainings.lean(setup, WAYS[mode], ab.Activations(activations))
@@ -181,7 +183,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit-gib", type=float, default=16.0)
     parser.add_argument("--share", type=float, help="of naive sparse's peak; default 0.4 in fp32, 0.5 in bf16")
     parser.add_argument("--steps", type=int, default=3, help="to time, where they are short")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="bf16: by autocast")
+    parser.add_argument("--precision", choices=PRECISIONS, default=BF16, help="bf16: by autocast")
     parser.add_argument("--buckets", nargs="+", default=["12"], metavar="[MODEL[/WAY]=]N", help="of Lean's plans")
     parser.add_argument("--network", default="", help="what to call it")
     parser.add_argument("--at", nargs="*", default=[], metavar="MODEL/WAY=BATCH", help="a batch that is known to fit")
@@ -222,7 +224,7 @@ def case_of(given: argparse.Namespace, job: Job, batch: int) -> Case:
     buckets = {row: int(number) for row, _, number in (text.rpartition("=") for text in given.buckets)}
     named = [row for row in (f"{job.model}/{job.way}", job.model, "") if row in buckets]
     number = buckets[named[0]] if named else 12
-    return Case(job.model, batch, given.precision == "bf16", given.ranks, number, given.steps)
+    return Case(job.model, batch, given.precision, given.ranks, number, given.steps)
 
 
 def predicted(given: argparse.Namespace, job: Job, known: Mapping[str, int]) -> tuple[int, int | None]:
@@ -410,7 +412,7 @@ def prepared(given: argparse.Namespace, job: Job, store: TCPStore, number: int, 
         batch = max(1, int(batch * SHRUNK**tries))
     budget_nbytes = limit_nbytes if way.within == "limit" else None
     if way.within == "share":
-        share = given.share or (0.5 if given.precision == "bf16" else 0.4)
+        share = given.share or (0.4 if given.precision == "fp32" else 0.5)
         naive = next((row.peak_nbytes for row in before if row.way == "naive" and row.peak_nbytes), None)
         naive = naive or predicted_nbytes(case_of(given, job, batch), NAIVE, False)
         budget_nbytes = int(share * naive)

@@ -66,13 +66,14 @@ def test_every_mode_trains_on_real_ranks(mode: str) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(one, untrained.parameters(), strict=True))
 
 
-def test_the_average_of_ranks_that_send_alike_is_what_one_offers() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_of_ranks_that_send_alike_is_what_one_offers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    parameter = nn.Parameter(torch.zeros(1000))
-    parameter.grad = torch.randn(1000)
+    parameter = nn.Parameter(torch.zeros(1000, dtype=dtype))
+    parameter.grad = torch.randn(1000, dtype=dtype)
     given, residual = parameter.grad.clone(), torch.zeros(1000)
     naive_exchange([parameter], residual, 4, 100)
-    torch.testing.assert_close(parameter.grad + residual, given)
+    torch.testing.assert_close(parameter.grad + residual, given.float())
     assert int((parameter.grad != 0).sum()) == 100
 
 

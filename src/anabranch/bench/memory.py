@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import sleep
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.utils._pytree import tree_map_only
 
 from anabranch.activations.policy import Activations
 from anabranch.bench import zoo
@@ -53,6 +54,24 @@ def under_autocast(build: Build) -> Build:
                 return loss(wrapped)
 
         return model, in_half
+
+    return built
+
+
+def in_bfloat16(build: Build) -> Build:
+    """The same model with weights of bfloat16, so gradients and the optimizer's state, too; inputs are cast."""
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG001
+        return tree_map_only(torch.Tensor, lowered, (args, kwargs))
+
+    def lowered(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
+
+    def built(device: torch.device) -> tuple[nn.Module, Loss]:
+        model, loss = build(device)
+        model = model.bfloat16()
+        model.register_forward_pre_hook(cast, with_kwargs=True)
+        return model, loss
 
     return built
 
