@@ -325,6 +325,25 @@ def test_a_checkpoint_is_loaded_by_other_nodes_of_other_sizes(nodes: int, ranks:
         assert all(same(one, other) for one, other in zip(before, after, strict=True)), "bit by bit"
 
 
+def went_on(rank: int, folder: str) -> bool:
+    """From a checkpoint, as the run that has written it does."""
+    mesh = two_nodes()
+    runs = [model_of(mesh["shard"]) for _ in range(2)]
+    first, second = (ab.replicate(model, mesh, compress="int4") for model in runs)
+    train(runs[0], range(4))
+    save({"model": runs[0].state_dict(), "comm": ab.ReplicationState(first)}, checkpoint_id=folder)
+    read = runs[1].state_dict()
+    load({"model": read, "comm": ab.ReplicationState(second, folder)}, checkpoint_id=folder)
+    for model in runs:
+        train(model, range(4, 10))
+    return same(weights(runs[0]), weights(runs[1]))
+
+
+def test_rounding_errors_in_padding_are_saved(tmp_path: Path) -> None:
+    """Blocks of int4 reach from a shard's last value into the zeros behind it."""
+    assert all(on_ranks(went_on, 4, str(tmp_path / "checkpoint")))
+
+
 def other_checkpoint(rank: int, folder: str) -> str:
     mesh = two_nodes()
     model = model_of(mesh["shard"])

@@ -145,6 +145,10 @@ class Replication:
         """A flat shard of this parameter, with zeros at its end so that all ranks have shards of one size."""
         return pad(shard, (0, self._shards[name].numel() - shard.numel()))
 
+    def padding(self, name: str) -> int:
+        """How many zeros that are, at the end of this rank's shard."""
+        return self._shards[name].numel() - self.parameters[name].to_local().numel()
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """A context that fails on all ranks of all nodes if it fails on one; nothing in it communicates."""
