@@ -128,6 +128,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
     parser.add_argument("--limit-s", type=float, help="begin no round after so many seconds of training")
+    parser.add_argument("--leave-out", choices=(COMPUTING, SHARDED, *KINDS), action="append", default=[])
     parser.add_argument("--explain", action="store_true", help="where a step goes, by unit")
     return parser.parse_args()
 
@@ -154,7 +155,8 @@ def main() -> None:
         return Transformer(options.width, options.layers, 8, causal=True).to(device)
 
     numel = sum(parameter.numel() for parameter in build().parameters())
-    contestants = {name: contestant(name, build, mesh, options.batch) for name in (COMPUTING, HSDP, SHARDED, *KINDS)}
+    names = [name for name in (COMPUTING, HSDP, SHARDED, *KINDS) if name not in options.leave_out]
+    contestants = {name: contestant(name, build, mesh, options.batch) for name in names}
     steps = {name: step for name, (_, step) in contestants.items()}
     rounds = in_turns(steps, options, device)
     if dist.get_rank() == 0:
@@ -170,7 +172,7 @@ def main() -> None:
             ratio = median(one[HSDP] / one[name] for one in rounds)
             print(f"| {name} | {median(took):.1f} | {min(took):.1f} – {max(took):.1f} | {ratio:.2f} |", flush=True)
     if options.explain:
-        for name in EXPLAINED:
+        for name in (name for name in EXPLAINED if name in contestants):
             text = explanation(name, *contestants[name])
             if dist.get_rank() == 0:
                 print(text, flush=True)
