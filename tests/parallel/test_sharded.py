@@ -1,5 +1,6 @@
 """ab.replicate: two nodes of two ranks, a model that FSDP2 shards inside each; between them every kind of exchange."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 import anabranch as ab
 from anabranch.comm.lanes import Lanes
 from anabranch.integrations import sharded
-from parallel.sharded_runs import batch_of, model_of, oktopk, train, two_nodes, weights
+from parallel.sharded_runs import batch_of, groups_of, model_of, oktopk, train, two_nodes, weights
 from ranks import on_ranks
 
 STEPS = range(5)
@@ -38,6 +39,38 @@ def dense_and_hsdp(rank: int) -> bool:
 
 def test_dense_is_stock_hsdp_bit_by_bit() -> None:
     assert all(on_ranks(dense_and_hsdp, 4))
+
+
+def accumulated_in_the_node(rank: int) -> list[bool]:
+    """Three batches a step, the first two reduced inside the node alone; ours, exact and by int8, beside stock HSDP."""
+    mesh = two_nodes()
+    models = [model_of(mesh["shard"]), model_of(mesh), model_of(mesh["shard"])]
+    ab.replicate(models[0], mesh)
+    ab.replicate(models[2], mesh, compress="int8")
+    averaged: list[bool] = []
+
+    def noted(hook: Any, buffer: torch.Tensor) -> None:
+        hook(buffer)
+        averaged.append(bool(buffer.any()))
+
+    groups = groups_of(models[2])
+    for group in groups:
+        group._all_reduce_hook = partial(noted, group._all_reduce_hook)
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in STEPS:
+            for part in range(3):
+                model.set_requires_all_reduce(part == 2)  # type: ignore[operator]
+                model(batch_of(3 * step + part)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    once = averaged == len(STEPS) * ([False] * 2 * len(groups) + [True] * len(groups))
+    return [same(weights(models[0]), weights(models[1])), once]
+
+
+def test_what_is_accumulated_in_a_node_is_sent_once() -> None:
+    for found in on_ranks(accumulated_in_the_node, 4):
+        assert found == [True, True]
 
 
 def accumulated_and_clipped(rank: int) -> bool:
