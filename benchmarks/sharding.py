@@ -19,7 +19,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from benchmarks.fidelity_tasks import LENGTH, SYMBOLS, Transformer
-from benchmarks.sharded import timed
+from benchmarks.sharded import in_turns, said
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
@@ -78,6 +78,8 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12, help=f"of {OWN}")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
+    parser.add_argument("--trial-rounds", type=int, default=5, help="of find_sharding()")
+    parser.add_argument("--limit-s", type=float, help="begin no round after so many seconds of training")
     parser.add_argument("--explain", action="store_true", help="where a step goes, by unit")
     return parser.parse_args()
 
@@ -99,17 +101,15 @@ def main() -> None:
         model.zero_grad()
 
     memory_nbytes = None if options.memory_mib is None else options.memory_mib * MIB
-    found = ab.find_sharding(build, mesh, step, memory_nbytes=memory_nbytes)
+    found = ab.find_sharding(build, mesh, step, memory_nbytes=memory_nbytes, rounds=options.trial_rounds)
+    said(found.explain())
     models, plans = contestants_of(found, build, mesh)
     steps = {name: partial(step, model) for name, model in models.items()}
-    for one in steps.values():
-        for _ in range(3):
-            one()
-    rounds = [{name: timed(one, options.steps, kind) for name, one in steps.items()} for _ in range(options.rounds)]
+    rounds = in_turns(steps, options, kind)
     explained = [explanation(name, models[name], steps[name], found) for name in plans] if options.explain else []
     if dist.get_rank() == 0:
         report(options, found, rounds, plans)
-        print("\n".join(explained))
+        print("\n".join(explained), flush=True)
     dist.destroy_process_group()
 
 
@@ -137,7 +137,7 @@ def report(
     print(f"# Units of FSDP2: {options.model}, {found.trace.nbytes / MIB:.0f} MiB of parameters\n")
     print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')}, "
           f"{dist.get_world_size()} ranks, {precision};")  # fmt: skip
-    print(f"{options.rounds} rounds of {options.steps} steps each, in turns.\n\n{found.explain()}\n")
+    print(f"{len(rounds)} rounds of {options.steps} steps each, in turns.\n\n{found.explain()}\n")
     print("| | units | freed | ahead | MiB at most | ms per step | from – to | predicted | a unit per block / it |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     per_block = next(name for name in plans if name.startswith(PER_BLOCK))
