@@ -190,6 +190,9 @@ def _tuned(
                     f"quieter machine; {parallel.explain()}"
                 )
             progress.chosen(parallel.timeline.iteration_s, backend.steps_s if backend is not None else ())
+            for line in parallel.explain().splitlines():  # not lost if the race is ended early
+                if line.startswith("Compiled:"):
+                    say(f"{workload.name}, {name}: {line}")
             return TunedModel(name, parallel, step)
     raise RuntimeError(f"DataParallel has not chosen a layout in {MAX_TUNING_STEPS} steps: {parallel.explain()}")
 
