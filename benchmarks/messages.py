@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.exchange import all_gather
+from anabranch.comm.exchange import all_gather, issued
 from anabranch.observe.environment import lab_note
 from anabranch.quantised.cost_model import Region
 
@@ -53,7 +53,7 @@ class Half:
             if direct:
                 dist.all_to_all_single(self._all, self._own.repeat(dist.get_world_size()), group=self._group)
             else:
-                all_gather(self._all, self._own, self._group).wait()
+                issued(all_gather(self._all, self._own, self._group)).wait()
 
     def wait(self) -> None:
         """Until all that was issued is done."""
