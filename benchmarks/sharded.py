@@ -120,7 +120,7 @@ def settle(device: str) -> None:
 
 
 def leave() -> None:
-    """End the process group, once Gloo's threads have let go of the last tensors: as Python ends, that would abort it."""
+    """End the process group, once Gloo's threads have let go of tensors: while Python ends, that would abort it."""
     sleep(0.2)
     dist.destroy_process_group()
 
