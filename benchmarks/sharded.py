@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -119,6 +119,12 @@ def settle(device: str) -> None:
     dist.barrier()
 
 
+def leave() -> None:
+    """End the process group, once Gloo's threads have let go of tensors: while Python ends, that would abort it."""
+    sleep(0.2)
+    dist.destroy_process_group()
+
+
 def options_of() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser()
@@ -176,7 +182,7 @@ def main() -> None:
             text = explanation(name, *contestants[name])
             if dist.get_rank() == 0:
                 print(text, flush=True)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
