@@ -2,7 +2,7 @@
 
     anabranch lab --hosts 4 --rate unshaped --backend nccl -- python -m benchmarks.lean qwen2.5-0.5b:4 resnet152:64
     anabranch lab --hosts 4 --rate 10gbit --backend nccl -- python -m benchmarks.lean qwen2.5-0.5b --limit-gib 16
-    python -m benchmarks.lean qwen2.5-0.5b --limit-gib 16 --predict            (no GPU, no ranks: batches for --at)
+    python -m benchmarks.lean qwen2.5-0.5b --limit-gib 16 --predict --predictions rows.json      (no GPU, no ranks)
 
 A model with a batch (``resnet152:64``): all ways train at that batch, with as much memory as they take. Without one: no
 rank may have more than ``--limit-gib``, and each way trains at its own largest batch by prediction, or as ``--at``
@@ -10,7 +10,11 @@ says; where that was too much, at a tenth less, twice. What chooses within the l
 of Lean's other ways.
 
 Rows are printed as they come: a row that fails is noted, and the others go on (``restarting.py``). The last column says
-how long a row took, with its start, so that one can plan the time on a GPU. Predictions are computed beside the rows.
+how long a row took, with its start, so that one can plan the time on a GPU. What ``--predictions`` does not know is
+predicted beside the rows.
+
+"peak GiB" is that of the steps behind the first ones: in its second step DDP lays its buckets out anew, while NCCL may
+still have the old ones, and Lean within a budget has not chosen yet.
 """
 
 import argparse
@@ -23,6 +27,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Literal, NamedTuple
 
@@ -30,9 +35,11 @@ import torch
 import torch.distributed as dist
 from benchmarks.activations import checkpointed
 from benchmarks.lean_batches import (
+    BF16,
     DENSITY,
     DEVICE,
     ON_GPU,
+    PRECISIONS,
     Case,
     Training,
     barrier,
@@ -95,7 +102,7 @@ def by_naive(case: Case) -> Generator[None, None, None]:
 
 def by_lean(case: Case, mode: str, activations: Mode = "keep") -> Generator[None, None, None]:
     """Ours; with a budget it chooses how residuals are stored and where activations are."""
-    setup = setup_of(case)._replace(plan=plan_of(case.name, mode, case.buckets))
+    setup = setup_of(case)._replace(plan=plan_of(case, mode))
     if case.budget_nbytes is not None:
         return trainings.lean(setup, WAYS[mode], within_nbytes=case.budget_nbytes)
     return trainings.lean(setup, WAYS[mode], ab.Activations(activations))
@@ -118,6 +125,7 @@ SYSTEMS: Mapping[str, Way] = {
     "dense": lean("Lean, dense", LEAN_DENSE),
     "recomputed": lean("Lean, recomputed", LEAN, recomputed=True),
     "recomputed-bf16": lean("Lean, recomputed, residuals bf16", LEAN_BF16, recomputed=True),
+    "recomputed-int8": lean("Lean, recomputed, residuals int8", LEAN_INT8, recomputed=True),
     "recomputed-host": lean("Lean, recomputed, residuals on the host", LEAN_HOST, recomputed=True),
     "recomputed-dense": lean("Lean, dense, recomputed", LEAN_DENSE, recomputed=True),
     "within": lean("Lean, within the limit", LEAN, within="limit"),
@@ -125,20 +133,21 @@ SYSTEMS: Mapping[str, Way] = {
     "share": lean("Lean, within a share of naive sparse", LEAN, within="share"),
 }
 # What the figures of Lean need, the most wanted first.
-AT_EQUAL_BATCHES = ("ddp", "naive", "lean", "bf16", "dense", "recomputed-host", "share")
-WITHIN_A_LIMIT = ("checkpoint", "lean", "bf16", "recomputed", "recomputed-bf16", "recomputed-host", "within")
+AT_EQUAL_BATCHES = ("ddp", "naive", "lean", "bf16", "dense", "recomputed-int8", "share")
+WITHIN_A_LIMIT = ("checkpoint", "lean", "bf16", "recomputed-bf16", "recomputed-int8", "recomputed-host", "within")
 COLUMNS = (
-    "way", "batch a rank", "peak GiB", "predicted", "more than DDP", "of n", "less than naive", "ms a step",
-    "from – to", "samples/s", "× checkpointing", "row s",
+    "way", "batch a rank", "peak GiB", "predicted", "in first steps", "more than DDP", "of n", "less than naive",
+    "ms a step", "from – to", "samples/s", "× checkpointing", "row s",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a way has shown; ``row_s``: the whole row, with its start."""
+    """What a way has shown (``lean_batches.Shown``); ``row_s``: the whole row, with its start."""
 
     way: str
     batch: int = 0
+    first_nbytes: int = 0
     peak_nbytes: int = 0
     seconds: Sequence[float] = field(default_factory=tuple)
     note: str = ""
@@ -170,15 +179,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ways", nargs="*", choices=[*SYSTEMS], help="rows, in this order; by default what figures need"
     )
+    parser.add_argument("--without", nargs="*", default=[], metavar="MODEL/WAY", help="rows to leave out")
     parser.add_argument("--limit-gib", type=float, default=16.0)
     parser.add_argument("--share", type=float, help="of naive sparse's peak; default 0.4 in fp32, 0.5 in bf16")
     parser.add_argument("--steps", type=int, default=3, help="to time, where they are short")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="bf16: by autocast")
-    parser.add_argument("--buckets", nargs="+", default=["12"], metavar="[MODEL=]N", help="of Lean's plans")
+    parser.add_argument("--precision", choices=PRECISIONS, default=BF16, help="bf16: by autocast")
+    parser.add_argument("--buckets", nargs="+", default=["12"], metavar="[MODEL[/WAY]=]N", help="of Lean's plans")
     parser.add_argument("--network", default="", help="what to call it")
     parser.add_argument("--at", nargs="*", default=[], metavar="MODEL/WAY=BATCH", help="a batch that is known to fit")
     parser.add_argument("--row-seconds", type=float, default=90.0, help="a row that takes longer is ended")
     parser.add_argument("--predict", action="store_true", help="only predict, without ranks")
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="written with --predict, else read")
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", 4)), help="with --predict")
     return parser.parse_args()
 
@@ -190,7 +201,7 @@ def jobs_of(given: argparse.Namespace) -> list[Job]:
         name, _, batch = text.rpartition(":") if text.rpartition(":")[2].isdigit() else (text, "", "0")
         ways = given.ways or (AT_EQUAL_BATCHES if int(batch) else WITHIN_A_LIMIT)
         found += [Job(name, int(batch), way) for way in ways]
-    return found
+    return [job for job in found if f"{job.model}/{job.way}" not in given.without]
 
 
 def main() -> None:
@@ -205,20 +216,15 @@ def main() -> None:
     elif worker_place() is not None:
         work(given, jobs, joined())
     else:
-        supervise(given, jobs, known)
+        supervise(given, jobs, known, read_predictions(given))
 
 
 def case_of(given: argparse.Namespace, job: Job, batch: int) -> Case:
     """The case of a row."""
-    buckets = {model: int(number) for model, _, number in (text.rpartition("=") for text in given.buckets)}
-    return Case(
-        job.model,
-        batch,
-        given.precision == "bf16",
-        given.ranks,
-        buckets.get(job.model, buckets.get("", 12)),
-        given.steps,
-    )
+    buckets = {row: int(number) for row, _, number in (text.rpartition("=") for text in given.buckets)}
+    named = [row for row in (f"{job.model}/{job.way}", job.model, "") if row in buckets]
+    number = buckets[named[0]] if named else 12
+    return Case(job.model, batch, given.precision, given.ranks, number, given.steps)
 
 
 def predicted(given: argparse.Namespace, job: Job, known: Mapping[str, int]) -> tuple[int, int | None]:
@@ -232,26 +238,53 @@ def predicted(given: argparse.Namespace, job: Job, known: Mapping[str, int]) -> 
 
 def show_predictions(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[str, int]) -> None:
     """Batches and peaks without a GPU, and what to give with --at."""
-    found = []
+    found, rows = [], {}
     for job in jobs:
         begun = perf_counter()
-        batch, nbytes = predicted(given, job, known)
+        batch, nbytes = rows[key_of(job)] = predicted(given, job, known)
         peak = "" if nbytes is None else f"{nbytes / GIB:.2f} GiB"
         print(f"{job.model} {job.way}: batch {batch}, {peak}, found in {perf_counter() - begun:.1f} s", flush=True)
         found += [f"{job.model}/{job.way}={batch}"] if batch and not job.batch else []
+        if given.predictions is not None:
+            given.predictions.write_text(json.dumps({"for": options_of(given), "rows": rows}, indent=1) + "\n")
     if found:
         print(f"--at {' '.join(found)}")
+
+
+def read_predictions(given: argparse.Namespace) -> dict[str, tuple[int, int | None]]:
+    """What a file knows of rows: batch and peak."""
+    if given.predictions is None:
+        return {}
+    document = json.loads(given.predictions.read_text())
+    if document["for"] != options_of(given):
+        raise SystemExit(f"{given.predictions} was made for {document['for']}: expected {options_of(given)}")
+    return dict(document["rows"])
+
+
+def options_of(given: argparse.Namespace) -> dict[str, object]:
+    """On what predictions depend, beside the row."""
+    return {name: getattr(given, name) for name in ("precision", "ranks", "buckets", "limit_gib")}
+
+
+def key_of(job: Job) -> str:
+    """The name of a row in a file of predictions."""
+    return f"{job.model}:{job.batch}/{job.way}"
 
 
 # ------------------------------------------------------------------------------------------------- the supervisor
 
 
-def supervise(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[str, int]) -> None:
+def supervise(
+    given: argparse.Namespace,
+    jobs: Sequence[Job],
+    known: Mapping[str, int],
+    rows: Mapping[str, tuple[int, int | None]],
+) -> None:
     """See to the workers; on rank 0 predict beside them, and print rows as they come."""
     store = board()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # else little fits behind other rows
     if os.environ["RANK"] == "0":
-        threading.Thread(target=predict_all, args=(given, jobs, known), daemon=True).start()
+        threading.Thread(target=predict_all, args=(given, jobs, known, rows), daemon=True).start()
 
     def again(number: int) -> bool:
         """Whether a smaller batch may help."""
@@ -274,12 +307,17 @@ def supervise(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[str
         table.show(job, row)
 
 
-def predict_all(given: argparse.Namespace, jobs: Sequence[Job], known: Mapping[str, int]) -> None:
-    """In a thread: batches and predicted peaks, which workers and the table wait for."""
+def predict_all(
+    given: argparse.Namespace,
+    jobs: Sequence[Job],
+    known: Mapping[str, int],
+    rows: Mapping[str, tuple[int, int | None]],
+) -> None:
+    """In a thread: batches and predicted peaks, which workers and the table wait for; ``rows`` has some of them."""
     store = joined()
     for number, job in enumerate(jobs):
         try:
-            found = predicted(given, job, known)
+            found = rows[key_of(job)] if key_of(job) in rows else predicted(given, job, known)
         except Exception:  # rows need no prediction where their batch is given
             traceback.print_exc()
             found = job.batch or known.get(f"{job.model}/{job.way}", 0), None
@@ -319,6 +357,7 @@ class Table:
         yield str(row.batch)
         yield f"{peak / GIB:.2f}" if peak else ""
         yield f"{said / GIB:.2f}" if said else ""
+        yield f"{row.first_nbytes / GIB:.2f}" if row.first_nbytes else ""
         more = peak - ddp.peak_nbytes if peak and ddp.peak_nbytes else None
         yield "" if more is None else f"{more / GIB:+.2f}"
         yield "" if more is None else f"{more / case_of(self._given, job, 1).weights_nbytes:+.2f}"
@@ -373,7 +412,7 @@ def prepared(given: argparse.Namespace, job: Job, store: TCPStore, number: int, 
         batch = max(1, int(batch * SHRUNK**tries))
     budget_nbytes = limit_nbytes if way.within == "limit" else None
     if way.within == "share":
-        share = given.share or (0.5 if given.precision == "bf16" else 0.4)
+        share = given.share or (0.4 if given.precision == "fp32" else 0.5)
         naive = next((row.peak_nbytes for row in before if row.way == "naive" and row.peak_nbytes), None)
         naive = naive or predicted_nbytes(case_of(given, job, batch), NAIVE, False)
         budget_nbytes = int(share * naive)

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.activations.recompute import recompute
-from anabranch.bench.memory import Build, compressed_plan, drain, release_memory, zoo_build
+from anabranch.bench.memory import Build, compressed_plan, drain, in_bfloat16, release_memory, settle, zoo_build
 from anabranch.bench.zoo import SEQUENCES
 from anabranch.cli.user_function import load_function
 from anabranch.estimate.largest_batch import MAX_BATCH, largest_batch
@@ -26,16 +26,21 @@ from anabranch.footprint.step_profile import StepProfile
 ON_GPU = torch.cuda.is_available()  # a CPU is enough to try everything but the measured memory
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 DENSITY = 0.01
+FP32, BF16, PURE = PRECISIONS = ("fp32", "bf16", "pure-bf16")
 MARGIN = 0.92  # of the limit: what predictions do not know, and what the allocator cannot use
 CLOSE = 0.95  # of that is enough
-ENOUGH_S = 6.0  # of timed steps, where the network is slow
+ENOUGH_S = 4.0  # of timed steps, where the network is slow
+WATCHED_S = 0.12  # NCCL's watchdog, which frees what was sent, looks every 0.1 s
 WARM, WARM_CHOOSING = 2, 4  # steps; Lean chooses after two
 EXPECTED = "a model of the zoo, or module:function, where function(batch, device) returns a model and its loss"
 
 
 @cache
-def build_of(name: str) -> Callable[[int], Build]:
+def build_of(name: str, precision: str) -> Callable[[int], Build]:
     """By batch, what makes a model of the zoo, or one of module:function."""
+    if precision == PURE:
+        made = build_of(name, FP32)
+        return lambda batch: in_bfloat16(made(batch))
     if ":" not in name:
         return partial(zoo_build, name)
     function = load_function(name, EXPECTED)
@@ -43,16 +48,17 @@ def build_of(name: str) -> Callable[[int], Build]:
 
 
 @cache
-def sizes_of(name: str) -> tuple[int, ...]:
+def weights_nbytes(name: str, precision: str) -> int:
     """Bytes of the model's parameters."""
-    return tuple(parameter.nbytes for parameter in build_of(name)(1)(torch.device("meta"))[0].parameters())
+    model, _ = build_of(name, precision)(1)(torch.device("meta"))
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 @dataclass(frozen=True)
 class Case:
     """A model to train at a batch.
 
-    half           in bfloat16, by autocast
+    precision      one of ``PRECISIONS``: bf16 by autocast; pure: the weights, too
     ranks          of the world
     buckets        of Lean's plans: more need less memory
     steps          to time, at most
@@ -61,7 +67,7 @@ class Case:
 
     name: str
     batch: int
-    half: bool
+    precision: str
     ranks: int
     buckets: int
     steps: int
@@ -75,7 +81,7 @@ class Case:
     @property
     def weights_nbytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(sizes_of(self.name))
+        return weights_nbytes(self.name, self.precision)
 
     @property
     def optimizer(self) -> Callable[[Any], torch.optim.Optimizer]:
@@ -85,16 +91,16 @@ class Case:
         return partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
 
     @property
-    def precision(self) -> AbstractContextManager[object]:
-        """bfloat16 by autocast; else images in TF32, as cuDNN does by itself."""
-        return torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.half)
+    def casting(self) -> AbstractContextManager[object]:
+        """For forward: bfloat16 by autocast; else images in TF32, as cuDNN does by itself."""
+        return torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.precision == BF16)
 
     def model_and_loss(self) -> tuple[nn.Module, Loss]:
         """The model and its loss, which is computed in the precision of the case."""
-        model, loss = build_of(self.name)(self.batch)(DEVICE)
+        model, loss = build_of(self.name, self.precision)(self.batch)(DEVICE)
 
         def in_precision(wrapped: nn.Module) -> torch.Tensor:
-            with self.precision:
+            with self.casting:
                 return loss(wrapped)
 
         return model, in_precision
@@ -103,18 +109,19 @@ class Case:
 Training = Callable[[Case], Generator[Any, None, None]]  # a step per ``next``
 
 
-def plan_of(name: str, mode: str, buckets: int) -> ab.Plan:
+def plan_of(case: Case, mode: str) -> ab.Plan:
     """The buckets that Lean exchanges in a mode of the account, whatever it does with residuals."""
-    return _plan(name, modes_of(WAYS[mode].exchange)[0], buckets)
+    mode = modes_of(WAYS[mode].exchange)[0]
+    return compressed_plan(_order(case.name, case.precision), mode, DENSITY, case.weights_nbytes // case.buckets)
 
 
 @cache
-def _plan(name: str, mode: str, buckets: int) -> ab.Plan:
-    return compressed_plan(build_of(name)(1), mode, DENSITY, sum(sizes_of(name)) // buckets)
+def _order(name: str, precision: str) -> StepProfile:
+    return probe(build_of(name, precision)(1))
 
 
 @cache
-def _profile(name: str, batch: int, half: bool, recomputed: bool) -> StepProfile:
+def _profile(name: str, batch: int, precision: str, recomputed: bool) -> StepProfile:
     def optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """One that needs as little beside its state as a fused one."""
         if name in SEQUENCES:
@@ -122,19 +129,19 @@ def _profile(name: str, batch: int, half: bool, recomputed: bool) -> StepProfile
         return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=False)
 
     def build(device: torch.device) -> tuple[nn.Module, Loss]:
-        model, loss = build_of(name)(batch)(device)
+        model, loss = build_of(name, precision)(batch)(device)
         if recomputed:
             recompute(model)
         return model, loss
 
-    return probe(build, optimizer, half=half)
+    return probe(build, optimizer, half=precision == BF16)
 
 
 def predicted_nbytes(case: Case, mode: str, recomputed: bool) -> int:
     """The peak that ``anabranch memory`` predicts for a mode."""
-    buckets = [bucket.names for bucket in plan_of(case.name, mode, case.buckets).buckets] if mode in WAYS else None
+    buckets = [bucket.names for bucket in plan_of(case, mode).buckets] if mode in WAYS else None
     setting = Setting(ranks=case.ranks, density=DENSITY, buckets=buckets)
-    return account.predict(_profile(case.name, case.batch, case.half, recomputed), mode, setting).nbytes
+    return account.predict(_profile(case.name, case.batch, case.precision, recomputed), mode, setting).nbytes
 
 
 def predicted_batch(case: Case, mode: str, recomputed: bool, limit_nbytes: int) -> int:
@@ -145,8 +152,7 @@ def predicted_batch(case: Case, mode: str, recomputed: bool, limit_nbytes: int) 
     more_nbytes = case.weights_nbytes if mode == DDP else 0
 
     def nbytes_at(batch: int) -> int:
-        at = Case(case.name, batch, case.half, case.ranks, case.buckets, case.steps)
-        return predicted_nbytes(at, mode, recomputed) + more_nbytes
+        return predicted_nbytes(replace(case, batch=batch), mode, recomputed) + more_nbytes
 
     room_nbytes = MARGIN * limit_nbytes
     first = 1 if case.speaks else 8
@@ -156,11 +162,13 @@ def predicted_batch(case: Case, mode: str, recomputed: bool, limit_nbytes: int) 
 class Shown(NamedTuple):
     """What a training has shown.
 
-    peak_nbytes        the allocator's peak over all steps; 0 on a CPU
-    seconds            of steps after the first ones
+    first_nbytes       the allocator's peak over the first steps; 0 on a CPU
+    peak_nbytes        that over the steps behind them
+    seconds            of these steps
     chosen             within a budget: what Lean has chosen, and the peak that it has predicted for that
     """
 
+    first_nbytes: int
     peak_nbytes: int
     seconds: list[float]
     chosen: str = ""
@@ -175,6 +183,7 @@ def timed(training: Training, case: Case) -> Shown:
     try:
         for _ in range(WARM if case.budget_nbytes is None else WARM_CHOOSING):
             next(running)
+        first_nbytes = _peak(before_nbytes)
         while len(seconds) < case.steps and (len(seconds) < 2 or sum(seconds) <= ENOUGH_S):
             barrier()
             begun = perf_counter()
@@ -184,11 +193,11 @@ def timed(training: Training, case: Case) -> Shown:
             slowest = torch.tensor([perf_counter() - begun], device=DEVICE)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds.append(float(slowest))
-        peak_nbytes = int(torch.cuda.max_memory_allocated()) - before_nbytes if ON_GPU else 0
+        peak_nbytes = _peak(before_nbytes)
         if case.budget_nbytes is None:
-            return Shown(peak_nbytes, seconds)
+            return Shown(first_nbytes, peak_nbytes, seconds)
         chosen, agreed = lean.explain().splitlines()[-1], lean._activations.agreed
-        return Shown(peak_nbytes, seconds, chosen, agreed["peak_nbytes"])
+        return Shown(first_nbytes, peak_nbytes, seconds, chosen, agreed["peak_nbytes"])
     finally:
         running.close()
 
@@ -196,6 +205,16 @@ def timed(training: Training, case: Case) -> Shown:
 def barrier() -> None:
     """Wait for all ranks."""
     dist.barrier(device_ids=[0] if ON_GPU else None)
+
+
+def _peak(before_nbytes: int) -> int:
+    """The allocator's peak until now, beyond what was there before; the next one begins now."""
+    if not ON_GPU:
+        return 0
+    settle(WATCHED_S)
+    nbytes = int(torch.cuda.max_memory_allocated()) - before_nbytes
+    torch.cuda.reset_peak_memory_stats()
+    return nbytes
 
 
 def _rested() -> int:

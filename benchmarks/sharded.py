@@ -9,10 +9,11 @@ the slowest rank. Ratios are medians over rounds of the ratio to HSDP in the sam
 import argparse
 import os
 import platform
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ KINDS: dict[str, Any] = {
     "replicate, Ok-Topk 1 %": ab.OkTopk(density=0.01, warmup_steps=0),
     "replicate, Ok-Topk 1 %, bf16": ab.OkTopk(density=0.01, warmup_steps=0, wire="bf16"),
 }
+EXPLAINED = (HSDP, "replicate, int8", "replicate, Ok-Topk 1 %")
+WARM_UP = 3  # steps of each
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -45,8 +48,10 @@ def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def contestant(name: str, build: Callable[[], nn.Module], mesh: DeviceMesh, batch: int) -> Callable[[], None]:
-    """A function that trains one step."""
+def contestant(
+    name: str, build: Callable[[], nn.Module], mesh: DeviceMesh, batch: int
+) -> tuple[nn.Module, Callable[[], None]]:
+    """A model, and a function that trains one step of it."""
     if name == HSDP:
         model = sharded(build(), mesh)
     elif name == SHARDED:
@@ -65,7 +70,7 @@ def contestant(name: str, build: Callable[[], nn.Module], mesh: DeviceMesh, batc
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return model, step
 
 
 def timed(step: Callable[[], None], steps: int, device: str) -> float:
@@ -80,11 +85,44 @@ def timed(step: Callable[[], None], steps: int, device: str) -> float:
     return float(took)
 
 
+def in_turns(
+    steps: Mapping[str, Callable[[], None]], options: argparse.Namespace, device: str
+) -> list[dict[str, float]]:
+    """Milliseconds of a step of each contestant, in each round; those after ``--limit-s`` are left out."""
+    begun, rounds = perf_counter(), list[dict[str, float]]()
+    for name, step in steps.items():
+        took = timed(step, WARM_UP, device)
+        said(f"{name}: {took:.1f} ms a step, the first {WARM_UP}")
+    while len(rounds) < options.rounds and not (rounds and late(begun, options.limit_s, device)):
+        rounds.append({name: timed(step, options.steps, device) for name, step in steps.items()})
+        said(f"round {len(rounds)}: " + ", ".join(f"{name} {took:.1f}" for name, took in rounds[-1].items()))
+    return rounds
+
+
+def late(begun: float, limit_s: float | None, device: str) -> bool:
+    """Whether so many seconds are over on any rank."""
+    is_late = torch.tensor(limit_s is not None and perf_counter() - begun > limit_s, dtype=torch.int32, device=device)
+    dist.all_reduce(is_late, op=dist.ReduceOp.MAX)
+    return bool(is_late)
+
+
+def said(text: str) -> None:
+    """Progress, for whoever waits."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
 def settle(device: str) -> None:
     """All ranks begin together, and nothing is under way."""
     if device == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
+
+
+def leave() -> None:
+    """End the process group, once Gloo's threads have let go of tensors: while Python ends, that would abort it."""
+    sleep(0.2)
+    dist.destroy_process_group()
 
 
 def options_of() -> argparse.Namespace:
@@ -95,7 +133,20 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="passages of 128 bytes per rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
+    parser.add_argument("--limit-s", type=float, help="begin no round after so many seconds of training")
+    parser.add_argument("--leave-out", choices=(COMPUTING, SHARDED, *KINDS), action="append", default=[])
+    parser.add_argument("--explain", action="store_true", help="where a step goes, by unit")
     return parser.parse_args()
+
+
+def explanation(name: str, model: nn.Module, step: Callable[[], None]) -> str:
+    """Where a step of this contestant goes, on this rank."""
+    watch = ab.watch(model)
+    for _ in range(4):
+        step()
+    text = watch.explain()
+    watch.close()
+    return f"\n## {name}\n\n```text\n{text}\n```"
 
 
 def main() -> None:
@@ -110,24 +161,28 @@ def main() -> None:
         return Transformer(options.width, options.layers, 8, causal=True).to(device)
 
     numel = sum(parameter.numel() for parameter in build().parameters())
-    steps = {name: contestant(name, build, mesh, options.batch) for name in (COMPUTING, HSDP, SHARDED, *KINDS)}
-    for step in steps.values():
-        for _ in range(3):
-            step()
-    rounds = [{name: timed(step, options.steps, device) for name, step in steps.items()} for _ in range(options.rounds)]
+    names = [name for name in (COMPUTING, HSDP, SHARDED, *KINDS) if name not in options.leave_out]
+    contestants = {name: contestant(name, build, mesh, options.batch) for name in names}
+    steps = {name: step for name, (_, step) in contestants.items()}
+    rounds = in_turns(steps, options, device)
     if dist.get_rank() == 0:
         processor = (
             torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores, {platform.machine()}"
         )
         print(f"# A sharded transformer of {numel / 1e6:.0f} million parameters\n")
         print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')},")
-        print(f"batch {options.batch} × {LENGTH}; {options.rounds} rounds of {options.steps} steps each, in turns.\n")
+        print(f"batch {options.batch} × {LENGTH}; {len(rounds)} rounds of {options.steps} steps each, in turns.\n")
         print("| | ms per step | from – to | HSDP / it |\n|---|---:|---:|---:|")
         for name in steps:
             took = [one[name] for one in rounds]
             ratio = median(one[HSDP] / one[name] for one in rounds)
-            print(f"| {name} | {median(took):.1f} | {min(took):.1f} – {max(took):.1f} | {ratio:.2f} |")
-    dist.destroy_process_group()
+            print(f"| {name} | {median(took):.1f} | {min(took):.1f} – {max(took):.1f} | {ratio:.2f} |", flush=True)
+    if options.explain:
+        for name in (name for name in EXPLAINED if name in contestants):
+            text = explanation(name, *contestants[name])
+            if dist.get_rank() == 0:
+                print(text, flush=True)
+    leave()
 
 
 if __name__ == "__main__":

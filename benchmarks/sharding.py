@@ -5,7 +5,9 @@
 
 Every contestant trains its own copy of the model. A step is forward and backward; the time is that of the slowest rank.
 Ratios are medians over rounds of the ratio to a unit per block in the same round. Predicted are steps of the recorded
-model on the measured network; the record is of a unit per block alone.
+model on the measured network; the record is of a unit per block alone. "MiB at most" is predicted, of gathered
+parameters, gradients and buffers; "MiB of a step" is what a GPU's allocator had at most beyond what lies between steps,
+with activations.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from benchmarks.fidelity_tasks import LENGTH, SYMBOLS, Transformer
-from benchmarks.sharded import timed
+from benchmarks.sharded import in_turns, leave, said
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
@@ -78,6 +80,8 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12, help=f"of {OWN}")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
+    parser.add_argument("--trial-rounds", type=int, default=5, help="of find_sharding()")
+    parser.add_argument("--limit-s", type=float, help="begin no round after so many seconds of training")
     parser.add_argument("--explain", action="store_true", help="where a step goes, by unit")
     return parser.parse_args()
 
@@ -99,18 +103,17 @@ def main() -> None:
         model.zero_grad()
 
     memory_nbytes = None if options.memory_mib is None else options.memory_mib * MIB
-    found = ab.find_sharding(build, mesh, step, memory_nbytes=memory_nbytes)
+    found = ab.find_sharding(build, mesh, step, memory_nbytes=memory_nbytes, rounds=options.trial_rounds)
+    said(found.explain())
     models, plans = contestants_of(found, build, mesh)
     steps = {name: partial(step, model) for name, model in models.items()}
-    for one in steps.values():
-        for _ in range(3):
-            one()
-    rounds = [{name: timed(one, options.steps, kind) for name, one in steps.items()} for _ in range(options.rounds)]
+    rounds = in_turns(steps, options, kind)
+    used = {name: step_nbytes(one) for name, one in steps.items()} if kind == "cuda" else {}
     explained = [explanation(name, models[name], steps[name], found) for name in plans] if options.explain else []
     if dist.get_rank() == 0:
-        report(options, found, rounds, plans)
-        print("\n".join(explained))
-    dist.destroy_process_group()
+        report(options, found, rounds, plans, used)
+        print("\n".join(explained), flush=True)
+    leave()
 
 
 def explanation(name: str, model: nn.Module, step: Callable[[], None], found: ab.FoundSharding) -> str:
@@ -123,11 +126,22 @@ def explanation(name: str, model: nn.Module, step: Callable[[], None], found: ab
     return f"\n## {name}\n\n```text\n{text}\n```"
 
 
+def step_nbytes(step: Callable[[], None]) -> int:
+    """What a step allocates at most on this rank, beside what lies between steps: activations, too."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def report(
     options: argparse.Namespace,
     found: ab.FoundSharding,
     rounds: list[dict[str, float]],
     plans: dict[str, ab.ShardingPlan],
+    used: dict[str, int],
 ) -> None:
     """The table."""
     processor = (
@@ -137,9 +151,10 @@ def report(
     print(f"# Units of FSDP2: {options.model}, {found.trace.nbytes / MIB:.0f} MiB of parameters\n")
     print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')}, "
           f"{dist.get_world_size()} ranks, {precision};")  # fmt: skip
-    print(f"{options.rounds} rounds of {options.steps} steps each, in turns.\n\n{found.explain()}\n")
-    print("| | units | freed | ahead | MiB at most | ms per step | from – to | predicted | a unit per block / it |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print(f"{len(rounds)} rounds of {options.steps} steps each, in turns.\n\n{found.explain()}\n")
+    columns = ("units", "freed", "ahead", "MiB at most", "MiB of a step", "ms per step", "from – to", "predicted",
+               "a unit per block / it")  # fmt: skip
+    print(f"| | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
     per_block = next(name for name in plans if name.startswith(PER_BLOCK))
     for name in rounds[0]:
         took = [one[name] for one in rounds]
@@ -152,7 +167,8 @@ def report(
             predicted_ms = ab.sharded.step_s(found.trace, plan, found.links) * 1e3
             predicted = f"{predicted_ms:.1f} ({predicted_ms / median(took) - 1:+.0%})"
         span = f"{min(took):.1f} – {max(took):.1f}"
-        print(f"| {name} | {figures} | {median(took):.1f} | {span} | {predicted} | {ratio:.2f} |")
+        mib = f"{used[name] / MIB:.0f}" if used else ""
+        print(f"| {name} | {figures} | {mib} | {median(took):.1f} | {span} | {predicted} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

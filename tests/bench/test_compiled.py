@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.bench import compiled as compiled_bench
-from anabranch.bench.compiled import CountingBackend, compiled_step
+from anabranch.bench.compiled import CountingBackend, compiled_step, start_compiler
 from anabranch.bench.run import Settings, run
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
@@ -62,6 +63,7 @@ def test_compiled_twins_run_beside_the_others() -> None:
         assert "one graph serves several modules" not in answer["explained"]
         chosen = [line for line in answer["said"] if "chosen in" in line]
         assert ["s compiling" in line for line in chosen] == [False, True, True]
+        assert sum("Compiled: 1 graph in" in line for line in answer["said"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -97,3 +99,22 @@ def found_in_caches(rank: int, own: bool, folder: str) -> int:
 def test_contestants_may_have_caches_of_their_own(own: bool, tmp_path: Path) -> None:
     (hits,) = on_ranks(found_in_caches, 1, own, str(tmp_path), timeout_s=150)
     assert (hits == 0) == own
+
+
+def many(rank: int) -> list[int]:
+    """How many graphs of each of several models of one class torch compiles, each for a contestant of its own."""
+    warnings.simplefilter("ignore")
+    compiled_bench.BACKEND = "eager"
+    start_compiler(torch.device("cpu"))
+    graphs = []
+    for _ in range(10):
+        model, step = build()
+        backend = CountingBackend()
+        compiled_step(step, DistributedDataParallel(model), backend)(model)
+        graphs.append(backend.graphs)
+    return graphs
+
+
+def test_torch_compiles_every_contestant_of_a_class() -> None:
+    for graphs in on_ranks(many, 2):
+        assert min(graphs) == max(graphs) > 0

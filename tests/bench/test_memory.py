@@ -9,6 +9,7 @@ from torch import nn
 from anabranch.bench import zoo
 from anabranch.bench.memory import FIRST, OPTIMIZERS, compressed_plan, world
 from anabranch.bench.trainings import ON_ONE_RANK, Training, TrainingSetup, naive_exchange, training_of
+from anabranch.estimate.probe import probe
 from anabranch.footprint.account import OKTOPK
 from estimate.models import images
 from ranks import on_ranks
@@ -26,7 +27,7 @@ def alone() -> Iterator[None]:
 def test_it_trains(training: Training, alone: None) -> None:
     model, loss = images(2)(torch.device("cpu"))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    plan = compressed_plan(images(2), OKTOPK, DENSITY)
+    plan = compressed_plan(probe(images(2)), OKTOPK, DENSITY)
     running = training(TrainingSetup(model, loss, OPTIMIZERS["momentum"], 4, DENSITY, plan))
     for _ in range(3):  # DDP lays out its buckets anew after the first
         next(running)
@@ -39,7 +40,7 @@ def on_real_ranks(rank: int, mode: str = OKTOPK) -> list[torch.Tensor]:
     torch.manual_seed(rank)  # another batch on each
     build = images(2)
     model, loss = build(torch.device("cpu"))
-    plan = compressed_plan(build, mode, DENSITY)
+    plan = compressed_plan(probe(build), mode, DENSITY)
     running = training_of(mode)(TrainingSetup(model, loss, OPTIMIZERS["momentum"], 2, DENSITY, plan))
     for _ in range(FIRST):
         next(running)
@@ -65,18 +66,19 @@ def test_every_mode_trains_on_real_ranks(mode: str) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(one, untrained.parameters(), strict=True))
 
 
-def test_the_average_of_ranks_that_send_alike_is_what_one_offers() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_of_ranks_that_send_alike_is_what_one_offers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    parameter = nn.Parameter(torch.zeros(1000))
-    parameter.grad = torch.randn(1000)
+    parameter = nn.Parameter(torch.zeros(1000, dtype=dtype))
+    parameter.grad = torch.randn(1000, dtype=dtype)
     given, residual = parameter.grad.clone(), torch.zeros(1000)
     naive_exchange([parameter], residual, 4, 100)
-    torch.testing.assert_close(parameter.grad + residual, given)
+    torch.testing.assert_close(parameter.grad + residual, given.float())
     assert int((parameter.grad != 0).sum()) == 100
 
 
 def test_the_plan_is_whole_and_vectors_travel_dense() -> None:
-    plan = compressed_plan(images(2), OKTOPK, DENSITY)
+    plan = compressed_plan(probe(images(2)), OKTOPK, DENSITY)
     model, _ = images(2)(torch.device("cpu"))
     kinds = {name: bucket.collective for bucket in plan.buckets for name in bucket.names}
     assert set(kinds) == {name for name, _ in model.named_parameters()}
@@ -84,7 +86,7 @@ def test_the_plan_is_whole_and_vectors_travel_dense() -> None:
 
 
 def test_rounding_takes_vectors_too() -> None:
-    plan = compressed_plan(images(2), "lean, int4", DENSITY)
+    plan = compressed_plan(probe(images(2)), "lean, int4", DENSITY)
     assert {bucket.collective for bucket in plan.buckets} == {"int4"}
 
 

@@ -312,6 +312,24 @@ def test_bf16_is_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["modes"]["ddp"]["kinds"]["activations"] < full["activations"]
 
 
+def test_pure_bf16_halves_weights_and_state_but_not_exact_residuals(capsys: pytest.CaptureFixture[str]) -> None:
+    full, pure = (json_of(capsys, *ASKED, *more)["modes"] for more in ([], ["--precision", "pure-bf16"]))
+    for kind in ("weights", "optimizer state"):
+        assert pure["ddp"]["kinds"][kind] == pytest.approx(full["ddp"]["kinds"][kind] / 2, rel=0.05)
+    assert pure["lean"]["kinds"]["residual"] == full["lean"]["kinds"]["residual"]
+    assert pure["naive sparse"]["kinds"]["residual"] == pytest.approx(
+        full["naive sparse"]["kinds"]["residual"], rel=0.05
+    )
+    document = json_of(capsys, *ASKED, "--precision", "pure-bf16")
+    assert any("optimizer's state in bfloat16" in said for said in document["assumptions"])
+
+
+def test_a_pure_build_takes_what_the_other_takes() -> None:
+    model, loss = bench.in_bfloat16(images(2))(torch.device("cpu"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert loss(model).isfinite()
+
+
 def test_a_build_under_autocast() -> None:
     model, loss = bench.under_autocast(images(2))(torch.device("cpu"))
     assert loss(model).dtype == torch.float32, "only on a GPU"

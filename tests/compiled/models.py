@@ -123,3 +123,53 @@ def furthest(theirs: nn.Module, ours: nn.Module) -> float:
     """The largest difference between their parameters."""
     pairs = zip(theirs.parameters(), ours.parameters(), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+class Residual(nn.Module):
+    """Three convolutions with norms and a shortcut; adds and clips in place, as the blocks of torchvision's ResNets."""
+
+    def __init__(self, channels: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        wide = 4 * width
+        self.first, self.first_norm = nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.middle = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.middle_norm = nn.BatchNorm2d(width)
+        self.last, self.last_norm = nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module | None = None
+        if stride > 1 or channels != wide:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, wide, 1, stride, bias=False), nn.BatchNorm2d(wide))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        identity = x if self.shortcut is None else self.shortcut(x)
+        out = self.relu(self.first_norm(self.first(x)))
+        out = self.relu(self.middle_norm(self.middle(out)))
+        out = self.last_norm(self.last(out))
+        out += identity
+        result: torch.Tensor = self.relu(out)
+        return result
+
+
+class ResNet(nn.Module):
+    """With 3, 4, 6 and 3 blocks the same operations as torchvision's ResNet-50."""
+
+    def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, 2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, padding=1),
+        )
+        self.blocks = nn.Sequential()
+        channels = width
+        for stage, count in enumerate(blocks):
+            for number in range(count):
+                inner = width << stage
+                self.blocks.append(Residual(channels, inner, 2 if stage and not number else 1))
+                channels = 4 * inner
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.blocks(self.stem(x)).mean((2, 3)))
+        return result

@@ -1,14 +1,16 @@
 """What is read from graphs of torch.compile, on real ones."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from math import inf
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from anabranch.compiled.cuts import GraphShape
+from anabranch.compiled.cuts import GraphShape, fine_cuts, is_connected
 from anabranch.compiled.graph_shape import has_dynamic_shapes, operations, shape_of
+from compiled.models import ResNet
 
 WIDTH = 4
 
@@ -103,3 +105,18 @@ def test_dynamic_shapes() -> None:
     module = Chain()
     assert has_dynamic_shapes(graph_of(module, torch.randn(3, WIDTH), dynamic=True)[0])
     assert not has_dynamic_shapes(graph_of(module, torch.randn(3, WIDTH))[0])
+
+
+def test_a_residual_network_that_adds_in_place_is_cut_finely() -> None:
+    found, _ = shape(ResNet(width=16, classes=100), torch.randn(2, 3, 32, 32))
+    total = sum(found.nbytes.values())
+    assert not is_connected(found, total)
+    cuts = fine_cuts(found, total)
+    bounds = [0, *cuts, len(found.crossing)]
+    parts = [
+        sum(found.nbytes[name] for name, first in found.first_use.items() if begin <= first < end)
+        for begin, end in pairwise(bounds)
+    ]
+    assert len(parts) >= 8
+    assert max(parts) < total / 6
+    assert found.first_use["head.weight"] in range(cuts[-1], len(found.crossing)), "the last layer leaves at once"

@@ -16,6 +16,7 @@ from anabranch.comm.launcher import BucketLauncher
 from anabranch.sparse.naming import kind_of
 from anabranch.tuning import search
 from anabranch.tuning.live_trials import LiveTrials
+from compiled import residual
 from compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
 from observe.trace_events import check_format, of_rank
 from parallel.twins import SCENARIOS, ring, steps
@@ -119,6 +120,12 @@ def test_inductor(order: str) -> None:
     for answer in on_ranks(trained, 2, order, "keeps the plan", "inductor", {}, timeout_s=150):
         assert answer["apart"] < 1e-4
         assert len(set(answer["compiled"])) == 2, answer["explained"]
+
+
+@pytest.mark.slow
+def test_a_residual_network(tmp_path: Path) -> None:
+    answers = on_ranks(residual.trained, residual.RANKS, str(tmp_path), "cpu", "aot_eager", None, timeout_s=100)
+    residual.check(answers, 1e-3)
 
 
 def launches(rank: int, path: str) -> dict[str, Any]:

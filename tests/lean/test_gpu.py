@@ -1,13 +1,10 @@
 """On a GPU: Lean trains the same weights as without it, also over host memory, and nothing waits for the host.
 
-One rank here, where plain DataParallel sends nothing; on the ranks of a lab everything is compared:
-anabranch lab --hosts 4 --rate unshaped --backend nccl -- python tests/memory/test_lean_gpu.py
+One rank here, where plain DataParallel sends nothing; on four ranks everything is compared (``test_gpu_ranks.py``).
 """
 
 import gc
-import sys
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,15 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where it is run as a program
-
 import anabranch as ab
 from gpu import ON_GPU, no_waiting
 from lean.test_lean_parallel import OPTIMIZERS, made, planned, side_by_side, tokens
 from lean.test_update import poisoned, skipping
 
 pytestmark = ON_GPU
-WAYS = list(product(["momentum", "adamw", "fused"], ["in place", "host"], ["oktopk:0.1", "dense"], [1, 2]))
 
 
 @pytest.fixture
@@ -190,21 +184,3 @@ def test_slots_are_there_only_in_backward(alone: None) -> None:
     between_nbytes = torch.cuda.memory_allocated() - before_nbytes
     lean.close()
     assert between_nbytes < 2 * weights_nbytes + (66 << 20), "weights, momentum, and what cuBLAS keeps"
-
-
-def main() -> None:
-    """Everything on the ranks of a lab: all must end with the same weights."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl")
-    for way in WAYS:
-        for weight in side_by_side(dist.get_rank(), *way, "cuda"):
-            mine = weight.clone()
-            dist.broadcast(mine, 0)
-            assert torch.equal(mine, weight), way
-        if dist.get_rank() == 0:
-            print("the same weights:", *way, flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

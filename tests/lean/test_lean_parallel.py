@@ -43,9 +43,9 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(self.guess(hidden).flatten(0, 1), tokens.flatten())
 
 
-def made(device: str = "cpu") -> Tied:
+def made(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tied:
     torch.manual_seed(3)
-    return Tied().to(device)
+    return Tied().to(device, dtype)
 
 
 def planned(model: nn.Module, kind: str) -> ab.Plan:
@@ -61,12 +61,18 @@ def tokens(step: int, rank: int) -> torch.Tensor:
 
 
 def side_by_side(
-    rank: int, optimizer: str, residuals: str, kind: str, accumulate: int, device: str = "cpu"
+    rank: int,
+    optimizer: str,
+    residuals: str,
+    kind: str,
+    accumulate: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:
     """The same training with and without Lean, compared after every step; the weights at the end."""
     factory = OPTIMIZERS[optimizer]
     options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True) if kind != "dense" else None
-    plain_model, lean_model = made(device), made(device)
+    plain_model, lean_model = made(device, dtype), made(device, dtype)
     plan = planned(plain_model, kind)
     plain = ab.DataParallel(plain_model, plan=plan, compress=options, profile_steps=0)
     own = factory([p for p in plain_model.parameters() if p.requires_grad])
@@ -113,6 +119,11 @@ ROUNDED = ["bf16", "int8"]
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_accumulation(optimizer: str, residuals: str, kind: str) -> None:
     on_ranks(side_by_side, 3, optimizer, residuals, kind, 2)
+
+
+@WAYS
+def test_weights_in_bfloat16(residuals: str, kind: str) -> None:
+    on_ranks(side_by_side, 2, "adamw", residuals, kind, 2, "cpu", torch.bfloat16)
 
 
 def against_ddp(rank: int, made_by: str) -> None:

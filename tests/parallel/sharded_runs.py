@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import anabranch as ab
+from anabranch.integrations.sharded import parameter_groups
 
 WIDTH, BLOCKS, BATCH = 24, 3, 6
 
@@ -62,6 +63,12 @@ def train(model: nn.Module, steps: Sequence[int], optimizer: torch.optim.Optimiz
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """FSDP2's own record of each unit, once."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return list({id(group): group for unit in units for group in parameter_groups(unit)}.values())
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

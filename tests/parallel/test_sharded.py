@@ -1,5 +1,6 @@
 """ab.replicate: two nodes of two ranks, a model that FSDP2 shards inside each; between them every kind of exchange."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 import anabranch as ab
 from anabranch.comm.lanes import Lanes
 from anabranch.integrations import sharded
-from parallel.sharded_runs import batch_of, model_of, oktopk, train, two_nodes, weights
+from parallel.sharded_runs import batch_of, groups_of, model_of, oktopk, train, two_nodes, weights
 from ranks import on_ranks
 
 STEPS = range(5)
@@ -38,6 +39,38 @@ def dense_and_hsdp(rank: int) -> bool:
 
 def test_dense_is_stock_hsdp_bit_by_bit() -> None:
     assert all(on_ranks(dense_and_hsdp, 4))
+
+
+def accumulated_in_the_node(rank: int) -> list[bool]:
+    """Three batches a step, the first two reduced inside the node alone; ours, exact and by int8, beside stock HSDP."""
+    mesh = two_nodes()
+    models = [model_of(mesh["shard"]), model_of(mesh), model_of(mesh["shard"])]
+    ab.replicate(models[0], mesh)
+    ab.replicate(models[2], mesh, compress="int8")
+    averaged: list[bool] = []
+
+    def noted(hook: Any, buffer: torch.Tensor) -> None:
+        hook(buffer)
+        averaged.append(bool(buffer.any()))
+
+    groups = groups_of(models[2])
+    for group in groups:
+        group._all_reduce_hook = partial(noted, group._all_reduce_hook)
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in STEPS:
+            for part in range(3):
+                model.set_requires_all_reduce(part == 2)  # type: ignore[operator]
+                model(batch_of(3 * step + part)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    once = averaged == len(STEPS) * ([False] * 2 * len(groups) + [True] * len(groups))
+    return [same(weights(models[0]), weights(models[1])), once]
+
+
+def test_what_is_accumulated_in_a_node_is_sent_once() -> None:
+    for found in on_ranks(accumulated_in_the_node, 4):
+        assert found == [True, True]
 
 
 def accumulated_and_clipped(rank: int) -> bool:
@@ -323,6 +356,25 @@ def test_a_checkpoint_is_loaded_by_other_nodes_of_other_sizes(nodes: int, ranks:
         torch.testing.assert_close(after[0][name], before[0][name], rtol=0, atol=1e-6)
     if (nodes, ranks) == (2, 4):
         assert all(same(one, other) for one, other in zip(before, after, strict=True)), "bit by bit"
+
+
+def went_on(rank: int, folder: str) -> bool:
+    """From a checkpoint, as the run that has written it does."""
+    mesh = two_nodes()
+    runs = [model_of(mesh["shard"]) for _ in range(2)]
+    first, second = (ab.replicate(model, mesh, compress="int4") for model in runs)
+    train(runs[0], range(4))
+    save({"model": runs[0].state_dict(), "comm": ab.ReplicationState(first)}, checkpoint_id=folder)
+    read = runs[1].state_dict()
+    load({"model": read, "comm": ab.ReplicationState(second, folder)}, checkpoint_id=folder)
+    for model in runs:
+        train(model, range(4, 10))
+    return same(weights(runs[0]), weights(runs[1]))
+
+
+def test_rounding_errors_in_padding_are_saved(tmp_path: Path) -> None:
+    """Blocks of int4 reach from a shard's last value into the zeros behind it."""
+    assert all(on_ranks(went_on, 4, str(tmp_path / "checkpoint")))
 
 
 def other_checkpoint(rank: int, folder: str) -> str:

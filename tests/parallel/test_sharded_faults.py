@@ -59,6 +59,7 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str, program: str)
         note: dict[str, Any] = {"error": str(error), "notes": getattr(error, "__notes__", [])}
         note["after_s"] = time.monotonic() - begun
         Path(folder, f"rank-{rank}.json").write_text(json.dumps(note))
+    time.sleep(0.5)  # torch's Gloo threads let go of FSDP2's last tensors: as Python ends, that would abort it
     if ending == "destroy":
         dist.destroy_process_group()
 

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import anabranch as ab
 from anabranch.integrations import sharded_watch
+from anabranch.integrations.sharded import parameter_groups
 from anabranch.sharded import Links
-from parallel.sharded_runs import BLOCKS, WIDTH, batch_of, model_of, train, two_nodes, weights
+from parallel.sharded_runs import BLOCKS, WIDTH, batch_of, groups_of, model_of, train, two_nodes, weights
 from ranks import on_ranks, patience
 
 BLOCK_NUMEL = WIDTH * (WIDTH + 1) + 3 * (WIDTH + 1) + (WIDTH + 1) * WIDTH + WIDTH
@@ -21,14 +22,8 @@ BLOCK_NUMEL = WIDTH * (WIDTH + 1) + 3 * (WIDTH + 1) + (WIDTH + 1) * WIDTH + WIDT
 
 def parts_of(model: nn.Module) -> list[Any]:
     """What FSDP2 calls to send, in every unit."""
-    groups = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    ]
     names = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
-    return [getattr(group, name) for group in groups for name in names]
+    return [getattr(group, name) for group in groups_of(model) for name in names]
 
 
 def recorded(rank: int, nodes: int, compress: str | None, half: bool) -> dict[str, Any]:
@@ -192,7 +187,7 @@ def predicted_and_measured(rank: int, half: bool) -> list[tuple[float, float]]:
         ab.shard(model, init_device_mesh("cpu", (2,)), plan, mp_policy=policy)
         for unit in plan.units:
             module: Any = model.get_submodule(unit.names[0])
-            (group,) = module._get_fsdp_state()._fsdp_param_groups
+            (group,) = parameter_groups(module)
             group._all_gather_comm = SlowCollective(group._all_gather_comm)
             group._reduce_scatter_comm = SlowCollective(group._reduce_scatter_comm)
         watch = ab.watch(model)

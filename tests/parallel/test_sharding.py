@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 import anabranch as ab
 from anabranch.sharded import Unit, save
 from anabranch.sharded.step import REST, host_order, unit_label
-from parallel.sharded_runs import BLOCKS, WIDTH, Block, model_of, train, two_nodes, weights
+from parallel.sharded_runs import BLOCKS, WIDTH, Block, groups_of, model_of, train, two_nodes, weights
 from ranks import on_ranks
 
 STEPS = range(4)
@@ -134,8 +134,7 @@ class Memory:
     def __init__(self, model: nn.Module) -> None:
         self.live: dict[tuple[Counted, int], int] = {}
         self.peak = 0
-        states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-        self.groups = list({id(g): g for state in states for g in state._fsdp_param_groups}.values())
+        self.groups = groups_of(model)
         for group in self.groups:
             group._all_gather_comm = Counted(group._all_gather_comm, self, 1)
             group._reduce_scatter_comm = Counted(group._reduce_scatter_comm, self, 2)
@@ -181,9 +180,8 @@ def test_fsdp2_needs_the_memory_that_is_predicted(number: int) -> None:
 def layout(rank: int) -> tuple[list[int], list[bool]]:
     model = ab.shard(whole(), one_node(), PLANS[4])
     train(model, range(1))
-    states: list[Any] = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = {id(group): group for state in states for group in state._fsdp_param_groups}
-    return [len(group.modules) for group in groups.values()], [g._reshard_after_forward for g in groups.values()]
+    groups = groups_of(model)
+    return [len(group.modules) for group in groups], [group._reshard_after_forward for group in groups]
 
 
 def test_units_and_what_they_free_are_those_of_the_plan() -> None:

@@ -12,6 +12,7 @@ from anabranch.sim import finish_s
 from anabranch.tuning.calibration import (
     FACTORS,
     MAX_ETA,
+    OF_RECORDED,
     WAITING_NOTE,
     as_recorded,
     bucket_seconds,
@@ -193,6 +194,8 @@ def test_computing_beside_compressed_messages_may_be_faster_than_recorded() -> N
     again = computed_faster(faster, rounded, 3.24)
     assert share_of_recorded(again) == pytest.approx(0.81)
     assert as_recorded(again).backward_s == pytest.approx(4.0)
+    for share in (1e-300, 0.0, -1.0, 2.0, "half"):  # as a file may say
+        assert as_recorded(replace(trace, meta={OF_RECORDED: share})).tensors == trace.tensors
     # DDP's own buckets are predicted as before
     assert predicted_s(again, None, network) == pytest.approx(predicted_s(trace, None, network))
     assert predicted_s(again, rounded, network) < predicted_s(trace, rounded, network)

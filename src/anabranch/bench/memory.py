@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import sleep
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.utils._pytree import tree_map_only
 
 from anabranch.activations.policy import Activations
 from anabranch.bench import zoo
@@ -21,7 +22,7 @@ from anabranch.bench.contestants import PLAN_WARMUP_STEPS
 from anabranch.bench.trainings import ON_ONE_RANK, TrainingSetup, training_of
 from anabranch.estimate.probe import Loss, probe
 from anabranch.footprint.account import BUCKET_NBYTES, MODES, OKTOPK, WAYS
-from anabranch.footprint.step_profile import buckets_by_size
+from anabranch.footprint.step_profile import StepProfile, buckets_by_size
 from anabranch.lean.options import KEPT, OptimizerFactory
 from anabranch.plan import Bucket, Plan
 from anabranch.sparse.naming import kind_of
@@ -57,9 +58,27 @@ def under_autocast(build: Build) -> Build:
     return built
 
 
-def compressed_plan(build: Build, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
+def in_bfloat16(build: Build) -> Build:
+    """The same model with weights of bfloat16, so gradients and the optimizer's state, too; inputs are cast."""
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ARG001
+        return tree_map_only(torch.Tensor, lowered, (args, kwargs))
+
+    def lowered(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
+
+    def built(device: torch.device) -> tuple[nn.Module, Loss]:
+        model, loss = build(device)
+        model = model.bfloat16()
+        model.register_forward_pre_hook(cast, with_kwargs=True)
+        return model, loss
+
+    return built
+
+
+def compressed_plan(profile: StepProfile, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
     """Buckets in the order of backward, of the size and kind that ``footprint.account`` assumes for this mode."""
-    profile, way = probe(build), WAYS[mode]
+    way = WAYS[mode]
     buckets = sorted(buckets_by_size(profile, bucket_nbytes, way.compresses), key=lambda bucket: bucket.last_index)
     kinds = {True: kind_of(density) if way.exchange == OKTOPK else way.exchange, False: "dense"}
     names = [tuple(profile.gradients[index].name for index in bucket.indices) for bucket in buckets]
@@ -86,7 +105,7 @@ def peak(
     DDP rebuilds its buckets in the second step, while NCCL still holds those of the first. The peak of the first steps
     therefore contains the buckets twice.
     """
-    plan = compressed_plan(build, mode, density) if mode in WAYS else None
+    plan = compressed_plan(probe(build), mode, density) if mode in WAYS else None
     device = torch.device("cuda", torch.cuda.current_device())
     release_memory()
     drain()
@@ -114,12 +133,17 @@ def release_memory() -> None:
 
 
 def drain() -> None:
+    """Wait until nothing of earlier steps is in memory, and empty torch's cache."""
+    settle(0.3)
+    torch.cuda.empty_cache()
+
+
+def settle(pause_s: float) -> None:
     """Wait until all work is done and NCCL has released the last message, which it keeps until it sends another."""
     for _ in range(2):
         dist.all_reduce(torch.zeros(1, device="cuda"))
         torch.cuda.synchronize()
-        sleep(0.3)
-    torch.cuda.empty_cache()
+        sleep(pause_s)
 
 
 @contextmanager

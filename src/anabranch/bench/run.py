@@ -57,7 +57,7 @@ class Settings:
     ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP and every
     DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``sharded.ways``. ``skip``: names of
     contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled. ``own_caches``: torch
-    finds nothing that it has compiled for another contestant.
+    finds nothing that it has compiled for another contestant. ``search_steps``: what each search may cost, in steps.
     """
 
     iters: int = 10
@@ -72,6 +72,7 @@ class Settings:
     sharded: Sequence[str] = ()
     skip: Sequence[str] = ()
     own_caches: bool = False
+    search_steps: int = 100
 
     def check_skipped(self) -> None:
         """ValueError if something is to be skipped that does not run, or that others need."""
@@ -157,9 +158,8 @@ def _name_of(compress: str) -> str:
     return f"{OURS}, {compress}"
 
 
-# Also measures and tries where little is predicted to be gained, and where a noisy machine has made the search costly:
-# the other contestants need a network.
-THOROUGH = TuningPolicy(min_predicted_gain=-0.05, first_search_steps=100)
+# Also measures and tries where little is predicted to be gained: the other contestants need a network.
+THOROUGH = TuningPolicy(min_predicted_gain=-0.05)
 
 
 def _tuned(
@@ -173,9 +173,10 @@ def _tuned(
     """A DataParallel on a model of its own, run until it has chosen a layout; compiled if there is a backend."""
     model, step = workload.build()
     # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.
+    policy = replace(THOROUGH, first_search_steps=settings.search_steps)
     profile_steps = settings.profile_steps
     parallel = DataParallel(
-        model, compress=compress, profile_steps=profile_steps, policy=THOROUGH, cache=False, **DDP_OPTIONS
+        model, compress=compress, profile_steps=profile_steps, policy=policy, cache=False, **DDP_OPTIONS
     )
     if backend is not None:
         name, step = compiled_name(name), compiled_step(step, parallel, backend)
@@ -190,6 +191,9 @@ def _tuned(
                     f"quieter machine; {parallel.explain()}"
                 )
             progress.chosen(parallel.timeline.iteration_s, backend.steps_s if backend is not None else ())
+            for line in parallel.explain().splitlines():  # not lost if the race is ended early
+                if line.startswith("Compiled:"):
+                    say(f"{workload.name}, {name}: {line}")
             return TunedModel(name, parallel, step)
     raise RuntimeError(f"DataParallel has not chosen a layout in {MAX_TUNING_STEPS} steps: {parallel.explain()}")
 

@@ -110,7 +110,8 @@ def naive_exchange(
     The residual is first added to a flat copy of the gradients. Where the group has fewer than ``ranks`` ranks, all
     are assumed to send what this one sends.
     """
-    total = torch.cat([cast(torch.Tensor, parameter.grad).flatten() for parameter in parameters]).add_(residual)
+    total = torch.cat([cast(torch.Tensor, parameter.grad).flatten() for parameter in parameters])
+    total = total.to(residual.dtype).add_(residual)
     pairs = top_pairs(total, k)
     residual.copy_(total)
     residual[pairs[:, 1].to(torch.int64)] = 0.0

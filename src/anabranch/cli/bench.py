@@ -43,6 +43,13 @@ WarmupOption = Annotated[int, typer.Option(min=0, help="Steps before each turn, 
 BatchesOption = Annotated[int, typer.Option(min=1, help="Steps of a turn.")]
 ItersOption = Annotated[int, typer.Option(min=1, help="Turns of each contestant.")]
 ProfileOption = Annotated[int, typer.Option(min=1, help="Steps of each of DataParallel's own trials.")]
+SearchOption = Annotated[
+    int,
+    typer.Option(
+        min=30,
+        help="What each DataParallel's search may cost, in steps; fewer end sooner where steps are noisy and long.",
+    ),
+]
 SizesOption = Annotated[str, typer.Option(metavar="MIB,...", help="Bucket sizes to try with DDP.")]
 LanesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of lanes to plan for.")]
 CompressOption = Annotated[
@@ -105,6 +112,7 @@ def bench(
     num_batches_per_iter: BatchesOption = 10,
     num_iters: ItersOption = 10,
     profile_steps: ProfileOption = 6,
+    search_steps: SearchOption = 100,
     bucket_sizes: SizesOption = "1,5,10,50,100",
     lanes: LanesOption = "2,4",
     compress: CompressOption = None,
@@ -140,7 +148,7 @@ def bench(
     for kind in kinds:
         compression(kind)  # refuses what it does not know
     steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
-    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled, ways, skip or (), own_caches)
+    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled, ways, skip or (), own_caches, search_steps)
     settings.check_skipped()
     device = join(backend, on_gpu=bool(model))
     workloads = [zoo_workload(name, device, batch_size) for name in model or ()]

@@ -32,6 +32,9 @@ SHARDED_ASSUMPTION = (
 )
 CLIPPED = "lean holds averages until the norm over all gradients is known"
 ZOO_DTYPE = "float32, as in torchvision or transformers"
+PURE_DTYPE = (
+    "weights, gradients and the optimizer's state in bfloat16; residuals of Ok-Topk in float32 unless stored rounded"
+)
 
 
 class Optimizer(StrEnum):
@@ -51,10 +54,11 @@ class Activations(StrEnum):
 
 
 class Precision(StrEnum):
-    """In what forward computes."""
+    """In what the model is trained."""
 
     fp32 = "fp32"
     bf16 = "bf16"
+    pure_bf16 = "pure-bf16"
 
 
 EXAMPLE = "module:function, where function(batch, device) returns a model and its loss as a function of the model"
@@ -71,7 +75,7 @@ RanksOption = Annotated[
 ]
 DensityOption = Annotated[float, typer.Option(metavar="D", help="Share of the elements that the sparse modes send.")]
 OptimizerOption = Annotated[Optimizer, typer.Option(help="Whose state to count.")]
-PrecisionOption = Annotated[Precision, typer.Option(help="bf16: under autocast, with float32 weights.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="bf16: under autocast; pure-bf16: weights and state, too.")]
 ActivationsOption = Annotated[Activations, typer.Option(help="How the Lean modes keep activations.")]
 WithinOption = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Find the largest batch that fits in this: 16GiB.")
@@ -150,9 +154,9 @@ def memory(
     modes = _modes(compress or [KIND], sharded or ())
     node = _ranks_per_node(ranks_per_node, links, sharded or ())
     setting = Setting(ranks=ranks, density=density, buckets=buckets, clips=clips, ranks_per_node=node)
-    estimator = estimator_of(model, optimizer, activations, plan, half := precision == Precision.bf16)
+    estimator = estimator_of(model, optimizer, activations, plan, precision)
     footprints = estimator.footprints(batch_size, setting, modes)
-    measured = _measured(model, batch_size, optimizer, activations, setting, modes, half) if measure else {}
+    measured = _measured(model, batch_size, optimizer, activations, setting, modes, precision) if measure else {}
     assumptions = [*estimator.assumptions, *([CLIPPED] if clips else []), *_about_sharding(sharded or (), setting)]
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
@@ -247,7 +251,11 @@ def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
 
 
 def estimator_of(
-    model: str, optimizer: Optimizer, activations: Activations, plan: Path | None = None, half: bool = False
+    model: str,
+    optimizer: Optimizer,
+    activations: Activations,
+    plan: Path | None = None,
+    precision: Precision = Precision.fp32,
 ) -> "MemoryEstimator":
     """The estimator of a model of torchvision or transformers, or of the user's own as module:function."""
     from anabranch.bench.memory import OPTIMIZERS
@@ -256,10 +264,23 @@ def estimator_of(
     words: dict[str, Any] = {} if plan is None else {"buckets": f"those of {plan}"}
     if ":" not in model:
         words["dtype"] = ZOO_DTYPE
-    return MemoryEstimator(_build_at(model), OPTIMIZERS[optimizer.value], activations.value, half=half, **words)
+    if precision is Precision.pure_bf16:
+        words["dtype"] = PURE_DTYPE
+    half = precision is Precision.bf16
+    return MemoryEstimator(
+        _build_at(model, precision), OPTIMIZERS[optimizer.value], activations.value, half=half, **words
+    )
 
 
-def _build_at(model: str) -> "BuildAt":
+def _build_at(model: str, precision: Precision) -> "BuildAt":
+    """By batch, what makes the model; with weights of bfloat16 if it is pure."""
+    from anabranch.bench.memory import in_bfloat16
+
+    made = _made_at(model)
+    return (lambda batch: in_bfloat16(made(batch))) if precision is Precision.pure_bf16 else made
+
+
+def _made_at(model: str) -> "BuildAt":
     """By batch, what makes the model. A function of the user's own is looked up once."""
     if ":" in model:
         function = user_function.load_function(model, EXAMPLE)
@@ -286,7 +307,7 @@ def _measured(
     activations: Activations,
     setting: "Setting",
     modes: Sequence[str],
-    half: bool,
+    precision: Precision,
 ) -> dict[str, int]:
     """The allocator's peak of each mode that can run here."""
     import torch
@@ -297,8 +318,8 @@ def _measured(
     from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, under_autocast, world
     from anabranch.footprint.account import is_sharded
 
-    build, factory = _build_at(model)(batch), OPTIMIZERS[optimizer.value]
-    build = under_autocast(build) if half else build
+    build, factory = _build_at(model, precision)(batch), OPTIMIZERS[optimizer.value]
+    build = under_autocast(build) if precision is Precision.bf16 else build
     options = policy.Activations(activations.value)
     with world() as ranks:
         if ranks not in (1, setting.ranks):

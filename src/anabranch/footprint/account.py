@@ -222,7 +222,8 @@ def _ddp(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
 
 def _naive(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
     n = profile.gradients_nbytes
-    always = _always(profile, setting, residual=n)
+    wide = max(n, FLOAT_NBYTES * profile.numel)  # what is exchanged is in float32, whatever gradients are
+    always = _always(profile, setting, residual=wide)
     ready_nbytes = 0
     for gradient in profile.gradients:  # gradients stay where autograd puts them
         yield always.plus_use(_before(gradient.name), gradient.peak_before, gradients=ready_nbytes)
@@ -230,9 +231,9 @@ def _naive(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
     k = max(1, round(setting.density * profile.numel))
     after = always.plus_use("exchange", profile.after_backward, gradients=n)
     # A flat copy of all gradients, to which the residual is added; its magnitudes; values and int64 positions of k.
-    yield after.plus("selection", workspace=2 * n + 12 * k)
+    yield after.plus("selection", workspace=2 * wide + 12 * k)
     gathered = PAIR_NBYTES * k * setting.ranks
-    yield after.plus("decompression", workspace=2 * n, send=PAIR_NBYTES * k, receive=gathered)
+    yield after.plus("decompression", workspace=2 * wide, send=PAIR_NBYTES * k, receive=gathered)
     yield _optimizer_step(profile, always.plus(gradients=n))
 
 

@@ -123,6 +123,7 @@ class Replication:
         self._scaler: Scaler | None = None
         self._compared = False
         self._dtypes: dict[str, torch.dtype] = {}  # of buffers, by unit
+        self._partial: dict[str, torch.Tensor] = {}  # sums of this node that wait for set_requires_all_reduce(True)
         # A stream of ours: FSDP2 would run the hook on the one that reduces inside the node, which then waited for it.
         stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         for unit in units:
@@ -144,6 +145,10 @@ class Replication:
     def padded(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         """A flat shard of this parameter, with zeros at its end so that all ranks have shards of one size."""
         return pad(shard, (0, self._shards[name].numel() - shard.numel()))
+
+    def padding(self, name: str) -> int:
+        """How many zeros that are, at the end of this rank's shard."""
+        return self._shards[name].numel() - self.parameters[name].to_local().numel()
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -182,11 +187,14 @@ class Replication:
         """Remove the hooks, and release threads and groups; nothing is averaged between nodes any more."""
         for unit in self._units:
             unit.module.set_all_reduce_hook(no_average)
+        self._partial.clear()
         self._exchanges.close()
         self._release()
 
     def _average(self, unit: Unit, buffer: torch.Tensor) -> None:
         """FSDP2's hook: returns when ``buffer`` holds the average over the nodes, or will on the current stream."""
+        if not self._joins_partial(unit, buffer):
+            return
         lane = self._lanes[0]
         if not self._compared:
             self._compare(lane.group)
@@ -199,6 +207,23 @@ class Replication:
             kind = self._exchanges.kind_of(buffer.dtype)
             lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()
         self._dtypes[unit.label] = buffer.dtype
+
+    def _joins_partial(self, unit: Unit, buffer: torch.Tensor) -> bool:
+        """Whether to average now: what waits has joined ``buffer``; else ``buffer`` waits, and gradients get zeros."""
+        waiting = self._partial.pop(unit.label, None)
+        if waiting is not None:
+            if waiting.shape != buffer.shape:
+                raise RuntimeError(
+                    f"{unit.label} has other parameters without a gradient than in the backward before, which "
+                    "set_requires_all_reduce(False) has kept in the node: use set_requires_gradient_sync(False) instead"
+                )
+            buffer += waiting
+        (group, *_) = parameter_groups(unit.module)
+        if group.all_reduce_grads:
+            return True
+        self._partial[unit.label] = buffer.clone()
+        buffer.zero_()
+        return False
 
     def _compare(self, nodes: Group) -> None:
         """Before the first exchange: an error on all ranks of all nodes if what they were given since is not the same.

@@ -2,10 +2,12 @@
 
     anabranch/node1/residuals/layer.weight   the residual of that parameter in node 1, sharded as the parameter is
     anabranch/node1/shard0/numbers           the rest of the state of one rank: JSON, as bytes in a uint8 tensor
+    anabranch/node1/shard0/padding/residuals what waits in the zeros at the end of its shards, one after another
 
 Residuals are DTensors like their parameters, so that torch.distributed.checkpoint gives every rank its shard, however
 many ranks a node has. If the number of nodes has changed, residuals are added up, and their sum over the nodes is
-conserved.
+conserved. Padding belongs to no parameter, but int4 rounds blocks of values, and what is rounded in it counts for its
+neighbours in the next step: as many nodes of as many ranks get it back, so that they go on bit by bit.
 """
 
 import os
@@ -63,10 +65,15 @@ class ReplicationState(Stateful):
         for node, shard in saved.numbers_for(here):
             entries = {"numbers": state_dict[f"{self._name}/node{node}/shard{shard}/numbers"]}
             for kind in TENSORS:
+                padding = state_dict.get(f"{self._name}/node{node}/shard{shard}/padding/{kind}")
                 for name in here.parameters:
                     if (read := state_dict.get(f"{self._name}/node{node}/{kind}/{name}")) is not None:
                         assert isinstance(read, DTensor)
-                        entries[f"{kind}/{name}"] = here.padded(name, read.to_local().flatten())
+                        shard_read = here.padded(name, read.to_local().flatten())
+                        if padding is not None:
+                            own, padding = padding.tensor_split([here.padding(name)])
+                            shard_read[len(shard_read) - len(own) :] = own
+                        entries[f"{kind}/{name}"] = shard_read
             state = unpacked(entries, f"{self._name}/node{node}")
             # Regions and thresholds belong to shards of the old size.
             states.append(state if saved.is_like(here) or not state else {**state, "buckets": []})
@@ -79,8 +86,12 @@ class ReplicationState(Stateful):
         for kind in TENSORS:
             if not here.any_in_node(bool(state.get(kind))):
                 continue
+            tails = []
             for name, parameter in here.parameters.items():  # all of them: ranks must save the same entries
                 piece = state.get(kind, {}).get(name)
+                tails.append(
+                    torch.zeros(here.padding(name)) if piece is None else piece[parameter.to_local().numel() :]
+                )
                 local = parameter.to_local()
                 held = torch.zeros(local.numel()) if piece is None else piece[: local.numel()]
                 entries[f"{prefix}/{kind}/{name}"] = DTensor.from_local(
@@ -91,6 +102,7 @@ class ReplicationState(Stateful):
                     shape=parameter.shape,
                     stride=parameter.stride(),
                 )
+            entries[f"{prefix}/shard{here.shard}/padding/{kind}"] = torch.cat([tail.cpu() for tail in tails])
         return entries
 
     def _wanted_entries(self, saved_at: str | os.PathLike[str] | StorageReader) -> dict[str, torch.Tensor]:
@@ -104,8 +116,11 @@ class ReplicationState(Stateful):
         layout = self._saved = _Saved.found(saved, self._name)
         wanted: dict[str, torch.Tensor] = {}
         for node, shard in layout.numbers_for(here):
-            entry = saved[f"{layout.prefix}/node{node}/shard{shard}/numbers"]
-            wanted[f"{self._name}/node{node}/shard{shard}/numbers"] = torch.empty(entry.size, dtype=torch.uint8)
+            numbers = saved[f"{layout.prefix}/node{node}/shard{shard}/numbers"]
+            wanted[f"{self._name}/node{node}/shard{shard}/numbers"] = torch.empty(numbers.size, dtype=torch.uint8)
+            for kind in TENSORS if layout.is_like(here) else ():
+                if (entry := saved.get(f"{layout.prefix}/node{node}/shard{shard}/padding/{kind}")) is not None:
+                    wanted[f"{self._name}/node{node}/shard{shard}/padding/{kind}"] = torch.empty(entry.size)
         for node in layout.nodes_for(here):
             for kind in TENSORS:
                 for name, parameter in here.parameters.items():

@@ -39,6 +39,7 @@ PARTS: tuple[str, ...] = (  # of FSDP2's parameter group
     "_all_reduce_hook",
     "_is_hsdp",
     "_reshard_after_forward",
+    "all_reduce_grads",
     "device",
     "fsdp_params",
     "mesh_info",
@@ -311,12 +312,12 @@ class Watch:
 
     def _reduces(self) -> bool:
         """Whether a backward now is the end of a step, and not one whose gradients the next one adds to."""
-        return all(group.reduce_grads for unit in self._units for group in unit.groups)
+        return all(group.reduce_grads and group.all_reduce_grads for unit in self._units for group in unit.groups)
 
     def _missing(self, one: _Pass) -> str:
         """Why this pass is no whole step; empty if it is one."""
         if not self._reduces():
-            return "the last backward did not reduce gradients (set_requires_gradient_sync)"
+            return "the last backward did not reduce gradients (set_requires_gradient_sync, set_requires_all_reduce)"
         hooks = {group._all_reduce_hook for unit in self._units for group in unit.groups}
         if hooks - {None, no_average, *self._averages}:
             return "ab.replicate() came after ab.watch(): close() this watch, and make another one"

@@ -32,6 +32,7 @@ MAX_ETA = 1.5  # contention of simultaneous messages: at 1 they gain nothing, ab
 DELAY_NOTE = "refined_delay_"  # and the kind: a key of a network's meta
 WAITING_NOTE = "refined_waiting"
 OF_RECORDED = "computing_of_recorded"  # a key of a trace's meta
+LEAST_SHARE = 0.01  # of recorded computing; less, as a file may say, is not believed
 MIN_STRETCH = 0.02  # share of computing by which it must take longer than recorded: less is noise
 MIN_EFFECT = 0.05  # share of the step; if contention changes it by less, η cannot be distinguished from noise
 BISECTIONS = 30
@@ -40,11 +41,9 @@ BISECTIONS = 30
 def calibrate(network: Network, trace: Trace, trial: Trial, control: Group) -> Network:
     """The network calibrated by this trial, the same on every rank: its costs, or with several lanes its contention.
 
-    Computing and the end of a step are those of the fastest step of the slowest rank: neither noise nor a rank that has
-    less to do counts.
-
-    A message's cost is the least time that any rank measured: the others waited for later ranks. Returns the network
-    unchanged if some rank did not time every message. Collective.
+    A message's cost is the least time that any rank measured: the others waited for later ranks. Computing and the end
+    of a step are those of the fastest step of the slowest rank: neither noise nor a rank that has less to do counts.
+    Returns the network unchanged if some rank did not time every message. Collective.
     """
     plan = trial.plan
     if plan is None:
@@ -88,7 +87,7 @@ def computed_faster(trace: Trace, plan: Plan | None, computing_s: float) -> Trac
 def share_of_recorded(trace: Trace) -> float:
     """How long computing takes in this trace, as a share of what was recorded; 1 if it is as recorded."""
     share = trace.meta.get(OF_RECORDED)
-    return share if isinstance(share, float) and share > 0 else 1.0
+    return share if isinstance(share, float) and LEAST_SHARE < share < 1 else 1.0
 
 
 def as_recorded(trace: Trace) -> Trace:
