@@ -173,8 +173,8 @@ def _table(found: DemoDocument) -> Table:
     benchmark, steps = found.benchmark, compared_steps(found)
     target = compared_loss(found, found.training(BASELINE))
     scale = time_scale(row.step_s for row in benchmark.rows)
-    headers = ["trained as", f"step, {scale.unit}", "step / DDP", f"predicted, {scale.unit}", "error",
-               f"loss, step {steps:,}", "loss / DDP", "DDP's loss at, s", "memory", "residuals"]  # fmt: skip
+    headers = ["trained as", f"step, {scale.unit}", "step / DDP", "predicted", "error",
+               f"loss, step {steps:,}", "loss / DDP", "DDP's at, s", "memory", "residuals"]  # fmt: skip
     rows = []
     for training in found.trainings:
         row, beside, at_s = benchmark.row(training.name), gain(found, training), reached_s(training, target)
@@ -191,7 +191,7 @@ def _table(found: DemoDocument) -> Table:
     title = f"{found.parameters:,} parameters, {benchmark.ranks} ranks, {found.link}"
     caption = (
         "Step: median of turns; step / DDP: median of the ratios in the same round. Loss: mean of the last "
-        f"{AVERAGED_STEPS} steps. DDP's loss at: seconds until it had the loss at which DDP ended, searching included. "
+        f"{AVERAGED_STEPS} steps. DDP's at: seconds until it had the loss at which DDP ended, searching included. "
         "Memory: parameters, gradients, optimizer and residuals of a rank. Ok-Topk warms up for few steps "
         f"here; its default of 100 costs less in loss. Measured on {'; '.join(benchmark.facts.values())}."
     )
