@@ -65,6 +65,14 @@ class InPlace(Chain):
         return x
 
 
+class Mapped(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.a.weight, self.b.weight
+        mapped = torch.vmap(lambda row: (row @ a).relu() @ b)(x)
+        result: torch.Tensor = mapped.relu()
+        return result
+
+
 def test_first_uses_bytes_and_results() -> None:
     found, names = shape(Chain(), torch.randn(2, WIDTH))
     assert len(names) == 4
@@ -83,6 +91,14 @@ def test_a_parameter_that_is_used_twice_is_complete_at_its_first_use() -> None:
 def test_no_cut_between_a_value_and_what_overwrites_it_or_a_view_of_it() -> None:
     found, names = shape(InPlace(), torch.randn(2, WIDTH))
     assert all(crossing == inf for crossing in found.crossing[1:]), names
+
+
+def test_no_cut_inside_vmap() -> None:
+    found, names = shape(Mapped(), torch.randn(2, WIDTH))
+    first, last = (names.index(f"_vmap_{way}crement_nesting") for way in ("in", "de"))
+    assert found.first_use == {"a.weight": first + 2, "b.weight": first + 4}
+    inside = list(found.crossing[first + 1 : last + 1])
+    assert inside == [inf] * (last - first) and found.crossing[last + 1] < inf, names
 
 
 def test_dynamic_shapes() -> None:

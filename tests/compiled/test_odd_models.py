@@ -82,6 +82,16 @@ class Single(nn.Module):
         return result
 
 
+class Masked(Chain):
+    """A mask by vmap between layers, as models of Transformers make theirs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            width = torch.arange(x.shape[1])
+            x = layer(x).relu() * torch.vmap(lambda column, after=number: column >= after)(width)
+        return x
+
+
 class Unused(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +99,7 @@ class Unused(Chain):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: kind for kind in (Chain, Tied, SeveralOutputs, Drops, Adapted, Single, Unused)
+    kind.__name__: kind for kind in (Chain, Tied, SeveralOutputs, Drops, Adapted, Single, Masked, Unused)
 }
 OPTIONS: dict[str, dict[str, Any]] = {"static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}
 
@@ -139,7 +149,7 @@ def all_trained(rank: int, cases: list[tuple[str, str]]) -> list[dict[str, Any]]
 
 
 CASES = [
-    *((name, "") for name in ("Tied", "SeveralOutputs", "Drops", "Adapted", "Single")),
+    *((name, "") for name in ("Tied", "SeveralOutputs", "Drops", "Adapted", "Single", "Masked")),
     *(("Chain", habit) for habit in ("static", "accumulates", "last batch", "twice")),
     ("Unused", "unused"),
 ]

@@ -34,7 +34,11 @@ def shape_of(graph: fx.Graph, names: Sequence[str | None], nbytes: Mapping[str, 
     changes = [0.0] * (len(nodes) + 1)  # of the bytes that cross, from one position to the next
     forbidden = [0] * (len(nodes) + 1)
     made: dict[int, int] = {}  # by storage, the operation that made it; later ones may return views of it
+    nesting = 0  # of vmap and its like, whose values exist only between their first operation and their last
     for position, node in enumerate(nodes):
+        if nesting > 0:
+            forbidden[position] = 1
+        nesting += _deeper(node)
         last = max(uses[node], default=position)
         changes[position + 1] += _nbytes(node)
         changes[last + 1] -= _nbytes(node)
@@ -72,7 +76,18 @@ def _storage(node: fx.Node) -> int | None:
     """Which memory holds the result, or what the operation overwrites: a number that views share."""
     source = node.args[0] if _overwrites(node) and node.args and isinstance(node.args[0], fx.Node) else node
     example = source.meta.get("example_value")
-    return example.untyped_storage()._cdata if isinstance(example, torch.Tensor) else None
+    if not isinstance(example, torch.Tensor):
+        return None
+    try:
+        return int(example.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a tensor inside vmap or its like has none
+        return None
+
+
+def _deeper(node: fx.Node) -> int:
+    """By how many levels of torch.func (vmap, grad, jvp, functionalize) what follows is deeper."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return int(name.endswith("_increment_nesting")) - int(name.endswith("_decrement_nesting"))
 
 
 def _overwrites(node: fx.Node) -> bool:
