@@ -11,7 +11,7 @@ said() { echo "=== $* ($(( $(date +%s) - BEGAN )) s)"; }
 BEGAN=$(date +%s)
 
 part_test() {  # about 60 s
-  timeout -k 5 100 $PY -m pytest -q -s -p no:cacheprovider -m gpu tests/compiled/test_gpu.py 2>&1 | tail -40
+  timeout -k 5 100 $PY -m pytest -q -s -p no:cacheprovider -p no:benchmark -m gpu tests/compiled/test_gpu.py 2>&1 | tail -40
 }
 
 part_times() {  # about 60 s: three processes side by side, each with empty caches; then the lab finds all of them
