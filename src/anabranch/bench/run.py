@@ -172,9 +172,8 @@ def _tuned(
 ) -> TunedModel:
     """A DataParallel on a model of its own, run until it has chosen a layout; compiled if there is a backend."""
     model, step = workload.build()
+    policy, profile_steps = replace(THOROUGH, first_search_steps=settings.search_steps), settings.profile_steps
     # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.
-    policy = replace(THOROUGH, first_search_steps=settings.search_steps)
-    profile_steps = settings.profile_steps
     parallel = DataParallel(
         model, compress=compress, profile_steps=profile_steps, policy=policy, cache=False, **DDP_OPTIONS
     )
