@@ -89,10 +89,8 @@ class ReplicationState(Stateful):
             tails = []
             for name, parameter in here.parameters.items():  # all of them: ranks must save the same entries
                 piece = state.get(kind, {}).get(name)
-                tails.append(
-                    torch.zeros(here.padding(name)) if piece is None else piece[parameter.to_local().numel() :]
-                )
                 local = parameter.to_local()
+                tails.append(torch.zeros(here.padding(name)) if piece is None else piece[local.numel() :])
                 held = torch.zeros(local.numel()) if piece is None else piece[: local.numel()]
                 entries[f"{prefix}/{kind}/{name}"] = DTensor.from_local(
                     held.to(local.device).view(local.shape),

@@ -78,7 +78,7 @@ def computed_faster(trace: Trace, plan: Plan | None, computing_s: float) -> Trac
     traces are recorded.
     """
     recorded_s = trace.forward_s + trace.backward_s
-    if not sends_less(plan) or not 0 < computing_s < (1 - MIN_STRETCH) * recorded_s:
+    if not has_compressed_bucket(plan) or not 0 < computing_s < (1 - MIN_STRETCH) * recorded_s:
         return trace
     share = computing_s / recorded_s
     return replace(trace.scaled(share), meta={**trace.meta, OF_RECORDED: share * share_of_recorded(trace)})
@@ -95,7 +95,7 @@ def as_recorded(trace: Trace) -> Trace:
     return trace if (share := share_of_recorded(trace)) == 1.0 else trace.scaled(1 / share)
 
 
-def sends_less(plan: Plan | None) -> bool:
+def has_compressed_bucket(plan: Plan | None) -> bool:
     """Whether some bucket is compressed."""
     return plan is not None and any(is_compressed(bucket.collective) for bucket in plan.buckets)
 
@@ -157,11 +157,10 @@ def with_calibrated_delays(network: Network, trace: Trace, plan: Plan, computing
     others_s = sum(network.delay_s(bucket.collective) for bucket in plan.buckets if bucket.collective not in tried)
     stretch_s = computing_s - (trace.forward_s + trace.backward_s) - others_s
     delay_s = stretch_s / len(compressed or plan.buckets) if stretch_s > MIN_STRETCH * computing_s else 0.0
-    never = {kind for kind in network.curves if is_compressed(kind) and f"refined_{kind}" not in network.meta}
-    late = tried | (never if compressed else set())
+    kinds = _corrected_kinds(network, plan)
 
     def at(delay_s: float) -> Network:
-        return replace(network, delays={**network.delays, **dict.fromkeys(late, delay_s)})
+        return replace(network, delays={**network.delays, **dict.fromkeys(kinds, delay_s)})
 
     delay_s = _largest(delay_s, lambda delay_s: finish_s(trace, plan, at(delay_s)) <= ended_s)
     notes = {name: note for name, note in network.meta.items() if name not in {DELAY_NOTE + kind for kind in tried}}
@@ -178,10 +177,7 @@ def with_calibrated_waiting(network: Network, trace: Trace, plan: Plan, ended_s:
     time, so that many messages in a row take longer than their costs together. As delays, it is put down to compressed
     messages if there are any, and to kinds that were not tried.
     """
-    kinds = {bucket.collective for bucket in plan.buckets if is_compressed(bucket.collective)}
-    if kinds:
-        kinds |= {kind for kind in network.curves if is_compressed(kind) and f"refined_{kind}" not in network.meta}
-    kinds = kinds or {DENSE}
+    kinds = _corrected_kinds(network, plan)
 
     def at(extra_s: float) -> Network:
         return replace(
@@ -197,6 +193,15 @@ def with_calibrated_waiting(network: Network, trace: Trace, plan: Plan, ended_s:
     extra_s = _largest(missing_s, lambda extra_s: finish_s(trace, plan, at(extra_s)) <= ended_s)
     notes[WAITING_NOTE] = f"{extra_s * 1e3:.3f} ms more per message, from the end of live steps of {len(plan)} buckets"
     return replace(at(extra_s), meta=notes)
+
+
+def _corrected_kinds(network: Network, plan: Plan) -> set[str]:
+    """The kinds that a trial of ``plan`` corrects: its compressed ones and untried ones, or if it has none, its own."""
+    used = {bucket.collective for bucket in plan.buckets}
+    compressed = set(filter(is_compressed, used))
+    if not compressed:
+        return used
+    return compressed | {k for k in network.curves if is_compressed(k) and f"refined_{k}" not in network.meta}
 
 
 def with_calibrated_contention(network: Network, trace: Trace, plan: Plan, ended_s: float) -> Network:

@@ -13,7 +13,7 @@ from anabranch.planners.compressed import compressed
 from anabranch.planners.ladder import FREE, least_lossy
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.trace import Trace
-from anabranch.tuning.calibration import as_recorded, sends_less
+from anabranch.tuning.calibration import as_recorded, has_compressed_bucket
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 
@@ -46,7 +46,7 @@ def _compressed(
         errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
         mixed = least_lossy(trace, network, errors, options.excluded)
         # Before a mix the plan that it has to be as fast as: the costs of its many messages only live steps show.
-        others = [_fastest_of_one_kind(options, trace, network)] if sends_less(mixed) else []
+        others = [_fastest_of_one_kind(options, trace, network)] if has_compressed_bucket(mixed) else []
         return [*((label, plan) for label, plan in others if plan != mixed), (MIXED, mixed)]
     kind = options.kinds[0]
     if kind in EVERY_ELEMENT:  # any bucket of any plan can use it
