@@ -4,7 +4,7 @@ import random
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from anabranch import Curve, CurvePoint, Network, Plan, TensorSpec, Trace, planners
@@ -51,6 +51,9 @@ def test_whole_numbers_with_many_ties(seed: int) -> None:
 
 
 @settings(max_examples=200)
+@example(
+    trace_of([TensorSpec("0", 1, 4, 0.0), TensorSpec("1", 0, 4, 1e-9)], 0.0), Curve.linear(0.0, 1.0), None, 1.0
+)  # two messages are earlier than one, by little
 @given(traces(), linear_curves(), caps, st.one_of(st.floats(1e-6, 3), st.integers(1, 5).map(float)))
 def test_messages_that_delay_what_is_computed_after_them(
     trace: Trace, curve: Curve, cap: int | None, delay_s: float
@@ -60,7 +63,9 @@ def test_messages_that_delay_what_is_computed_after_them(
     least = min(finish_s(trace, plan, network) for plan in plans)
     found = planners.optimal(trace, network, cap)
     assert finish_s(trace, found, network) == pytest.approx(least, rel=1e-9, abs=1e-12)
-    assert len(found) == min(len(p) for p in plans if finish_s(trace, p, network) <= least * (1 + 1e-9))
+    # Plans that finish within rounding of each other may count as equal, and those far enough apart never do.
+    fewest = [min(len(p) for p in plans if finish_s(trace, p, network) <= least * (1 + near)) for near in (1e-9, 1e-13)]
+    assert fewest[0] <= len(found) <= fewest[1]
 
 
 def test_more_gradients_than_can_be_priced_one_by_one_are_planned_all_the_same() -> None:
