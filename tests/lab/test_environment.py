@@ -3,7 +3,7 @@
 import pytest
 
 from anabranch.lab.cluster import Cluster
-from anabranch.lab.environment import free_port, gpu_environment, host_environment
+from anabranch.lab.environment import free_port, gpu_environment, host_environment, shared_gpu_environment
 from anabranch.lab.hosts import Host, local_hosts
 
 HOSTS = [Host(index, f"10.0.0.{index + 1}", "eth0") for index in range(4)]
@@ -90,6 +90,17 @@ def test_a_gpu_that_the_user_chose_by_number_is_given_by_its_id(monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert gpu_environment(HOSTS[1], 1, ["GPU-c"]) == {"CUDA_VISIBLE_DEVICES": "GPU-c"}
     assert gpu_environment(HOSTS[1], 1, []) == {}
+
+
+@pytest.mark.parametrize(("ranks", "queues"), [(2, "8"), (12, "8"), (16, "6"), (64, "2")])
+def test_ranks_on_one_gpu_have_the_queues_of_a_gpu_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, queues: str
+) -> None:
+    """As long as there are enough; a number that the user has chosen is kept."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert shared_gpu_environment(ranks) == {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert shared_gpu_environment(ranks) == {}
 
 
 def test_programs_learn_backend_and_slowest_rate() -> None:

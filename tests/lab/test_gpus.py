@@ -30,7 +30,7 @@ SMI = """#!/bin/sh
 echo "GPU 0: NVIDIA H200 (UUID: GPU-aaaa-0)"
 test -z "$FAKE_TWO" || echo "GPU 1: NVIDIA H200 (UUID: GPU-bbbb-1)"
 """
-SHOW = 'echo "$CUDA_MPS_PIPE_DIRECTORY|$CUDA_VISIBLE_DEVICES|$NCCL_HOSTID"'
+SHOW = 'echo "$CUDA_MPS_PIPE_DIRECTORY|$CUDA_VISIBLE_DEVICES|$NCCL_HOSTID|$CUDA_DEVICE_MAX_CONNECTIONS"'
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAKE", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"):
+    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("tempfile.tempdir", None)
     return tmp_path
@@ -57,7 +57,7 @@ def test_the_lab_has_a_daemon_of_its_own_and_ends_it(fake: Path) -> None:
     with lab("--hosts", "2", "--rate", "1gbit", "--backend", "nccl", "--", "sh", "-c", SHOW) as process:
         code, out, err = outcome(process)
     assert code == 0, err
-    assert out.startswith(f"{fake}/anabranch-mps-") and out.endswith("/pipe||lab0\n")
+    assert out.startswith(f"{fake}/anabranch-mps-") and out.endswith("/pipe||lab0|8\n")
     assert (fake / "questions").read_text().splitlines()[-1] == "quit"
     assert not left(fake) and not alive(pids(fake, 1)[0])
 
@@ -85,7 +85,7 @@ def test_the_user_s_own_daemon_is_used_and_left_running(fake: Path) -> None:
     arguments = ("--hosts", "2", "--rate", "1gbit", "--backend", "nccl", "--", "sh", "-c", SHOW)
     with lab(*arguments, environment=environment) as process:
         code, out, err = outcome(process)
-    assert (code, out) == (0, f"{theirs}||lab0\n"), err
+    assert (code, out) == (0, f"{theirs}||lab0|8\n"), err
     assert "-d" not in (fake / "calls").read_text() and "quit" not in (fake / "questions").read_text()
 
 
@@ -94,7 +94,7 @@ def test_enough_gpus_need_no_daemon(fake: Path) -> None:
     arguments = ("--hosts", "2", "--rate", "1gbit", "--backend", "nccl", "--", "sh", "-c", SHOW)
     with lab(*arguments, environment={"FAKE_TWO": "1"}) as process:
         code, out, err = outcome(process)
-    assert (code, out) == (0, "|GPU-aaaa-0|lab0\n"), err
+    assert (code, out) == (0, "|GPU-aaaa-0|lab0|\n"), err
     assert not (fake / "calls").exists()
 
 

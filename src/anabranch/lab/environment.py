@@ -14,6 +14,9 @@ LAB_ID = "ANABRANCH_LAB_ID"
 LAB_BACKEND = "ANABRANCH_LAB_BACKEND"
 LAB_BIT_S = "ANABRANCH_LAB_BIT_S"
 CACHE = "ANABRANCH_CACHE"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+OWN_QUEUES, LEAST_QUEUES = 8, 2  # hardware queues of a process with a GPU of its own, and of an MPS client, by default
+ALL_QUEUES = 96  # what an MPS daemon has for all its clients
 
 
 def host_environment(cluster: Cluster, host: Host, master: Host, master_port: int, lab_id: str) -> dict[str, str]:
@@ -72,6 +75,17 @@ def gpu_environment(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Map
         return {"CUDA_VISIBLE_DEVICES": gpus[host.index % len(gpus)]}
     mine = [gpus[(first + rank) % len(gpus)] for rank in range(ranks_per_host)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
+
+def shared_gpu_environment(ranks: int) -> Mapping[str, str]:
+    """The variable that gives each of so many ranks on one GPU the hardware queues of a rank with a GPU of its own.
+
+    Under MPS a process has two. Its streams share them, and work that waits in a queue holds up whatever another stream
+    has put behind it: messages on two lanes, or the streams of FSDP2, would wait for each other as on no real host.
+    A number that the user has chosen is kept.
+    """
+    queues = max(LEAST_QUEUES, min(OWN_QUEUES, ALL_QUEUES // ranks))
+    return {} if QUEUES in os.environ else {QUEUES: str(queues)}
 
 
 def free_port() -> int:

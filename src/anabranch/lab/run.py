@@ -10,7 +10,14 @@ from contextlib import ExitStack, closing
 from anabranch.errors import LabError
 from anabranch.lab import gpus, preflight
 from anabranch.lab.cluster import Cluster
-from anabranch.lab.environment import LAB_ID, MASTER_PORT, free_port, gpu_environment, host_environment
+from anabranch.lab.environment import (
+    LAB_ID,
+    MASTER_PORT,
+    free_port,
+    gpu_environment,
+    host_environment,
+    shared_gpu_environment,
+)
 from anabranch.lab.hosts import Host, linked_hosts, local_hosts
 from anabranch.lab.janitor import Janitor, LabResources
 from anabranch.lab.rank_process import start_process
@@ -45,8 +52,8 @@ def run(cluster: Cluster, command: Sequence[str], timeout_s: float | None = None
             hosts = local_hosts(cluster.hosts)
         else:
             hosts = stack.enter_context(linked_hosts(cluster.rates_bit_s))
-        needs_mps = preflight.shares_gpus(cluster, available) and not gpus.user_mps_answers()
-        mps_folder = gpus.new_mps_folder() if needs_mps else None
+        shared = preflight.shares_gpus(cluster, available)
+        mps_folder = gpus.new_mps_folder() if shared and not gpus.user_mps_answers() else None
         namespaces = [host.namespace.descriptor for host in hosts if host.namespace is not None]
         janitor = stack.enter_context(Janitor(LabResources(f"{LAB_ID}={lab_id}", mps_folder, namespaces)))
         mps_environment = gpus.start_mps(mps_folder) if mps_folder is not None else {}
@@ -56,6 +63,7 @@ def run(cluster: Cluster, command: Sequence[str], timeout_s: float | None = None
                 **host_environment(cluster, host, hosts[0], port, lab_id),
                 **gpu_environment(host, cluster.ranks_per_host, available),
                 **mps_environment,
+                **(shared_gpu_environment(cluster.world_size) if shared else {}),
             }
             for host in hosts
         ]
