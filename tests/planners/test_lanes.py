@@ -99,6 +99,22 @@ def test_a_full_link_without_start_up_needs_one_lane() -> None:
     assert plan.lanes == 1  # ties go to fewer lanes
 
 
+def test_messages_of_another_kind_at_its_prices() -> None:
+    """The same plan as for a network whose dense messages cost as much, in the other kind's name."""
+    rng = random.Random(5)
+    for _ in range(10):
+        trace, network = random_case(rng, 10)
+        both = Network(8, {"dense": Curve.linear(9.0, 9.0), "int8": network.curve("dense")}, network.contention)
+        found = planners.lanes(trace, both, collective="int8")
+        assert finish_s(trace, found, both) <= finish_s(
+            trace, planners.using(planners.optimal(trace, network), "int8"), both
+        )
+        assert {bucket.collective for bucket in found.buckets} == {"int8"}
+        assert finish_s(trace, found, both) == pytest.approx(
+            finish_s(trace, planners.lanes(trace, network), network), 0.02
+        )
+
+
 def test_equal_inputs_equal_plans() -> None:
     rng = random.Random(4)
     for _ in range(10):

@@ -32,6 +32,26 @@ def test_compressed_and_dense_are_both_offered() -> None:
     assert {bucket.collective for bucket in offered[0][1].buckets} == {"bf16"}
 
 
+def test_lanes_of_a_compressed_kind_are_planned_at_its_own_prices() -> None:
+    """Also where dense messages fill the link: compressed ones are small, and may cost more to start than to send."""
+    curves = {"dense": Curve.linear(1e-6, 5e-9), "int8": Curve.linear(2e-3, 1e-9)}
+    network = Network(4, curves, ROOMY.contention)
+    offered = dict(candidates(options(compress="int8"), TRACE, network))
+    assert list(offered) == ["optimal, int8", "2 lanes, int8", "optimal", "2 lanes"]
+    several = offered["2 lanes, int8"]
+    assert several.lanes == 2 and {bucket.collective for bucket in several.buckets} == {"int8"}
+    assert predicted_s(TRACE, several, network) < predicted_s(TRACE, offered["optimal, int8"], network)
+    assert predicted_s(TRACE, several, network) < predicted_s(
+        TRACE, planners.using(offered["2 lanes"], "int8"), network
+    )
+    full = Network(4, {"dense": Curve.linear(1e-6, 5e-9), "int8": Curve.linear(1e-6, 1e-9)}, SHARED.contention)
+    assert list(dict(candidates(options(compress="int8"), TRACE, full))) == ["optimal, int8", "optimal"]
+    tensors = [replace(t, dtype="float64", numel=1, itemsize=8) if t.name == "t3" else t for t in TRACE.tensors]
+    kept = replace(options(compress="int8"), excluded={"int8": frozenset({"t3"})})
+    beside = dict(candidates(kept, replace(TRACE, tensors=tuple(tensors)), network))["2 lanes, int8"]
+    assert [bucket.names for bucket in beside.buckets if bucket.collective == "dense"] == [("t3",)]
+
+
 def test_where_kinds_are_mixed_one_kind_is_mixed_with_dense() -> None:
     """As under Auto(at_least="bf16"): what is hidden anyway stays exact."""
     curves = {"dense": Curve.linear(1e-6, 5e-9), "bf16": Curve.linear(1e-6, 3e-9)}

@@ -6,7 +6,7 @@ from itertools import product
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.planners.fixed import by_bytes
-from anabranch.planners.merge import mgwfbp, optimal, published
+from anabranch.planners.merge import mgwfbp, optimal, published, using
 from anabranch.planners.search import Search
 from anabranch.trace import Trace
 
@@ -31,8 +31,10 @@ def asc(trace: Trace, network: Network, lanes: int = 2) -> Plan:
     return published(trace, start_s, s_per_byte, patience_s=0.0, lanes=lanes)
 
 
-def lanes(trace: Trace, network: Network, lanes: int = 4, polish: int = 300) -> Plan:
+def lanes(trace: Trace, network: Network, lanes: int = 4, polish: int = 300, collective: str = "dense") -> Plan:
     """Merging and 1 … ``lanes`` lanes together: the best of many candidates in the simulator, improved by small moves.
+
+    Every message is of the kind ``collective``, at its prices.
 
     Candidates are the published rules and the exact one-lane optimum under several scaled costs, dealt to every number
     of lanes; the best is then improved in at most ``polish`` trials (``planners.search``). Never worse than
@@ -40,20 +42,20 @@ def lanes(trace: Trace, network: Network, lanes: int = 4, polish: int = 300) -> 
     Relies on the network's contention; a network that was not measured assumes that one message fills the link.
     """
     _check(lanes)
-    search = Search(trace, network)
-    for layout in dict.fromkeys(map(search.layout, _candidates(trace, network))):
+    search = Search(trace, network, collective)
+    for layout in dict.fromkeys(map(search.layout, _candidates(trace, network, collective))):
         for count in range(1, lanes + 1):
             search.offer(layout.dealt(count))
     search.polish(polish, lanes)
-    return search.best.plan(trace)
+    return using(search.best.plan(trace), collective)
 
 
-def _candidates(trace: Trace, network: Network) -> Iterator[Plan]:
-    yield optimal(trace, network)
+def _candidates(trace: Trace, network: Network, collective: str) -> Iterator[Plan]:
+    yield optimal(trace, network, collective=collective)
     yield mgwfbp(trace, network)
     for parts in EQUAL_PARTS:
         yield by_bytes(trace, network, cap_nbytes=max(1, trace.nbytes // parts))
-    start_s, s_per_byte = network.curve("dense").line()
+    start_s, s_per_byte = network.curve(collective).line()
     for start_factor, byte_factor in product(START_FACTORS, BYTE_FACTORS):
         a, b = start_factor * start_s, byte_factor * s_per_byte
         yield optimal(trace, Network.linear(network.world_size, a, b))

@@ -38,11 +38,14 @@ class Layout(NamedTuple):
 
 
 class Search:
-    """Keeps the best layout offered so far: least finish, then fewest lanes, then fewest buckets."""
+    """Keeps the best layout offered so far: least finish, then fewest lanes, then fewest buckets.
 
-    def __init__(self, trace: Trace, network: Network) -> None:
+    ``collective``: the kind of all messages.
+    """
+
+    def __init__(self, trace: Trace, network: Network, collective: str = "dense") -> None:
         self._contention = network.contention
-        self._curve, self._delay_s = network.curve("dense"), network.delay_s("dense")
+        self._curve, self._delay_s = network.curve(collective), network.delay_s(collective)
         self._backward_s = trace.backward_s
         parts = trace.by_kind()
         place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
@@ -52,7 +55,7 @@ class Search:
         self._total = [[0] for _ in parts]
         for total, part in zip(self._total, parts, strict=True):
             for tensor in part:
-                total.append(total[-1] + tensor.nbytes)
+                total.append(total[-1] + tensor.cost_nbytes(collective))
         self._seen: set[Layout] = set()
         self._best: tuple[tuple[float, int, int], Layout] | None = None
 

@@ -26,18 +26,32 @@ def candidates(
     """Labelled plans to try: the planner's, and one on several lanes if that is predicted to gain enough."""
     planner = planners.PLANNERS[options.planner] if isinstance(options.planner, str) else options.planner
     name = options.planner if isinstance(options.planner, str) else getattr(planner, "__name__", "your planner")
-    found = [(name, planner(trace, network))]
-    if options.lanes != 1:
-        several = planners.lanes(trace, network, lanes=options.lanes or 2)
-        gain = 1 - predicted_s(trace, several, network) / predicted_s(trace, found[0][1], network)
-        if several.lanes > 1 and gain > policy.lanes_min_gain:
-            found.append((f"{several.lanes} lanes", several))
-    found = [*_compressed(options, trace, network, found), *found]
+    found = _and_on_lanes((name, planner(trace, network)), DENSE, options, trace, network, policy)
+    found = [*_compressed(options, trace, network, policy, found[0]), *found]
     return [(label + _calibrations(plan, network), plan.check(trace)) for label, plan in found]
 
 
+def _and_on_lanes(
+    one_lane: tuple[str, Plan],
+    kind: str,
+    options: TuningOptions,
+    trace: Trace,
+    network: Network,
+    policy: TuningPolicy,
+) -> list[tuple[str, Plan]]:
+    """A plan of this kind, and one on several lanes if that is predicted to gain enough."""
+    if options.lanes == 1:
+        return [one_lane]
+    several = planners.lanes(trace, network, lanes=options.lanes or 2, collective=kind)
+    several = _with_dense(several, options.excluded.get(kind, frozenset()))
+    gain = 1 - predicted_s(trace, several, network) / predicted_s(trace, one_lane[1], network)
+    if several.lanes == 1 or gain <= policy.lanes_min_gain:
+        return [one_lane]
+    return [one_lane, (f"{several.lanes} lanes" + (f", {kind}" if kind != DENSE else ""), several)]
+
+
 def _compressed(
-    options: TuningOptions, trace: Trace, network: Network, plain: list[tuple[str, Plan]]
+    options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy, plain: tuple[str, Plan]
 ) -> list[tuple[str, Plan]]:
     """The plans with compressed buckets, if ``compress`` was given."""
     if not options.kinds:
@@ -46,33 +60,40 @@ def _compressed(
         errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
         mixed = least_lossy(trace, network, errors, options.excluded)
         # Before a mix the plan that it has to be as fast as: the costs of its many messages only live steps show.
-        others = [_fastest_of_one_kind(options, trace, network)] if has_compressed_bucket(mixed) else []
+        others = [_fastest_of_one_kind(options, trace, network, policy)] if has_compressed_bucket(mixed) else []
         return [*((label, plan) for label, plan in others if plan != mixed), (MIXED, mixed)]
     kind = options.kinds[0]
-    if kind in EVERY_ELEMENT:  # any bucket of any plan can use it
+    if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
         excluded = options.excluded.get(kind, frozenset())
-        rounded = [(f"{label}, {kind}", _with_dense(planners.using(plan, kind), excluded)) for label, plan in plain]
-        if options.planner == "optimal":  # this planner can use the costs of that kind
-            rounded[0] = _of_one_kind(kind, options, trace, network)
-        return rounded
-    return [_of_one_kind(kind, options, trace, network)]
+        rounded = f"{plain[0]}, {kind}", _with_dense(planners.using(plain[1], kind), excluded)
+        return _and_on_lanes(rounded, kind, options, trace, network, policy)
+    return _of_one_kind(kind, options, trace, network, policy)
 
 
-def _of_one_kind(kind: str, options: TuningOptions, trace: Trace, network: Network) -> tuple[str, Plan]:
+def _of_one_kind(
+    kind: str, options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy
+) -> list[tuple[str, Plan]]:
     """The planned buckets of one compressed kind, with those dense that must not use it."""
     excluded = options.excluded.get(kind, frozenset())
-    if kind in EVERY_ELEMENT:
-        return f"optimal, {kind}", _with_dense(planners.optimal(trace, network, collective=kind), excluded)
-    return kind, compressed(trace, network, kind, excluded)
+    if kind not in EVERY_ELEMENT:
+        return [(kind, compressed(trace, network, kind, excluded))]
+    best = f"optimal, {kind}", _with_dense(planners.optimal(trace, network, collective=kind), excluded)
+    return _and_on_lanes(best, kind, options, trace, network, policy)
 
 
-def _fastest_of_one_kind(options: TuningOptions, trace: Trace, network: Network) -> tuple[str, Plan]:
+def _fastest_of_one_kind(
+    options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy
+) -> tuple[str, Plan]:
     """Of the plans of one kind the one that is predicted to end first; of those that end with it, the most faithful."""
-    plans = [_of_one_kind(kind, options, trace, network) for kind in options.kinds]
+    plans = [found for kind in options.kinds for found in _of_one_kind(kind, options, trace, network, policy)]
     ends_s = [predicted_s(trace, plan, network) for _, plan in plans]
     soonest_s = min(ends_s) * (1 + FREE)
-    in_time = [plan for plan, end_s in zip(plans, ends_s, strict=True) if end_s <= soonest_s]
-    return min(in_time, key=lambda labelled: error_of_plan(trace, labelled[1]))
+    in_time = [
+        (error_of_plan(trace, plan), end_s, index)
+        for index, ((_, plan), end_s) in enumerate(zip(plans, ends_s, strict=True))
+        if end_s <= soonest_s
+    ]
+    return plans[min(in_time)[2]]
 
 
 def _with_dense(plan: Plan, names: Collection[str]) -> Plan:
