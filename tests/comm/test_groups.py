@@ -23,7 +23,9 @@ def members(ranks: list[int], timeout_s: float = 20.0) -> dist.ProcessGroup:
     return group
 
 
-def copies(rank: int) -> dict[str, Any]:
+def copies(rank: int, debugged: bool) -> dict[str, Any]:
+    if debugged:  # as TORCH_DISTRIBUTED_DEBUG=DETAIL does: a backend is inside a wrapper
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
     made = clone_group(world(), "gloo", "a copy")
     some = dist.new_group([0, 2], timeout=timedelta(seconds=9))
     answer: dict[str, Any] = {"whole": dist.get_process_group_ranks(made), "timeout": timeout_of(made) == GROUP_TIMEOUT}
@@ -40,8 +42,9 @@ def copies(rank: int) -> dict[str, Any]:
     return answer
 
 
-def test_copies_of_groups_have_their_ranks_and_deadline() -> None:
-    for rank, answer in enumerate(on_ranks(copies, 3)):
+@pytest.mark.parametrize("debugged", [False, True])
+def test_copies_of_groups_have_their_ranks_and_deadline(debugged: bool) -> None:
+    for rank, answer in enumerate(on_ranks(copies, 3, debugged)):
         assert answer["whole"] == [0, 1, 2] and answer["timeout"]
         if rank != 1:
             assert answer["part"] == [0, 2] and answer["sum"] == 2 and answer["nine"]

@@ -60,7 +60,7 @@ def clone_group(
         timeout=max(timeout / CONNECT_TIMEOUTS, MIN_CONNECT_TIMEOUT),
         group_desc=description,
     )
-    c10d._set_pg_timeout(timeout, made)
+    backend_of(made, "cpu").set_timeout(timeout)
     c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
     del c10d._world.pg_names[made]
     return made
@@ -112,8 +112,17 @@ def timeout_of(group: Group) -> timedelta | None:
     """The timeout of a group's collectives; None if its backend does not say."""
     for kind in ("cpu", "cuda"):
         with suppress(RuntimeError, AttributeError):
-            backend: Any = group._get_backend(torch.device(kind))
-            timeout = getattr(backend, "wrapped_pg", backend).options._timeout
+            timeout = backend_of(group, kind).options._timeout
             if isinstance(timeout, timedelta):
                 return timeout
     return None
+
+
+def backend_of(group: Group, kind: str) -> Any:
+    """A group's backend for a kind of device: inside the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it.
+
+    Torch 2.11 sets no timeout through the wrapper, and from 2.15 on the function that looks for the backend itself is
+    deprecated.
+    """
+    backend: Any = group._get_backend(torch.device(kind))
+    return getattr(backend, "wrapped_pg", backend)
