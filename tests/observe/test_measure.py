@@ -183,6 +183,25 @@ def test_a_poor_measurement_is_told() -> None:
     assert module.noise_note(steady) == module.noise_note(quiet) == ""
 
 
+def remeasured(rank: int) -> tuple[list[float], list[int]]:
+    """Points of which the third was held up, and the last costs that much; ranks but the first see other numbers."""
+    told = {1: [1.0], 2: [1.5], 4: [9.0, 2.5], 8: [30.0, 31.0]}
+    asked: list[int] = []
+
+    def point(nbytes: int) -> tuple[int, float, float]:
+        asked.append(nbytes)
+        return nbytes, told[nbytes].pop(0) if rank == 0 else 1.0, 0.0
+
+    found = module._points(module.Stopwatch(groups(1)[0], HostClock()), list(told), point)
+    return [seconds for _, seconds, _ in found], asked
+
+
+def test_a_size_that_costs_more_than_its_parts_is_measured_again() -> None:
+    (first, asked), (_, asked_of_other) = on_ranks(remeasured, 2)
+    assert first == [1.0, 1.5, 2.5, 30.0]
+    assert asked == asked_of_other == [1, 2, 4, 4, 8, 8]
+
+
 class Told:
     """A stopwatch that does nothing and says what k messages at once took."""
 

@@ -74,6 +74,10 @@ def test_before_a_mix_the_fastest_plan_of_one_kind_is_offered() -> None:
     kept = replace(asked, excluded=dict.fromkeys(asked.kinds, frozenset({"t0"})))
     beside = candidates(kept, TRACE, network)[0][1]
     assert {bucket.collective for bucket in beside.buckets if "t0" in bucket.names} == {"dense"}
+    hidden = Network(4, {kind: Curve.linear(1e-6, rate / 10) for kind, rate in rates.items()}, SHARED.contention)
+    label, first = candidates(asked, TRACE, hidden)[0]  # what full messages take away from computing is tried
+    assert label == "optimal, bf16" and {bucket.collective for bucket in first.buckets} == {"bf16"}
+    assert {bucket.collective for bucket in candidates(asked, TRACE, hidden)[1][1].buckets} == {"dense"}
     slow = Network(4, {kind: Curve.linear(1e-6, 1e3 * rate) for kind, rate in rates.items()}, SHARED.contention)
     only_int8 = replace(asked, kinds=("int8",))
     assert [label for label, _ in candidates(only_int8, TRACE, slow)] == ["as faithful as is hidden", "optimal"]

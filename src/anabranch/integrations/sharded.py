@@ -317,7 +317,7 @@ def _units(model: nn.Module) -> list[Unit]:
                     )
                 sharded.add(one.sharded_param)
                 if one.sharded_param.requires_grad:
-                    shards[names[one.sharded_param]] = _shard(one, group.mp_policy)
+                    shards[names[one.sharded_param]] = _shard(names[one.sharded_param], one)
             if shards:
                 units.append(Unit(f"the unit {path}" if path else "the root unit", module, shards))
     if not units:
@@ -340,10 +340,26 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     return [one for one in (found if found is not None else [state._fsdp_param_group]) if one is not None]
 
 
-def _shard(one: Any, policy: Any) -> torch.Tensor:
+def gradient_dtype(one: Any) -> torch.dtype:
+    """The dtype in which FSDP2 reduces the gradient of a parameter; ``one`` is its own record of that parameter.
+
+    Where the policy does not name it, that is the dtype of computing; from torch 2.15 on, the one that gradients have.
+    """
+    follows_gradients = hasattr(type(one), "unsharded_grad_dtype")
+    unnamed = one.sharded_param.grad_dtype if follows_gradients else one.mp_policy.param_dtype
+    found: torch.dtype = one.mp_policy.reduce_dtype or unnamed or one.sharded_param.dtype
+    return found
+
+
+def _shard(name: str, one: Any) -> torch.Tensor:
     """A tensor of the size, dtype and dimensions that this parameter's shard has in a unit's buffer; without memory."""
-    dtype = policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype
-    return torch.empty(1, dtype=dtype, device=one.sharded_param.device).expand(one.padded_sharded_param_size)
+    parameter = one.sharded_param
+    if parameter.grad_dtype != parameter.dtype:
+        raise ValueError(
+            f"{name} is {parameter.dtype} and its grad_dtype is {parameter.grad_dtype}: FSDP2 may sort its buffers by "
+            "that, and replicate() would not know which gradient is where: leave grad_dtype as it was"
+        )
+    return torch.empty(1, dtype=gradient_dtype(one), device=parameter.device).expand(one.padded_sharded_param_size)
 
 
 def _groups(mesh: DeviceMesh, units: Sequence[Unit]) -> tuple[Group, Group]:

@@ -24,7 +24,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
 from anabranch.checks import Meta
-from anabranch.integrations.sharded import TESTED, no_average, parameter_groups
+from anabranch.integrations.sharded import TESTED, gradient_dtype, no_average, parameter_groups
 from anabranch.integrations.sharded_window import ShardedWindow
 from anabranch.observe.clock import clock_for
 from anabranch.seams import check_seams, unsupported
@@ -43,7 +43,6 @@ PARTS: tuple[str, ...] = (  # of FSDP2's parameter group
     "device",
     "fsdp_params",
     "mesh_info",
-    "mp_policy",
     "reduce_grads",
 )
 KEEP = 16  # steps
@@ -417,10 +416,9 @@ class Watch:
             for one in group.fsdp_params:
                 parameter = one.sharded_param
                 if name is None or self._names[parameter].startswith(f"{name}."):
-                    policy, numel = group.mp_policy, parameter.numel()
-                    kept = policy.param_dtype or parameter.dtype
-                    nbytes += numel * kept.itemsize
-                    gradient_nbytes += numel * (policy.reduce_dtype or kept).itemsize * parameter.requires_grad
+                    numel = parameter.numel()
+                    nbytes += numel * (one.mp_policy.param_dtype or parameter.dtype).itemsize
+                    gradient_nbytes += numel * gradient_dtype(one).itemsize * parameter.requires_grad
         return nbytes, gradient_nbytes
 
     def _inside(self) -> list[int]:

@@ -13,7 +13,7 @@ from anabranch.planners.compressed import compressed
 from anabranch.planners.ladder import FREE, least_lossy
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.trace import Trace
-from anabranch.tuning.calibration import as_recorded, has_compressed_bucket
+from anabranch.tuning.calibration import as_recorded
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 
@@ -59,9 +59,12 @@ def _compressed(
     if options.mixes:
         errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
         mixed = least_lossy(trace, network, errors, options.excluded)
-        # Before a mix the plan that it has to be as fast as: the costs of its many messages only live steps show.
-        others = [_fastest_of_one_kind(options, trace, network, policy)] if has_compressed_bucket(mixed) else []
-        return [*((label, plan) for label, plan in others if plan != mixed), (MIXED, mixed)]
+        found = [(MIXED, mixed)]
+        # Before it the plan that it has to be as fast as. Only live steps show what many messages cost, and what full
+        # ones take away from computing, at most as long as they last: also where all is predicted to be hidden in full.
+        if _sending_s(trace, mixed, network) > policy.min_predicted_gain * (trace.forward_s + trace.backward_s):
+            found.insert(0, _fastest_of_one_kind(options, trace, network, policy))
+        return found[:1] if found[0][1] == mixed else found
     kind = options.kinds[0]
     if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
         excluded = options.excluded.get(kind, frozenset())
@@ -94,6 +97,15 @@ def _fastest_of_one_kind(
         if end_s <= soonest_s
     ]
     return plans[min(in_time)[2]]
+
+
+def _sending_s(trace: Trace, plan: Plan, network: Network) -> float:
+    """The seconds of all messages, one after another."""
+    tensors = {tensor.name: tensor for tensor in trace.tensors}
+    return sum(
+        network.seconds(bucket.collective, sum(tensors[name].cost_nbytes(bucket.collective) for name in bucket.names))
+        for bucket in plan.buckets
+    )
 
 
 def _with_dense(plan: Plan, names: Collection[str]) -> Plan:
