@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -220,6 +220,45 @@ def test_mixed_precision_is_that_of_hsdp() -> None:
     assert all(on_ranks(half_precision, 4))
 
 
+def reduced_dtypes(rank: int) -> list[list[torch.dtype]]:
+    """By policy, the dtypes of gradients as they are known before a step, and as FSDP2 then has them in its buffers."""
+    mesh = two_nodes()
+    found = []
+    for policy in (
+        None,
+        *(MixedPrecisionPolicy(torch.bfloat16, dtype) for dtype in (None, torch.bfloat16, torch.float)),
+    ):
+        model, buffers = model_of(mesh["shard"], policy=policy), set[torch.dtype]()
+        for group in groups_of(model):
+            group._all_reduce_hook = lambda buffer, buffers=buffers: buffers.add(buffer.dtype)
+        known = {sharded.gradient_dtype(one) for group in groups_of(model) for one in group.fsdp_params}
+        train(model, range(1))
+        found.append([*known, *buffers])
+    return found
+
+
+def test_the_dtype_of_gradients_is_known_before_a_step() -> None:
+    for found in on_ranks(reduced_dtypes, 2):
+        for known, buffer in found:
+            assert known == buffer
+
+
+def finalized_by_hand(rank: int) -> str:
+    mesh = two_nodes()
+    model: Any = model_of(mesh["shard"])
+    ab.replicate(model, mesh, compress="int8")
+    model.set_manual_backward_finalization(True)
+    with pytest.raises(RuntimeError) as caught:
+        train(model, range(1))
+    return str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="torch has it from 2.15 on")
+def test_a_backward_that_ends_by_hand_is_refused() -> None:
+    for said in on_ranks(finalized_by_hand, 2):
+        assert "set_manual_backward_finalization(True) and ab.replicate() do not work together" in said
+
+
 class PartlyUsed(nn.Module):
     """Three blocks, of which it uses two."""
 
@@ -265,6 +304,8 @@ def refusals(rank: int) -> list[str]:
     watched, twice = model_of(mesh["shard"]), model_of(mesh["shard"])
     first = [ab.replicate(model, mesh) for model in (watched, twice)]
     ab.watch(watched)
+    wide = model_of(mesh["shard"])
+    wide[0].weight.grad_dtype = torch.float64  # type: ignore[assignment]
     attempts: list[tuple[nn.Module, Any, Any]] = [
         (watched, mesh, None),
         (twice, mesh, None),
@@ -275,6 +316,7 @@ def refusals(rank: int) -> list[str]:
         (model_of(mesh["replicate"]), mesh, None),
         (model_of(mesh["shard"]), mesh, "auto"),
         (model_of(mesh["shard"]), mesh, "int9"),
+        (wide, mesh, None),
         (model_of(mesh["shard"]), mesh, "int8" if rank < 2 else "int4"),
     ]
     said = []
@@ -298,6 +340,7 @@ def test_what_cannot_work_is_refused_with_a_sentence() -> None:
         "is sharded among ranks",
         "every unit travels by one kind",
         "int9",
+        "0.weight is torch.float32 and its grad_dtype is torch.float64",
         "not the same on all ranks",
     ]
     for said in on_ranks(refusals, 4):
@@ -445,7 +488,7 @@ def skipped_in_half_precision(rank: int) -> float:
         torch.manual_seed(0)
         model = Poisoned()
         for unit in (model.first, model.second, model):
-            fully_shard(unit, mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+            fully_shard(unit, mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16))
         model.poison = compress is not None
         replication = ab.replicate(model, mesh, compress=compress)
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import anabranch as ab
 from anabranch.integrations import sharded_watch
@@ -225,6 +225,24 @@ def test_passes_that_do_not_reduce_are_no_steps() -> None:
     for steps, error in on_ranks(accumulating, 2):
         assert steps == 2  # of three: the last one's optimizer is not over
         assert "no step was recorded yet: none was made; train two or more steps" in error
+
+
+def finalized_by_hand(rank: int) -> str:
+    model: Any = model_of(init_device_mesh("cpu", (2,)))
+    watch = ab.watch(model)
+    model.set_manual_backward_finalization(True)
+    for step in range(3):
+        model(batch_of(step)).square().mean().backward()
+        model.finalize_backward()
+    with pytest.raises(RuntimeError) as caught:
+        watch.trace()
+    return str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="torch has it from 2.15 on")
+def test_a_backward_that_ends_by_hand_is_no_step() -> None:
+    for error in on_ranks(finalized_by_hand, 2):
+        assert "did not reduce all gradients" in error and "set_manual_backward_finalization" in error
 
 
 class Backwards(nn.Module):

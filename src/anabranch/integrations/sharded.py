@@ -193,6 +193,11 @@ class Replication:
 
     def _average(self, unit: Unit, buffer: torch.Tensor) -> None:
         """FSDP2's hook: returns when ``buffer`` holds the average over the nodes, or will on the current stream."""
+        if is_finalized_by_hand(unit.module):
+            raise RuntimeError(
+                "set_manual_backward_finalization(True) and ab.replicate() do not work together: finalize_backward() "
+                "would reduce units when the step is already over between the nodes: call it with False"
+            )
         if not self._joins_partial(unit, buffer):
             return
         lane = self._lanes[0]
@@ -338,6 +343,12 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)
     return [one for one in (found if found is not None else [state._fsdp_param_group]) if one is not None]
+
+
+def is_finalized_by_hand(module: FSDPModule) -> bool:
+    """Whether a backward leaves some of its work to ``finalize_backward``, which torch has from 2.15 on."""
+    state: Any = module._get_fsdp_state()
+    return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
 
 
 def gradient_dtype(one: Any) -> torch.dtype:

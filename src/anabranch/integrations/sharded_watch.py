@@ -24,7 +24,13 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
 from anabranch.checks import Meta
-from anabranch.integrations.sharded import TESTED, gradient_dtype, no_average, parameter_groups
+from anabranch.integrations.sharded import (
+    TESTED,
+    gradient_dtype,
+    is_finalized_by_hand,
+    no_average,
+    parameter_groups,
+)
 from anabranch.integrations.sharded_window import ShardedWindow
 from anabranch.observe.clock import clock_for
 from anabranch.seams import check_seams, unsupported
@@ -311,12 +317,17 @@ class Watch:
 
     def _reduces(self) -> bool:
         """Whether a backward now is the end of a step, and not one whose gradients the next one adds to."""
-        return all(group.reduce_grads and group.all_reduce_grads for unit in self._units for group in unit.groups)
+        block: Any = next(module for unit in self._units for module in unit.blocks.values())
+        groups = [group for unit in self._units for group in unit.groups]
+        return not is_finalized_by_hand(block) and all(one.reduce_grads and one.all_reduce_grads for one in groups)
 
     def _missing(self, one: _Pass) -> str:
         """Why this pass is no whole step; empty if it is one."""
         if not self._reduces():
-            return "the last backward did not reduce gradients (set_requires_gradient_sync, set_requires_all_reduce)"
+            return (
+                "the last backward did not reduce all gradients (set_requires_gradient_sync, set_requires_all_reduce, "
+                "set_manual_backward_finalization)"
+            )
         hooks = {group._all_reduce_hook for unit in self._units for group in unit.groups}
         if hooks - {None, no_average, *self._averages}:
             return "ab.replicate() came after ab.watch(): close() this watch, and make another one"

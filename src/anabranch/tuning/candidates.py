@@ -60,11 +60,11 @@ def _compressed(
         errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
         mixed = least_lossy(trace, network, errors, options.excluded)
         found = [(MIXED, mixed)]
-        # Before it the plan that it has to be as fast as. Only live steps show what many messages cost, and what full
-        # ones take away from computing, at most as long as they last: also where all is predicted to be hidden in full.
-        if _sending_s(trace, mixed, network) > policy.min_predicted_gain * (trace.forward_s + trace.backward_s):
+        # Before it the plan that it has to be as fast as. Only live steps show what many messages cost, and how much
+        # full ones slow computing, while they are transferred: also where all is predicted to be hidden in full.
+        if _transfers_s(trace, mixed, network) > FREE * (trace.forward_s + trace.backward_s):
             found.insert(0, _fastest_of_one_kind(options, trace, network, policy))
-        return found[:1] if found[0][1] == mixed else found
+        return found[-1:] if found[0][1] == mixed else found
     kind = options.kinds[0]
     if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
         excluded = options.excluded.get(kind, frozenset())
@@ -99,13 +99,15 @@ def _fastest_of_one_kind(
     return plans[min(in_time)[2]]
 
 
-def _sending_s(trace: Trace, plan: Plan, network: Network) -> float:
-    """The seconds of all messages, one after another."""
+def _transfers_s(trace: Trace, plan: Plan, network: Network) -> float:
+    """How long the messages of a plan are transferred in all; start-ups do not count."""
     tensors = {tensor.name: tensor for tensor in trace.tensors}
-    return sum(
-        network.seconds(bucket.collective, sum(tensors[name].cost_nbytes(bucket.collective) for name in bucket.names))
-        for bucket in plan.buckets
-    )
+    took_s = 0.0
+    for bucket in plan.buckets:
+        nbytes = sum(tensors[name].cost_nbytes(bucket.collective) for name in bucket.names)
+        curve = network.curve(bucket.collective)
+        took_s += curve.seconds(nbytes) - curve.start_s
+    return took_s
 
 
 def _with_dense(plan: Plan, names: Collection[str]) -> Plan:
