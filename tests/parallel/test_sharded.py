@@ -253,7 +253,7 @@ def finalized_by_hand(rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="torch has it from 2.15 on")
+@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="newer torch has it")
 def test_a_backward_that_ends_by_hand_is_refused() -> None:
     for said in on_ranks(finalized_by_hand, 2):
         assert "set_manual_backward_finalization(True) and ab.replicate() do not work together" in said
@@ -305,7 +305,7 @@ def refusals(rank: int) -> list[str]:
     first = [ab.replicate(model, mesh) for model in (watched, twice)]
     ab.watch(watched)
     wide = model_of(mesh["shard"])
-    wide[0].weight.grad_dtype = torch.float64  # type: ignore[assignment]
+    wide[0].weight.grad_dtype = torch.float64
     attempts: list[tuple[nn.Module, Any, Any]] = [
         (watched, mesh, None),
         (twice, mesh, None),

@@ -239,7 +239,7 @@ def finalized_by_hand(rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="torch has it from 2.15 on")
+@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="newer torch has it")
 def test_a_backward_that_ends_by_hand_is_no_step() -> None:
     for error in on_ranks(finalized_by_hand, 2):
         assert "did not reduce all gradients" in error and "set_manual_backward_finalization" in error

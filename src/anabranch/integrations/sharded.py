@@ -346,7 +346,7 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def is_finalized_by_hand(module: FSDPModule) -> bool:
-    """Whether a backward leaves some of its work to ``finalize_backward``, which torch has from 2.15 on."""
+    """Whether a backward leaves some of its work to ``finalize_backward``, which newer torch has (2.15)."""
     state: Any = module._get_fsdp_state()
     return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
 
