@@ -28,6 +28,7 @@ import anabranch as ab
 from anabranch.lab.environment import LAB
 
 HSDP, SHARDED, COMPUTING = "HSDP", "FSDP2, a shard on every rank", "nothing between nodes"
+KEPT = "HSDP, kept after forward"
 KINDS: dict[str, Any] = {
     "replicate": None,
     "replicate, bf16": "bf16",
@@ -40,24 +41,24 @@ EXPLAINED = (HSDP, "replicate, int8", "replicate, Ok-Topk 1 %")
 WARM_UP = 3  # steps of each
 
 
-def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """A unit per block, and one for the rest."""
+def sharded(model: nn.Module, mesh: DeviceMesh, kept: bool) -> nn.Module:
+    """A unit per block, and one for the rest; parameters that are kept after forward are not gathered in backward."""
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
     fully_shard(model, mesh=mesh)
     return model
 
 
 def contestant(
-    name: str, build: Callable[[], nn.Module], mesh: DeviceMesh, batch: int
+    name: str, build: Callable[[], nn.Module], mesh: DeviceMesh, batch: int, keep: bool
 ) -> tuple[nn.Module, Callable[[], None]]:
     """A model, and a function that trains one step of it."""
-    if name == HSDP:
-        model = sharded(build(), mesh)
+    if name in (HSDP, KEPT):
+        model = sharded(build(), mesh, kept=name == KEPT)
     elif name == SHARDED:
-        model = sharded(build(), init_device_mesh(mesh.device_type, (dist.get_world_size(),)))
+        model = sharded(build(), init_device_mesh(mesh.device_type, (dist.get_world_size(),)), keep)
     else:
-        model = sharded(build(), mesh["shard"])
+        model = sharded(build(), mesh["shard"], keep)
     if name in KINDS:
         ab.replicate(model, mesh, compress=KINDS[name])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -135,6 +136,9 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
     parser.add_argument("--limit-s", type=float, help="begin no round after so many seconds of training")
     parser.add_argument("--leave-out", choices=(COMPUTING, SHARDED, *KINDS), action="append", default=[])
+    parser.add_argument(
+        "--keep", action="store_true", help="all but HSDP keep parameters after forward; HSDP does both"
+    )
     parser.add_argument("--explain", action="store_true", help="where a step goes, by unit")
     return parser.parse_args()
 
@@ -161,8 +165,9 @@ def main() -> None:
         return Transformer(options.width, options.layers, 8, causal=True).to(device)
 
     numel = sum(parameter.numel() for parameter in build().parameters())
-    names = [name for name in (COMPUTING, HSDP, SHARDED, *KINDS) if name not in options.leave_out]
-    contestants = {name: contestant(name, build, mesh, options.batch) for name in names}
+    references = (COMPUTING, HSDP, *([KEPT] if options.keep else []), SHARDED)
+    names = [name for name in (*references, *KINDS) if name not in options.leave_out]
+    contestants = {name: contestant(name, build, mesh, options.batch, options.keep) for name in names}
     steps = {name: step for name, (_, step) in contestants.items()}
     rounds = in_turns(steps, options, device)
     if dist.get_rank() == 0:
@@ -171,7 +176,8 @@ def main() -> None:
         )
         print(f"# A sharded transformer of {numel / 1e6:.0f} million parameters\n")
         print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')},")
-        print(f"batch {options.batch} × {LENGTH}; {len(rounds)} rounds of {options.steps} steps each, in turns.\n")
+        print(f"batch {options.batch} × {LENGTH}; {len(rounds)} rounds of {options.steps} steps each, in turns."
+              f"{' All but HSDP keep parameters after forward.' if options.keep else ''}\n")  # fmt: skip
         print("| | ms per step | from – to | HSDP / it |\n|---|---:|---:|---:|")
         for name in steps:
             took = [one[name] for one in rounds]

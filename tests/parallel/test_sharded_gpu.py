@@ -169,7 +169,7 @@ class Program:
         """Ours with a compressed exchange."""
         model = self.sharded(self.mesh["shard"])
         replication = ab.replicate(model, self.mesh, compress=KINDS[name])
-        losses = self.train(model, range(20))
+        losses = self.train(model, range(30))
         self.step_unwaited(model)
         text = replication.explain()
         agree = self.nodes_agree(model)
