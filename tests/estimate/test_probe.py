@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anabranch.estimate import probe as probing
 from anabranch.estimate.probe import Build, probe
@@ -79,6 +80,45 @@ def test_dropout_keeps_a_byte_and_attention_no_probabilities_as_on_a_gpu(monkeyp
     like = peak_nbytes(probe(SUBJECTS["language"]))
     as_on_cpu(monkeypatch)
     assert like < 0.95 * peak_nbytes(probe(SUBJECTS["language"]))
+
+
+class GroupedAttention(nn.Module):
+    """Attention of 8 heads of queries that share 2 of keys; ``repeated``: each key is copied for its queries before."""
+
+    def __init__(self, repeated: bool) -> None:
+        super().__init__()
+        self.repeated = repeated
+        self.q, self.k, self.v = (nn.Linear(64, heads * 8, bias=False) for heads in (8, 2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        if self.repeated:
+            k, v = (t.repeat_interleave(4, dim=1) for t in (k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not self.repeated)
+        return mixed.transpose(1, 2).flatten(2).square()
+
+
+def grouped(repeated: bool = False) -> Build:
+    def build(device: torch.device) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+        model, given = GroupedAttention(repeated).to(device), torch.ones(4, 256, 64, device=device)
+        return model, lambda wrapped: wrapped(given).sum()
+
+    return build
+
+
+def test_grouped_attention_keeps_all_probabilities_in_float32_as_on_a_gpu() -> None:
+    with sdpa_kernel(SDPBackend.MATH):  # which CUDA takes: of its fused kernels only FlashAttention knows groups
+        real_nbytes = allocated(grouped())
+    found = probe(grouped())
+    assert peak_nbytes(found) - found.after_backward.nbytes == pytest.approx(real_nbytes, rel=0.1)
+    probabilities_nbytes = 4 * 8 * 256 * 256 * 4
+    assert peak_nbytes(found) > peak_nbytes(probe(grouped(repeated=True))) + probabilities_nbytes
+
+
+def test_grouped_attention_in_bfloat16_keeps_neither_probabilities_nor_copies_of_keys_as_on_a_gpu() -> None:
+    found, repeated = (peak_nbytes(probe(grouped(repeated), half=True)) for repeated in (False, True))
+    more_nbytes = 2 * 4 * 256 * (64 - 16) * 2  # keys and values for 8 heads, in place of 2, in bfloat16
+    assert repeated - found == more_nbytes
 
 
 def test_offloaded_and_recomputed_activations_take_less() -> None:

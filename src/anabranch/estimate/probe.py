@@ -33,6 +33,8 @@ META = torch.device("meta")
 # Models ask about values that tensors without data do not have: whether a mask hides nothing, whether there is a NaN.
 ANSWERS = {torch.ops.aten.all: True, torch.ops.aten.any: False}
 
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
 Loss = Callable[[nn.Module], torch.Tensor]
 Build = Callable[[torch.device], tuple[nn.Module, Loss]]
 
@@ -238,6 +240,8 @@ def saving_as_on_gpu() -> Iterator[None]:
 
     Below autograd nothing shows for which device a model is meant. On a GPU, dropout saves a mask of one byte per
     element, elsewhere one of four. Attention saves its inputs and outputs, elsewhere with dropout all probabilities.
+    Where several queries share a key (``enable_gqa``), of torch's fused kernels only FlashAttention can be used, which
+    knows numbers of 16 bits and no mask: all else is computed step by step, and saves all probabilities on a GPU, too.
     """
     replaced: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
     originals = {name: getattr(functional, name) for name in replaced}
@@ -267,13 +271,32 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if enable_gqa and key.shape[-3] != query.shape[-3]:  # the fused kernels read every key several times
-        times = query.shape[-3] // key.shape[-3]
-        key, value = (t.repeat_interleave(times, dim=-3) for t in (key, value))
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        return _grouped_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
     mask = attn_mask
     if mask is not None:
         mask = torch.where(mask, 0.0, -torch.inf).to(query.dtype) if mask.dtype == torch.bool else mask
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     operation: Any = torch.ops.aten._scaled_dot_product_efficient_attention
     result: torch.Tensor = operation(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+    return result
+
+
+def _grouped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention in which several queries share a key, which FlashAttention reads in place."""
+    operations: Any = torch.ops.aten
+    result: torch.Tensor
+    if query.dtype in FLASH_DTYPES and attn_mask is None:
+        result = operations._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    else:
+        step_by_step = operations._scaled_dot_product_attention_math
+        result = step_by_step(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     return result
