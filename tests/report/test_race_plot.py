@@ -27,11 +27,27 @@ def test_svg_names_models_choices_and_numbers() -> None:
     assert ElementTree.fromstring(content).tag.endswith("svg")
     text = content.decode()  # matplotlib notes each text beside its outlines
     for words in ("resnet $50$", "sent in 12 messages, 2 at a time", "sent as by DDP", "0.80  (80 ms)", "0.90  (90 ms)",
-                  "predicted for DataParallel", "computing alone, nothing sent", "DDP with the best bucket size tried",
+                  "predicted", "computing alone, nothing sent", "DDP with the best bucket size tried",
                   "4 workers: 4 hosts, 25 Gbit/s, NVIDIA H200"):  # fmt: skip
         assert words in text
     assert "0.20  (20 ms)" not in text
     assert content == race_plot([FULL, LEAST], "svg")
+
+
+def test_hooks_and_compressions_have_bars_of_their_own() -> None:
+    """Also where one model has not run them all."""
+    rows = (
+        BenchmarkRow("DDP", (0.1,)),
+        BenchmarkRow("DDP, fp16 hook", (0.07,)),
+        BenchmarkRow("DDP, PowerSGD rank 4", (0.06,)),
+        BenchmarkRow("DataParallel", (0.09,), 0.09),
+        BenchmarkRow("DataParallel, int8", (0.05,), 0.051),
+    )
+    text = race_plot([LEAST, example("gpt2", *rows)], "svg").decode()
+    for words in ("DDP, fp16 hook", "DDP, PowerSGD rank 4", "anabranch.DataParallel, int8", "0.70  (70 ms)",
+                  "0.60  (60 ms)", "0.50  (50 ms)", "1.00  (200 ms)"):  # fmt: skip
+        assert words in text
+    assert "best bucket size" not in text
 
 
 def test_png_has_its_signature() -> None:

@@ -1,6 +1,6 @@
 """The plot of a benchmark: for each model, steps relative to DDP's, predicted beside measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from anabranch.extras import require
@@ -11,19 +11,29 @@ from anabranch.report.plot import COLOURS, Format, figure_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BAR_HEIGHT = 0.26
+ROOM = 0.8  # of a model's share of the height: its bars
+INCHES = 0.22  # of a bar
 MIB_SUFFIX = "MiB"
+HOOKS = ("hook", "PowerSGD rank 4")
+_COLOUR_ORDER = (1, 4, 3, 0, 5, 2, 7, 6)  # of neighbours that differ
+BEST_SIZE = "DDP with the best bucket size tried"
 
 
 def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
-    """Horizontal bars per model: DDP, DDP at the best bucket size that was tried, DataParallel; shorter is faster."""
+    """Horizontal bars per model; shorter is faster.
+
+    DDP, DDP at the best bucket size if some were tried, DDP's hooks, and DataParallel with every compression.
+    """
     require("matplotlib", "report", "a plot")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 1.4 + 1.15 * len(benchmarks)), dpi=120, layout="constrained")
+    bars = [_bars(benchmark) for benchmark in benchmarks]
+    names = list(dict.fromkeys(name for one in bars for name in one))
+    most = max(map(len, bars))
+    figure = Figure(figsize=(10, 1.4 + INCHES / ROOM * most * len(benchmarks)), dpi=120, layout="constrained")
     axes = figure.subplots()
     for place, benchmark in enumerate(benchmarks):
-        _model(axes, place, benchmark, named=place == 0)
+        _model(axes, place, benchmark, {name: bars[place].get(name) for name in names}, named=place == 0)
     axes.set_yticks(range(len(benchmarks)), [_label(benchmark) for benchmark in benchmarks], parse_math=False)
     axes.invert_yaxis()
     axes.axvline(1.0, color="#888888", linewidth=0.8)
@@ -38,25 +48,38 @@ def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
     return figure_bytes(figure, form)
 
 
-def _model(axes: "Axes", place: int, benchmark: Benchmark, named: bool) -> None:
-    """The bars of one model, its predicted step and its computation; ``named`` adds them to the legend."""
-    baseline, ours = benchmark.row(BASELINE), benchmark.row(OURS)
+def _bars(benchmark: Benchmark) -> dict[str, BenchmarkRow]:
+    """The rows to draw, by their names in the legend."""
+    baseline = benchmark.row(BASELINE)
     sized = [row for row in benchmark.rows if row.name.startswith(BASELINE) and MIB_SUFFIX in row.name]
-    best = min([baseline, *sized], key=lambda row: row.ratio_to(baseline))
-    bars = {"DDP": baseline, "DDP with the best bucket size tried": best, "anabranch.DataParallel": ours}
+    best = {BEST_SIZE: min([baseline, *sized], key=lambda row: row.ratio_to(baseline))} if sized else {}
+    hooks = {row.name: row for row in benchmark.rows if row.name.startswith(BASELINE) and row.name.endswith(HOOKS)}
+    own = {f"anabranch.{row.name}": row for row in benchmark.rows if row.name.split(", ")[0] == OURS}
+    return {BASELINE: baseline, **best, **hooks, **own}
+
+
+def _model(
+    axes: "Axes", place: int, benchmark: Benchmark, bars: Mapping[str, BenchmarkRow | None], named: bool
+) -> None:
+    """The bars of one model, its predicted steps and its computation; ``named`` adds them to the legend."""
+    baseline, thick = benchmark.row(BASELINE), ROOM / len(bars)
     for number, (name, row) in enumerate(bars.items()):
-        ratio, height = row.ratio_to(baseline), place + (number - 1) * BAR_HEIGHT
-        axes.barh(height, ratio, BAR_HEIGHT * 0.9, color=COLOURS[(1, 4, 0)[number]], label=name if named else None)
-        furthest = max(ratio, (row.predicted_s or 0.0) / baseline.step_s) if row is ours else ratio
+        colour, height = COLOURS[_COLOUR_ORDER[number % len(COLOURS)]], place + (number + 0.5) * thick - ROOM / 2
+        ratio = row.ratio_to(baseline) if row is not None else 0.0
+        axes.barh(height, ratio, thick * 0.9, color=colour, label=name if named else None)
+        if row is None:
+            continue
+        predicted_s = row.predicted_s if name.startswith("anabranch.") else None
+        furthest = max(ratio, (predicted_s or 0.0) / baseline.step_s)
         axes.annotate(f"{ratio:.2f}  ({row.step_s * 1e3:.0f} ms)", (furthest, height), (6, 0),
                       textcoords="offset points", va="center", fontsize=8,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
-    if ours.predicted_s is not None:
-        axes.plot(ours.predicted_s / baseline.step_s, place + BAR_HEIGHT, "D", color="white", markeredgecolor="black",
-                  markersize=5, label="predicted for DataParallel" if named else None)  # fmt: skip
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
+        if predicted_s is not None:
+            axes.plot(predicted_s / baseline.step_s, height, "D", color="white", markeredgecolor="black", markersize=4,
+                      label="predicted" if named and row.name == OURS else None)  # fmt: skip
     if compute := _row_named(benchmark, COMPUTE):
-        ratio, reach = compute.ratio_to(baseline), 1.5 * BAR_HEIGHT
-        axes.plot([ratio, ratio], [place - reach, place + reach], color="black", linewidth=1.2,
+        ratio = compute.ratio_to(baseline)
+        axes.plot([ratio, ratio], [place - ROOM / 2, place + ROOM / 2], color="black", linewidth=1.2,
                   label="computing alone, nothing sent" if named else None)  # fmt: skip
 
 
