@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from anabranch import Bucket, Curve, Network, Plan, Span, TensorSpec, Timeline, Trace
 from anabranch.sim import finish_s
 from anabranch.tuning.calibration import (
+    END_NOTE,
     FACTORS,
     MAX_ETA,
     OF_RECORDED,
@@ -22,6 +23,7 @@ from anabranch.tuning.calibration import (
     with_calibrated_costs,
     with_calibrated_delays,
     with_calibrated_waiting,
+    with_costs_bounded_by_end,
 )
 from anabranch.tuning.candidates import predicted_s
 
@@ -185,10 +187,33 @@ def test_a_step_that_ended_as_predicted_or_earlier_shows_no_waiting() -> None:
         assert with_calibrated_waiting(network, trace, plan, took_s) == network
 
 
-def test_computing_beside_compressed_messages_may_be_faster_than_recorded() -> None:
+@pytest.mark.parametrize("share", [0.9, 0.82])
+def test_a_step_that_ended_earlier_makes_its_messages_cheaper(share: float) -> None:
+    network = Network(4, dict.fromkeys(("dense", "int8"), Curve.linear(1e-3, 5e-3)))
+    trace, plan = case([KIB] * 20)  # the wire is the limit
+    ended_s = finish_s(trace, plan, network) * share
+    found = with_costs_bounded_by_end(network, trace, plan, ended_s)
+    assert finish_s(trace, plan, found) == pytest.approx(ended_s, rel=1e-6)
+    assert found.curve("int8") == network.curve("int8")  # which the plan does not use
+    assert "from the end of live steps" in str(found.meta[END_NOTE])
+    assert END_NOTE not in with_costs_bounded_by_end(found, trace, plan, ended_s).meta  # nothing is left to explain
+
+
+def test_what_no_plausible_price_explains_changes_no_price() -> None:
+    network = Network.linear(4, 1e-3, 5e-3)
+    trace, plan = case([KIB] * 20)
+    ended_s = finish_s(trace, plan, network)
+    for took_s in (0.5 * ended_s, 0.99 * ended_s, ended_s, 2 * ended_s):
+        assert with_costs_bounded_by_end(network, trace, plan, took_s) == network
+    free = Network.linear(4, 1e-6, 1e-12)  # computing is the limit, and was faster than recorded
+    assert with_costs_bounded_by_end(free, trace, plan, 0.9 * trace.backward_s) == free
+
+
+@pytest.mark.parametrize("kind", ["int8", "dense"])
+def test_computing_beside_other_messages_may_be_faster_than_recorded(kind: str) -> None:
     network = Network(4, dict.fromkeys(("dense", "int8"), Curve.linear(1e-3, 1e-8)))
     trace, plan = case([KIB] * 5)  # 4 s of backward
-    rounded = Plan(tuple(replace(bucket, collective="int8") for bucket in plan.buckets))
+    rounded = Plan(tuple(replace(bucket, collective=kind) for bucket in plan.buckets))
     faster = computed_faster(trace, rounded, 3.6)
     assert faster.backward_s == pytest.approx(3.6) and share_of_recorded(faster) == pytest.approx(0.9)
     again = computed_faster(faster, rounded, 3.24)
@@ -201,7 +226,7 @@ def test_computing_beside_compressed_messages_may_be_faster_than_recorded() -> N
     assert predicted_s(again, rounded, network) < predicted_s(trace, rounded, network)
 
 
-@pytest.mark.parametrize(("kind", "computing_s"), [("dense", 3.0), ("int8", 3.95), ("int8", 5.0), ("int8", 0.0)])
+@pytest.mark.parametrize(("kind", "computing_s"), [("dense", 3.95), ("int8", 3.95), ("int8", 5.0), ("int8", 0.0)])
 def test_computing_stays_as_recorded_otherwise(kind: str, computing_s: float) -> None:
     trace, plan = case([KIB] * 5)
     used = Plan(tuple(replace(bucket, collective=kind) for bucket in plan.buckets))

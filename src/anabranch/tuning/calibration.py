@@ -31,6 +31,7 @@ LARGE = 10  # a message that takes so many times its start-up costs what its byt
 MAX_ETA = 1.5  # contention of simultaneous messages: at 1 they gain nothing, above they take longer than in turn
 DELAY_NOTE = "refined_delay_"  # and the kind: a key of a network's meta
 WAITING_NOTE = "refined_waiting"
+END_NOTE = "refined_end"
 OF_RECORDED = "computing_of_recorded"  # a key of a trace's meta
 LEAST_SHARE = 0.01  # of recorded computing; less, as a file may say, is not believed
 MIN_STRETCH = 0.02  # share of computing by which it must take longer than recorded: less is noise
@@ -57,8 +58,10 @@ def calibrate(network: Network, trace: Trace, trial: Trial, control: Group) -> N
     if seconds.isinf().any():
         return network
     fastest = [min(step.whole_s - step.exposed_s for step in trial.steps), min(step.finish_s for step in trial.steps)]
-    computing_s, ended_s = slowest_rank(fastest, control)
+    typical_s = median(step.finish_s for step in trial.steps)
+    computing_s, ended_s, typical_s = slowest_rank([*fastest, typical_s], control)
     network = with_calibrated_costs(network, trace, plan, seconds.tolist())
+    network = with_costs_bounded_by_end(network, trace, plan, typical_s)
     network = with_calibrated_delays(network, trace, plan, computing_s, ended_s)
     return agree_on(Network, with_calibrated_waiting(network, trace, plan, ended_s), control)
 
@@ -74,11 +77,10 @@ def slowest_rank(seconds: Sequence[float], control: Group) -> list[float]:
 def computed_faster(trace: Trace, plan: Plan | None, computing_s: float) -> Trace:
     """``trace`` with computing that takes ``computing_s``, as it did under ``plan``, if that is less than recorded.
 
-    Only for compressed plans: sending less leaves more of a GPU to the model than DDP's own buckets do, under which
-    traces are recorded.
+    Traces are recorded under DDP's own buckets. Sending less, or less at once, leaves more of a GPU to the model.
     """
     recorded_s = trace.forward_s + trace.backward_s
-    if not has_compressed_bucket(plan) or not 0 < computing_s < (1 - MIN_STRETCH) * recorded_s:
+    if plan is None or not 0 < computing_s < (1 - MIN_STRETCH) * recorded_s:
         return trace
     share = computing_s / recorded_s
     return replace(trace.scaled(share), meta={**trace.meta, OF_RECORDED: share * share_of_recorded(trace)})
@@ -93,11 +95,6 @@ def share_of_recorded(trace: Trace) -> float:
 def as_recorded(trace: Trace) -> Trace:
     """The trace as it was before ``computed_faster``: what it is under DDP's own buckets."""
     return trace if (share := share_of_recorded(trace)) == 1.0 else trace.scaled(1 / share)
-
-
-def has_compressed_bucket(plan: Plan | None) -> bool:
-    """Whether some bucket is compressed."""
-    return plan is not None and any(is_compressed(bucket.collective) for bucket in plan.buckets)
 
 
 def bucket_seconds(steps: Sequence[Timeline]) -> list[float]:
@@ -142,6 +139,27 @@ def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Se
         if f"refined_{kind}" not in {**network.meta, **notes}:
             curves[kind] = _scaled(network.curve(kind), *np.median(fits, axis=0).tolist())
     return replace(network, curves=curves, model=None, meta={**network.meta, **notes})
+
+
+def with_costs_bounded_by_end(network: Network, trace: Trace, plan: Plan, ended_s: float) -> Network:
+    """``network`` with messages so much cheaper that ``plan`` ends at ``ended_s``, if it would end later.
+
+    Messages are timed in a few steps, which timing makes slower than others. Unchanged if a plausible factor cannot
+    explain the difference: then it is computing that was faster than recorded.
+    """
+    kinds = dict.fromkeys(bucket.collective for bucket in plan.buckets)
+
+    def at(factor: float) -> Network:
+        curves = {kind: _scaled(network.curve(kind), factor, 0.0) for kind in kinds}
+        return replace(network, curves={**network.curves, **curves}, model=None)
+
+    notes = {name: note for name, note in network.meta.items() if name != END_NOTE}
+    least, latest_s = FACTORS[0], (1 + MIN_STRETCH) * ended_s
+    if finish_s(trace, plan, network) <= latest_s or finish_s(trace, plan, at(least)) > latest_s:
+        return replace(network, meta=notes)
+    factor = least + _largest(1 - least, lambda more: finish_s(trace, plan, at(least + more)) <= ended_s)
+    notes[END_NOTE] = f"all of these × {factor:.2f}, from the end of live steps of {len(plan)} buckets"
+    return replace(at(factor), meta=notes)
 
 
 def with_calibrated_delays(network: Network, trace: Trace, plan: Plan, computing_s: float, ended_s: float) -> Network:

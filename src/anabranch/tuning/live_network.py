@@ -8,7 +8,7 @@ from anabranch.network import Network
 from anabranch.observe.measure import LARGEST_NBYTES, measure
 from anabranch.plan import Plan
 from anabranch.trace import Trace
-from anabranch.tuning.calibration import calibrate, computed_faster, has_compressed_bucket, slowest_rank
+from anabranch.tuning.calibration import calibrate, computed_faster, slowest_rank
 from anabranch.tuning.candidates import prediction_s
 from anabranch.tuning.runner import PlanRunner
 from anabranch.tuning.trial import Trial
@@ -57,8 +57,8 @@ class LiveNetwork:
         return self.network != before
 
     def computed_faster(self, trace: Trace, best: Trial) -> Trace:
-        """The trace with computing as fast as under the best layout, if that sends less than DDP. Collective."""
-        if self._given is not None or not has_compressed_bucket(best.plan):
+        """The trace with computing as fast as under the best layout, if that is a plan. Collective."""
+        if self._given is not None or best.plan is None:
             return trace
         (computing_s,) = slowest_rank([best.computing_s], self._runner.lanes.control)
         return computed_faster(trace, best.plan, computing_s)
