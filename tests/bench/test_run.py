@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import anabranch as ab
 from anabranch.bench import run as bench_run
 from anabranch.bench.contestants import ALL_REDUCE, ddp_contestants, planned_contestants, reference_contestants
 from anabranch.bench.workload import replay_workload, zoo_workload
+from anabranch.bench.zoo import Step
 from anabranch.report.documents import BASELINE as DDP
 from anabranch.report.documents import COMPUTE
 from anabranch.report.documents import OURS as AUTO
@@ -147,3 +149,32 @@ def test_a_search_that_ends_before_it_measures_is_said() -> None:
     for said in on_ranks(unmeasured, 2):
         assert said.startswith("DataParallel has measured no network, which the other contestants need: run it again")
         assert "waits for communication" in said
+
+
+def searched(rank: int, hold_after: int | None) -> tuple[int, bool]:
+    """How many steps a search took whose trials nothing ends but a hold, and whether it knows a network."""
+    workload, taken = replay_workload("tiny", tiny()), [0]
+
+    def build() -> tuple[nn.Module, Step]:
+        model, step = workload.build()
+
+        def counted(called: nn.Module) -> None:
+            taken[0] += 1
+            step(called)
+
+        return model, counted
+
+    bench_run.THOROUGH = replace(bench_run.THOROUGH, min_gain=-10.0, max_pairs=100, confidence=1e9)
+    settings = bench_run.Settings(profile_steps=2, search_steps=10_000, hold_after=hold_after)
+    tuned = bench_run._tuned(replace(workload, build=build), settings, AUTO, None, lambda text: None)
+    known = tuned.parallel.network is not None
+    tuned.parallel.close()
+    return taken[0], known
+
+
+@pytest.mark.slow
+def test_a_search_can_be_ended_after_some_steps() -> None:
+    for steps, known in on_ranks(searched, 2, 30):
+        assert 30 <= steps <= 40 and known
+    (steps, _), _ = on_ranks(searched, 2, None)
+    assert steps > 60

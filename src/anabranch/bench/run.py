@@ -58,6 +58,7 @@ class Settings:
     DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``sharded.ways``. ``skip``: names of
     contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled. ``own_caches``: torch
     finds nothing that it has compiled for another contestant. ``search_steps``: what each search may cost, in steps.
+    ``hold_after``: steps after which a search ends at its next decision, with the best layout so far.
     """
 
     iters: int = 10
@@ -73,6 +74,7 @@ class Settings:
     skip: Sequence[str] = ()
     own_caches: bool = False
     search_steps: int = 100
+    hold_after: int | None = None
 
     def check_skipped(self) -> None:
         """ValueError if something is to be skipped that does not run, or that others need."""
@@ -180,9 +182,11 @@ def _tuned(
     if backend is not None:
         name, step = compiled_name(name), compiled_step(step, parallel, backend)
     progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
-    for _ in range(MAX_TUNING_STEPS):
+    for number in range(1, MAX_TUNING_STEPS + 1):
         step(parallel)
         progress.step_done()
+        if number == settings.hold_after:
+            parallel.hold()
         if parallel.timeline is not None:  # of the chosen layout
             if parallel.network is None:  # its search had used up its budget, such as where steps vary by much
                 raise RuntimeError(

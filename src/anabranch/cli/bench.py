@@ -50,6 +50,14 @@ SearchOption = Annotated[
         help="What each DataParallel's search may cost, in steps; fewer end sooner where steps are noisy and long.",
     ),
 ]
+HoldOption = Annotated[
+    int | None,
+    typer.Option(
+        min=30,
+        help="End each search after about so many steps, with the best layout found so far: for short runs. Trials of "
+        "layouts as fast as DDP cost nothing, so that --search-steps does not end them.",
+    ),
+]
 SizesOption = Annotated[str, typer.Option(metavar="MIB,...", help="Bucket sizes to try with DDP.")]
 LanesOption = Annotated[str, typer.Option(metavar="N,...", help="Numbers of lanes to plan for.")]
 CompressOption = Annotated[
@@ -113,6 +121,7 @@ def bench(
     num_iters: ItersOption = 10,
     profile_steps: ProfileOption = 6,
     search_steps: SearchOption = 100,
+    hold_after: HoldOption = None,
     bucket_sizes: SizesOption = "1,5,10,50,100",
     lanes: LanesOption = "2,4",
     compress: CompressOption = None,
@@ -147,8 +156,22 @@ def bench(
         way_of(way)  # refuses what it does not know
     for kind in kinds:
         compression(kind)  # refuses what it does not know
-    steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
-    settings = Settings(*steps, sizes, counts, kinds, only or (), compiled, ways, skip or (), own_caches, search_steps)
+    settings = Settings(
+        iters=num_iters,
+        batches=num_batches_per_iter,
+        warmup=num_warmup_batches,
+        profile_steps=profile_steps,
+        sizes_mib=sizes,
+        lanes=counts,
+        compress=kinds,
+        only=only or (),
+        compiled=compiled,
+        sharded=ways,
+        skip=skip or (),
+        own_caches=own_caches,
+        search_steps=search_steps,
+        hold_after=hold_after,
+    )
     settings.check_skipped()
     device = join(backend, on_gpu=bool(model))
     workloads = [zoo_workload(name, device, batch_size) for name in model or ()]
