@@ -22,7 +22,7 @@ part_times() {  # about 60 s: three processes side by side, each with empty cach
 lab() {  # seconds, report, then arguments of bench
   local limit=$1 report=$2; shift 2
   timeout -k 20 "$limit" $PY -m anabranch lab --hosts $HOSTS --rate $RATE --backend $BACKEND -- \
-    $BENCH --compile --only nothing --profile-steps 4 --num-warmup-batches 3 \
+    $BENCH --compile --only nothing --profile-steps 4 --hold-after 60 --num-warmup-batches 3 \
     --report "$OUT/$report.md" --force $MORE "$@" > >(tee "$OUT/$report.log") 2>&1
   echo "exit $?"
   mv "$OUT/$report.log" "$OUT/$report.log.md"
