@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anabranch.activations.blocks import blocks_of
 from anabranch.activations.policy import Activations, ManagedActivations
-from anabranch.activations.profiler import measure_link
+from anabranch.activations.speeds import measure_link
 from anabranch.bench.zoo import model_and_step
 
 WARM, ROUNDS = 6, 10  # the mix is chosen after two steps

@@ -363,7 +363,10 @@ class LeanDataParallel(Tuned, nn.Module):
                     self._within.check(agreed)
             return agreed
 
-        self._activations.choose(agree)
+        def together() -> None:
+            dist.barrier(self._running_tuner().control)
+
+        self._activations.choose(agree, together)
         if "residuals" in self._activations.agreed:
             self.layout.use_residuals(self._activations.agreed["residuals"])
 

@@ -14,8 +14,8 @@ from anabranch.activations.blocks import END, blocks_of
 from anabranch.activations.cost_model import Action
 from anabranch.activations.offloader import MIB, Offloader
 from anabranch.activations.policy import Activations
-from anabranch.activations.profiler import measure_link
 from anabranch.activations.recompute import PatchedModel
+from anabranch.activations.speeds import measure_link
 from gpu import ON_GPU, no_waiting
 
 pytestmark = ON_GPU

@@ -20,9 +20,11 @@ from activations.networks import (
     step_of,
     trained,
 )
+from anabranch.activations import policy
 from anabranch.activations.cost_model import Action
 from anabranch.activations.policy import PROFILED_STEPS, Activations, ManagedActivations
 from anabranch.activations.solver import BudgetError
+from anabranch.activations.speeds import SpeedMeter, Speeds
 
 __all__ = ["one_thread"]
 
@@ -92,6 +94,47 @@ def test_all_ranks_can_follow_one_choice() -> None:
         step_of(model)()
     assert managed.actions == theirs
     assert managed.choice is not None and managed.choice.actions == theirs
+    managed.undo()
+
+
+def test_ranks_wait_for_each_other_between_warming_up_and_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a machine share a bus: one that measures alone sees the speed of all of it."""
+    seen: list[str] = []
+
+    class Meter(SpeedMeter):
+        def __init__(self, device: torch.device) -> None:
+            seen.append("warm")
+            super().__init__(device, 1 << 10)
+
+        def measure(self) -> Speeds:
+            seen.append("measured")
+            return super().measure()
+
+    monkeypatch.setattr(policy, "SpeedMeter", Meter)
+    model = Net()
+    managed = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=256))
+    for _ in range(PROFILED_STEPS):
+        managed.choose(together=lambda: seen.append("wait"))
+        step_of(model)()
+    assert seen == ["wait"] * PROFILED_STEPS  # for another rank, which may have seen enough
+    managed.choose(together=lambda: seen.append("together"))
+    assert seen[PROFILED_STEPS:] == ["warm", "together", "measured"] and managed.choice is not None
+    managed.undo()
+
+
+def test_no_rank_waits_for_one_that_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(device: torch.device) -> SpeedMeter:
+        raise RuntimeError(f"no pinned memory for {device}")
+
+    monkeypatch.setattr(policy, "SpeedMeter", without_memory)
+    model, waited = Net(), []
+    managed = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=256))
+    for _ in range(PROFILED_STEPS):
+        managed.choose()
+        step_of(model)()
+    with pytest.raises(BudgetError, match="RuntimeError: no pinned memory for cpu"):
+        managed.choose(together=lambda: waited.append(True))
+    assert waited == [True]
     managed.undo()
 
 

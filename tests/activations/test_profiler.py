@@ -11,8 +11,9 @@ from activations.networks import Guess, Net, one_thread, profiled_costs, step_of
 from anabranch.activations.blocks import END
 from anabranch.activations.cost_model import Action, BlockCosts, predict
 from anabranch.activations.offloader import Offloader
-from anabranch.activations.profiler import BlockProfiler, measure_link
+from anabranch.activations.profiler import BlockProfiler
 from anabranch.activations.recompute import PatchedModel
+from anabranch.activations.speeds import measure_link
 
 __all__ = ["one_thread"]
 
@@ -93,12 +94,6 @@ def test_a_block_that_changes_its_input_is_refused() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Rude())
     with pytest.raises(ValueError, match="block '1' changes its input in place"):
         profiled_costs(model, lambda: model(torch.randn(4, 16)).sum().backward(), Offloader(CPU))
-
-
-def test_the_link_has_a_speed() -> None:
-    link = measure_link(CPU, 1 << 20)
-    assert link.out_nbytes_per_s > 0
-    assert link.back_nbytes_per_s > 0
 
 
 def test_gradients_of_large_outputs_are_counted_while_everything_is_there() -> None:

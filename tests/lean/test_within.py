@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,13 +16,17 @@ from torch import nn
 
 import anabranch as ab
 from activations.naive_solver import chains, every_choice, links, moves, played_extra_s, played_peak
-from anabranch.activations.cost_model import Action, BlockCosts, HostLink
+from anabranch.activations import policy
+from anabranch.activations.cost_model import RECOMPUTED, Action, BlockCosts, HostLink
 from anabranch.activations.solver import BudgetError, choose_with_windows, smallest_budget
+from anabranch.activations.speeds import SpeedMeter, Speeds
 from anabranch.footprint.account import FRAGMENTATION, OKTOPK, Setting, Way
 from anabranch.footprint.step_profile import OptimizerMemory, allocated_nbytes
 from anabranch.kinds import DENSE
+from anabranch.lean.host_waits import HostBucket
 from anabranch.lean.within import (
     ALIKE,
+    HOST_MARGIN,
     Gradient,
     Held,
     Storage,
@@ -30,6 +35,7 @@ from anabranch.lean.within import (
     choose_within,
     gradients_of,
 )
+from lean.test_host_waits import naive_wait_s
 from ranks import on_ranks
 
 INF = math.inf
@@ -39,18 +45,35 @@ def brute_force_s(blocks: list[BlockCosts], link: HostLink, storages: list[Stora
     """The least extra time over all ways to store residuals and all choices for activations; infinite if none fits."""
     room = int(budget_nbytes * (1 - FRAGMENTATION))
     windows = (link.window_nbytes or 0) + (link.ahead_nbytes or 0)
-    backward_s = sum(block.backward_s for block in blocks)
     best = INF
     for actions in every_choice(blocks):
         moved, extra_s = moved_nbytes(blocks, actions), played_extra_s(blocks, link, actions)
         for storage in storages:
             peak = storage.held_nbytes + played_peak(storage.occupied(blocks), actions) + (windows if moved else 0)
             if max(peak, storage.end_nbytes) <= room:
-                over = storage.over_link_nbytes
-                rate = min(link.out_nbytes_per_s, link.back_nbytes_per_s)
-                waited_s = max(0.0, (over + moved) / rate - backward_s) if over else 0.0
-                best = min(best, extra_s + storage.extra_s + waited_s)
+                best = min(best, extra_s + storage.extra_s + played_wait_s(blocks, link, storage, actions))
     return best
+
+
+def played_wait_s(blocks: list[BlockCosts], link: HostLink, storage: Storage, actions: Mapping[str, Action]) -> float:
+    """What is waited for residuals on the host, where every block with a matrix is a bucket (``held_of``)."""
+    if storage.residuals != "host":
+        return 0.0
+    computed = [
+        (one.name, one.backward_s + (one.forward_s if actions[one.name] in RECOMPUTED else 0.0))
+        for one in reversed(blocks)
+    ]
+    buckets, since_s = [], 0.0
+    for name, seconds in computed:
+        since_s += seconds
+        if owned := storage.step.spans[name]:
+            (nbytes,) = {4 * storage.step.profile.gradients[index].numel for index in owned}
+            buckets.append(HostBucket(nbytes, since_s))
+            since_s = 0.0
+    moved = moved_nbytes(blocks, actions) + sum(bucket.nbytes for bucket in buckets)
+    moved_s = moved / min(link.out_nbytes_per_s, link.back_nbytes_per_s)
+    one_by_one_s = naive_wait_s(buckets, link, sum(block.forward_s for block in blocks))
+    return max(one_by_one_s, moved_s - sum(seconds for _, seconds in computed))
 
 
 def moved_nbytes(blocks: list[BlockCosts], actions: Mapping[str, Action]) -> int:
@@ -58,8 +81,8 @@ def moved_nbytes(blocks: list[BlockCosts], actions: Mapping[str, Action]) -> int
 
 
 def alike_s(blocks: list[BlockCosts]) -> float:
-    """By how much the choice may be slower than the best."""
-    return ALIKE * sum(block.forward_s + block.backward_s for block in blocks) + 1e-9
+    """By how much the choice may be slower than the best, which may copy to the host."""
+    return (ALIKE + HOST_MARGIN) * sum(block.forward_s + block.backward_s for block in blocks) + 1e-9
 
 
 SETTING = Setting(ranks=2, density=0.5, buckets=None, blas_workspace_nbytes=0)
@@ -142,6 +165,65 @@ def test_residuals_stay_exact_where_that_costs_nothing() -> None:
     tight = choose_within(blocks, slow, storages, int(between / (1 - FRAGMENTATION)))
     assert tight.residuals == "bf16" and tight.choice.actions == kept
     assert tight.tried["in place"] is None or tight.tried["in place"] > tight.extra_s
+
+
+def language_model() -> tuple[list[BlockCosts], Held]:
+    """Qwen2.5-0.5B at batch 8 in bfloat16, about as four ranks have measured it on an H200 (2026-11-18)."""
+    blocks = [
+        BlockCosts("", 0.0, 0.0, 8 << 20, 0, recomputes=False),
+        *(BlockCosts(f"{number}", 1.58e-3, 3.2e-3, 280_000_000, 7 << 20) for number in range(24)),
+        BlockCosts(
+            "(end)", 0.0, 0.0, 4_600_000_000, 0, recomputes=False, work_nbytes=3_100_000_000, offloads=False
+        ),
+    ]  # fmt: skip
+    numels = {f"{number}": 14_910_000 for number in reversed(range(24))} | {"": 136_134_656}  # tied: it comes last
+    gradients = [Gradient(f"weight{name}", numel, 4 * numel, True, name) for name, numel in numels.items()]
+    names = [one.name for one in gradients]
+    setting = Setting(ranks=4, buckets=[*(names[i : i + 2] for i in range(0, 24, 2)), names[24:]])
+    n = sum(one.nbytes for one in gradients)
+    return blocks, Held(n, OptimizerMemory(2 * n), gradients, [(Way(OKTOPK, lean=True), setting)])
+
+
+@pytest.mark.parametrize(("ranks_at_once", "chosen"), [(1, "int8"), (4, "in place")])
+def test_residuals_are_not_sent_to_the_host_where_backward_does_not_hide_it(ranks_at_once: int, chosen: str) -> None:
+    """It took 439 ms a step with residuals on the host, and 341 with all blocks recomputed: copies of the first bucket
+    and of the tied embedding are hidden by nothing, and the bus is shared by four."""
+    blocks, held = language_model()
+    rate = 50e9 / ranks_at_once
+    storages = held.storages(blocks, 2.5e12 / ranks_at_once, with_host=True)
+    found = choose_within(blocks, HostLink(rate, rate, 256 << 20, 256 << 20), storages, 16 << 30)
+    assert found.residuals == chosen and found.choice.forecast.moved_nbytes == 0
+    host_s, bf16_s = found.tried["host"], found.tried["bf16"]
+    assert host_s is not None and bf16_s is not None and host_s > bf16_s
+    assert ranks_at_once == 1 or host_s > found.extra_s + 0.04
+
+
+@pytest.mark.parametrize(("share", "chosen"), [(0.8 * HOST_MARGIN, "int8"), (1.2 * HOST_MARGIN, "host")])
+def test_copies_to_the_host_must_win_by_a_margin(share: float, chosen: str) -> None:
+    """``share`` of the computing time is what rounding takes; copies take next to none."""
+    blocks = [
+        BlockCosts(f"{number}", 1.0, 2.0, 100, 10, recomputes=False, offloads=False) for number in range(16)
+    ]  # fmt: skip
+    held, link = held_of(blocks, 256), HostLink(1e9, 1e9, 0, 0)
+    *_, slow = held.storages(blocks, 1.0, with_host=True)
+    storages = exact, _, _, rounded = held.storages(blocks, slow.extra_s / (share * 48.0), with_host=True)
+    kept: dict[str, Action] = {block.name: "keep" for block in blocks}
+    between = (exact.peak_nbytes(blocks, link, kept) + rounded.peak_nbytes(blocks, link, kept)) // 2
+    found = choose_within(blocks, link, storages, int(between / (1 - FRAGMENTATION)))
+    assert found.residuals == chosen and found.tried["in place"] is None
+
+
+def test_activations_on_the_host_must_win_by_a_margin_too() -> None:
+    """Either a block is recomputed, or its activations are copied in next to no time."""
+    link, chosen = HostLink(1e12, 1e12, 0, 0), []
+    for forward_s in (0.5 * HOST_MARGIN * 48.0, 1.5 * HOST_MARGIN * 48.0):
+        blocks = [BlockCosts(f"{number}", 1.0, 2.0, 100_000, 10, recomputes=False) for number in range(1, 16)]
+        blocks = [BlockCosts("0", forward_s, 2.0, 100_000, 10), *blocks]
+        (storage,) = held_of(blocks, 0).storages(blocks, 1e9, with_host=False)
+        all_kept: dict[str, Action] = {block.name: "keep" for block in blocks}
+        budget = int((storage.peak_nbytes(blocks, link, all_kept) - 50_000) / (1 - FRAGMENTATION))
+        chosen.append(choose_within(blocks, link, [storage], budget).choice.forecast.moved_nbytes)
+    assert chosen[0] == 0 and chosen[1] > 0
 
 
 def test_without_residuals_there_is_nothing_to_store() -> None:
@@ -239,6 +321,31 @@ def test_ranks_train_by_one_choice(compress: bool) -> None:
     assert chosen == other == "in place" and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert explained.startswith("within 1.00 GiB: residuals in place, blocks of activations: ")
     assert "predicted peak 0.00 GiB" in explained and ("otherwise: bf16" in explained) == compress
+
+
+def measured_at(rank: int) -> tuple[list[float], list[float], str]:
+    """When this rank was ready to measure, and when it began; rank 1 is late."""
+    ready, began = [], []
+
+    class Meter(SpeedMeter):
+        def __init__(self, device: torch.device) -> None:
+            time.sleep(0.5 * rank)
+            super().__init__(device, 1 << 16)
+            ready.append(time.monotonic())
+
+        def measure(self) -> Speeds:
+            began.append(time.monotonic())
+            return super().measure()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(policy, "SpeedMeter", Meter)
+        chosen, _, _ = trained_within(rank, "1GiB", True)
+    return ready, began, chosen
+
+
+def test_ranks_measure_at_the_same_time() -> None:
+    (ready, began, _), (other_ready, other_began, _) = on_ranks(measured_at, 2)
+    assert len(began) == len(other_began) == 1 and min(began + other_began) >= max(ready + other_ready)
 
 
 def weights_nbytes() -> int:

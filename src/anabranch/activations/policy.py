@@ -8,11 +8,12 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from anabranch.activations.blocks import REST
-from anabranch.activations.cost_model import Action, BlockCosts, Forecast, HostLink
+from anabranch.activations.cost_model import Action, BlockCosts, Forecast
 from anabranch.activations.offloader import MIB, Offloader
-from anabranch.activations.profiler import BlockProfiler, measure_link
+from anabranch.activations.profiler import BlockProfiler
 from anabranch.activations.recompute import PatchedModel, recompute
 from anabranch.activations.solver import BudgetError, Choice, choose_with_windows, smallest_budget
+from anabranch.activations.speeds import SpeedMeter, Speeds
 
 log = logging.getLogger("anabranch")
 
@@ -21,7 +22,8 @@ PROFILED_STEPS = 2  # the first also warms up
 
 ChoiceMessage = dict[str, Any]  # a choice, or why there is none yet or at all, as a JSON document
 Agree = Callable[[ChoiceMessage], ChoiceMessage]
-Choosing = Callable[[Sequence[BlockCosts], HostLink], ChoiceMessage]
+Together = Callable[[], None]  # waits for all ranks
+Choosing = Callable[[Sequence[BlockCosts], Speeds], ChoiceMessage]
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class ManagedActivations:
     In mode "auto" the first steps are profiled, with as little memory as possible. The wrapper calls
     ``choose()`` before each forward, on all ranks: when enough steps were profiled, it chooses the mix.
 
-    choosing   what this rank would choose, by the costs of its blocks; by default as the options say
+    choosing   what this rank would choose, by the costs of its blocks and the speeds of its device; by default as the
+               options say
 
     ``agreed``: the choice of mode "auto" as all ranks have got it.
     """
@@ -103,16 +106,19 @@ class ManagedActivations:
         self._patched = None
         self._profiler = None
 
-    def choose(self, agree: Agree = dict) -> None:
+    def choose(self, agree: Agree = dict, together: Together = lambda: None) -> None:
         """Choose the mix if enough steps were profiled. ``agree`` turns this rank's choice into that of all ranks.
 
-        Ranks must recompute alike where a block communicates, as SyncBatchNorm does. Raises BudgetError, in every call,
-        if no mix keeps within the budget.
+        Ranks must recompute alike where a block communicates, as SyncBatchNorm does. ``together`` is called once before
+        ``agree``: ranks copy to the host at the same time in a step, so their link is measured so, too. Raises
+        BudgetError, in every call, if no mix keeps within the budget.
         """
         if self._profiler is None:
             return
         enough = self._profiler.steps >= PROFILED_STEPS
-        agreed = agree(self._own_choice(self._profiler) if enough else {"wait": True})
+        if not enough:
+            together()
+        agreed = agree(self._own_choice(self._profiler, together) if enough else {"wait": True})
         if "wait" in agreed:
             return
         if "error" in agreed:
@@ -123,21 +129,31 @@ class ManagedActivations:
         profiler.undo()
         self._patched = PatchedModel(self._model, self.choice.actions, self.offloader, last=profiler.last)
 
-    def _own_choice(self, profiler: BlockProfiler) -> ChoiceMessage:
+    def _own_choice(self, profiler: BlockProfiler, together: Together) -> ChoiceMessage:
         """Return this rank's choice, or why none is possible: ranks must agree on that, too, or one would wait."""
-        assert self.offloader is not None
-        measured = measure_link(self.offloader.device)
-        link = replace(measured, window_nbytes=self.options.window_nbytes, ahead_nbytes=self.options.ahead_nbytes)
         try:
-            return self._choosing(profiler.costs(), link)
+            speeds = self._measured(together)
+            return self._choosing(profiler.costs(), speeds)
         except BudgetError as error:
             return {"error": str(error)}
         except Exception as error:
             log.exception("anabranch: choosing where activations are has failed")
             return {"error": f"choosing where activations are has failed: {type(error).__name__}: {error}"}
 
-    def _by_options(self, blocks: Sequence[BlockCosts], link: HostLink) -> ChoiceMessage:
-        budget_nbytes = self.options.budget_nbytes
+    def _measured(self, together: Together) -> Speeds:
+        """The speeds of this rank's device while all ranks measure theirs."""
+        assert self.offloader is not None
+        try:
+            meter = SpeedMeter(self.offloader.device)
+        finally:
+            together()  # the others wait, also for a rank that cannot measure
+        link, memory_nbytes_per_s = meter.measure()
+        options = self.options
+        link = replace(link, window_nbytes=options.window_nbytes, ahead_nbytes=options.ahead_nbytes)
+        return Speeds(link, memory_nbytes_per_s)
+
+    def _by_options(self, blocks: Sequence[BlockCosts], speeds: Speeds) -> ChoiceMessage:
+        link, budget_nbytes = speeds.link, self.options.budget_nbytes
         if budget_nbytes is None:
             budget_nbytes = smallest_budget(blocks, link, extra_s=0.0)
         return choose_with_windows(blocks, link, budget_nbytes)._asdict()

@@ -1,4 +1,4 @@
-"""Measures what each block saves and how long it computes, in steps that need little memory; and the host link."""
+"""Measures what each block saves and how long it computes, in steps that need little memory."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,8 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch.activations.blocks import END, REST, Block, blocks_of
-from anabranch.activations.cost_model import Action, BlockCosts, HostLink
-from anabranch.activations.host_copies import copies_for
+from anabranch.activations.cost_model import Action, BlockCosts
 from anabranch.activations.offloader import Offloader
 from anabranch.activations.recompute import BlockRange, LastBlock, PatchedModel
 from anabranch.activations.side_effects import NoSideEffects, copy_containers
@@ -25,7 +24,6 @@ KEEPS_STATE = (
     "if it keeps something for later, such as a cache of keys and values, it cannot be recomputed. Switch that off (in "
     "transformers: use_cache=False), or use Activations(mode='keep') or 'offload'"
 )
-LINK_NBYTES = 64 << 20  # large enough that a copy's start-up cost does not count
 # Gradients as large as the largest activation that exist at once: an operation's own and its input's.
 WORK_TENSORS = 2
 
@@ -305,40 +303,3 @@ class SavedBytesCounter:
     def unpack(self, packed: object) -> torch.Tensor:  # noqa: ARG002
         """Raise: nothing of the measured run is differentiated, unless the block has kept something of it."""
         raise RuntimeError(f"block {self._name!r} was run twice, and something of its first run is used: {KEEPS_STATE}")
-
-
-def measure_memory(device: torch.device, nbytes: int = LINK_NBYTES) -> float:
-    """Measure how many bytes a second ``device`` reads and writes in its own memory."""
-    clock = clock_for(device)
-    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    copied_s = 1.0
-    for _ in range(2):  # the first round warms up
-        start = clock.mark()
-        target.copy_(source)
-        end = clock.mark()
-        clock.settle()
-        copied_s = clock.elapsed_s(start, end)
-    clock.close()
-    return 2 * nbytes / max(copied_s, 1e-9)
-
-
-def measure_link(device: torch.device, nbytes: int = LINK_NBYTES) -> HostLink:
-    """Measure how fast ``device`` and pinned host memory exchange bytes, both ways at once."""
-    copies, clock = copies_for(device), clock_for(device)
-    pinned = device.type == "cuda"
-    host_source, host_target = (torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
-    device_source, device_target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    out_s = back_s = 1.0
-    for _ in range(2):  # the first round warms up
-        start = clock.mark()
-        copies.after_current_stream()
-        copied_out = copies.to_host(device_source, host_target)
-        copied_back = copies.to_device(host_source, device_target)
-        copies.wait(copied_out)
-        out_at = clock.mark()
-        copies.wait(copied_back)
-        back_at = clock.mark()
-        clock.settle()
-        out_s, back_s = clock.elapsed_s(start, out_at), clock.elapsed_s(start, back_at)
-    clock.close()
-    return HostLink(nbytes / max(out_s, 1e-9), nbytes / max(back_s, 1e-9))

@@ -328,7 +328,13 @@ def _lean(profile: StepProfile, setting: Setting, way: Way) -> Iterator[Footprin
 
 def residual_nbytes(profile: StepProfile, setting: Setting, way: Way) -> int:
     """Bytes of all residuals between exchanges, on the device or on the host."""
-    return sum(way.stored_nbytes(bucket) for bucket in _buckets(profile, setting, way))
+    return sum(nbytes for _, nbytes in residuals_by_bucket(profile, setting, way))
+
+
+def residuals_by_bucket(profile: StepProfile, setting: Setting, way: Way) -> list[tuple[int, int]]:
+    """For each bucket with a residual, in the order of backward: its last gradient, and bytes between exchanges."""
+    found = ((bucket.last_index, way.stored_nbytes(bucket)) for bucket in _buckets(profile, setting, way))
+    return sorted((last_index, nbytes) for last_index, nbytes in found if nbytes)
 
 
 def _always_of_lean(profile: StepProfile, setting: Setting, way: Way, buckets: Sequence[BucketSize]) -> Footprint:

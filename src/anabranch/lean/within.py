@@ -4,12 +4,13 @@ Every way to store residuals leaves some room for activations, and takes some ti
 every moment of a step is said by the account (``footprint.account``), as for ``anabranch memory``: of a model that
 trains it gets what its blocks were seen to save. For each way the solver finds the least extra time with which
 activations keep within the room. The way with the least sum is chosen; of ways that differ by less than a measurement
-can tell, the most exact one.
+can tell, the most exact one. What copies to the host must be faster by more than that, since its price is less certain.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anabranch.activations.blocks import END, REST, blocks_of
-from anabranch.activations.cost_model import Action, BlockCosts, HostLink, in_use, predict
-from anabranch.activations.profiler import measure_memory
+from anabranch.activations.cost_model import RECOMPUTED, Action, BlockCosts, HostLink, in_use, predict
 from anabranch.activations.solver import BudgetError, Choice, choose_with_windows, smallest_budget
+from anabranch.activations.speeds import Speeds
 from anabranch.footprint import account
 from anabranch.footprint.account import (
     FRAGMENTATION,
@@ -29,10 +30,15 @@ from anabranch.footprint.account import (
     Way,
     lean_moments,
     residual_nbytes,
+    residuals_by_bucket,
 )
 from anabranch.footprint.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile, allocated_nbytes
+from anabranch.lean.host_waits import HostBucket, waited_s
 
 ALIKE = 0.005  # share of the computing time by which ways may differ and count as equally fast
+# What copies to the host must be faster than what does not by more than this share of the computing time. Other copies
+# and exchanges share the bus and the device in ways that no short measurement shows.
+HOST_MARGIN = 0.05
 ROUNDED: tuple[ResidualPlacement, ...] = ("bf16", "int8")
 
 
@@ -126,6 +132,15 @@ class BlockStep:
         """The most that is in memory when backward is over."""
         return max(moment.beside.nbytes for moment in moments if moment.index == len(self.profile.gradients))
 
+    def computed_s(self, blocks: Iterable[BlockCosts], actions: Mapping[str, Action]) -> list[float]:
+        """By gradient: seconds of backward, with what it recomputes, until its block is differentiated."""
+        computed_s = {block.name: _backward_s(block, actions[block.name]) for block in blocks}
+        found, total_s = list[float](), 0.0
+        for name, span in self.spans.items():
+            total_s += computed_s[name]
+            found += [total_s] * len(span)
+        return found
+
     def with_activations(self, in_use_nbytes: Mapping[str, int], offloaded_nbytes: int) -> StepProfile:
         """The profile with so many bytes of activations while each block is differentiated."""
         before, when_ready = ([0] * len(self.profile.gradients) for _ in range(2))
@@ -175,6 +190,20 @@ class Storage:
             for way, setting in self.ways
         )
 
+    def waited_s(self, blocks: Sequence[BlockCosts], link: HostLink, choice: Choice) -> float:
+        """What computing does not hide of copies of residuals, which share the link with those of activations."""
+        if not self.over_link_nbytes:
+            return 0.0
+        computed_s = self.step.computed_s(blocks, choice.actions)
+        forward_s = sum(block.forward_s for block in blocks)
+        by_bucket_s = max(
+            waited_s(_host_buckets(residuals_by_bucket(self.step.profile, setting, way), computed_s), link, forward_s)
+            for way, setting in self.ways
+        )
+        moved_nbytes = self.over_link_nbytes + choice.forecast.moved_nbytes
+        moved_s = moved_nbytes / min(link.out_nbytes_per_s, link.back_nbytes_per_s)
+        return max(by_bucket_s, moved_s - sum(_backward_s(block, choice.actions[block.name]) for block in blocks))
+
     def occupied(self, blocks: Iterable[BlockCosts]) -> list[BlockCosts]:
         """The blocks with what is in memory beside their activations, for a solver whose room is all but ``held``."""
         return [replace(block, work_nbytes=block.work_nbytes + self.on_top_nbytes[block.name]) for block in blocks]
@@ -213,17 +242,8 @@ def choose_within(
 ) -> WithinChoice:
     """The fastest way to train within the budget; BudgetError, which names the least that would do, if none fits."""
     room_nbytes = int(budget_nbytes * (1 - FRAGMENTATION))
-    found: dict[ResidualPlacement, tuple[float, Choice]] = {}
-    for storage in storages:
-        if storage.end_nbytes > room_nbytes or storage.held_nbytes > room_nbytes:
-            continue
-        try:
-            choice = choose_with_windows(storage.occupied(blocks), link, room_nbytes - storage.held_nbytes)
-        except BudgetError:
-            continue
-        choice = choice._replace(forecast=predict(blocks, link, choice.actions))
-        found[storage.residuals] = (_extra_s(blocks, link, storage, choice), choice)
-    if not found:
+    priced = [one for storage in storages for one in _priced(blocks, link, storage, room_nbytes)]
+    if not priced:
         least = min(
             max(one.held_nbytes + smallest_budget(one.occupied(blocks), link), one.end_nbytes) for one in storages
         )
@@ -231,13 +251,53 @@ def choose_within(
             f"within is {_size(budget_nbytes)}, of which {FRAGMENTATION:.0%} are left to the allocator: no mode keeps "
             f"within it; give at least {_size(int(least / (1 - FRAGMENTATION)) + 1)}, or a smaller batch"
         )
-    alike_s = ALIKE * sum(block.forward_s + block.backward_s for block in blocks)
-    fast_enough_s = min(extra_s for extra_s, _ in found.values()) + alike_s
-    best = next(one for one in storages if one.residuals in found and found[one.residuals][0] <= fast_enough_s)
-    extra_s, choice = found[best.residuals]
-    tried = {one.residuals: found[one.residuals][0] if one.residuals in found else None for one in storages}
-    peak_nbytes = best.peak_nbytes(blocks, link, choice.actions)
-    return WithinChoice(best.residuals, choice, extra_s, peak_nbytes, tried)
+    best = _best(priced, sum(block.forward_s + block.backward_s for block in blocks))
+    tried: dict[ResidualPlacement, float | None] = {
+        storage.residuals: min((one.extra_s for one in priced if one.storage is storage), default=None)
+        for storage in storages
+    }
+    peak_nbytes = best.storage.peak_nbytes(blocks, link, best.choice.actions)
+    return WithinChoice(best.storage.residuals, best.choice, best.extra_s, peak_nbytes, tried)
+
+
+class Priced(NamedTuple):
+    """A way to store residuals with actions for activations, and the predicted extra time of a step."""
+
+    storage: Storage
+    choice: Choice
+    extra_s: float
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes that go to the host and back in each step."""
+        return self.storage.over_link_nbytes + self.choice.forecast.moved_nbytes
+
+
+def _priced(blocks: Sequence[BlockCosts], link: HostLink, storage: Storage, room_nbytes: int) -> Iterator[Priced]:
+    """The fastest actions, and where these offload something the fastest that do not; none where nothing fits."""
+    if storage.end_nbytes > room_nbytes or storage.held_nbytes > room_nbytes:
+        return
+    occupied = storage.occupied(blocks)
+    for allowed in (occupied, [replace(block, offloads=False) for block in occupied]):
+        try:
+            choice = choose_with_windows(allowed, link, room_nbytes - storage.held_nbytes)
+        except BudgetError:
+            continue
+        choice = choice._replace(forecast=predict(blocks, link, choice.actions))
+        extra_s = choice.forecast.extra_s + storage.extra_s + storage.waited_s(blocks, link, choice)
+        yield Priced(storage, choice, extra_s)
+        if not choice.forecast.moved_nbytes:
+            return
+
+
+def _best(priced: Sequence[Priced], computing_s: float) -> Priced:
+    """The fastest that copies nothing to the host, unless what does is faster by the margin; of equals the first."""
+    fastest_s = min(one.extra_s for one in priced)
+    on_device = [one for one in priced if not one.host_nbytes]
+    if min((one.extra_s for one in on_device), default=inf) <= fastest_s + HOST_MARGIN * computing_s:
+        priced = on_device
+    enough_s = min(one.extra_s for one in priced) + ALIKE * computing_s
+    return next(one for one in priced if one.extra_s <= enough_s)
 
 
 def check_fits(
@@ -265,10 +325,10 @@ class WithinBudget:
         self._device = device
         self._found: tuple[Sequence[BlockCosts], HostLink, Sequence[Storage]] | None = None
 
-    def choosing(self, blocks: Sequence[BlockCosts], link: HostLink) -> dict[str, Any]:
+    def choosing(self, blocks: Sequence[BlockCosts], speeds: Speeds) -> dict[str, Any]:
         """What this rank would choose, as a message; BudgetError if nothing fits."""
-        on_gpu = self._device.type == "cuda"
-        storages = self._held().storages(blocks, measure_memory(self._device), with_host=on_gpu)
+        on_gpu, link = self._device.type == "cuda", speeds.link
+        storages = self._held().storages(blocks, speeds.memory_nbytes_per_s, with_host=on_gpu)
         self._found = (blocks, link, storages)
         return choose_within(blocks, link, storages, self._budget_nbytes).message(self._budget_nbytes)
 
@@ -336,12 +396,14 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes ({nbytes / (1 << 30):.3f} GiB)"
 
 
-def _extra_s(blocks: Sequence[BlockCosts], link: HostLink, storage: Storage, choice: Choice) -> float:
-    """Activations, rounding, and what backward does not hide of residuals that share the link with activations."""
-    waited_s = 0.0
-    if storage.over_link_nbytes:
-        moved_s = (storage.over_link_nbytes + choice.forecast.moved_nbytes) / min(
-            link.out_nbytes_per_s, link.back_nbytes_per_s
-        )
-        waited_s = max(0.0, moved_s - sum(block.backward_s for block in blocks))
-    return choice.forecast.extra_s + storage.extra_s + waited_s
+def _backward_s(block: BlockCosts, action: Action) -> float:
+    return block.backward_s + (block.forward_s if action in RECOMPUTED else 0.0)
+
+
+def _host_buckets(residuals: Iterable[tuple[int, int]], computed_s: Sequence[float]) -> list[HostBucket]:
+    """Buckets by their last gradient and their bytes, with what is computed between them."""
+    found, before_s = list[HostBucket](), 0.0
+    for index, nbytes in residuals:
+        found.append(HostBucket(nbytes, computed_s[index] - before_s))
+        before_s = computed_s[index]
+    return found
