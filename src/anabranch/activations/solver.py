@@ -54,6 +54,8 @@ def choose_with_windows(blocks: Sequence[BlockCosts], link: HostLink, budget_nby
             choices.append(choose(allowed, link, room_nbytes))
         except BudgetError as error:
             errors.append(error)
+        if choices and choices[0].forecast.extra_s == 0:
+            break
     if not choices:
         raise BudgetError(
             f"with nothing offloaded, {errors[0]}. With offloading, which needs {windows_nbytes} of {budget_nbytes} "
@@ -84,6 +86,9 @@ def choose(blocks: Sequence[BlockCosts], link: HostLink, budget_nbytes: int, wid
     are at most ``width`` of them. Beyond that the most promising go on, and ``at_least_s`` bounds what was missed.
     """
     _check(blocks, budget_nbytes)
+    kept: dict[str, Action] = {block.name: "keep" for block in blocks}
+    if (forecast := predict(blocks, link, kept)).peak_nbytes <= budget_nbytes:  # nothing is faster
+        return Choice(kept, forecast, forecast.extra_s)
     candidates: list[_Candidate] = [(START, ())]
     dropped_s = float("inf")  # a lower bound for all dropped candidates
     for number, block in enumerate(blocks):

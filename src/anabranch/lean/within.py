@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anabranch.activations.blocks import END, REST, blocks_of
 from anabranch.activations.cost_model import RECOMPUTED, Action, BlockCosts, HostLink, in_use, predict
-from anabranch.activations.solver import BudgetError, Choice, choose_with_windows, smallest_budget
+from anabranch.activations.solver import BudgetError, Choice, choose, choose_with_windows, smallest_budget
 from anabranch.activations.speeds import Speeds
 from anabranch.footprint import account
 from anabranch.footprint.account import (
@@ -277,10 +277,13 @@ def _priced(blocks: Sequence[BlockCosts], link: HostLink, storage: Storage, room
     """The fastest actions, and where these offload something the fastest that do not; none where nothing fits."""
     if storage.end_nbytes > room_nbytes or storage.held_nbytes > room_nbytes:
         return
-    occupied = storage.occupied(blocks)
-    for allowed in (occupied, [replace(block, offloads=False) for block in occupied]):
+    occupied, activations_nbytes = storage.occupied(blocks), room_nbytes - storage.held_nbytes
+    for choosing, allowed in (
+        (choose_with_windows, occupied),
+        (choose, [replace(block, offloads=False) for block in occupied]),
+    ):
         try:
-            choice = choose_with_windows(allowed, link, room_nbytes - storage.held_nbytes)
+            choice = choosing(allowed, link, activations_nbytes)
         except BudgetError:
             continue
         choice = choice._replace(forecast=predict(blocks, link, choice.actions))
