@@ -199,6 +199,22 @@ def test_a_step_that_ended_earlier_makes_its_messages_cheaper(share: float) -> N
     assert END_NOTE not in with_costs_bounded_by_end(found, trace, plan, ended_s).meta  # nothing is left to explain
 
 
+def test_kinds_that_were_not_tried_cost_no_more_with_each_calibration() -> None:
+    """They get the costs of timed steps, and so must get what the end of the others says about these."""
+    network = Network(4, dict.fromkeys(("dense", "int8", "int4"), Curve.linear(1e-3, 5e-3)))
+    trace, plan = case([KIB] * 20)
+    rounded = Plan(tuple(replace(bucket, collective="int8") for bucket in plan.buckets))
+    took_s = [network.seconds("int8", KIB)] * len(rounded)
+    ended_s = 0.85 * finish_s(trace, rounded, network)
+    found = network
+    for _ in range(4):
+        found = with_costs_bounded_by_end(with_calibrated_costs(found, trace, rounded, took_s), trace, rounded, ended_s)
+        assert finish_s(trace, rounded, found) == pytest.approx(ended_s, rel=1e-6)
+        assert found.seconds("int4", KIB) == pytest.approx(found.seconds("int8", KIB), rel=1e-6)
+    assert found.curve("dense") == network.curve("dense")
+    assert str(found.meta[END_NOTE]).startswith("int8 then × 0.85, ")
+
+
 def test_what_no_plausible_price_explains_changes_no_price() -> None:
     network = Network.linear(4, 1e-3, 5e-3)
     trace, plan = case([KIB] * 20)

@@ -145,9 +145,11 @@ def with_costs_bounded_by_end(network: Network, trace: Trace, plan: Plan, ended_
     """``network`` with messages so much cheaper that ``plan`` ends at ``ended_s``, if it would end later.
 
     Messages are timed in a few steps, which timing makes slower than others. Unchanged if a plausible factor cannot
-    explain the difference: then it is computing that was faster than recorded.
+    explain the difference: then it is computing that was faster than recorded. Kinds that were not tried get the
+    factor, too: they got the costs of those steps.
     """
-    kinds = dict.fromkeys(bucket.collective for bucket in plan.buckets)
+    used = dict.fromkeys(bucket.collective for bucket in plan.buckets)
+    kinds = {*used, *_corrected_kinds(network, plan)}
 
     def at(factor: float) -> Network:
         curves = {kind: _scaled(network.curve(kind), factor, 0.0) for kind in kinds}
@@ -158,7 +160,7 @@ def with_costs_bounded_by_end(network: Network, trace: Trace, plan: Plan, ended_
     if finish_s(trace, plan, network) <= latest_s or finish_s(trace, plan, at(least)) > latest_s:
         return replace(network, meta=notes)
     factor = least + _largest(1 - least, lambda more: finish_s(trace, plan, at(least + more)) <= ended_s)
-    notes[END_NOTE] = f"all of these × {factor:.2f}, from the end of live steps of {len(plan)} buckets"
+    notes[END_NOTE] = f"{', '.join(used)} then × {factor:.2f}, from the end of live steps of {len(plan)} buckets"
     return replace(at(factor), meta=notes)
 
 
