@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from anabranch import Curve, Network, Plan, TensorSpec, Trace, planners
-from anabranch.tuning.candidates import candidates, lower_bound_step_s, predicted_s
+from anabranch.tuning.candidates import MIXED, candidates, lower_bound_step_s, predicted_s
 from anabranch.tuning.options import TuningOptions
 
 TRACE = Trace(tuple(TensorSpec(f"t{i}", 1 << 16, 4, 1e-3 * (i + 1), "float32") for i in range(12)), 5e-3)
@@ -81,6 +81,17 @@ def test_before_a_mix_the_fastest_plan_of_one_kind_is_offered() -> None:
     slow = Network(4, {kind: Curve.linear(1e-6, 1e3 * rate) for kind, rate in rates.items()}, SHARED.contention)
     only_int8 = replace(asked, kinds=("int8",))
     assert [label for label, _ in candidates(only_int8, TRACE, slow)] == ["as faithful as is hidden", "optimal"]
+
+
+def test_a_kind_that_no_gradient_may_use_is_not_offered_before_a_mix() -> None:
+    """As bf16 of a model in bfloat16: its plan would be a dense one in another name, and the most faithful of all."""
+    rates = {"dense": 5e-10, "bf16": 3e-10, "int8": 1.5e-10}
+    hidden = Network(4, {kind: Curve.linear(1e-6, rate) for kind, rate in rates.items()}, SHARED.contention)
+    no_bf16 = {"bf16": frozenset(tensor.name for tensor in TRACE.tensors)}
+    asked = replace(options(), kinds=("bf16", "int8"), mixes=True, excluded=no_bf16)
+    assert [label for label, _ in candidates(asked, TRACE, hidden)] == ["optimal, int8", MIXED, "optimal"]
+    only_bf16 = replace(asked, kinds=("bf16",))
+    assert [label for label, _ in candidates(only_bf16, TRACE, hidden)] == [MIXED, "optimal"]
 
 
 def test_a_planner_of_ones_own() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from anabranch import planners
 from anabranch.errors import NetworkError
-from anabranch.fidelity import error_of, error_of_plan
+from anabranch.fidelity import error_of, error_of_plan, is_compressed
 from anabranch.kinds import DENSE, EVERY_ELEMENT
 from anabranch.network import Network
 from anabranch.plan import Plan
@@ -59,12 +59,11 @@ def _compressed(
     if options.mixes:
         errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
         mixed = least_lossy(trace, network, errors, options.excluded)
-        found = [(MIXED, mixed)]
         # Before it the plan that it has to be as fast as. Only live steps show what many messages cost, and how much
         # full ones slow computing, while they are transferred: also where all is predicted to be hidden in full.
-        if _transfers_s(trace, mixed, network) > FREE * (trace.forward_s + trace.backward_s):
-            found.insert(0, _fastest_of_one_kind(options, trace, network, policy))
-        return found[-1:] if found[0][1] == mixed else found
+        transfers = _transfers_s(trace, mixed, network) > FREE * (trace.forward_s + trace.backward_s)
+        rivals = _fastest_of_one_kind(options, trace, network, policy) if transfers else []
+        return [*((label, plan) for label, plan in rivals if plan != mixed), (MIXED, mixed)]
     kind = options.kinds[0]
     if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
         excluded = options.excluded.get(kind, frozenset())
@@ -86,17 +85,22 @@ def _of_one_kind(
 
 def _fastest_of_one_kind(
     options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy
-) -> tuple[str, Plan]:
-    """Of the plans of one kind the one that is predicted to end first; of those that end with it, the most faithful."""
+) -> list[tuple[str, Plan]]:
+    """Of the plans of one kind the one that is predicted to end first; of those that end with it, the most faithful.
+
+    None if no gradient may use any kind. Plans without a compressed bucket do not count, such as that for bf16 of a
+    model whose gradients are in bfloat16 anyway.
+    """
     plans = [found for kind in options.kinds for found in _of_one_kind(kind, options, trace, network, policy)]
+    plans = [(label, plan) for label, plan in plans if any(is_compressed(bucket.collective) for bucket in plan.buckets)]
     ends_s = [predicted_s(trace, plan, network) for _, plan in plans]
-    soonest_s = min(ends_s) * (1 + FREE)
+    soonest_s = min(ends_s, default=0.0) * (1 + FREE)
     in_time = [
         (error_of_plan(trace, plan), end_s, index)
         for index, ((_, plan), end_s) in enumerate(zip(plans, ends_s, strict=True))
         if end_s <= soonest_s
     ]
-    return plans[min(in_time)[2]]
+    return [plans[index] for _, _, index in sorted(in_time)[:1]]
 
 
 def _transfers_s(trace: Trace, plan: Plan, network: Network) -> float:
