@@ -156,21 +156,9 @@ def bench(
         way_of(way)  # refuses what it does not know
     for kind in kinds:
         compression(kind)  # refuses what it does not know
+    steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
     settings = Settings(
-        iters=num_iters,
-        batches=num_batches_per_iter,
-        warmup=num_warmup_batches,
-        profile_steps=profile_steps,
-        sizes_mib=sizes,
-        lanes=counts,
-        compress=kinds,
-        only=only or (),
-        compiled=compiled,
-        sharded=ways,
-        skip=skip or (),
-        own_caches=own_caches,
-        search_steps=search_steps,
-        hold_after=hold_after,
+        *steps, sizes, counts, kinds, only or (), compiled, ways, skip or (), own_caches, search_steps, hold_after
     )
     settings.check_skipped()
     device = join(backend, on_gpu=bool(model))
