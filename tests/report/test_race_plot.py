@@ -50,5 +50,25 @@ def test_hooks_and_compressions_have_bars_of_their_own() -> None:
     assert "best bucket size" not in text
 
 
+def test_what_only_a_later_model_has_is_in_the_legend() -> None:
+    text = race_plot([LEAST, FULL], "svg").decode()
+    for words in ("predicted", "computing alone, nothing sent", "DDP with the best bucket size tried"):
+        assert text.count(words) == 1
+
+
+def test_a_compiled_model_stands_beside_ddp_s_compiled_one() -> None:
+    compiled = (BenchmarkRow("DDP, compiled", (0.12,)), BenchmarkRow("DataParallel, compiled", (0.1,), 0.11))
+    text = race_plot([example("bert", *LEAST.rows, *compiled)], "svg").decode()
+    for words in ("DDP, compiled", "anabranch.DataParallel, compiled", "0.60  (120 ms)", "0.50  (100 ms)"):
+        assert words in text
+
+
+def test_bars_of_one_colour_differ_in_their_hatching() -> None:
+    kinds = ("bf16", "int8", "int4", "auto", "oktopk:0.1", "oktopk:0.01", "oktopk:0.001")
+    rows = [*LEAST.rows, *(BenchmarkRow(f"DataParallel, {kind}", (0.1,)) for kind in kinds)]
+    assert "<pattern" not in race_plot([example("bert", *rows[:8])], "svg").decode()
+    assert "<pattern" in race_plot([example("bert", *rows)], "svg").decode()
+
+
 def test_png_has_its_signature() -> None:
     assert race_plot([LEAST]).startswith(b"\x89PNG\r\n\x1a\n")

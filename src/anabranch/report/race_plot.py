@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from anabranch.extras import require
-from anabranch.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
+from anabranch.report.documents import BASELINE, COMPILED, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.report.formatting import count, plain
 from anabranch.report.plot import COLOURS, Format, figure_bytes
 
@@ -14,26 +14,27 @@ if TYPE_CHECKING:
 ROOM = 0.8  # of a model's share of the height: its bars
 INCHES = 0.22  # of a bar
 MIB_SUFFIX = "MiB"
-HOOKS = ("hook", "PowerSGD rank 4")
-_COLOUR_ORDER = (1, 4, 3, 0, 5, 2, 7, 6)  # of neighbours that differ
+DRAWN_OF_DDP = ("hook", "PowerSGD rank 4", COMPILED)  # ends of their names
+COLOUR_ORDER = (1, 4, 3, 0, 5, 2, 7, 6)  # in which neighbours differ; bars beyond these are hatched
+HATCH = "///"
 BEST_SIZE = "DDP with the best bucket size tried"
 
 
 def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
     """Horizontal bars per model; shorter is faster.
 
-    DDP, DDP at the best bucket size if some were tried, DDP's hooks, and DataParallel with every compression.
+    DDP, DDP at the best bucket size if some were tried, DDP's hooks, DataParallel with every compression, and DDP
+    and DataParallel compiled.
     """
     require("matplotlib", "report", "a plot")
     from matplotlib.figure import Figure
 
     bars = [_bars(benchmark) for benchmark in benchmarks]
     names = list(dict.fromkeys(name for one in bars for name in one))
-    most = max(map(len, bars))
-    figure = Figure(figsize=(10, 1.4 + INCHES / ROOM * most * len(benchmarks)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(10, 1.4 + INCHES / ROOM * len(names) * len(benchmarks)), dpi=120, layout="constrained")
     axes = figure.subplots()
     for place, benchmark in enumerate(benchmarks):
-        _model(axes, place, benchmark, {name: bars[place].get(name) for name in names}, named=place == 0)
+        _model(axes, place, benchmark, {name: bars[place].get(name) for name in names})
     axes.set_yticks(range(len(benchmarks)), [_label(benchmark) for benchmark in benchmarks], parse_math=False)
     axes.invert_yaxis()
     axes.axvline(1.0, color="#888888", linewidth=0.8)
@@ -53,20 +54,19 @@ def _bars(benchmark: Benchmark) -> dict[str, BenchmarkRow]:
     baseline = benchmark.row(BASELINE)
     sized = [row for row in benchmark.rows if row.name.startswith(BASELINE) and MIB_SUFFIX in row.name]
     best = {BEST_SIZE: min([baseline, *sized], key=lambda row: row.ratio_to(baseline))} if sized else {}
-    hooks = {row.name: row for row in benchmark.rows if row.name.startswith(BASELINE) and row.name.endswith(HOOKS)}
+    stock = [row for row in benchmark.rows if row.name.startswith(BASELINE) and row.name.endswith(DRAWN_OF_DDP)]
     own = {f"anabranch.{row.name}": row for row in benchmark.rows if row.name.split(", ")[0] == OURS}
-    return {BASELINE: baseline, **best, **hooks, **own}
+    return {BASELINE: baseline, **best, **{row.name: row for row in stock}, **own}
 
 
-def _model(
-    axes: "Axes", place: int, benchmark: Benchmark, bars: Mapping[str, BenchmarkRow | None], named: bool
-) -> None:
-    """The bars of one model, its predicted steps and its computation; ``named`` adds them to the legend."""
+def _model(axes: "Axes", place: int, benchmark: Benchmark, bars: Mapping[str, BenchmarkRow | None]) -> None:
+    """The bars of one model, its predicted steps and its computation."""
     baseline, thick = benchmark.row(BASELINE), ROOM / len(bars)
     for number, (name, row) in enumerate(bars.items()):
-        colour, height = COLOURS[_COLOUR_ORDER[number % len(COLOURS)]], place + (number + 0.5) * thick - ROOM / 2
+        colour, height = COLOURS[COLOUR_ORDER[number % len(COLOURS)]], place + (number + 0.5) * thick - ROOM / 2
         ratio = row.ratio_to(baseline) if row is not None else 0.0
-        axes.barh(height, ratio, thick * 0.9, color=colour, label=name if named else None)
+        axes.barh(height, ratio, thick * 0.9, color=colour, label=_once(axes, name), edgecolor="white", linewidth=0,
+                  hatch=HATCH * (number // len(COLOURS)))  # fmt: skip
         if row is None:
             continue
         predicted_s = row.predicted_s if name.startswith("anabranch.") else None
@@ -76,11 +76,16 @@ def _model(
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
         if predicted_s is not None:
             axes.plot(predicted_s / baseline.step_s, height, "D", color="white", markeredgecolor="black", markersize=4,
-                      label="predicted" if named and row.name == OURS else None)  # fmt: skip
+                      label=_once(axes, "predicted"))  # fmt: skip
     if compute := _row_named(benchmark, COMPUTE):
         ratio = compute.ratio_to(baseline)
         axes.plot([ratio, ratio], [place - ROOM / 2, place + ROOM / 2], color="black", linewidth=1.2,
-                  label="computing alone, nothing sent" if named else None)  # fmt: skip
+                  label=_once(axes, "computing alone, nothing sent"))  # fmt: skip
+
+
+def _once(axes: "Axes", label: str) -> str | None:
+    """The label, unless the legend has it already."""
+    return None if label in axes.get_legend_handles_labels()[1] else label
 
 
 def _row_named(benchmark: Benchmark, name: str) -> BenchmarkRow | None:
