@@ -30,6 +30,7 @@ BUDGET_S = 4.0
 REPEATS = (3, 40)  # fewest, most
 JUST_DENSE: Mapping[str, Collective] = {"dense": dense}
 POOR_SPREAD = 0.5  # an interquartile range of half the median: a plan made from it is a guess
+HELD_UP = 1.05  # times what its parts cost: a size that costs more is measured again; less is noise
 FLOAT_NBYTES = 4
 WARM_UP = "warm_up_s"  # in the meta of a measured network: seconds that connections and kernels took
 
@@ -62,8 +63,8 @@ def measure(
 
     ``collectives`` are those to time, by the names that plans give them; "dense" must be among them, and those of
     ``SHARDED`` may be. Each size is ``growth`` times the last. Takes about ``budget_s`` seconds, by rank 0's argument,
-    or as long as a few messages of each size need. Collective: every rank must call it with the same other arguments at
-    the same point.
+    or as long as a few messages of each size need; at most twice as long, where sizes are measured again. Collective:
+    every rank must call it with the same other arguments at the same point.
     """
     if largest_nbytes < 2 * SMALLEST_NBYTES:
         largest_nbytes = 2 * SMALLEST_NBYTES
@@ -257,14 +258,16 @@ def _points(
 ) -> list[tuple[int, float, float]]:
     """A point for each size. One that costs more than the same bytes in messages of the size before is measured again.
 
-    The cheaper of the two counts: most likely something held up the machine for all repetitions of one. If nothing
+    Not if it is hardly more: where bytes are all that counts, noise alone decides which of the two costs more.
+
+    The cheaper measurement counts: most likely something held up the machine for all repetitions of one. If nothing
     did, the planner still learns that such messages do not pay.
     """
     found: list[tuple[int, float, float]] = []
     for nbytes in sizes:
         measured = point(nbytes)
         in_parts_s = found[-1][1] * nbytes / found[-1][0] if found else measured[1]
-        if stopwatch.as_rank_0(measured[1] > in_parts_s):
+        if stopwatch.as_rank_0(measured[1] > HELD_UP * in_parts_s):
             measured = min(measured, point(nbytes), key=itemgetter(1))
         found.append(measured)
     return found
