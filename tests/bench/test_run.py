@@ -178,3 +178,9 @@ def test_a_search_can_be_ended_after_some_steps() -> None:
         assert 30 <= steps <= 40 and known
     (steps, _), _ = on_ranks(searched, 2, None)
     assert steps > 60
+
+
+def test_no_search_may_end_before_the_network_is_measured() -> None:
+    assert bench_run.Settings(profile_steps=6, hold_after=30).hold_after == 30
+    with pytest.raises(ValueError, match="--hold-after is 30: expected more than 43, the steps before"):
+        bench_run.Settings(profile_steps=40, hold_after=30)

@@ -76,6 +76,14 @@ class Settings:
     search_steps: int = 100
     hold_after: int | None = None
 
+    def __post_init__(self) -> None:
+        recorded = SETTLE_STEPS + self.profile_steps
+        if self.hold_after is not None and self.hold_after <= recorded:
+            raise ValueError(
+                f"--hold-after is {self.hold_after}: expected more than {recorded}, the steps before DataParallel "
+                "measures the network, which the other contestants need"
+            )
+
     def check_skipped(self) -> None:
         """ValueError if something is to be skipped that does not run, or that others need."""
         compressed = [_name_of(text) for text in self.compress if not isinstance(compression(text), Rival)]
