@@ -215,6 +215,17 @@ def test_kinds_that_were_not_tried_cost_no_more_with_each_calibration() -> None:
     assert str(found.meta[END_NOTE]).startswith("int8 then × 0.85, ")
 
 
+def test_delays_of_an_earlier_trial_make_no_message_cheaper() -> None:
+    """A step may end earlier because messages no longer delay it, which is seen by its computing, after its costs."""
+    trace, plan = case([KIB] * 9 + [40 * KIB])  # the last message is exposed
+    rounded = Plan(tuple(replace(bucket, collective="int8") for bucket in plan.buckets))
+    network = Network(4, dict.fromkeys(("dense", "int8"), Curve.linear(1e-3, 1e-4)))
+    ended_s = finish_s(trace, rounded, network)
+    delayed = replace(network, delays={"int8": 0.05})
+    assert finish_s(trace, rounded, delayed) > 1.02 * ended_s
+    assert with_costs_bounded_by_end(delayed, trace, rounded, ended_s) == delayed
+
+
 def test_what_no_plausible_price_explains_changes_no_price() -> None:
     network = Network.linear(4, 1e-3, 5e-3)
     trace, plan = case([KIB] * 20)

@@ -149,17 +149,22 @@ def with_costs_bounded_by_end(network: Network, trace: Trace, plan: Plan, ended_
     factor, too: they got the costs of those steps.
     """
     used = dict.fromkeys(bucket.collective for bucket in plan.buckets)
-    kinds = {*used, *_corrected_kinds(network, plan)}
+    corrected = _corrected_kinds(network, plan)
+    # Their delays are those of an earlier trial until this one has shown its own.
+    delays = {kind: delay_s for kind, delay_s in network.delays.items() if kind not in corrected}
 
     def at(factor: float) -> Network:
-        curves = {kind: _scaled(network.curve(kind), factor, 0.0) for kind in kinds}
+        curves = {kind: _scaled(network.curve(kind), factor, 0.0) for kind in {*used, *corrected}}
         return replace(network, curves={**network.curves, **curves}, model=None)
+
+    def ends_s(factor: float) -> float:
+        return finish_s(trace, plan, replace(at(factor), delays=delays))
 
     notes = {name: note for name, note in network.meta.items() if name != END_NOTE}
     least, latest_s = FACTORS[0], (1 + MIN_STRETCH) * ended_s
-    if finish_s(trace, plan, network) <= latest_s or finish_s(trace, plan, at(least)) > latest_s:
+    if ends_s(1.0) <= latest_s or ends_s(least) > latest_s:
         return replace(network, meta=notes)
-    factor = least + _largest(1 - least, lambda more: finish_s(trace, plan, at(least + more)) <= ended_s)
+    factor = least + _largest(1 - least, lambda more: ends_s(least + more) <= ended_s)
     notes[END_NOTE] = f"{', '.join(used)} then × {factor:.2f}, from the end of live steps of {len(plan)} buckets"
     return replace(at(factor), meta=notes)
 
