@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import anabranch as ab
+from anabranch.tuning.calibration import computed_faster
 from anabranch.tuning.explain import Findings, explanation, in_short
 from anabranch.tuning.trial import StepTimes, Trial
 
@@ -42,6 +43,12 @@ def test_an_emulated_network_is_named_before_and_after_it_is_measured() -> None:
     emulated = replace(NOTHING, network_note="emulated: 1 Gbit/s")
     assert explanation(emulated).splitlines()[1] == "Network (emulated: 1 Gbit/s): not measured."
     assert "Network (emulated: 1 Gbit/s): 2 ranks" in explanation(replace(emulated, network=NETWORK))
+
+
+def test_computing_that_is_faster_than_recorded_is_said() -> None:
+    faster = computed_faster(TRACE, PLAN, 0.9 * (TRACE.forward_s + TRACE.backward_s))
+    assert "That is 90% of what was recorded: " in explanation(replace(NOTHING, trace=faster))
+    assert "recorded" not in explanation(replace(NOTHING, trace=TRACE))
 
 
 def test_the_reason_for_exposed_time_is_the_slower_of_wire_and_backward() -> None:

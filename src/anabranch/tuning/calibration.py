@@ -77,7 +77,8 @@ def slowest_rank(seconds: Sequence[float], control: Group) -> list[float]:
 def computed_faster(trace: Trace, plan: Plan | None, computing_s: float) -> Trace:
     """``trace`` with computing that takes ``computing_s``, as it did under ``plan``, if that is less than recorded.
 
-    Traces are recorded under DDP's own buckets. Sending less, or less at once, leaves more of a GPU to the model.
+    Traces are recorded under DDP's own buckets, or in later searches under the layout in force. Sending less, or less
+    at once, leaves more of a GPU to the model.
     """
     recorded_s = trace.forward_s + trace.backward_s
     if plan is None or not 0 < computing_s < (1 - MIN_STRETCH) * recorded_s:

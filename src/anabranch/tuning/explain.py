@@ -54,8 +54,7 @@ def explanation(found: Findings) -> str:
         )
         if (share := share_of_recorded(trace)) < 1:
             lines.append(
-                f"That is {share:.0%} of what was recorded under DDP's own buckets: the plan's messages leave more of "
-                "the device free."
+                f"That is {share:.0%} of what was recorded: the plan's messages leave more of the device free."
             )
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
