@@ -78,7 +78,9 @@ def gpu_environment(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Map
 
 
 def shared_gpu_environment(ranks: int) -> Mapping[str, str]:
-    """The variable that gives each of so many ranks on one GPU the hardware queues of a rank with a GPU of its own.
+    """The variable that gives ranks that share GPUs the hardware queues of a rank with a GPU of its own.
+
+    ``ranks``: all of the lab, on however many GPUs, because they share what one MPS daemon has; fewer each beyond 12.
 
     Under MPS a process has two. Its streams share them, and work that waits in a queue holds up whatever another stream
     has put behind it: messages on two lanes, or the streams of FSDP2, would wait for each other as on no real host.
