@@ -1,6 +1,7 @@
 """Lanes: never worse than one lane, near brute force where brute force can be had."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -112,6 +113,21 @@ def test_messages_of_another_kind_at_its_prices() -> None:
         assert {bucket.collective for bucket in found.buckets} == {"int8"}
         assert finish_s(trace, found, both) == pytest.approx(
             finish_s(trace, planners.lanes(trace, network), network), 0.02
+        )
+
+
+def test_gradients_of_16_bits_cost_another_kind_as_much_as_those_of_32() -> None:
+    """The search must price them as the simulator does, or it would lose to the optimum on one lane."""
+    rng = random.Random(6)
+    for _ in range(10):
+        trace, network = random_case(rng, 10)
+        half = replace(trace, tensors=tuple(replace(t, dtype="bfloat16", itemsize=2) for t in trace.tensors))
+        full = replace(trace, tensors=tuple(replace(t, dtype="float32", itemsize=4) for t in trace.tensors))
+        both = replace(network, curves={**network.curves, "int8": network.curve("dense")}, model=None)
+        found = planners.lanes(half, both, collective="int8")
+        assert finish_s(half, found, both) <= finish_s(half, planners.optimal(half, both, collective="int8"), both)
+        assert finish_s(half, found, both) == pytest.approx(
+            finish_s(full, planners.lanes(full, both, collective="int8"), both), 0.02
         )
 
 

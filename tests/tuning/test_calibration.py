@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import Bucket, Curve, Network, Plan, Span, TensorSpec, Timeline, Trace
+from anabranch.comm.groups import default_group
 from anabranch.sim import finish_s
 from anabranch.tuning.calibration import (
     END_NOTE,
@@ -17,6 +18,7 @@ from anabranch.tuning.calibration import (
     WAITING_NOTE,
     as_recorded,
     bucket_seconds,
+    calibrate,
     computed_faster,
     share_of_recorded,
     with_calibrated_contention,
@@ -26,6 +28,8 @@ from anabranch.tuning.calibration import (
     with_costs_bounded_by_end,
 )
 from anabranch.tuning.candidates import predicted_s
+from anabranch.tuning.trial import StepTimes, Trial
+from ranks import on_ranks
 
 KIB = 1 << 10
 
@@ -197,6 +201,30 @@ def test_a_step_that_ended_earlier_makes_its_messages_cheaper(share: float) -> N
     assert found.curve("int8") == network.curve("int8")  # which the plan does not use
     assert "from the end of live steps" in str(found.meta[END_NOTE])
     assert END_NOTE not in with_costs_bounded_by_end(found, trace, plan, ended_s).meta  # nothing is left to explain
+
+
+def calibrated_by_steps_that_end_early(rank: int) -> tuple[bool, float]:
+    """Calibrates by messages that took what they cost and by steps that ended earlier, rank 0's the latest.
+
+    Returns whether a note says so, and what is then predicted, as a share of the median step of rank 0.
+    """
+    network = Network.linear(2, 1e-3, 5e-3)
+    trace, plan = case([KIB] * 20)
+    cost_s, predicted_s = network.allreduce_s(KIB), finish_s(trace, plan, network)
+    starts_s = [trace.backward_s + index * cost_s for index in range(20)]
+    spans = [Span("compute", "backward", 0.0, trace.backward_s)]
+    spans += [Span("lane 0", "a message", start_s, start_s + cost_s) for start_s in starts_s]
+    ends_s = [(share - 0.05 * rank) * predicted_s for share in (1.0, 0.88, 0.9)]  # the first step was timed
+    computing_s = trace.forward_s + trace.backward_s
+    steps = tuple(StepTimes(trace.forward_s + s, trace.forward_s + s - computing_s, s) for s in ends_s)
+    found = calibrate(network, trace, Trial("optimal", plan, steps, (Timeline(tuple(spans)),)), default_group())
+    return END_NOTE in found.meta, finish_s(trace, plan, found) / (0.9 * predicted_s)
+
+
+def test_all_ranks_learn_from_the_end_of_a_step_of_the_slowest() -> None:
+    (noted, predicted), other = on_ranks(calibrated_by_steps_that_end_early, 2)
+    assert noted and predicted == pytest.approx(1.0, rel=1e-6)
+    assert other == (noted, predicted)
 
 
 def test_kinds_that_were_not_tried_cost_no_more_with_each_calibration() -> None:

@@ -44,6 +44,11 @@ def test_lanes_of_a_compressed_kind_are_planned_at_its_own_prices() -> None:
     assert predicted_s(TRACE, several, network) < predicted_s(
         TRACE, planners.using(offered["2 lanes"], "int8"), network
     )
+    assert offered["optimal, int8"] == planners.optimal(TRACE, network, collective="int8")
+    named = dict(
+        candidates(options("by_bytes", compress="int8"), TRACE, network)
+    )  # which does not know what int8 costs
+    assert named["by_bytes, int8"] == planners.using(planners.by_bytes(TRACE, network), "int8")
     full = Network(4, {"dense": Curve.linear(1e-6, 5e-9), "int8": Curve.linear(1e-6, 1e-9)}, SHARED.contention)
     assert list(dict(candidates(options(compress="int8"), TRACE, full))) == ["optimal, int8", "optimal"]
     tensors = [replace(t, dtype="float64", numel=1, itemsize=8) if t.name == "t3" else t for t in TRACE.tensors]
@@ -70,6 +75,8 @@ def test_before_a_mix_the_fastest_plan_of_one_kind_is_offered() -> None:
     offered = dict(candidates(asked, TRACE, network))
     # int4 ends with int8, and is lossier
     assert list(offered) == ["optimal, int8", "as faithful as is hidden", "optimal"]
+    backwards = replace(asked, kinds=asked.kinds[::-1])
+    assert list(dict(candidates(backwards, TRACE, network))) == list(offered)
     assert {bucket.collective for bucket in offered["optimal, int8"].buckets} == {"int8"}
     kept = replace(asked, excluded=dict.fromkeys(asked.kinds, frozenset({"t0"})))
     beside = candidates(kept, TRACE, network)[0][1]
@@ -81,6 +88,8 @@ def test_before_a_mix_the_fastest_plan_of_one_kind_is_offered() -> None:
     slow = Network(4, {kind: Curve.linear(1e-6, 1e3 * rate) for kind, rate in rates.items()}, SHARED.contention)
     only_int8 = replace(asked, kinds=("int8",))
     assert [label for label, _ in candidates(only_int8, TRACE, slow)] == ["as faithful as is hidden", "optimal"]
+    free = Network(4, dict.fromkeys(rates, Curve.linear(1e-3, 0.0)), SHARED.contention)  # start-ups are no transfers
+    assert [label for label, _ in candidates(asked, TRACE, free)] == ["as faithful as is hidden", "optimal"]
 
 
 def test_a_kind_that_no_gradient_may_use_is_not_offered_before_a_mix() -> None:
