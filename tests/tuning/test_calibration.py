@@ -269,9 +269,9 @@ def test_computing_beside_other_messages_may_be_faster_than_recorded(kind: str) 
     network = Network(4, dict.fromkeys(("dense", "int8"), Curve.linear(1e-3, 1e-8)))
     trace, plan = case([KIB] * 5)  # 4 s of backward
     rounded = Plan(tuple(replace(bucket, collective=kind) for bucket in plan.buckets))
-    faster = computed_faster(trace, rounded, 3.6)
+    faster = computed_faster(trace, rounded, 3.6, 4.0)
     assert faster.backward_s == pytest.approx(3.6) and share_of_recorded(faster) == pytest.approx(0.9)
-    again = computed_faster(faster, rounded, 3.24)
+    again = computed_faster(faster, rounded, 3.24, 4.0)
     assert share_of_recorded(again) == pytest.approx(0.81)
     assert as_recorded(again).backward_s == pytest.approx(4.0)
     for share in (1e-300, 0.0, -1.0, 2.0, "half"):  # as a file may say
@@ -285,8 +285,10 @@ def test_computing_beside_other_messages_may_be_faster_than_recorded(kind: str) 
 def test_computing_stays_as_recorded_otherwise(kind: str, computing_s: float) -> None:
     trace, plan = case([KIB] * 5)
     used = Plan(tuple(replace(bucket, collective=kind) for bucket in plan.buckets))
-    assert computed_faster(trace, used, computing_s) is trace
-    assert computed_faster(trace, None, computing_s) is trace
+    assert computed_faster(trace, used, computing_s, 4.0) is trace
+    assert computed_faster(trace, None, computing_s, 4.0) is trace
+    # ranks that differ: the slowest computed as long before, and the trace has the latest of them at each gradient
+    assert computed_faster(trace, used, 3.0, 3.05) is trace
 
 
 def test_where_messages_cost_less_than_measured_the_bytes_do() -> None:

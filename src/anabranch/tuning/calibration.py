@@ -74,14 +74,15 @@ def slowest_rank(seconds: Sequence[float], control: Group) -> list[float]:
     return found
 
 
-def computed_faster(trace: Trace, plan: Plan | None, computing_s: float) -> Trace:
+def computed_faster(trace: Trace, plan: Plan | None, computing_s: float, before_s: float) -> Trace:
     """``trace`` with computing that takes ``computing_s``, as it did under ``plan``, if that is less than recorded.
 
     Traces are recorded under DDP's own buckets, or in later searches under the layout in force. Sending less, or less
-    at once, leaves more of a GPU to the model.
+    at once, leaves more of a GPU to the model. ``before_s`` is what the slowest rank then computed. A trace has the
+    latest rank at each gradient, which adds up to more where ranks differ, and no plan has made that difference.
     """
     recorded_s = trace.forward_s + trace.backward_s
-    if plan is None or not 0 < computing_s < (1 - MIN_STRETCH) * recorded_s:
+    if plan is None or not 0 < computing_s < (1 - MIN_STRETCH) * min(recorded_s, before_s):
         return trace
     share = computing_s / recorded_s
     return replace(trace.scaled(share), meta={**trace.meta, OF_RECORDED: share * share_of_recorded(trace)})

@@ -56,12 +56,15 @@ class LiveNetwork:
                     self.network = calibrate(self.network, trace, trial, self._runner.lanes.control)
         return self.network != before
 
-    def computed_faster(self, trace: Trace, best: Trial) -> Trace:
-        """The trace with computing as fast as under the best layout, if that is a plan. Collective."""
+    def computed_faster(self, trace: Trace, best: Trial, first: Trial) -> Trace:
+        """The trace with computing as fast as under the best layout, if that is a plan. Collective.
+
+        ``first``: the layout with which the search began, under which the trace was recorded.
+        """
         if self._given is not None or best.plan is None:
             return trace
-        (computing_s,) = slowest_rank([best.computing_s], self._runner.lanes.control)
-        return computed_faster(trace, best.plan, computing_s)
+        computing_s, before_s = slowest_rank([best.computing_s, first.computing_s], self._runner.lanes.control)
+        return computed_faster(trace, best.plan, computing_s, before_s)
 
     def predicted_s(self, trace: Trace | None, plan: Plan | None) -> float | None:
         """The simulator's prediction for this layout, computed once per layout; None if it cannot be predicted."""

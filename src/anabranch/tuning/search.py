@@ -279,7 +279,7 @@ class Search:
 
     def _calibrate(self, several_lanes: bool) -> bool:
         """Calibrate the network, and how long computing takes, by the trials so far; whether the network changed."""
-        self.trace = self.live_network.computed_faster(self._known_trace, self.best)
+        self.trace = self.live_network.computed_faster(self._known_trace, self.best, self.trials[0])
         return self.live_network.calibrate(self.trace, self.trials, several_lanes)
 
     def _warm_up_kinds(self, options: TuningOptions) -> list[str]:
