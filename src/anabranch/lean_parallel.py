@@ -363,10 +363,10 @@ class LeanDataParallel(Tuned, nn.Module):
                     self._within.check(agreed)
             return agreed
 
-        def together() -> None:
+        def barrier() -> None:
             dist.barrier(self._running_tuner().control)
 
-        self._activations.choose(agree, together)
+        self._activations.choose(agree, barrier)
         if "residuals" in self._activations.agreed:
             self.layout.use_residuals(self._activations.agreed["residuals"])
 

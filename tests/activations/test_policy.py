@@ -114,10 +114,10 @@ def test_ranks_wait_for_each_other_between_warming_up_and_measuring(monkeypatch:
     model = Net()
     managed = ManagedActivations(model, Activations("auto", 1 << 30, least_nbytes=256))
     for _ in range(PROFILED_STEPS):
-        managed.choose(together=lambda: seen.append("wait"))
+        managed.choose(barrier=lambda: seen.append("wait"))
         step_of(model)()
     assert seen == ["wait"] * PROFILED_STEPS  # for another rank, which may have seen enough
-    managed.choose(together=lambda: seen.append("together"))
+    managed.choose(barrier=lambda: seen.append("together"))
     assert seen[PROFILED_STEPS:] == ["warm", "together", "measured"] and managed.choice is not None
     managed.undo()
 
@@ -133,7 +133,7 @@ def test_no_rank_waits_for_one_that_cannot_measure(monkeypatch: pytest.MonkeyPat
         managed.choose()
         step_of(model)()
     with pytest.raises(BudgetError, match="RuntimeError: no pinned memory for cpu"):
-        managed.choose(together=lambda: waited.append(True))
+        managed.choose(barrier=lambda: waited.append(True))
     assert waited == [True]
     managed.undo()
 

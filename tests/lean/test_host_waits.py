@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.activations.cost_model import HostLink
-from anabranch.lean.host_waits import HostBucket, waited_s
+from anabranch.lean.host_waits import HostBucket, predicted_wait_s
 
 FAST = HostLink(1e30, 1e30)
 buckets_of = st.lists(st.builds(HostBucket, st.integers(1, 1000), st.floats(0.0, 10.0)), max_size=7)
@@ -41,16 +41,16 @@ def naive_wait_s(buckets: Sequence[HostBucket], link: HostLink, forward_s: float
 
 @given(buckets_of, links, st.floats(0.0, 10.0))
 def test_it_is_what_the_definitions_say(buckets: list[HostBucket], link: HostLink, forward_s: float) -> None:
-    found_s = waited_s(buckets, link, forward_s)
+    found_s = predicted_wait_s(buckets, link, forward_s)
     assert found_s == pytest.approx(naive_wait_s(buckets, link, forward_s))
     fetched_s = sum(bucket.nbytes for bucket in buckets) / link.back_nbytes_per_s
     assert found_s >= fetched_s - sum(bucket.computed_s for bucket in buckets[1:]) - 1e-9
-    assert waited_s(buckets, FAST, forward_s) == pytest.approx(0.0)
+    assert predicted_wait_s(buckets, FAST, forward_s) == pytest.approx(0.0)
 
 
 def test_a_slower_link_is_waited_for_longer() -> None:
     buckets = [HostBucket(100, 1.0) for _ in range(4)]
-    alone, shared = (waited_s(buckets, HostLink(rate, rate), 10.0) for rate in (1000.0, 25.0))
+    alone, shared = (predicted_wait_s(buckets, HostLink(rate, rate), 10.0) for rate in (1000.0, 25.0))
     assert alone == pytest.approx(0.1)  # the first bucket's fetch, which begins when the bucket is complete
     assert shared > 4 * 4.0 - 3 * 1.0 - 1e-9
 
@@ -59,13 +59,13 @@ def test_a_large_bucket_right_behind_another_is_not_hidden() -> None:
     """As the tied embedding of a language model: its gradient comes last, with nothing to compute before it."""
     layers = [HostBucket(10, 1.0) for _ in range(10)]
     link = HostLink(100.0, 100.0)
-    assert waited_s([*layers, HostBucket(500, 0.0)], link, 100.0) == pytest.approx(0.1 + 5.0)
-    assert waited_s([HostBucket(500, 10.0), *layers], link, 100.0) > 5.0  # and a large one that is first
+    assert predicted_wait_s([*layers, HostBucket(500, 0.0)], link, 100.0) == pytest.approx(0.1 + 5.0)
+    assert predicted_wait_s([HostBucket(500, 10.0), *layers], link, 100.0) > 5.0  # and a large one that is first
 
 
 def test_what_is_stored_in_the_next_forward_is_hidden_by_it() -> None:
     one = [HostBucket(100, 1.0)]
     link = HostLink(10.0, 1e9)
-    assert waited_s(one, link, 20.0) == pytest.approx(0.0, abs=1e-6)
-    assert waited_s(one, link, 4.0) == pytest.approx(10.0 - 4.0 - 1.0, abs=1e-6)
-    assert waited_s([], link, 0.0) == 0.0
+    assert predicted_wait_s(one, link, 20.0) == pytest.approx(0.0, abs=1e-6)
+    assert predicted_wait_s(one, link, 4.0) == pytest.approx(10.0 - 4.0 - 1.0, abs=1e-6)
+    assert predicted_wait_s([], link, 0.0) == 0.0

@@ -22,7 +22,7 @@ PROFILED_STEPS = 2  # the first also warms up
 
 ChoiceMessage = dict[str, Any]  # a choice, or why there is none yet or at all, as a JSON document
 Agree = Callable[[ChoiceMessage], ChoiceMessage]
-Together = Callable[[], None]  # waits for all ranks
+Barrier = Callable[[], None]  # waits for all ranks
 Choosing = Callable[[Sequence[BlockCosts], Speeds], ChoiceMessage]
 
 
@@ -106,10 +106,10 @@ class ManagedActivations:
         self._patched = None
         self._profiler = None
 
-    def choose(self, agree: Agree = dict, together: Together = lambda: None) -> None:
+    def choose(self, agree: Agree = dict, barrier: Barrier = lambda: None) -> None:
         """Choose the mix if enough steps were profiled. ``agree`` turns this rank's choice into that of all ranks.
 
-        Ranks must recompute alike where a block communicates, as SyncBatchNorm does. ``together`` is called once before
+        Ranks must recompute alike where a block communicates, as SyncBatchNorm does. ``barrier`` is called once before
         ``agree``: ranks copy to the host at the same time in a step, so their link is measured so, too. Raises
         BudgetError, in every call, if no mix keeps within the budget.
         """
@@ -117,8 +117,8 @@ class ManagedActivations:
             return
         enough = self._profiler.steps >= PROFILED_STEPS
         if not enough:
-            together()
-        agreed = agree(self._own_choice(self._profiler, together) if enough else {"wait": True})
+            barrier()
+        agreed = agree(self._own_choice(self._profiler, barrier) if enough else {"wait": True})
         if "wait" in agreed:
             return
         if "error" in agreed:
@@ -129,10 +129,10 @@ class ManagedActivations:
         profiler.undo()
         self._patched = PatchedModel(self._model, self.choice.actions, self.offloader, last=profiler.last)
 
-    def _own_choice(self, profiler: BlockProfiler, together: Together) -> ChoiceMessage:
+    def _own_choice(self, profiler: BlockProfiler, barrier: Barrier) -> ChoiceMessage:
         """Return this rank's choice, or why none is possible: ranks must agree on that, too, or one would wait."""
         try:
-            speeds = self._measured(together)
+            speeds = self._measured(barrier)
             return self._choosing(profiler.costs(), speeds)
         except BudgetError as error:
             return {"error": str(error)}
@@ -140,13 +140,13 @@ class ManagedActivations:
             log.exception("anabranch: choosing where activations are has failed")
             return {"error": f"choosing where activations are has failed: {type(error).__name__}: {error}"}
 
-    def _measured(self, together: Together) -> Speeds:
+    def _measured(self, barrier: Barrier) -> Speeds:
         """The speeds of this rank's device while all ranks measure theirs."""
         assert self.offloader is not None
         try:
             meter = SpeedMeter(self.offloader.device)
         finally:
-            together()  # the others wait, also for a rank that cannot measure
+            barrier()  # the others wait, also for a rank that cannot measure
         link, memory_nbytes_per_s = meter.measure()
         options = self.options
         link = replace(link, window_nbytes=options.window_nbytes, ahead_nbytes=options.ahead_nbytes)

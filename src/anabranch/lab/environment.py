@@ -16,7 +16,7 @@ LAB_BIT_S = "ANABRANCH_LAB_BIT_S"
 CACHE = "ANABRANCH_CACHE"
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 OWN_QUEUES, LEAST_QUEUES = 8, 2  # hardware queues of a process with a GPU of its own, and of an MPS client, by default
-ALL_QUEUES = 96  # what an MPS daemon has for all its clients
+ALL_QUEUES = 96  # assumed of one MPS daemon, for all its clients together: 48 with two each
 
 
 def host_environment(cluster: Cluster, host: Host, master: Host, master_port: int, lab_id: str) -> dict[str, str]:

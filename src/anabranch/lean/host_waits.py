@@ -17,7 +17,7 @@ class HostBucket(NamedTuple):
     computed_s: float
 
 
-def waited_s(buckets: Sequence[HostBucket], link: HostLink, forward_s: float) -> float:
+def predicted_wait_s(buckets: Sequence[HostBucket], link: HostLink, forward_s: float) -> float:
     """Seconds in a step that computing waits for copies, as ``lean.residuals.HostResiduals`` makes them.
 
     A bucket's residual is fetched when the bucket before is launched, the first one's when it is launched itself, and

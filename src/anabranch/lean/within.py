@@ -33,7 +33,7 @@ from anabranch.footprint.account import (
     residuals_by_bucket,
 )
 from anabranch.footprint.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile, allocated_nbytes
-from anabranch.lean.host_waits import HostBucket, waited_s
+from anabranch.lean.host_waits import HostBucket, predicted_wait_s
 
 ALIKE = 0.005  # share of the computing time by which ways may differ and count as equally fast
 # What copies to the host must be faster than what does not by more than this share of the computing time. Other copies
@@ -197,7 +197,9 @@ class Storage:
         computed_s = self.step.computed_s(blocks, choice.actions)
         forward_s = sum(block.forward_s for block in blocks)
         by_bucket_s = max(
-            waited_s(_host_buckets(residuals_by_bucket(self.step.profile, setting, way), computed_s), link, forward_s)
+            predicted_wait_s(
+                _host_buckets(residuals_by_bucket(self.step.profile, setting, way), computed_s), link, forward_s
+            )
             for way, setting in self.ways
         )
         moved_nbytes = self.over_link_nbytes + choice.forecast.moved_nbytes

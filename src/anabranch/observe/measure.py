@@ -30,7 +30,7 @@ BUDGET_S = 4.0
 REPEATS = (3, 40)  # fewest, most
 JUST_DENSE: Mapping[str, Collective] = {"dense": dense}
 POOR_SPREAD = 0.5  # an interquartile range of half the median: a plan made from it is a guess
-HELD_UP = 1.05  # times what its parts cost: a size that costs more is measured again; less is noise
+REMEASURE_ABOVE = 1.05  # times what its parts cost: a size that costs more is measured again; less is noise
 FLOAT_NBYTES = 4
 WARM_UP = "warm_up_s"  # in the meta of a measured network: seconds that connections and kernels took
 
@@ -267,7 +267,7 @@ def _points(
     for nbytes in sizes:
         measured = point(nbytes)
         in_parts_s = found[-1][1] * nbytes / found[-1][0] if found else measured[1]
-        if stopwatch.as_rank_0(measured[1] > HELD_UP * in_parts_s):
+        if stopwatch.as_rank_0(measured[1] > REMEASURE_ABOVE * in_parts_s):
             measured = min(measured, point(nbytes), key=itemgetter(1))
         found.append(measured)
     return found

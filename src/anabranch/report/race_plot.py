@@ -11,8 +11,8 @@ from anabranch.report.plot import COLOURS, Format, figure_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROOM = 0.8  # of a model's share of the height: its bars
-INCHES = 0.22  # of a bar
+BARS_SHARE = 0.8  # of a model's share of the height: its bars
+BAR_INCHES = 0.22  # of a bar
 MIB_SUFFIX = "MiB"
 DRAWN_OF_DDP = ("hook", "PowerSGD rank 4", COMPILED)  # ends of their names
 COLOUR_ORDER = (1, 4, 3, 0, 5, 2, 7, 6)  # in which neighbours differ; bars beyond these are hatched
@@ -31,7 +31,9 @@ def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
 
     bars = [_bars(benchmark) for benchmark in benchmarks]
     names = list(dict.fromkeys(name for one in bars for name in one))
-    figure = Figure(figsize=(10, 1.4 + INCHES / ROOM * len(names) * len(benchmarks)), dpi=120, layout="constrained")
+    figure = Figure(
+        figsize=(10, 1.4 + BAR_INCHES / BARS_SHARE * len(names) * len(benchmarks)), dpi=120, layout="constrained"
+    )
     axes = figure.subplots()
     for place, benchmark in enumerate(benchmarks):
         _model(axes, place, benchmark, {name: bars[place].get(name) for name in names})
@@ -61,9 +63,9 @@ def _bars(benchmark: Benchmark) -> dict[str, BenchmarkRow]:
 
 def _model(axes: "Axes", place: int, benchmark: Benchmark, bars: Mapping[str, BenchmarkRow | None]) -> None:
     """The bars of one model, its predicted steps and its computation."""
-    baseline, thick = benchmark.row(BASELINE), ROOM / len(bars)
+    baseline, thick = benchmark.row(BASELINE), BARS_SHARE / len(bars)
     for number, (name, row) in enumerate(bars.items()):
-        colour, height = COLOURS[COLOUR_ORDER[number % len(COLOURS)]], place + (number + 0.5) * thick - ROOM / 2
+        colour, height = COLOURS[COLOUR_ORDER[number % len(COLOURS)]], place + (number + 0.5) * thick - BARS_SHARE / 2
         ratio = row.ratio_to(baseline) if row is not None else 0.0
         axes.barh(height, ratio, thick * 0.9, color=colour, label=_once(axes, name), edgecolor="white", linewidth=0,
                   hatch=HATCH * (number // len(COLOURS)))  # fmt: skip
@@ -79,7 +81,7 @@ def _model(axes: "Axes", place: int, benchmark: Benchmark, bars: Mapping[str, Be
                       label=_once(axes, "predicted"))  # fmt: skip
     if compute := _row_named(benchmark, COMPUTE):
         ratio = compute.ratio_to(baseline)
-        axes.plot([ratio, ratio], [place - ROOM / 2, place + ROOM / 2], color="black", linewidth=1.2,
+        axes.plot([ratio, ratio], [place - BARS_SHARE / 2, place + BARS_SHARE / 2], color="black", linewidth=1.2,
                   label=_once(axes, "computing alone, nothing sent"))  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from anabranch.plan import Plan
 from anabranch.planners.compressed import compressed
 from anabranch.planners.ladder import FREE, least_lossy
 from anabranch.sim import finish_s, lower_bound_s
+from anabranch.sim.iteration import messages
 from anabranch.trace import Trace
 from anabranch.tuning.calibration import as_recorded
 from anabranch.tuning.options import TuningOptions
@@ -26,12 +27,12 @@ def candidates(
     """Labelled plans to try: the planner's, and one on several lanes if that is predicted to gain enough."""
     planner = planners.PLANNERS[options.planner] if isinstance(options.planner, str) else options.planner
     name = options.planner if isinstance(options.planner, str) else getattr(planner, "__name__", "your planner")
-    found = _and_on_lanes((name, planner(trace, network)), DENSE, options, trace, network, policy)
+    found = _on_one_and_several_lanes((name, planner(trace, network)), DENSE, options, trace, network, policy)
     found = [*_compressed(options, trace, network, policy, found[0]), *found]
     return [(label + _calibrations(plan, network), plan.check(trace)) for label, plan in found]
 
 
-def _and_on_lanes(
+def _on_one_and_several_lanes(
     one_lane: tuple[str, Plan],
     kind: str,
     options: TuningOptions,
@@ -68,7 +69,7 @@ def _compressed(
     if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
         excluded = options.excluded.get(kind, frozenset())
         rounded = f"{plain[0]}, {kind}", _with_dense(planners.using(plain[1], kind), excluded)
-        return _and_on_lanes(rounded, kind, options, trace, network, policy)
+        return _on_one_and_several_lanes(rounded, kind, options, trace, network, policy)
     return _of_one_kind(kind, options, trace, network, policy)
 
 
@@ -80,7 +81,7 @@ def _of_one_kind(
     if kind not in EVERY_ELEMENT:
         return [(kind, compressed(trace, network, kind, excluded))]
     best = f"optimal, {kind}", _with_dense(planners.optimal(trace, network, collective=kind), excluded)
-    return _and_on_lanes(best, kind, options, trace, network, policy)
+    return _on_one_and_several_lanes(best, kind, options, trace, network, policy)
 
 
 def _fastest_of_one_kind(
@@ -105,13 +106,7 @@ def _fastest_of_one_kind(
 
 def _transfers_s(trace: Trace, plan: Plan, network: Network) -> float:
     """How long the messages of a plan are transferred in all; start-ups do not count."""
-    tensors = {tensor.name: tensor for tensor in trace.tensors}
-    took_s = 0.0
-    for bucket in plan.buckets:
-        nbytes = sum(tensors[name].cost_nbytes(bucket.collective) for name in bucket.names)
-        curve = network.curve(bucket.collective)
-        took_s += curve.seconds(nbytes) - curve.start_s
-    return took_s
+    return sum(message.transfer_s for message in messages(trace, plan, network))
 
 
 def _with_dense(plan: Plan, names: Collection[str]) -> Plan:
