@@ -12,6 +12,7 @@ that all ranks have. Contestants:
     int4,residual=no            … and drops them
     oktopk:0.01                 Ok-Topk; the first 100 steps dense
     oktopk:0.01,momentum=0.9    … with momentum before it is sent; the optimizer has none
+    oktopk:0.01,start=0.25      … with a density that falls from this one over the next 1000 steps
     plan:FILE                   the plan in a file, such as one that compress="auto" chose; its name is the file's
 
 A learning rate rises over the first 100 steps and falls along a cosine to a tenth.
@@ -40,6 +41,7 @@ from anabranch.sparse.state import BucketState
 
 RANKS = 4
 WARMUP_STEPS = 100  # of the learning rate, and of OkTopk
+DECAY_STEPS = 1000  # of a density that starts higher
 CLIP_NORM = 1.0
 
 
@@ -51,6 +53,7 @@ class Contestant:
     kind: str
     residual: bool = True
     momentum: float = 0.0
+    start: float | None = None
     plan: ab.Plan | None = None
 
     @classmethod
@@ -65,7 +68,8 @@ class Contestant:
             return cls(path.stem, "", plan=plan)
         if kind != "dense" and kind not in FORMATS and density_of(kind) is None:
             raise ValueError(f"contestant is {text!r}: expected dense, {', '.join(FORMATS)}, oktopk:DENSITY, plan:FILE")
-        return cls(text, kind, given.get("residual") != "no", float(given.get("momentum", 0.0)))
+        start = float(given["start"]) if "start" in given else None
+        return cls(text, kind, given.get("residual") != "no", float(given.get("momentum", 0.0)), start)
 
     def buckets(self, model: torch.nn.Module) -> list[tuple[tuple[str, ...], str]]:
         """Names and kind of each bucket. Vectors never travel sparse."""
@@ -100,7 +104,7 @@ class Bucket:
                 for row, state, comm in zip(self._rows, self._states, world.comms, strict=True)
             ])  # fmt: skip
             return self._rows[0]
-        options = ab.OkTopk(warmup_steps=0)
+        options = ab.OkTopk(warmup_steps=0, start_density=self._contestant.start, decay_steps=DECAY_STEPS)
         world.run([
             momentum.wrap(sparse_exchange(row, state, comm, float(RANKS), density, options), row, state)
             for row, state, comm, momentum in zip(self._rows, self._states, world.comms, self._momenta, strict=True)
