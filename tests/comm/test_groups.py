@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.groups import clone_group, destroy_clone, no_clone_reason, timeout_of
+from anabranch.comm.groups import clone_group, destroy_clone, inherit_timeout, no_clone_reason, timeout_of
 from ranks import GROUP_TIMEOUT, on_ranks
 
 
@@ -48,6 +48,25 @@ def test_copies_of_groups_have_their_ranks_and_deadline(debugged: bool) -> None:
         assert answer["whole"] == [0, 1, 2] and answer["timeout"]
         if rank != 1:
             assert answer["part"] == [0, 2] and answer["sum"] == 2 and answer["nine"]
+
+
+def inherited(rank: int, debugged: bool) -> list[float]:
+    """The timeouts in seconds of a group that nobody gave one, and of one with its own, once they have inherited."""
+    if debugged:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+    found = []
+    for group in (dist.new_group(), dist.new_group(timeout=timedelta(hours=2))):
+        assert isinstance(group, dist.ProcessGroup)
+        inherit_timeout(group)
+        timeout = timeout_of(group)
+        assert timeout is not None
+        found.append(timeout.total_seconds())
+    return found
+
+
+@pytest.mark.parametrize("debugged", [False, True])
+def test_a_group_inherits_a_timeout_unless_it_was_given_one(debugged: bool) -> None:
+    assert on_ranks(inherited, 2, debugged) == [[GROUP_TIMEOUT.total_seconds(), 7200]] * 2
 
 
 def uneven(rank: int) -> float:

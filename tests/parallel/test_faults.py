@@ -101,7 +101,7 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str, memory: str) 
 
 
 def run(
-    folder: Path, fault: str, ending: str, memory: str, program: str = __file__
+    folder: Path, fault: str, ending: str, memory: str, program: str = __file__, ranks: int = RANKS
 ) -> tuple[list[int | None], list[str], dict[int, Any]]:
     """Exit codes and stderr of all ranks, and what they noted; ranks that have not ended in time are killed."""
     path = os.pathsep.join(sys.path)
@@ -113,9 +113,9 @@ def run(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
-    codes: list[int | None] = [None] * RANKS
+    codes: list[int | None] = [None] * ranks
     try:
         deadline = time.monotonic() + START_S * patience()
         while not Path(folder, "fault").exists() and processes[VICTIM].poll() is None and time.monotonic() < deadline:
@@ -131,7 +131,7 @@ def run(
             if process.poll() is None:
                 process.kill()
     words = [process.communicate(timeout=10)[1] for process in processes]
-    notes = {rank: folder / f"rank-{rank}.json" for rank in range(RANKS)}
+    notes = {rank: folder / f"rank-{rank}.json" for rank in range(ranks)}
     return codes, words, {rank: json.loads(path.read_text()) for rank, path in notes.items() if path.exists()}
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from ranks import patience
 
 WIDTH = 32
 FAULT_STEP = 6  # of a trial: it is recording
+# Nodes and ranks in a node. A group of all ranks has the timeout of init_process_group() from torch, others do not.
+MESHES = {"3x1": (RANKS, 1), "2x2": (2, 2)}
 
 
 def build() -> nn.Module:
@@ -31,10 +34,10 @@ def build() -> nn.Module:
 
 
 def rank_program(rank: int, folder: Path, fault: str, ending: str, program: str) -> None:
-    """Train between nodes of one rank each, or try plans, until the fault; note what was raised."""
+    """Train between the nodes of a mesh, or try plans, until the fault; note what was raised."""
     limit = timedelta(seconds=TIMEOUT_S)
-    init_method = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=RANKS, timeout=limit)
+    init_method, shape = f"file://{folder}/rendezvous", MESHES.get(program, (RANKS,))
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=prod(shape), timeout=limit)
     begun, steps = time.monotonic(), 0
 
     def step(model: nn.Module) -> None:
@@ -48,11 +51,11 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str, program: str)
 
     try:
         if program == "trial":
-            ab.find_sharding(build, init_device_mesh("cpu", (RANKS,)), step)
+            ab.find_sharding(build, init_device_mesh("cpu", shape), step)
         else:
-            mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
             model = ab.shard(build(), mesh["shard"])
-            ab.replicate(model, mesh, compress=program)
+            ab.replicate(model, mesh, compress="int8")
             for _ in range(FAULT_STEP + 3):
                 step(model)
     except Exception as error:
@@ -65,17 +68,21 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str, program: str)
 
 
 @pytest.mark.parametrize(
-    ("program", "fault"), [("trial", "die"), ("trial", "fail"), ("int8", "die"), ("int8", "stall")]
+    ("program", "fault"),
+    [("trial", "die"), ("trial", "fail"), *((shape, fault) for shape in MESHES for fault in ("die", "stall"))],
 )
 def test_survivors_get_an_error_in_time_and_end(program: str, fault: str, tmp_path: Path) -> None:
-    codes, words, notes = run(tmp_path, fault, "destroy", program, __file__)
-    for rank in (rank for rank in range(RANKS) if rank != VICTIM):
+    ranks = prod(MESHES.get(program, (RANKS,)))
+    codes, words, notes = run(tmp_path, fault, "destroy", program, __file__, ranks)
+    for rank in (rank for rank in range(ranks) if rank != VICTIM):
         assert codes[rank] == 0, f"rank {rank} ended with {codes[rank]}:\n{words[rank]}"
         note = notes[rank]
         assert note["after_s"] < TIMEOUT_S + MARGIN_S * patience() / 2
         if program == "trial":
             (said,) = note["notes"]
             assert f"in a trial of find_sharding(), on rank {rank}" in said and "look for the first error" in said
+        elif (program, rank) == ("2x2", 0):  # of the victim's node, where the messages are FSDP2's own
+            assert "gloo" in note["error"]
         else:
             assert "did not get through after" in note["error"] and "between nodes (int8)" in note["error"]
     if fault == "fail":

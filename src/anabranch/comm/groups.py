@@ -118,6 +118,19 @@ def timeout_of(group: Group) -> timedelta | None:
     return None
 
 
+def inherit_timeout(group: Group) -> None:
+    """Give a group that has torch's own timeout that of the default group, where that is shorter. Not collective.
+
+    The groups of a device mesh have torch's own, 30 minutes on Gloo, whatever init_process_group() was given.
+    """
+    given, found = timeout_of(default_group()), timeout_of(group)
+    if given is None or found not in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout) or given >= found:
+        return
+    for kind in ("cpu", "cuda"):
+        with suppress(RuntimeError):  # it has no backend for these
+            backend_of(group, kind).set_timeout(given)
+
+
 def backend_of(group: Group, kind: str) -> Any:
     """A group's backend for a kind of device: inside the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it.
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anabranch.comm.agree import all_or_none, check_same, wire_device
 from anabranch.comm.exchange import Group
-from anabranch.comm.groups import default_group
+from anabranch.comm.groups import default_group, inherit_timeout
 from anabranch.comm.model import model_parts
 
 
@@ -31,6 +31,12 @@ def mesh_groups(mesh: DeviceMesh) -> tuple[Group, ...]:
     if mesh.mesh.numel() == dist.get_world_size():
         return (default_group(),)
     return tuple(mesh.get_group(dimension) for dimension in range(mesh.ndim))
+
+
+def inherit_timeouts(mesh: DeviceMesh) -> None:
+    """A rank that stalls is an error on the others when the timeout given to init_process_group() is over."""
+    for dimension in range(mesh.ndim):
+        inherit_timeout(mesh.get_group(dimension))
 
 
 @contextmanager

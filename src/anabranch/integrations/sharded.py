@@ -30,7 +30,7 @@ from anabranch.comm.exchange import Group, Steps, record_stream
 from anabranch.comm.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.comm.lanes import Lanes, Message
 from anabranch.compression import Compress, Settings, described, settings_of
-from anabranch.integrations.mesh import check_same_over, fails_together
+from anabranch.integrations.mesh import check_same_over, fails_together, inherit_timeouts
 from anabranch.integrations.one_kind import OneKindExchanges, only_kind
 from anabranch.seams import check_seams
 
@@ -63,6 +63,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
     """
     with fails_together("ab.replicate()", mesh):
         settings, units, nodes, inside = _checked(model, mesh, compress)
+        inherit_timeouts(mesh)
     lines = [f"{unit.label}: {list(unit.shards)}, {unit.numel} elements" for unit in units]
     check_same_over("the sharded model", [described(settings), *lines], mesh)
     for parameter in model.parameters():

@@ -17,7 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from anabranch.errors import PlanError
-from anabranch.integrations.mesh import check_same_over, described_model, described_options, fails_together
+from anabranch.integrations.mesh import (
+    check_same_over,
+    described_model,
+    described_options,
+    fails_together,
+    inherit_timeouts,
+)
 from anabranch.integrations.sharded import TESTED
 from anabranch.seams import check_seams
 from anabranch.sharded import ShardingPlan, load
@@ -48,6 +54,7 @@ def shard(
     """
     with fails_together("ab.shard()", mesh):
         plan, units = _checked(model, plan, options)
+        inherit_timeouts(mesh)
     check_same_over("the sharding plan", dumps(plan).splitlines(), mesh)
     check_same_over("the model given to ab.shard()", described_model(model), mesh)
     check_same_over("an option of ab.shard()", described_options(options, model), mesh)
