@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Literal, NamedTuple
 
@@ -137,8 +138,9 @@ AT_EQUAL_BATCHES = ("ddp", "naive", "lean", "bf16", "dense", "recomputed-int8", 
 WITHIN_A_LIMIT = ("checkpoint", "lean", "bf16", "recomputed-bf16", "recomputed-int8", "recomputed-host", "within")
 COLUMNS = (
     "way", "batch a rank", "peak GiB", "predicted", "in first steps", "more than DDP", "of n", "less than naive",
-    "ms a step", "from – to", "samples/s", "× checkpointing", "row s",
+    "× naive's step", "ms a step", "from – to", "samples/s", "× checkpointing", "× best by hand", "row s",
 )  # fmt: skip
+MEDIANS = ("of n", "less than naive", "× naive's step", "× checkpointing", "× best by hand")
 
 
 @dataclass(frozen=True)
@@ -303,8 +305,10 @@ def supervise(
         if row.predicted_nbytes is None and row.batch == batch:
             row = replace(row, predicted_nbytes=nbytes)
         if number == 0:
-            print(heading(given, store.get("device").decode() if store.check(["device"]) else "no device"))
+            print(heading(given, jobs, store.get("device").decode() if store.check(["device"]) else "no device"))
         table.show(job, row)
+    if os.environ["RANK"] == "0":
+        table.show_medians()
 
 
 def predict_all(
@@ -324,51 +328,95 @@ def predict_all(
         store.set(f"predicted/{number}", json.dumps(found))
 
 
-def heading(given: argparse.Namespace, device: str) -> str:
+def heading(given: argparse.Namespace, jobs: Sequence[Job], device: str) -> str:
     """Where and how the rows were found."""
+    models: dict[str, list[str]] = {}
+    for model in dict.fromkeys(job.model for job in jobs):
+        models.setdefault(case_of(given, Job(model, 0, ""), 1).optimizer_name, []).append(model)
+    optimizers = ", ".join(f"{name} ({', '.join(those)})" for name, those in models.items())
     return (
         f"\n{datetime.now(UTC).date()}, {given.ranks} ranks, {given.network or 'network not named'}; {device}, torch "
         f"{torch.__version__}; density {DENSITY:g}; up to {given.steps} steps each; in {given.precision}; Lean in "
-        f"{', '.join(given.buckets)} buckets."
+        f"{', '.join(given.buckets)} buckets; {optimizers}."
     )
 
 
 class Table:
-    """Rows as Markdown, with a heading per model; "of n": the difference to DDP over the bytes of all weights."""
+    """Rows as Markdown, with a heading per model, and their medians over the models.
+
+    "of n" is the difference to DDP over the bytes of all weights; "by hand" is every way that has no budget.
+    """
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
-        self._model: tuple[str, int] | None = None
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[tuple[str, int], dict[str, Row]] = {}  # by model and batch, by way
+        self._ratios: dict[str, list[Mapping[str, float]]] = {}  # by way
 
     def show(self, job: Job, row: Row) -> None:
         """Print a row."""
-        if self._model != (job.model, job.batch):
-            self._model, self._rows = (job.model, job.batch), {}
+        if (job.model, job.batch) not in self._rows:
             where = f"batch {job.batch}" if job.batch else f"{self._given.limit_gib:g} GiB a rank"
             print(f"\n## {job.model}, {where}\n\n| " + " | ".join(COLUMNS) + " | |")
             print("|---|" + "---:|" * (len(COLUMNS) - 1) + "---|")
-        self._rows[row.way] = row
-        print(f"| {SYSTEMS[row.way].title} | " + " | ".join(self._cells(job, row)) + " |", flush=True)
+        rows = self._rows.setdefault((job.model, job.batch), {})
+        rows[row.way] = row
+        ratios = dict(self._compared(job, row, rows))
+        self._ratios.setdefault(row.way, []).append(ratios)
+        print(f"| {SYSTEMS[row.way].title} | " + " | ".join(self._cells(row, rows, ratios)) + " |", flush=True)
 
-    def _cells(self, job: Job, row: Row) -> Iterator[str]:
-        peak, said, ranks = row.peak_nbytes, row.predicted_nbytes, self._given.ranks
-        ddp, naive, reused = (self._rows.get(way, Row(way)) for way in ("ddp", "naive", "checkpoint"))
+    def show_medians(self) -> None:
+        """Print for each way the medians of its ratios over the models that have them, and how many these are."""
+        if len(self._rows) < 2:
+            return
+        print("\n## Medians over the models\n\n| way | " + " | ".join(MEDIANS) + " |\n|---|" + "---:|" * len(MEDIANS))
+        for way, models in self._ratios.items():
+            found = ([ratios[name] for ratios in models if name in ratios] for name in MEDIANS)
+            cells = (
+                f"{ratio_text(name, median(all_))} of {len(all_)}" if all_ else ""
+                for name, all_ in zip(MEDIANS, found, strict=True)
+            )
+            print(f"| {SYSTEMS[way].title} | " + " | ".join(cells) + " |", flush=True)
+
+    def _compared(self, job: Job, row: Row, rows: Mapping[str, Row]) -> Iterator[tuple[str, float]]:
+        """Its ratios to rows before it, by column; times of a step are compared where batches are equal."""
+        ranks, peak = self._given.ranks, row.peak_nbytes
+        ddp, naive, reused = (rows.get(way, Row(way)) for way in ("ddp", "naive", "checkpoint"))
+        if peak and ddp.peak_nbytes:
+            yield "of n", (peak - ddp.peak_nbytes) / case_of(self._given, job, 1).weights_nbytes
+        if peak and naive.peak_nbytes:
+            yield "less than naive", 1 - peak / naive.peak_nbytes
+        if row.seconds and naive.seconds and row.batch == naive.batch:
+            yield "× naive's step", row.step_s / naive.step_s
+        if row.seconds and reused.seconds:
+            yield "× checkpointing", row.rate(ranks) / reused.rate(ranks)
+        by_hand = [other.rate(ranks) for way, other in rows.items() if other.seconds and not SYSTEMS[way].within]
+        if row.seconds and SYSTEMS[row.way].within and by_hand:
+            yield "× best by hand", row.rate(ranks) / max(by_hand)
+
+    def _cells(self, row: Row, rows: Mapping[str, Row], ratios: Mapping[str, float]) -> Iterator[str]:
+        texts = {name: ratio_text(name, ratio) for name, ratio in ratios.items()}
+        peak, said, ddp = row.peak_nbytes, row.predicted_nbytes, rows.get("ddp", Row("ddp"))
         yield str(row.batch)
         yield f"{peak / GIB:.2f}" if peak else ""
         yield f"{said / GIB:.2f}" if said else ""
         yield f"{row.first_nbytes / GIB:.2f}" if row.first_nbytes else ""
-        more = peak - ddp.peak_nbytes if peak and ddp.peak_nbytes else None
-        yield "" if more is None else f"{more / GIB:+.2f}"
-        yield "" if more is None else f"{more / case_of(self._given, job, 1).weights_nbytes:+.2f}"
-        yield f"{1 - peak / naive.peak_nbytes:.0%}" if peak and naive.peak_nbytes else ""
+        yield f"{(peak - ddp.peak_nbytes) / GIB:+.3f}" if peak and ddp.peak_nbytes else ""
+        yield texts.get("of n", "")
+        yield texts.get("less than naive", "")
+        yield texts.get("× naive's step", "")
         yield f"{1e3 * row.step_s:.0f}" if row.seconds else ""
         spread = [f"{1e3 * found(row.seconds):.0f}" for found in (min, max)] if row.seconds else []
         yield f"{' – '.join(spread)} of {len(row.seconds)}" if spread else ""
-        yield f"{row.rate(ranks):.1f}" if row.seconds else ""
-        yield f"{row.rate(ranks) / reused.rate(ranks):.2f}" if row.seconds and reused.seconds else ""
+        yield f"{row.rate(self._given.ranks):.1f}" if row.seconds else ""
+        yield texts.get("× checkpointing", "")
+        yield texts.get("× best by hand", "")
         yield f"{row.row_s:.0f}" if row.row_s else ""
         yield row.note
+
+
+def ratio_text(column: str, ratio: float) -> str:
+    """A ratio as its column writes it."""
+    return f"{ratio:+.3f}" if column == "of n" else f"{ratio:.0%}" if column == "less than naive" else f"{ratio:.2f}"
 
 
 # -------------------------------------------------------------------------------------------------------- a worker

@@ -91,6 +91,11 @@ class Case:
         return partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
 
     @property
+    def optimizer_name(self) -> str:
+        """For a reader."""
+        return "AdamW" if self.speaks else "SGD with momentum"
+
+    @property
     def casting(self) -> AbstractContextManager[object]:
         """For forward: bfloat16 by autocast; else images in TF32, as cuDNN does by itself."""
         return torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.precision == BF16)

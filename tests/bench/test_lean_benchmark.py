@@ -1,5 +1,6 @@
 """The benchmark of Lean on CPU ranks: rows as they come, also behind one that has failed on some rank."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -32,10 +33,10 @@ def test_rows_come_also_behind_one_that_failed(monkeypatch: pytest.MonkeyPatch, 
     models = [f"{MODEL}:{TOO_LARGE}", f"{MODEL}:4", MODEL]
     done = torchrun(2, "-m", "benchmarks.lean", *models, "--ways", *ways[:1], *options)
     assert done.returncode == 0, done.stderr
-    rows = [cells(line) for line in done.stdout.splitlines() if line.startswith("| DDP")]
+    rows = [cells(line) for line in done.stdout.splitlines() if line.startswith("| DDP")][:-1]  # the last: medians
     assert [row[1] for row in rows] == [str(TOO_LARGE), "4", "8"]
     assert rows[0][-1] == "rank 1: Tried to allocate more than there is"
-    assert rows[0][8] == "" and all(float(row[10]) > 0 and not row[-1] for row in rows[1:])
+    assert rows[0][9] == "" and all(float(row[11]) > 0 and not row[-1] for row in rows[1:])
     known = tmp_path / "rows.json"
     made_for = {"precision": "fp32", "ranks": 2, "buckets": ["2"], "limit_gib": 0.07}
     known.write_text(json.dumps({"for": made_for, "rows": {f"{MODEL}:4/ddp": [4, 7 << 30]}}))
@@ -43,9 +44,28 @@ def test_rows_come_also_behind_one_that_failed(monkeypatch: pytest.MonkeyPatch, 
     done = torchrun(2, "-m", "benchmarks.lean", f"{MODEL}:4", "--ways", "int8", *ways, *options, *leaving)
     assert done.returncode == 0, done.stderr
     rows = [cells(line) for line in done.stdout.splitlines() if line.startswith(("| DDP", "| naive", "| Lean"))]
-    assert len(rows) == len(ways) and all(row[1] == "4" and float(row[10]) > 0 for row in rows)
+    assert len(rows) == len(ways) and all(row[1] == "4" and float(row[11]) > 0 for row in rows)
     assert rows[0][3] == "7.00", "read, not computed"
+    assert [bool(row[8]) for row in rows] == [way != "ddp" for way in ways], "times naive's step, behind that row"
+    rates = [float(row[11]) for row in rows]
+    for row, rate in zip(rows[-2:], rates[-2:], strict=True):
+        assert float(row[13]) == pytest.approx(rate / max(rates[:-2]), abs=0.01), "times the best by hand"
+    assert all(row[13] == "" for row in rows[:-2])
+    assert f"buckets; SGD with momentum ({MODEL})." in done.stdout
     assert all(float(row[3]) > 0 for row in rows[1:-2]) and all("predicted peak" in row[-1] for row in rows[-2:])
+
+
+def test_medians_over_the_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.lean import Job, Row, Table
+
+    table = Table(argparse.Namespace(ranks=4, limit_gib=16.0))
+    for batch, nbytes, step_s in ((1, 40, 1.1), (2, 20, 1.5), (3, 30, 1.2)):
+        table.show(Job(MODEL, batch, "naive"), Row("naive", batch, peak_nbytes=100, seconds=[1.0]))
+        table.show(Job(MODEL, batch, "lean"), Row("lean", batch, peak_nbytes=nbytes, seconds=[step_s]))
+    table.show_medians()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert cells(last) == ["Lean, in place", "", "70% of 3", "1.20 of 3", "", ""]
 
 
 def test_batches_are_predicted_without_ranks(tmp_path: Path) -> None:
