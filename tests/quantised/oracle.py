@@ -25,7 +25,7 @@ def rounded(values: torch.Tensor, ranks: int, form: BlockFormat, seed: int | Non
     bits = None if seed is None else hashed(len(padded), seed)
     if form.kind == "bf16":
         return _bfloat16(padded, bits)[: len(values)]
-    turn = _turn(form)
+    turn = rotation(form)
     out = torch.zeros(len(padded), dtype=torch.float64)
     for start in range(0, len(padded), form.block):
         at = slice(start, start + form.block)
@@ -34,20 +34,20 @@ def rounded(values: torch.Tensor, ranks: int, form: BlockFormat, seed: int | Non
         if largest < NEGLIGIBLE:
             continue
         scale = torch.tensor(largest).float() * (1.0 / form.most)
+        scale = scale.bfloat16().float() if bits is None else torch.tensor(np.array(_next_bfloat16(scale.numpy())))
+        # As precise as the exchange: a value between two integers becomes the same one here and there.
+        in_units = (block.float() * (1.0 / scale)).double()
         if bits is None:
-            scale = scale.bfloat16().float()
-            integers = (block / scale.double()).round()
+            integers = in_units.round()
         else:
-            scale = torch.tensor(np.array(_next_bfloat16(scale.numpy())))
-            in_units = (block.float() * (1.0 / scale)).double()  # as precise as the exchange: chance decides by it
             chance = torch.tensor((bits[at] >> 8) / 2.0**24)
             integers = (in_units.floor() + (chance < in_units - in_units.floor())).clamp(-form.most, form.most)
         out[at] = turn @ (integers * scale.double())
     return out[: len(values)]
 
 
-def _turn(form: BlockFormat) -> torch.Tensor:
-    """The matrix by which a block is multiplied."""
+def rotation(form: BlockFormat) -> torch.Tensor:
+    """The matrix by which a block is multiplied, its own inverse; the identity where the format does not rotate."""
     if not form.rotates:
         return torch.eye(form.block, dtype=torch.float64)
     turn = torch.ones(1, 1, dtype=torch.float64)

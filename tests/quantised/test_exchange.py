@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from anabranch.quantised.block_format import FORMATS, INT8, NEGLIGIBLE, BlockFormat
 from anabranch.quantised.stochastic import Seeds, random_bits
-from quantised.oracle import hashed, rounded
+from quantised.oracle import hashed, rotation, rounded
 from quantised.worlds import Gradients, gradients, step
 
 EACH = pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.kind)
@@ -31,16 +31,25 @@ def test_is_the_rounded_average_of_rounded_values(
     sent = [rounded(values, ranks, form, seed) for values, seed in zip(offered, seeds, strict=True)]
     average = torch.stack(sent).sum(dim=0) / ranks
     size = torch.stack(offered).double().abs().sum(dim=0)
-    units = 1 if chance is None else 2  # of what the owner's rounding may change: half a unit, or a whole one
+    check_rounded_once(result[0].double(), average, size, form, 0.5 if chance is None else 1.0)
+
+
+def check_rounded_once(
+    found: torch.Tensor, average: torch.Tensor, size: torch.Tensor, form: BlockFormat, units: float
+) -> None:
+    """``found`` is the average but for its owner's rounding, of so many units, and sums in float32 of this size."""
     if not form.scaled:
-        allowed = units * 2.0**-8 * average.abs() + 2.0**-22 * size + NEGLIGIBLE
-        assert bool(((result[0].double() - average).abs() <= allowed).all())
-    for start in range(0, numel if form.scaled else 0, form.block):
-        at = slice(start, start + form.block)
-        # One rounding of the average, and a unit where a value lies on the border between two integers.
-        spread = form.block if form.rotates else 1
-        allowed = units * average[at].norm() * spread**0.5 / form.most + 2**-18 * size[at].max() + NEGLIGIBLE
-        assert bool(((result[0][at].double() - average[at]).abs() <= allowed).all())
+        allowed = units * 2.0**-7 * average.abs() + 2.0**-22 * size + NEGLIGIBLE
+        assert bool(((found - average).abs() <= allowed).all())
+        return
+    turn = rotation(form)  # integers are those of the rotated block
+    for error, exact, sizes in zip(*(one.split(form.block) for one in (found - average, average, size)), strict=True):
+        unit = (turn[:, : len(exact)] @ exact).abs().max() / form.most * (1 + 2.0**-7)  # scales are bfloat16
+        allowed = units * unit + 2.0**-20 * sizes.norm() + NEGLIGIBLE
+        if form.rotates and len(error) < form.block:  # what the padding became is not known, only that it had a share
+            assert error.norm() <= form.block**0.5 * allowed
+        else:
+            assert (turn[:, : len(error)] @ error).abs().max() <= allowed
 
 
 @EACH
@@ -245,14 +254,33 @@ def check_conserved(
 
 @EACH
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_nothing_is_lost_over_a_thousand_steps(form: BlockFormat, stochastic: bool) -> None:
+def test_residuals_do_not_grow(form: BlockFormat, stochastic: bool) -> None:
     generator = torch.Generator().manual_seed(7)
     residuals = [torch.zeros(700) for _ in range(3)]
-    for number in range(1000):
+    for number in range(500):
         given = [torch.randn(700, generator=generator) for _ in range(3)]
         check_conserved(given, residuals, form, 3.0, number if stochastic else None)
-    largest = max(float(residual.abs().max()) for residual in residuals)
-    assert largest < 8.0, "and residuals do not grow"
+    assert max(float(residual.abs().max()) for residual in residuals) < 8.0
+
+
+@EACH
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_nothing_is_lost_over_a_hundred_steps_of_odd_values(form: BlockFormat, ranks: int, stochastic: bool) -> None:
+    """Three thousand steps in all; one in each hundred is not finite, after which nothing is poisoned."""
+    numel = 1301 + 2 * ranks
+    residuals = [torch.zeros(numel) for _ in range(ranks)]
+    for number in range(100):
+        given, chance = gradients(ranks, numel, seed=1000 * ranks + number), number if stochastic else None
+        if number != 50:
+            check_conserved(given, residuals, form, float(ranks), chance)
+            continue
+        before = [residual.clone() for residual in residuals]
+        given[-1][number] = float("nan")
+        step(given, residuals, form, chance=chance)
+        assert all(bool(gradient.isnan().all()) for gradient in given)
+        assert all(torch.equal(residual, old) for residual, old in zip(residuals, before, strict=True))
+    assert all(bool(residual.any()) for residual in residuals)
 
 
 @settings(max_examples=80, deadline=None)
@@ -273,13 +301,16 @@ def test_nothing_is_lost_of_any_values(
         check_conserved(given, residuals, form, divisor or float(ranks), seed + number if stochastic else None)
 
 
+@pytest.mark.slow
 @EACH
-@ROUNDING
-def test_256_virtual_ranks(form: BlockFormat, chance: int | None) -> None:
-    offered, residuals = gradients(256, 3000, seed=8), [torch.zeros(3000) for _ in range(256)]
-    given = [values.clamp(-1e30, 1e30) for values in offered]
-    check_conserved(given, residuals, form, 256.0, chance)
-    assert all(torch.equal(other, given[0]) for other in given[1:])
+def test_256_virtual_ranks(form: BlockFormat) -> None:
+    """Some steps, the second one rounded by chance."""
+    residuals = [torch.zeros(3001) for _ in range(256)]
+    for number, chance in enumerate((None, 3, None)):
+        # In float32 an owner cannot keep 256 times the rounding error of 1e37.
+        given = [values.clamp(-1e30, 1e30) for values in gradients(256, 3001, seed=8 + number)]
+        check_conserved(given, residuals, form, 256.0, chance)
+        assert all(torch.equal(other, given[0]) for other in given[1:])
 
 
 @EACH

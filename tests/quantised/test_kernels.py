@@ -79,7 +79,7 @@ def test_what_is_stored_is_the_same_after_it_is_read_and_stored_again(form: Bloc
     values[128:256] *= 127.001 / values[128:256].abs().max()  # and one whose scale is just above
     for run in (torch_steps, triton_steps):
         read = [values, *(torch.empty_like(values) for _ in range(3))]
-        for before, after, seed in zip(read, read[1:], (5, 6, 7), strict=False):
+        for before, after, seed in zip(read, read[1:], (5005, 5006, 5007), strict=False):  # of no position: chance 0
             run.finish(run.quantise(before, None, 1, form, seed), after, form)
         assert not same(values, read[1])
         assert same(read[1], read[2]) and same(read[2], read[3])

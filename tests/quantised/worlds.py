@@ -15,12 +15,12 @@ Gradients = list[torch.Tensor]
 def gradients(ranks: int, numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Gradients:
     """Of very different magnitudes, with blocks of zeros, of denormal numbers, of equal values and of huge ones."""
     chance = torch.Generator().manual_seed(seed)
-    made = []
+    made, filled = [], min(280, numel // 5)  # so that also a few values are not all zeros
     for _ in range(ranks):
         scale = torch.randint(-12, 12, (numel,), generator=chance).float().exp2()
         values = torch.randn(numel, generator=chance) * scale
-        for start, filling in ((0, 0.0), (300, 1e-40), (600, -3.5), (900, 1e37)):
-            values[start : start + 280] = filling
+        for number, filling in enumerate((0.0, 1e-40, -3.5, 1e37)):
+            values[number * (filled + 20) :][:filled] = filling
         made.append(values[torch.randint(0, numel, (numel,), generator=chance)] if seed % 2 else values)
     return [values.to(dtype) for values in made]
 
