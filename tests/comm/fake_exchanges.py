@@ -68,8 +68,8 @@ class FakeMemory:
         self.calls.append(f"residual_state {bucket.names[0]}")
         return None
 
-    def averages_buffer(self, bucket: Bucket) -> bool:
-        return not self.keeps_residual(bucket.collective)
+    def averages_gradients(self, kind: str) -> bool:
+        return not self.keeps_residual(kind)
 
     def on_step_end(self) -> None:
         self.calls.append("on_step_end")

@@ -1,4 +1,4 @@
-"""Residuals under Lean: the same samples and the same warning as without Lean, and loaded in their own order."""
+"""Residuals under Lean: the same samples, errors and warnings as without Lean, and loaded in their own order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
+from anabranch.comm import error_samples
 from ranks import on_ranks
 
 ROWS, COLUMNS = 6, 20
@@ -69,6 +70,38 @@ def test_growth_without_bound_is_seen_as_without_lean(residuals: str, cancelling
     for answers in on_ranks(looked_at, 2, residuals, cancelling):
         assert [("grows without bound" in words) for words in answers] == [cancelling] * 2
         assert all(" steps old" in words for words in answers)
+
+
+def sampled(rank: int, kind: str, how: Any) -> dict[str, Any]:
+    """Eight steps, of which the last one is sampled: what it applied, what it kept, and the error in ``explain()``."""
+    error_samples.FIRST, error_samples.PERIOD = 8, 1000
+    options = ab.OkTopk(density=0.2, warmup_steps=0) if kind.startswith("oktopk") else kind
+    memory = None if how == "without Lean" else ab.Lean(plain_sgd, residuals=how)
+    model, plan = Sums(), ab.Plan((ab.Bucket(("second", "first"), collective=kind),))
+    parallel: Any = ab.DataParallel(model, plan=plan, compress=options, profile_steps=0, memory=memory)
+    optimizer = plain_sgd(list(model.parameters())) if memory is None else parallel.optimizer
+    for step in range(8):
+        before = torch.stack([model.first.detach(), model.second.detach()])
+        optimizer.zero_grad()
+        parallel(drawn(step, rank, False)).backward()
+        optimizer.step()  # under Lean it does nothing
+    applied = (before - torch.stack([model.first.detach(), model.second.detach()])) / 0.1
+    kept = parallel.comm_state_dict()["residuals"]
+    (line,) = (line for line in parallel.explain().splitlines() if line.split()[2:3] == [kind])
+    parallel.close()
+    return {"applied": applied, "kept": torch.stack([kept["first"], kept["second"]]), "error": line.split()[-2]}
+
+
+@pytest.mark.parametrize("how", ["without Lean", "in place", "host", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "oktopk:0.2"])
+def test_the_measured_error_is_what_residuals_keep_of_the_offered_average(kind: str, how: str) -> None:
+    answers = on_ranks(sampled, 2, kind, how)
+    kept = (answers[0]["kept"] + answers[1]["kept"]).double().flatten() / 2
+    offered = answers[0]["applied"].double().flatten() + kept
+    tolerance = 0.1 if how == "int8" else 1e-3  # int8: what is kept has been rounded since
+    for answer in answers:
+        assert answer["error"].endswith("%")
+        assert float(answer["error"].rstrip("%")) / 100 == pytest.approx(float(kept.norm() / offered.norm()), tolerance)
 
 
 def explained_in_an_update(rank: int) -> list[bool]:

@@ -82,8 +82,8 @@ class ExchangeMemory(Protocol):
         """The residual of this bucket; None if its exchange has none."""
         ...
 
-    def averages_buffer(self, bucket: Bucket) -> bool:
-        """Whether this bucket's exchange averages what its buffer holds: no velocities, nothing added in place."""
+    def averages_gradients(self, kind: str) -> bool:
+        """Whether exchanges of this kind average gradients, and residuals where they have them; not velocities."""
         ...
 
     def on_step_end(self) -> None:
@@ -160,9 +160,10 @@ class Collectives:
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         exchange = self._family(bucket.collective).steps(bucket, buffer, group, divisor)
-        if bucket.collective == DENSE or (self._memory is not None and not self._memory.averages_buffer(bucket)):
+        kind = bucket.collective
+        if kind == DENSE or (self._memory is not None and not self._memory.averages_gradients(kind)):
             return exchange
-        return self._errors.watched(exchange, bucket, buffer, group, divisor)
+        return self._errors.watched(exchange, bucket, buffer, group, divisor, self.residual_state(bucket))
 
     @property
     def max_ctas(self) -> int | None:

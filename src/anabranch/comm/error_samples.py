@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,6 +14,12 @@ FIRST = 50  # exchanges of a bucket before its first sample, so that no step of 
 PERIOD = 200  # exchanges between two samples
 SLICE_NUMEL = 1 << 18  # elements of a sample: a message of 1 MiB, so that sampling costs next to nothing
 MEMORY = 0.8  # share of the former samples that counts beside the newest
+
+
+class WithResidual(Protocol):
+    """What is added to a rank's gradients before they are sent; float32, on their device while they are exchanged."""
+
+    residual: torch.Tensor
 
 
 @dataclass
@@ -27,18 +34,31 @@ class _Samples:
 class ErrorSamples:
     """Relative errors of averages, by the names in a bucket.
 
+    The exact average is that of what ranks offer: their gradients, and their residuals where these are kept. It is the
+    same whether gradients wait in the buffer, or were added to the residual as they came (Lean).
+
     Every rank samples the same buckets in the same steps, because all count the same exchanges. Buckets take turns.
     """
 
     def __init__(self) -> None:
         self._samples: dict[tuple[str, ...], _Samples] = {}
 
-    def watched(self, exchange: Steps, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """The exchange of a bucket, sampled if that is due. The buffer holds this rank's gradients before it."""
+    def watched(
+        self,
+        exchange: Steps,
+        bucket: Bucket,
+        buffer: torch.Tensor,
+        group: Group,
+        divisor: float,
+        state: WithResidual | None = None,
+    ) -> Steps:
+        """The exchange of a bucket, sampled if that is due. It averages the buffer and the residual of ``state``."""
         samples = self._samples.setdefault(bucket.names, _Samples(len(self._samples)))
         samples.exchanges += 1
         number, wait = divmod(samples.exchanges - FIRST - samples.place, PERIOD)
-        return exchange if wait or number < 0 else self._sampled(exchange, samples, number, buffer, group, divisor)
+        if wait or number < 0:
+            return exchange
+        return self._sampled(exchange, samples, number, buffer, group, divisor, state)
 
     def relative_errors(self) -> Mapping[tuple[str, ...], float]:
         """The size of the error relative to the exact average, by bucket; waits for the device."""
@@ -61,11 +81,19 @@ class ErrorSamples:
 
     @staticmethod
     def _sampled(
-        exchange: Steps, samples: _Samples, number: int, buffer: torch.Tensor, group: Group, divisor: float
+        exchange: Steps,
+        samples: _Samples,
+        number: int,
+        buffer: torch.Tensor,
+        group: Group,
+        divisor: float,
+        state: WithResidual | None,
     ) -> Steps:
-        slices = -(-buffer.numel() // SLICE_NUMEL)
-        part = buffer.view(-1)[number % slices * SLICE_NUMEL :][:SLICE_NUMEL]
+        start = number % -(-buffer.numel() // SLICE_NUMEL) * SLICE_NUMEL
+        part = buffer.view(-1)[start:][:SLICE_NUMEL]
         exact = part.to(torch.float32, copy=True)
+        if state is not None:
+            exact += state.residual[start:][:SLICE_NUMEL]
         yield from dense(exact, group, divisor)
         record_stream(exact)
         yield from exchange

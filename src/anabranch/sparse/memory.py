@@ -77,9 +77,8 @@ class ResidualMemory:
     def residual_state(self, bucket: Bucket) -> BucketState | None:
         return self.bucket_state(bucket) if self.keeps_residual(bucket.collective) else None
 
-    def averages_buffer(self, bucket: Bucket) -> bool:
-        state = self.residual_state(bucket)
-        return state is None or (self.momentum.decay == 0.0 and not state.accumulates_in_place)
+    def averages_gradients(self, kind: str) -> bool:
+        return self.momentum.decay == 0.0 or not self.keeps_residual(kind)
 
     def on_step_end(self) -> None:
         """Under a loss scaler, which skips a step if any gradient is not finite: put back what was sent in it.
