@@ -29,9 +29,13 @@ def gradients(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return wild[0], wild[1]
 
 
-def two_buckets(density: float) -> ab.Plan:
-    kind = f"oktopk:{density:g}"
+def matrices_by(kind: str) -> ab.Plan:
+    """Both matrices in one bucket of this kind; the vector dense."""
     return ab.Plan((ab.Bucket(("second", "first"), collective=kind), ab.Bucket(("bias",))))
+
+
+def two_buckets(density: float) -> ab.Plan:
+    return matrices_by(f"oktopk:{density:g}")
 
 
 def fresh(plan: ab.Plan | None = None, **options: Any) -> tuple[GivenGradients, ab.DataParallel]:
@@ -39,6 +43,14 @@ def fresh(plan: ab.Plan | None = None, **options: Any) -> tuple[GivenGradients, 
     model = GivenGradients()
     compress = ab.OkTopk(density=0.1, deterministic=True, region_period=4, **options)
     return model, ab.DataParallel(model, plan=plan, compress=compress, profile_steps=0)
+
+
+def fresh_of(kind: str) -> tuple[GivenGradients, ab.DataParallel]:
+    """The same for the kind of the matrices: "oktopk:0.1", or a rounded one."""
+    if kind.startswith("oktopk"):
+        return fresh(matrices_by(kind))
+    model = GivenGradients()
+    return model, ab.DataParallel(model, plan=matrices_by(kind), compress=kind, profile_steps=0)
 
 
 def one_step(

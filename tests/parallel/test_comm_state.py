@@ -1,4 +1,4 @@
-"""comm_state_dict() of DataParallel with Ok-Topk: resuming is bit-exact, and no residual is lost or mixed up."""
+"""comm_state_dict() of DataParallel with residuals: resuming is bit-exact, and no residual is lost or mixed up."""
 
 import logging
 from pathlib import Path
@@ -18,6 +18,7 @@ from parallel.given_gradients import (
     GivenGradients,
     computed,
     fresh,
+    fresh_of,
     gradients,
     one_step,
     residuals_of,
@@ -75,8 +76,8 @@ def test_another_wire_resumes_the_same_state() -> None:
     assert torch.equal(answers[0], answers[1]) and answers[0].any()
 
 
-def saved(rank: int, folder: str) -> torch.Tensor:
-    model, parallel = fresh(two_buckets(0.1))
+def saved(rank: int, kind: str, folder: str) -> torch.Tensor:
+    model, parallel = fresh_of(kind)
     for step in range(9):
         one_step(model, parallel, step, rank)
     save({"comm": ab.CommState(parallel)}, checkpoint_id=folder)
@@ -85,12 +86,12 @@ def saved(rank: int, folder: str) -> torch.Tensor:
     return left
 
 
-def taken_over(rank: int, folder: str) -> dict[str, Any]:
+def taken_over(rank: int, kind: str, folder: str) -> dict[str, Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("anabranch").addHandler(handler)
-    model, parallel = fresh(two_buckets(0.1))
+    model, parallel = fresh_of(kind)
     load({"comm": ab.CommState(parallel, folder)}, checkpoint_id=folder)
     before = residuals_of(parallel)
     applied = one_step(model, parallel, 9, rank)
@@ -99,17 +100,22 @@ def taken_over(rank: int, folder: str) -> dict[str, Any]:
     return {"before": before, "applied": applied, "after": after, "said": said}
 
 
-def test_another_number_of_ranks_takes_over_the_sum_and_says_so(tmp_path: Path) -> None:
-    old = on_ranks(saved, 4, str(tmp_path))
+@pytest.mark.parametrize(("kind", "ranks", "now"), [("oktopk:0.1", 4, 2), ("int4", 3, 2), ("int4", 2, 3)])
+def test_another_number_of_ranks_takes_over_the_sum_and_says_so(
+    kind: str, ranks: int, now: int, tmp_path: Path
+) -> None:
+    old = on_ranks(saved, ranks, kind, str(tmp_path))
     entries = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
-    assert {key.split("/")[1] for key in entries} == {"rank0", "rank1", "rank2", "rank3"}
+    assert {key.split("/")[1] for key in entries} == {f"rank{rank}" for rank in range(ranks)}
     assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()), "nothing is pickled"
-    answers = on_ranks(taken_over, 2, str(tmp_path))
-    total = sum(piece.double() for piece in old)
+    answers = on_ranks(taken_over, now, kind, str(tmp_path))
+    total = torch.stack([piece.double() for piece in old]).sum(dim=0)
+    assert total.abs().max() > 0.1
     torch.testing.assert_close(sum(one["before"].double() for one in answers), total, rtol=1e-5, atol=1e-5)
-    accounted = 2 * answers[0]["applied"].double() + sum(one["after"].double() for one in answers)
-    torch.testing.assert_close(accounted, total + computed(2, 9, 10), rtol=1e-5, atol=1e-5)
-    assert any("residuals of 4 ranks were loaded on 2: their sum is conserved" in line for line in answers[0]["said"])
+    accounted = now * answers[0]["applied"].double() + sum(one["after"].double() for one in answers)
+    torch.testing.assert_close(accounted, total + computed(now, 9, 10), rtol=1e-5, atol=1e-5)
+    said = f"residuals of {ranks} ranks were loaded on {now}: their sum is conserved"
+    assert any(said in line for line in answers[0]["said"])
 
 
 def no_such_entry(rank: int, folder: str) -> str:

@@ -1,4 +1,4 @@
-"""Residuals of DataParallel with Ok-Topk: sent whatever layout runs, and scaled with the loss."""
+"""Residuals of DataParallel: sent whatever layout runs, and scaled with the loss."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ from parallel.given_gradients import (
     ROWS,
     computed,
     fresh,
+    fresh_of,
     gradients,
     one_step,
     residuals_of,
@@ -20,6 +21,8 @@ from parallel.given_gradients import (
     two_buckets,
 )
 from ranks import on_ranks
+
+WITH_RESIDUALS = pytest.mark.parametrize("kind", ["oktopk:0.1", "int4"])
 
 # ------------------------------------------------------------------------------------------------- nothing is stranded
 
@@ -94,9 +97,9 @@ def test_the_residual_of_a_frozen_parameter_is_sent_when_it_is_trained_again() -
     torch.testing.assert_close(applied, waited + gradients(7, 0)[0])
 
 
-def left_through_nan(rank: int) -> dict[str, Any]:
-    """Rank 1 meets a NaN in the very step in which the sparse plan has left."""
-    model, parallel = fresh(two_buckets(0.1))
+def left_through_nan(rank: int, kind: str) -> dict[str, Any]:
+    """Rank 1 meets a NaN in the very step in which the plan with residuals has left."""
+    model, parallel = fresh_of(kind)
     for step in range(8):
         one_step(model, parallel, step, rank)
     assert parallel._tuner is not None
@@ -117,8 +120,9 @@ def left_through_nan(rank: int) -> dict[str, Any]:
     return {"poisons": poisons, "before": bool(before.any()), "left": left}
 
 
-def test_what_a_plan_leaves_behind_goes_with_the_next_finite_step() -> None:
-    for answers in on_ranks(left_through_nan, 2):
+@WITH_RESIDUALS
+def test_what_a_plan_leaves_behind_goes_with_the_next_finite_step(kind: str) -> None:
+    for answers in on_ranks(left_through_nan, 2, kind):
         assert answers == {"poisons": 1, "before": True, "left": True}
 
 
@@ -151,24 +155,27 @@ def test_finite_gradients_without_a_finite_sum_cost_their_steps_and_no_others() 
     torch.testing.assert_close(accounted, expected, rtol=1e-4, atol=1e-4)
 
 
-def fewer_sparse(rank: int) -> dict[str, Any]:
+def fewer_residuals(rank: int, kind: str) -> dict[str, Any]:
     """The next plan sends one of the two matrices dense: the other's residual stays, its own goes."""
-    model, parallel = fresh(two_buckets(0.1))
+    model, parallel = fresh_of(kind)
     sums = torch.zeros(2, ROWS, COLUMNS)
     for step in range(6):
         sums += one_step(model, parallel, step, rank)
     assert parallel._tuner is not None
-    sparse = ab.Bucket(("second",), collective="oktopk:0.1")
-    parallel._tuner.runner.use_plan(ab.Plan((sparse, ab.Bucket(("first",)), ab.Bucket(("bias",)))))
+    before = residuals_of(parallel)
+    second = ab.Bucket(("second",), collective=kind)
+    parallel._tuner.runner.use_plan(ab.Plan((second, ab.Bucket(("first",)), ab.Bucket(("bias",)))))
     for step in range(6, 8):
         sums += one_step(model, parallel, step, rank)
-    answer = {"applied": sums, "residuals": residuals_of(parallel)}
+    answer = {"before": before, "applied": sums, "residuals": residuals_of(parallel)}
     parallel.close()
     return answer
 
 
-def test_a_plan_with_fewer_sparse_buckets_strands_nothing() -> None:
-    answers = on_ranks(fewer_sparse, 2)
+@WITH_RESIDUALS
+def test_a_plan_with_fewer_residuals_strands_nothing(kind: str) -> None:
+    answers = on_ranks(fewer_residuals, 2, kind)
+    assert all(one["before"].flatten(1).any(dim=1).all() for one in answers), "both matrices had a residual"
     accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
     torch.testing.assert_close(accounted, computed(2, 0, 8), rtol=1e-4, atol=1e-4)
     assert not any(one["residuals"][0].any() for one in answers) and answers[0]["residuals"][1].any()
