@@ -2,7 +2,7 @@
 # benchmarks/h200/fidelity.sh   what compress="auto" chooses for the task `code` at 10 and 25 Gbit/s, what its steps take, and what it learns
 # About 80 s for the choices, then all trainings at once on the GPU, for at most TRAIN_S seconds. $OUT gets times, plans and curves.
 set -u
-export PYTHONPATH=src:carry/site:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+export PYTHONPATH=src:${SITE-carry/site}:. PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"; plans=${PLANS:-/tmp/plans}
 PY=${PY:-python3}; BACKEND=${BACKEND:-nccl}; DEVICE=${DEVICE:-cuda}; HOSTS=${HOSTS:-4}; TASK=${TASK:-code}; MORE=${MORE:-}
 for rate in ${RATES:-10gbit 25gbit}; do
