@@ -259,6 +259,40 @@ def test_a_backward_that_ends_by_hand_is_refused() -> None:
         assert "set_manual_backward_finalization(True) and ab.replicate() do not work together" in said
 
 
+def broken_off(rank: int, block: int) -> tuple[str, int]:
+    """What forward says after a backward that an error has ended before this block, and the steps that were counted.
+
+    Before the last block nothing was sent yet; before the first, all others are.
+    """
+    mesh = two_nodes()
+    model = model_of(mesh["shard"])
+    replication = ab.replicate(model, mesh, compress=oktopk())
+    train(model, range(2))
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("a bug in backward")
+
+    def trouble(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = model[block].register_forward_hook(trouble)
+    with pytest.raises(ArithmeticError):
+        train(model, [2])
+    handle.remove()
+    with torch.no_grad():
+        model(batch_of(3))
+    with pytest.raises(RuntimeError) as caught:
+        train(model, [3])
+    replication.close()
+    return str(caught.value), replication.state_dict()["steps_trained"]
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_no_step_follows_a_backward_that_was_broken_off(block: int) -> None:
+    for said, steps in on_ranks(broken_off, 4, block):
+        assert "was broken off by an error" in said and "load the last checkpoint" in said and steps == 2
+
+
 class PartlyUsed(nn.Module):
     """Three blocks, of which it uses two."""
 

@@ -51,7 +51,7 @@ class OneKindExchanges:
         if compressed and kind != DENSE:  # residuals that are loaded wait for their buckets
             self.collectives.use_plan(Plan((Bucket(compressed, 0, kind),)))
         self._steps_done = 0
-        self._in_step = False
+        self.in_step = False  # from the first exchange of a backward to its end
 
     def agreed(self) -> list[str]:
         """Lines that must be the same on all ranks."""
@@ -117,9 +117,9 @@ class OneKindExchanges:
         return [Bucket(part, 0, by) for part, by in ((rest, kind), (whole, DENSE)) if part]
 
     def _begin_step(self, scaler: Scaler | None) -> None:
-        if self._in_step:
+        if self.in_step:
             return
-        self._in_step = True
+        self.in_step = True
         if scaler is not None:
             self.collectives.rescale(float(scaler.get_scale()))
         # Callbacks run in order when backward ends. One queued by a callback runs after those that average.
@@ -127,6 +127,6 @@ class OneKindExchanges:
         queue(lambda: queue(self._step_over))
 
     def _step_over(self) -> None:
-        self._in_step = False
+        self.in_step = False
         self._steps_done += 1
         self.collectives.on_step_end()

@@ -129,6 +129,7 @@ class Replication:
         stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         for unit in units:
             unit.module.set_all_reduce_hook(partial(self._average, unit), stream=stream)
+        self._before_forward = model.register_forward_pre_hook(self._check_ended, prepend=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank to save in a checkpoint beside the model; {} if nothing is kept between steps."""
@@ -188,9 +189,23 @@ class Replication:
         """Remove the hooks, and release threads and groups; nothing is averaged between nodes any more."""
         for unit in self._units:
             unit.module.set_all_reduce_hook(no_average)
+        self._before_forward.remove()
         self._partial.clear()
         self._exchanges.close()
         self._release()
+
+    def _check_ended(self, *_: object) -> None:
+        """RuntimeError in a forward after a backward that was broken off: what some units sent in it is in no gradient.
+
+        FSDP2 itself would reduce only some of the gradients from then on. A forward inside backward recomputes.
+        """
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
+            return
+        if self._exchanges.in_step or any(is_in_backward(unit.module) for unit in self._units):
+            raise RuntimeError(
+                "the last backward of this model was broken off by an error, and what it sent between the nodes is "
+                "lost: make the model and its Replication anew on all ranks, and load the last checkpoint"
+            )
 
     def _average(self, unit: Unit, buffer: torch.Tensor) -> None:
         """FSDP2's hook: returns when ``buffer`` holds the average over the nodes, or will on the current stream."""
@@ -350,6 +365,12 @@ def is_finalized_by_hand(module: FSDPModule) -> bool:
     """Whether a backward leaves some of its work to ``finalize_backward``, which newer torch has (2.15)."""
     state: Any = module._get_fsdp_state()
     return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
+
+
+def is_in_backward(module: FSDPModule) -> bool:
+    """Whether FSDP2 waits for the end of a backward; after one that was broken off, for ever."""
+    state: Any = module._get_fsdp_state()
+    return bool(state._state_ctx.post_backward_final_callback_queued)
 
 
 def gradient_dtype(one: Any) -> torch.dtype:
