@@ -33,7 +33,7 @@ class Wide(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
+        out: torch.Tensor = self.layers(x.to(next(self.parameters()).dtype))
         return out
 
 
@@ -41,11 +41,12 @@ def told(s_per_byte: float, ranks: int) -> Network:
     return Network(ranks, {kind: ab.Curve.linear(1e-5, share * s_per_byte) for kind, share in SHARES.items()})
 
 
-def tuned_run(rank: int, compress: Any, s_per_byte: float) -> dict[str, Any]:
+def tuned_run(rank: int, compress: Any, s_per_byte: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Train until the plan is chosen, and some steps more; sample errors soon and often."""
     error_samples.FIRST, error_samples.PERIOD = 1, 2
     torch.manual_seed(0)
-    ours = ab.DataParallel(Wide(), compress=compress, network=told(s_per_byte, dist.get_world_size()), policy=BELIEVES)
+    network = told(s_per_byte, dist.get_world_size())
+    ours = ab.DataParallel(Wide().to(dtype), compress=compress, network=network, policy=BELIEVES)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
     for step in steps(ours):
         plain_train(ours, optimizer, step)
@@ -54,9 +55,16 @@ def tuned_run(rank: int, compress: Any, s_per_byte: float) -> dict[str, Any]:
     buckets = ours.plan.buckets if ours.plan is not None else ()
     kinds = {name: bucket.collective for bucket in buckets for name in bucket.names}
     state = torch.cat([p.detach().flatten() for p in ours.parameters()])
-    explained = ours.explain()
+    answer = {"kinds": kinds, "bits": bits(state).hex(), "explained": ours.explain()}
+    answer["residuals"] = ours.comm_state_dict().get("residuals", {})
     ours.close()
-    return {"kinds": kinds, "bits": bits(state).hex(), "explained": explained}
+    return answer
+
+
+def measured_error(explained: str, kind: str) -> float:
+    """The error in the line of the first bucket of this kind that was sampled."""
+    lines = [line for line in explained.splitlines() if line.split()[2:3] == [kind] and "%" in line]
+    return float(lines[0].split()[-2].rstrip("%")) / 100
 
 
 @pytest.mark.parametrize(
@@ -80,11 +88,19 @@ def test_the_network_decides_how_faithful_gradients_travel(compress: Any, s_per_
         assert "as faithful as is hidden" in answers[0]["explained"]
         biases = [kind for name, kind in answers[0]["kinds"].items() if name.endswith("bias")]
         assert not any(kind.startswith("oktopk") for kind in biases)
-        lines = [
-            line for line in answers[0]["explained"].splitlines() if line.split()[2:3] == [lossiest] and "%" in line
-        ]
-        error = float(lines[0].split()[-2].rstrip("%")) / 100
+        error = measured_error(answers[0]["explained"], lossiest)
         assert {"int8": 1e-3, "int4": 0.02}.get(lossiest, 0.2) < error < {"int8": 0.03, "int4": 0.6}.get(lossiest, 3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_16_bits_are_rounded_too(dtype: torch.dtype) -> None:
+    answers = on_ranks(tuned_run, 2, "auto", 1e-3, dtype)
+    assert answers[0]["bits"] == answers[1]["bits"] and answers[0]["kinds"] == answers[1]["kinds"]
+    assert answers[0]["kinds"]["layers.2.weight"] == "int4"
+    assert set(answers[0]["kinds"].values()) <= {"dense", "int8", "int4"}, "bf16 would not save a byte"
+    assert 0.02 < measured_error(answers[0]["explained"], "int4") < 0.3
+    for answer in answers:
+        assert answer["residuals"]["layers.2.weight"].dtype == torch.float32
 
 
 def mixed_run(rank: int) -> dict[str, torch.Tensor]:
