@@ -22,6 +22,13 @@ def check_seams(package: str, tested: str, owner: object, seams: Mapping[str, Se
                 raise unsupported(package, tested, f"{where}.{name}() takes no {argument}")
 
 
+def check_parts(package: str, tested: str, owner: object, parts: Sequence[str]) -> None:
+    """RuntimeError unless ``owner``, an object of this package's, has each of these attributes."""
+    for name in parts:
+        if not hasattr(owner, name):
+            raise unsupported(package, tested, f"{type(owner).__name__} has no {name}")
+
+
 def unsupported(package: str, tested: str, what: str) -> RuntimeError:
     """Returns the error that says what is different in the installed version of a package."""
     try:

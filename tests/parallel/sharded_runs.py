@@ -1,6 +1,6 @@
 """A small model that FSDP2 shards inside each of two nodes, trained through ``ab.replicate`` or as stock HSDP."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,3 +78,24 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def oktopk(density: float = 0.1, **options: Any) -> ab.OkTopk:
     return ab.OkTopk(density=density, warmup_steps=0, deterministic=True, **options)
+
+
+def without(model: nn.Module, part: str) -> nn.Module:
+    """The model, and FSDP2's own objects without this part, as if this torch had it elsewhere."""
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    states = [unit._get_fsdp_state() for unit in units]
+    groups = groups_of(model)
+    owners = [*states, *(state._state_ctx for state in states), *groups, *(p for g in groups for p in g.fsdp_params)]
+    for owner in owners:
+        if hasattr(owner, part):
+            delattr(owner if part in vars(owner) else type(owner), part)  # of the class: a property
+    return model
+
+
+def refused(function: Callable[[], object]) -> str:
+    """What the RuntimeError of this function says."""
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return ""

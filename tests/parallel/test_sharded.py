@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 import anabranch as ab
 from anabranch.comm.lanes import Lanes
 from anabranch.integrations import sharded
-from parallel.sharded_runs import batch_of, groups_of, model_of, oktopk, train, two_nodes, weights
+from parallel.sharded_runs import batch_of, groups_of, model_of, oktopk, refused, train, two_nodes, weights, without
 from ranks import on_ranks
 
 STEPS = range(5)
@@ -380,6 +380,21 @@ def test_what_cannot_work_is_refused_with_a_sentence() -> None:
     for said in on_ranks(refusals, 4):
         for text, words in zip(said, expected, strict=True):
             assert words in text
+
+
+def without_a_part(rank: int, part: str) -> str:
+    mesh = two_nodes()
+    model = without(model_of(mesh["shard"]), part)
+    return refused(lambda: ab.replicate(model, mesh))
+
+
+PARTS = (*sharded.STATE_PARTS, *sharded.CONTEXT_PARTS, *sharded.GROUP_PARTS, *sharded.PARAMETER_PARTS)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_another_torch_is_refused_by_name(part: str) -> None:
+    for said in on_ranks(without_a_part, 2, part):
+        assert "anabranch does not fit torch" in said and f" has no {part}; it is tested with" in said
 
 
 def saved(rank: int, folder: str) -> dict[str, torch.Tensor]:

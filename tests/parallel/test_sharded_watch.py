@@ -14,7 +14,18 @@ import anabranch as ab
 from anabranch.integrations import sharded_watch
 from anabranch.integrations.sharded import parameter_groups
 from anabranch.sharded import Links
-from parallel.sharded_runs import BLOCKS, WIDTH, batch_of, groups_of, model_of, train, two_nodes, weights
+from parallel.sharded_runs import (
+    BLOCKS,
+    WIDTH,
+    batch_of,
+    groups_of,
+    model_of,
+    refused,
+    train,
+    two_nodes,
+    weights,
+    without,
+)
 from ranks import on_ranks, patience
 
 BLOCK_NUMEL = WIDTH * (WIDTH + 1) + 3 * (WIDTH + 1) + (WIDTH + 1) * WIDTH + WIDTH
@@ -284,15 +295,15 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
         ab.watch(nn.Linear(2, 2))
 
 
-def without_a_seam(rank: int) -> str:
-    model = model_of(init_device_mesh("cpu", (2,)))
-    sharded_watch.PARTS = ("_all_gather_comm", "_gone")
-    try:
-        ab.watch(model)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+def without_a_part(rank: int, part: str) -> str:
+    model = without(model_of(init_device_mesh("cpu", (2,))), part)
+    return refused(lambda: ab.watch(model))
 
 
-def test_another_torch_is_refused_by_name() -> None:
-    assert "FSDPParamGroup has no _gone; it is tested with" in on_ranks(without_a_seam, 2)[0]
+PARTS = (*sharded_watch.STATE_PARTS, *sharded_watch.GROUP_PARTS, *sharded_watch.PARAMETER_PARTS)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_another_torch_is_refused_by_name(part: str) -> None:
+    for said in on_ranks(without_a_part, 2, part):
+        assert "anabranch does not fit torch" in said and f" has no {part}; it is tested with" in said

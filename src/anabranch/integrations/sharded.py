@@ -32,10 +32,15 @@ from anabranch.comm.lanes import Lanes, Message
 from anabranch.compression import Compress, Settings, described, settings_of
 from anabranch.integrations.mesh import check_same_over, fails_together, inherit_timeouts
 from anabranch.integrations.one_kind import OneKindExchanges, only_kind
-from anabranch.seams import check_seams
+from anabranch.seams import check_parts, check_seams
 
 TESTED = "2.13.0"
 SEAMS = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}
+# What FSDP2 keeps of a unit, of all units together, of those parameters of a unit that are alike, and of a parameter.
+STATE_PARTS = ("_state_ctx",)
+CONTEXT_PARTS = ("post_backward_final_callback_queued",)
+GROUP_PARTS = ("mesh_info", "_all_reduce_hook", "_is_hsdp", "all_reduce_grads", "fsdp_params")
+PARAMETER_PARTS = ("mp_policy", "offload_to_cpu", "padded_sharded_param_size", "sharded_param")
 MIB = 1 << 20
 
 
@@ -315,7 +320,11 @@ def _units(model: nn.Module) -> list[Unit]:
         if not isinstance(module, FSDPModule):
             continue
         check_seams("torch", TESTED, module, SEAMS)
+        state: Any = module._get_fsdp_state()
+        check_parts("torch", TESTED, state, STATE_PARTS)
+        check_parts("torch", TESTED, state._state_ctx, CONTEXT_PARTS)
         for group in parameter_groups(module):
+            check_parts("torch", TESTED, group, GROUP_PARTS)
             if id(group) in seen:  # the modules of fully_shard([one, other]) have one unit
                 continue
             seen.add(id(group))
@@ -324,13 +333,14 @@ def _units(model: nn.Module) -> list[Unit]:
                     f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "
                     'nodes itself, in full: give fully_shard() the inner dimension, mesh=mesh["shard"]'
                 )
-            if getattr(group, "_all_reduce_hook", None) not in (None, no_average):
+            if group._all_reduce_hook not in (None, no_average):
                 raise ValueError(
                     f"{path or 'the model'} has an all-reduce hook already: close() the Replication or the Watch of "
                     "this model first, and call ab.watch() after ab.replicate()"
                 )
             shards = {}
             for one in group.fsdp_params:
+                check_parts("torch", TESTED, one, PARAMETER_PARTS)
                 if one.offload_to_cpu:
                     raise ValueError(
                         f"{names[one.sharded_param]} is offloaded to the CPU, and its gradient is averaged on the GPU: "
@@ -357,8 +367,10 @@ def _units(model: nn.Module) -> list[Unit]:
 def parameter_groups(module: FSDPModule) -> list[Any]:
     """FSDP2's own record of a unit; before torch 2.13 a unit has at most one."""
     state: Any = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)
-    return [one for one in (found if found is not None else [state._fsdp_param_group]) if one is not None]
+    if not hasattr(state, "_fsdp_param_groups"):
+        check_parts("torch", TESTED, state, ("_fsdp_param_group",))
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(state._fsdp_param_groups)
 
 
 def is_finalized_by_hand(module: FSDPModule) -> bool:

@@ -33,13 +33,16 @@ from anabranch.integrations.sharded import (
 )
 from anabranch.integrations.sharded_window import ShardedWindow
 from anabranch.observe.clock import clock_for
-from anabranch.seams import check_seams, unsupported
+from anabranch.seams import check_parts, check_seams
 from anabranch.sharded import Block, Links, ShardedTrace, ShardingPlan, Unit, simulate
 from anabranch.sharded.step import BETWEEN, INSIDE, REST_LABEL, unit_label
 from anabranch.timeline import COMPUTE, Span, Timeline
 
 SEAMS: dict[str, tuple[str, ...]] = {"_get_fsdp_state": ()}
-PARTS: tuple[str, ...] = (  # of FSDP2's parameter group
+STATE_PARTS = ("_state_ctx", "_states_to_forward_prefetch")  # these three as in ``sharded``
+PARAMETER_PARTS = ("mp_policy", "sharded_param")
+GROUP_PARTS = (
+    "mesh_info",
     "_all_gather_comm",
     "_reduce_scatter_comm",
     "_all_reduce_hook",
@@ -48,7 +51,6 @@ PARTS: tuple[str, ...] = (  # of FSDP2's parameter group
     "all_reduce_grads",
     "device",
     "fsdp_params",
-    "mesh_info",
     "reduce_grads",
 )
 KEEP = 16  # steps
@@ -472,9 +474,11 @@ def _units(model: nn.Module) -> list[_Watched]:
         if id(state) in found:
             found[id(state)].blocks[path] = module
         elif groups or not holds_others:
+            check_parts("torch", TESTED, state, STATE_PARTS)
             for group in groups:
-                if missing := next((part for part in PARTS if not hasattr(group, part)), None):
-                    raise unsupported("torch", TESTED, f"{type(group).__name__} has no {missing}")
+                check_parts("torch", TESTED, group, GROUP_PARTS)
+                for one in group.fsdp_params:
+                    check_parts("torch", TESTED, one, PARAMETER_PARTS)
             blocks: dict[str, nn.Module] = {} if holds_others or not path else {path: module}
             found[id(state)] = _Watched(path or REST_LABEL, blocks, groups)
     units = [replace(unit, label=unit_label(list(unit.blocks))) if unit.blocks else unit for unit in found.values()]
