@@ -16,7 +16,7 @@ from torch import nn
 
 import anabranch as ab
 from gpu import ON_GPU, no_waiting
-from lean.test_lean_parallel import OPTIMIZERS, made, planned, side_by_side, tokens
+from lean.test_lean_parallel import OPTIMIZERS, compressing, made, planned, side_by_side, tokens
 from lean.test_update import poisoned, skipping
 
 pytestmark = ON_GPU
@@ -38,34 +38,40 @@ def test_dense_buckets_train_the_same(alone: None, optimizer: str, accumulate: i
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw", "fused"])
-def test_host_memory_changes_nothing(alone: None, optimizer: str) -> None:
-    weights = []
+@pytest.mark.parametrize("kind", ["oktopk:0.1", "int4"])
+def test_host_memory_changes_nothing(alone: None, optimizer: str, kind: str) -> None:
+    weights, kept = [], []
     ways: tuple[Any, ...] = ("in place", "host")
     for residuals in ways:
         model = made("cuda")
         lean: Any = ab.DataParallel(
             model,
-            plan=planned(model, "oktopk:0.1"),
-            compress=ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True),
+            plan=planned(model, kind),
+            compress=compressing(kind),
             profile_steps=0,
             memory=ab.Lean(OPTIMIZERS[optimizer], residuals=residuals),
         )
         for step in range(12):
             lean(tokens(step, 0).cuda()).backward()
+        kept.append({name: piece.cpu() for name, piece in lean.comm_state_dict()["residuals"].items()})
         lean.close()
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    assert kept[0].keys() == kept[1].keys() and kept[0]
+    assert all(torch.equal(piece, kept[1][name]) for name, piece in kept[0].items())
 
 
 @pytest.mark.parametrize("residuals", ["in place", "host"])
-def test_the_host_waits_for_nothing(alone: None, residuals: Any) -> None:
+@pytest.mark.parametrize("kind", ["oktopk:0.1", "int4"])
+def test_the_host_waits_for_nothing(alone: None, residuals: Any, kind: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
     given = torch.randn(64, 512, device="cuda")
+    sparse = ab.OkTopk(density=0.1, warmup_steps=0, region_period=1000)
     lean: Any = ab.DataParallel(
         model,
-        plan=planned(model, "oktopk:0.1"),
-        compress=ab.OkTopk(density=0.1, warmup_steps=0, region_period=1000),
+        plan=planned(model, kind),
+        compress=kind if kind == "int4" else sparse,
         profile_steps=0,
         memory=ab.Lean(OPTIMIZERS["fused"], residuals=residuals),  # others must be told whether all was finite
     )
@@ -141,9 +147,9 @@ def test_the_host_waits_for_nothing_where_dense_updates_are_held(alone: None) ->
 
 
 def sparse_lean(model: nn.Module, residuals: Any) -> Any:
-    options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
     memory = ab.Lean(OPTIMIZERS["momentum"], residuals=residuals)
-    return ab.DataParallel(model, plan=planned(model, "oktopk:0.1"), compress=options, profile_steps=0, memory=memory)
+    plan, options = planned(model, "oktopk:0.1"), compressing("oktopk:0.1")
+    return ab.DataParallel(model, plan=plan, compress=options, profile_steps=0, memory=memory)
 
 
 @pytest.mark.parametrize("residuals", ["bf16", "int8"])

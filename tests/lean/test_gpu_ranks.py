@@ -18,8 +18,11 @@ from gpu import ON_GPU
 from lean.test_lean_parallel import side_by_side
 
 pytestmark = ON_GPU
-DEADLINE_S = 150.0
-WAYS = list(product(["momentum", "adamw", "fused"], ["in place", "host"], ["oktopk:0.1", "dense"], [1, 2]))
+DEADLINE_S = 180.0
+WAYS = [
+    *product(["momentum", "adamw", "fused"], ["in place", "host"], ["oktopk:0.1", "dense"], [1, 2]),
+    *product(["fused"], ["in place", "host"], ["int4"], [1, 2]),
+]
 
 
 def test_the_same_weights_on_four_ranks() -> None:

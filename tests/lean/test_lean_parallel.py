@@ -56,6 +56,13 @@ def planned(model: nn.Module, kind: str) -> ab.Plan:
     return ab.Plan(tuple(ab.Bucket(tuple(names), collective=kind) for names, kind in parts))
 
 
+def compressing(kind: str) -> ab.OkTopk | str | None:
+    """The ``compress=`` under which a plan may name this kind."""
+    if kind.startswith("oktopk"):
+        return ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
+    return None if kind == "dense" else kind
+
+
 def tokens(step: int, rank: int) -> torch.Tensor:
     return torch.randint(30, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank))
 
@@ -71,7 +78,7 @@ def side_by_side(
 ) -> list[torch.Tensor]:
     """The same training with and without Lean, compared after every step; the weights at the end."""
     factory = OPTIMIZERS[optimizer]
-    options = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True) if kind != "dense" else None
+    options = compressing(kind)
     plain_model, lean_model = made(device, dtype), made(device, dtype)
     plan = planned(plain_model, kind)
     plain = ab.DataParallel(plain_model, plan=plan, compress=options, profile_steps=0)
@@ -103,14 +110,17 @@ def side_by_side(
 
 
 @pytest.mark.parametrize("residuals", ["in place", "host"])
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_the_same_weights_with_and_without(optimizer: str, residuals: str) -> None:
-    answers = on_ranks(side_by_side, 2, optimizer, residuals, "oktopk:0.1", 1)
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [*((one, "oktopk:0.1") for one in OPTIMIZERS), ("momentum", "int4"), ("fused", "int4")]
+)
+def test_the_same_weights_with_and_without(optimizer: str, kind: str, residuals: str) -> None:
+    answers = on_ranks(side_by_side, 2, optimizer, residuals, kind, 1)
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
 WAYS = pytest.mark.parametrize(
-    ("residuals", "kind"), [("in place", "oktopk:0.1"), ("host", "oktopk:0.1"), ("in place", "dense")]
+    ("residuals", "kind"),
+    [("in place", "oktopk:0.1"), ("host", "oktopk:0.1"), ("in place", "dense"), ("host", "int4")],
 )
 ROUNDED = ["bf16", "int8"]
 
