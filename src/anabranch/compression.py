@@ -8,6 +8,7 @@ import torch
 
 from anabranch.auto import Auto
 from anabranch.comm.collectives import Collectives
+from anabranch.comm.communicator import GroupCommunicators
 from anabranch.comm.dense import DenseExchanges, dense
 from anabranch.comm.exchange import Collective, Group
 from anabranch.footprint.account import Setting, Way
@@ -16,9 +17,10 @@ from anabranch.quantised.block_format import BlockFormat
 from anabranch.quantised.exchanges import DTYPES, QuantisedExchanges, options_by_kind, sent_dense
 from anabranch.quantised.options import Quantised
 from anabranch.sparse.exchanges import OkTopkExchanges
+from anabranch.sparse.exchanges import probe_of as sparse_probe_of
 from anabranch.sparse.memory import NO_PARAMETERS, ResidualMemory
 from anabranch.sparse.momentum import Momentum
-from anabranch.sparse.naming import DENSITIES, KIND, density_of, kind_of
+from anabranch.sparse.naming import DENSITIES, KIND, density_of, kind_of, split_wire
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.residual_flush import Applied
 
@@ -86,7 +88,10 @@ def in_account(settings: Settings, setting: Setting) -> list[tuple[Way, Setting]
 
 
 def probe_of(kind: str) -> Collective:
-    """An exchange for timing, of a kind that sends every element."""
+    """An exchange for timing, such as "int8" or "oktopk:0.01"; a wire may follow, as in "oktopk:0.01:bf16"."""
+    plain, wire = split_wire(kind)
+    if (density := density_of(plain)) is not None:
+        return sparse_probe_of(density, OkTopk(wire=wire), GroupCommunicators())
     return dense if kind == DENSE else QuantisedExchanges().probe(kind)
 
 

@@ -25,7 +25,9 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int = 0, ranks: int = 2) -> N
 @pytest.mark.slow
 def test_a_network_among_torchruns_ranks(tmp_path: Path) -> None:
     path = tmp_path / "network.json"
-    options = ["--budget-s", "0.3", "--largest-mb", "0.125", "--lanes", "2", "--collective", "bf16", "--json"]
+    kinds = ["int8", "oktopk:0.050", "oktopk:0.01:bf16"]
+    asked = [word for kind in kinds for word in ("--collective", kind)]
+    options = ["--budget-s", "0.5", "--largest-mb", "0.125", "--lanes", "2", *asked, "--json"]
     done = subprocess.run(
         [*TORCHRUN, "--nproc-per-node", "2", "-m", "anabranch", "measure", "-o", str(path), *options],
         capture_output=True,
@@ -36,12 +38,15 @@ def test_a_network_among_torchruns_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)  # one document: only rank 0 speaks
     assert (document["command"], document["world_size"], document["written"]) == ("measure", 2, str(path))
-    assert set(document["collectives"]) == {"dense", "bf16", "all_gather", "reduce_scatter"}
+    compressed = {"int8", "oktopk:0.05", "oktopk:0.01:bf16"}  # as plans and prices name them
+    assert set(document["collectives"]) == {"dense", *compressed, "all_gather", "reduce_scatter"}
     assert set(document["bus_bytes_per_s"]) == {"dense", "all_gather", "reduce_scatter"}
     assert document["notes"] == [] or "vary by" in document["notes"][0]
     network = load(path)
     assert isinstance(network, Network) and network.world_size == 2
-    assert [point.nbytes for point in network.curves["bf16"].points] == [1 << k for k in range(10, 18)]
+    for kind in compressed:
+        assert [point.nbytes for point in network.curves[kind].points] == [1 << k for k in range(10, 18)]
+        assert all(point.seconds > 0 for point in network.curves[kind].points)
     assert len(network.contention.slowdowns) == 2
     largest = document["bus_bytes_per_s"]["dense"][-1]
     assert largest == {"nbytes": 1 << 17, "bytes_per_s": pytest.approx(network.bus_bytes_per_s("dense", 1 << 17))}
@@ -83,7 +88,9 @@ def test_rank_0_refuses_to_overwrite_before_anything_is_sent(
         (["--budget-s", "inf"], "--budget-s is inf"),
         (["--lanes", "0"], "--lanes"),
         (["--lanes", "1000"], "--lanes"),
-        (["--collective", "fp4"], "--collective is 'fp4': expected one of dense, bf16"),
+        (["--collective", "fp4"], "--collective is 'fp4': expected one of dense, bf16, int8, int4, or oktopk with"),
+        (["--collective", "oktopk"], "--collective is 'oktopk': expected one of dense, bf16"),
+        (["--collective", "oktopk:2"], "a density in (0, 1], such as oktopk:0.01"),
         (["--backend", "mpi"], "--backend is 'mpi': expected gloo or nccl"),
     ],
 )

@@ -6,9 +6,8 @@ from typing import NamedTuple
 from anabranch.auto import Auto
 from anabranch.bench.baselines import BASELINES
 from anabranch.kinds import COMPRESSED
-from anabranch.sparse.naming import KIND, given_density
+from anabranch.sparse.naming import KIND, given_density, split_wire
 from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import ENTRY_NBYTES
 
 OTHERS = [name for name in BASELINES if name != "dense"]
 OURS = [
@@ -52,8 +51,5 @@ def of_ours(text: str, oktopk: OkTopk) -> str | OkTopk | Auto | None:
         return Auto(at_least=rest or None, oktopk=oktopk)
     if name != KIND:
         return None
-    options, plain = oktopk, text
-    for wire in ENTRY_NBYTES:
-        if text.endswith(f":{wire}"):
-            options, plain = replace(options, wire=wire), text.removesuffix(f":{wire}")
-    return options if plain == KIND else replace(options, density=given_density(plain))
+    plain, wire = split_wire(text, oktopk.wire)
+    return replace(oktopk, wire=wire, density=oktopk.density if plain == KIND else given_density(plain))

@@ -11,8 +11,10 @@ import typer
 from anabranch.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
 from anabranch.cli.ranks import join
 from anabranch.files import save
+from anabranch.kinds import DENSE, EVERY_ELEMENT
 from anabranch.network import ALL_GATHER, BUS_FACTORS, REDUCE_SCATTER, Network
 from anabranch.plan import MAX_LANES
+from anabranch.sparse.naming import density_of, kind_of, split_wire
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +42,9 @@ LanesOption = Annotated[
 CollectiveOption = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="C", help="Measure this beside dense, all_gather and reduce_scatter, such as bf16; may be repeated."
+        metavar="C",
+        help="Measure this beside dense, all_gather and reduce_scatter: bf16, int8, int4, oktopk:0.01 or "
+        "oktopk:0.01:bf16; may be repeated.",
     ),
 ]
 BackendOption = Annotated[str | None, typer.Option(metavar="B", help="gloo or nccl. Default: nccl with a GPU.")]
@@ -73,12 +77,25 @@ def measure(
     leader = os.environ["RANK"] == "0"
     if leader:
         check_free([output], force)
-    kinds = ["dense", *(kind for kind in collective or [] if kind != "dense")]
+    kinds = list(dict.fromkeys([DENSE, *map(_kind, collective or [])]))
     network, notes = _measured(backend, lanes, round(largest_mb * MIB), budget_s, kinds)
     if not leader:
         return
     save(network, output, force)
     _print(network, output, notes, as_json)
+
+
+def _kind(text: str) -> str:
+    """The name that plans and prices have for a collective, such as oktopk:0.01 for oktopk:0.010."""
+    if text in EVERY_ELEMENT:
+        return text
+    plain, wire = split_wire(text)
+    if (density := density_of(plain)) is None:
+        raise ValueError(
+            f"--collective is {text!r}: expected one of {', '.join(EVERY_ELEMENT)}, or oktopk with a density in (0, "
+            "1], such as oktopk:0.01, oktopk:0.01:bf16 or oktopk:0.01:int8"
+        )
+    return kind_of(density, wire)
 
 
 def _measured(
@@ -93,12 +110,9 @@ def _measured(
     from anabranch.comm.groups import clone_group
     from anabranch.comm.lanes import RELEASE_GRACE_S
     from anabranch.compression import probe_of
-    from anabranch.kinds import EVERY_ELEMENT
     from anabranch.observe.measure import SHARDED, noise_note, unsupported
     from anabranch.observe.measure import measure as measured
 
-    if unknown := [kind for kind in kinds if kind not in EVERY_ELEMENT]:
-        raise ValueError(f"--collective is {unknown[0]!r}: expected one of {', '.join(EVERY_ELEMENT)}")
     device = join(backend)
     try:
         everyone = dist.group.WORLD

@@ -20,6 +20,21 @@ from anabranch.sparse.sizes import Sizes
 from anabranch.sparse.state import BucketState
 
 
+def probe_of(density: float, options: OkTopk, comms: GroupCommunicators) -> Collective:
+    """An exchange of noise, for timing: its time depends on how many values are selected, not on which."""
+    states: dict[int, BucketState] = {}
+    settled = replace(options, start_density=None)  # plans are made for the settled density
+
+    def exchanged(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        if buffer.numel() not in states:
+            generator = torch.Generator(buffer.device).manual_seed(dist.get_rank(group))
+            buffer.normal_(generator=generator)
+            states[buffer.numel()] = BucketState.of(torch.zeros_like(buffer), dist.get_world_size(group))
+        return exchange(buffer, states[buffer.numel()], comms.of(group), divisor, density, settled)
+
+    return exchanged
+
+
 class OkTopkExchanges:
     """The family of Ok-Topk exchanges of one model, at one density or several; ``memory`` keeps their residuals."""
 
@@ -71,20 +86,9 @@ class OkTopkExchanges:
         return Traffic(nbytes, nbytes, applied / numel)
 
     def probe(self, kind: str) -> Collective:
-        """An exchange of noise: its time depends on how many values are selected, not on which."""
         density = density_of(kind)
         assert density is not None
-        states: dict[int, BucketState] = {}
-        settled = replace(self._options, start_density=None)  # plans are made for the settled density
-
-        def exchanged(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-            if buffer.numel() not in states:
-                generator = torch.Generator(buffer.device).manual_seed(dist.get_rank(group))
-                buffer.normal_(generator=generator)
-                states[buffer.numel()] = BucketState.of(torch.zeros_like(buffer), dist.get_world_size(group))
-            return exchange(buffer, states[buffer.numel()], self._comms.of(group), divisor, density, settled)
-
-        return exchanged
+        return probe_of(density, self._options, self._comms)
 
     def close(self) -> None:
         self._comms.clear()

@@ -1,12 +1,28 @@
-"""Names of sparse collectives as a bucket gives them: the exchange and its density, such as "oktopk:0.01"."""
+"""Names of sparse collectives as a bucket gives them: the exchange and its density, such as "oktopk:0.01".
+
+Prices and arguments of commands may add how entries are sent (``OkTopk(wire=...)``): "oktopk:0.01:bf16". Buckets of a
+live model do not, since all of them are sent in the same way.
+"""
+
+from typing import get_args
+
+from anabranch.sparse.sizes import Precision
 
 KIND = "oktopk"
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)  # the densities that OkTopk(density="auto") chooses from
 
 
-def kind_of(density: float) -> str:
-    """The name of a sparse collective of this density."""
-    return f"{KIND}:{density:g}"
+def kind_of(density: float, wire: Precision = "fp32") -> str:
+    """The name of a sparse collective of this density; "fp32", the default of wires, is not named."""
+    return f"{KIND}:{density:g}" + f":{wire}" * (wire != "fp32")
+
+
+def split_wire(name: str, unnamed: Precision = "fp32") -> tuple[str, Precision]:
+    """What stands before the wire in a name such as "oktopk:0.01:bf16", and the wire; ``unnamed`` if it has none."""
+    for wire in get_args(Precision):
+        if name.endswith(f":{wire}"):
+            return name.removesuffix(f":{wire}"), wire
+    return name, unnamed
 
 
 def density_of(kind: str) -> float | None:
