@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from anabranch import plan, save, simulate
+from anabranch import fidelity, plan, save, simulate
 from anabranch.cli import network_text
 from anabranch.cli.main import main
+from anabranch.fidelity import error_of_plan
+from anabranch.kinds import COMPRESSED, EVERY_ELEMENT
 from anabranch.planners.compressed import compressed_if_faster
 from anabranch.planners.fixed import HOROVOD_CAP_NBYTES
+from anabranch.planners.ladder import least_lossy
 from anabranch.scaling.compression import priced
 from anabranch.sim import lower_bound_s
 from cli.nouns import RING, error_of, json_of, measured, small_trace, trace_file
@@ -40,11 +43,14 @@ def test_every_way_to_compress_is_priced(tmp_path: Path, capsys: pytest.CaptureF
     argv = ["compare", "--trace", trace_file(tmp_path), "--network", RING]
     document = json_of(capsys, *argv)
     rows = {row["name"]: row for row in document["compressed"]}
-    assert list(rows) == ["bf16", "int8", "int4", "oktopk:0.01"]
+    assert list(rows) == ["auto", "bf16", "int8", "int4", "oktopk:0.01"]
+    assert rows.pop("auto")["planner"] == "least_lossy"
     trace, network = small_trace(), priced(network_text.network(RING), rows)
     for name, row in rows.items():
-        expected = simulate(trace, compressed_if_faster(trace, network, name), network)
-        assert row["iteration_s"] == expected.iteration_s and row["speedup"] > 1
+        made = compressed_if_faster(trace, network, name)
+        assert row["iteration_s"] == simulate(trace, made, network).iteration_s and row["speedup"] > 1
+        assert row["planner"] == "optimal" and row["error"] == error_of_plan(trace, made)
+    assert all((row["kinds"], row["error"]) == ({"dense": 1.0}, 0.0) for row in document["rows"])
     assert rows["bf16"]["iteration_s"] > rows["int8"]["iteration_s"] > rows["int4"]["iteration_s"]
     assert document["best"] in ROWS  # of what sends everything in full
     assert any("int4 computes for" in said for said in document["assumptions"])
@@ -53,6 +59,37 @@ def test_every_way_to_compress_is_priced(tmp_path: Path, capsys: pytest.CaptureF
     assert "int8@nodes" in out and "oktopk" not in out and "Assumed: int8 buckets cost" in out
     assert json_of(capsys, *argv, "--compress", "none")["compressed"] == []
     assert "--compress is 'fp8'" in error_of(capsys, *argv, "--compress", "fp8")
+
+
+def test_auto_is_the_least_lossy_plan_and_says_what_it_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["compare", "--trace", trace_file(tmp_path), "--network", RING, "--compress", "auto"]
+    (row,) = json_of(capsys, *argv)["compressed"]
+    trace, network = small_trace(), priced(network_text.network(RING), COMPRESSED)
+    made = least_lossy(trace, network, fidelity.ERRORS)
+    assert (row["planner"], row["fingerprint"]) == ("least_lossy", made.fingerprint)
+    assert row["error"] == error_of_plan(trace, made) > 0
+    assert list(row["kinds"]) == fidelity.by_fidelity(list({b.collective for b in made.buckets}))
+    assert len(row["kinds"]) > 1
+    assert sum(row["kinds"].values()) == pytest.approx(1)
+    errors = [fidelity.ERRORS[kind] * share for kind, share in row["kinds"].items()]
+    assert sum(errors) == pytest.approx(1e6 * row["error"])
+    assert main(argv) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    mix = ", ".join(f"{kind} {share:.1%}" for kind, share in row["kinds"].items())
+    assert f"Shares of the values: auto: {mix}." in shown and f"{row['error']:.2g}" in shown
+
+
+def test_packed_values_and_nodes_have_the_error_of_their_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = ["oktopk:0.2", "oktopk:0.2:bf16", "oktopk:0.2:int8@nodes", "auto@nodes"]
+    argv = ["compare", "--trace", trace_file(tmp_path), "--network", RING]
+    rows = json_of(capsys, *argv, *(word for way in ways for word in ("--compress", way)))["compressed"]
+    assert [row["name"] for row in rows] == ways
+    assert rows[1]["iteration_s"] < rows[0]["iteration_s"] and set(rows[1]["kinds"]) <= {"dense", "oktopk:0.2"}
+    assert set(rows[3]["kinds"]) <= set(EVERY_ELEMENT) and 0 < rows[3]["error"] <= 0.0225 < rows[2]["error"]
 
 
 def test_the_best_row_has_a_mark_that_is_not_a_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

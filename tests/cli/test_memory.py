@@ -12,7 +12,7 @@ from anabranch.bench import memory as bench
 from anabranch.bench import zoo
 from anabranch.cli import arguments, network_text
 from anabranch.cli.main import main
-from anabranch.cli.memory import throughput_network
+from anabranch.cli.memory import AUTO_AS, throughput_network
 from anabranch.estimate.probe import Loss, probe
 from anabranch.estimate.throughput import samples_per_s
 from anabranch.files import save
@@ -20,6 +20,7 @@ from anabranch.footprint.account import KINDS, MODES, Setting, modes_of, predict
 from anabranch.network import Network
 from anabranch.plan import Bucket, Plan
 from anabranch.report.memory import memory_report, unit
+from anabranch.sparse.options import OkTopk
 from cli.nouns import error_of, json_of, small_trace
 from estimate.models import images
 
@@ -237,7 +238,41 @@ def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
     assert speeds["int4"] == speeds["lean, int4"] > speeds["int8"] > speeds["ddp"]
     both = json_of(capsys, *ASKED, "--compress", "oktopk", "--compress", "bf16")["modes"]
     assert list(both) == [*MODES, "bf16", "lean, bf16"]
-    assert "--compress is 'fp8': expected oktopk or one of bf16" in error_of(capsys, *ASKED, "--compress", "fp8")
+    assert "--compress is 'fp8': expected oktopk (or oktopk:0.01, oktopk:0.01:bf16), auto, or one of bf16" in error_of(
+        capsys, *ASKED, "--compress", "fp8"
+    )
+
+
+def test_auto_needs_the_memory_of_int4(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--within", "1GiB", "--rate", "10gbit", "--compress"]
+    auto, int4 = (json_of(capsys, *asked, kind) for kind in ("auto", "int4"))
+    assert list(auto["modes"]) == ["ddp", "lean, dense", *modes_of("auto")]
+    assert list(auto["modes"].values()) == list(int4["modes"].values())
+    assert list(auto["largest_batch"].values()) == list(int4["largest_batch"].values())
+    assert AUTO_AS in auto["assumptions"] and AUTO_AS not in int4["assumptions"]
+    # as fast as the fastest kind, but for what a smaller error may cost
+    assert auto["samples_per_s"]["auto"] == pytest.approx(int4["samples_per_s"]["int4"], rel=0.02)
+    refused = error_of(capsys, *ASKED, "--compress", "auto", "--measure")
+    assert "--compress is auto, and --measure runs one kind in every bucket" in refused
+
+
+def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--rate", "10gbit", "--compress"]
+    plain, packed = (json_of(capsys, *asked, way) for way in ("oktopk:0.05", "oktopk:0.05:bf16"))
+    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    setting = Setting(ranks=4, density=0.05, options=OkTopk(wire="bf16"))
+    for mode, row in packed["modes"].items():
+        assert row["kinds"] == predict(profile, mode, setting).kinds
+    assert plain["density"] == packed["density"] == 0.05
+    assert packed["modes"]["oktopk"]["kinds"]["send"] < plain["modes"]["oktopk"]["kinds"]["send"]
+    assert packed["samples_per_s"]["lean"] > plain["samples_per_s"]["lean"]
+    assert plain["samples_per_s"] == json_of(capsys, *asked, "oktopk", "--density", "0.05")["samples_per_s"]
+    assert "Ok-Topk sends values as bf16" in packed["assumptions"]
+    twice = error_of(capsys, *asked, "oktopk:0.05", "--compress", "oktopk:bf16")
+    assert "--compress is oktopk:0.05 and oktopk:bf16: expected one density and one wire" in twice
+    both = error_of(capsys, *asked, "oktopk:0.05", "--density", "0.1")
+    assert "--density is 0.1 and --compress is oktopk:0.05: expected the density once" in both
+    assert "expected a density in (0, 1]" in error_of(capsys, *asked, "oktopk:2")
 
 
 def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:

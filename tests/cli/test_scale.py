@@ -16,6 +16,7 @@ from anabranch.cli import network_text
 from anabranch.cli.main import main
 from anabranch.cli.memory import Activations, Optimizer, estimator_of
 from anabranch.footprint.account import Setting
+from anabranch.planners.ladder import FREE
 from anabranch.scaling.compression import priced
 from anabranch.scaling.result import Scaling
 from anabranch.scaling.sweep import Compute, sweep
@@ -280,6 +281,18 @@ def test_rounded_buckets_are_priced_at_every_size(tmp_path: Path, capsys: pytest
     assert [strategy["kind"] for strategy in document["strategies"]][2:] == ["quantised"] * 3 + ["lean"]
     told = "; ".join(document["assumptions"])
     assert "all-to-all" in told and "int8 computes for 0.50 ms per 110 M elements" in told and "@nodes" not in told
+
+
+def test_auto_and_packed_values_are_priced_also_on_lean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ways = ["int4", "auto", "lean:auto", "oktopk:0.2", "oktopk:0.2:bf16", "lean:0.2:bf16"]
+    document = sparse(tmp_path, capsys, *ways)
+    steps = {(p["planner"], p["world_size"]): p["iteration_s"] for p in document["points"]}
+    computing_s = small_trace().forward_s + small_trace().backward_s
+    for size in (4, 16, 64):
+        assert steps["auto", size] == steps["lean:auto", size] <= steps["int4", size] + FREE * computing_s
+        assert steps["oktopk:0.2:bf16", size] == steps["lean:0.2:bf16", size] < steps["oktopk:0.2", size]
+    kinds = {strategy["name"]: strategy["kind"] for strategy in document["strategies"]}
+    assert (kinds["auto"], kinds["lean:auto"]) == ("quantised", "lean")
 
 
 def test_between_nodes_it_is_a_price_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

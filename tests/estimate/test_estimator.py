@@ -4,12 +4,14 @@ import doctest
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from anabranch.estimate import estimator
 from anabranch.estimate.estimator import MemoryEstimator
 from anabranch.estimate.fitting import largest_batches
-from anabranch.estimate.probe import Build, probe
+from anabranch.estimate.probe import Build, Loss, probe
 from anabranch.footprint.account import MODES, Setting, predict
+from anabranch.scaling import strategy_kinds
 from estimate.models import images
 
 
@@ -52,3 +54,20 @@ def test_strategies_that_do_not_fit_are_left_out() -> None:
     both = largest_batches(MemoryEstimator(images, sgd), {"optimal": "dense", "lean:0.01": "lean"}, 100 << 20, 4, "sgd")
     assert set(both.batches) == {"optimal", "lean:0.01"} and all(both.batches.values())
     assert "memory: sgd as the optimizer" in both.assumptions
+
+
+def wide(batch: int) -> Build:
+    """Many weights and few activations: 67 MB in three buckets, so that a residual counts more than messages do."""
+
+    def build(device: torch.device) -> tuple[nn.Module, Loss]:
+        model = nn.Sequential(*(nn.Linear(1024, 1024, device=device) for _ in range(16)))
+        return model, lambda wrapped: wrapped(torch.ones(batch, 1024, device=device)).sum()
+
+    return build
+
+
+def test_auto_has_room_for_the_residual_of_int4() -> None:
+    names = ["bf16", "int8", "int4", "auto", "auto:int8", "lean:int4", "lean:auto"]
+    found = largest_batches(MemoryEstimator(wide, sgd), strategy_kinds([], names), 400 << 20, 4, "sgd").batches
+    assert found["auto"] == found["int4"] < found["bf16"] == found["auto:int8"] <= found["int8"]
+    assert found["lean:auto"] == found["lean:int4"] > found["int4"]

@@ -131,10 +131,14 @@ def comparison_document(name: str = "optimal") -> dict[str, Any]:
     rows: list[dict[str, Any]] = [
         {"name": planner, "planner": planner, "options": {}, "fingerprint": "ab", "buckets": 1, "lanes": 1,
          "finish_s": took_s, "exposed_s": took_s / 2, "iteration_s": took_s, "speedup": 0.05 / took_s,
-         "lower_bound_s": 0.04, "above_bound": took_s / 0.04 - 1, "iteration_low_s": None, "iteration_high_s": None}
+         "lower_bound_s": 0.04, "above_bound": took_s / 0.04 - 1, "iteration_low_s": None, "iteration_high_s": None,
+         "kinds": {"dense": 1.0}, "error": 0.0}
         for planner, took_s in times.items()
     ]  # fmt: skip
-    compressed = [{**rows[2], "name": "int8", "finish_s": 0.02, "iteration_s": 0.03, "above_bound": -0.5}]
+    compressed = [
+        {**rows[2], "name": "auto", "planner": "least_lossy", "finish_s": 0.02, "iteration_s": 0.03,
+         "above_bound": -0.5, "kinds": {"dense": 0.25, "int8": 0.75}, "error": 0.75 * 81e-6}
+    ]  # fmt: skip
     return {"command": "compare", "trace": name, "network": "10gbe", "world_size": 8, "forward_s": 0.02,
             "backward_s": 0.04, "best": name, "rows": rows, "compressed": compressed,
             "assumptions": ["int8 computes"]}  # fmt: skip

@@ -280,3 +280,6 @@ def test_compressed_buckets_are_shown_by_name_with_what_is_sent(tmp_path: Path) 
     assert nbytes is not None and f"a rank sends {size(nbytes)}" in shown
     cells = re.search(r"<td[^>]*>int8</td>.*?</tr>", shown, re.S)
     assert cells is not None and size(nbytes) in cells[0] and "<th" in shown and ">a rank sends<" in shown
+    assert "8 bytes an entry" not in shown
+    save(planners.using(plan, "oktopk:0.01"), folder / "plan.json", force=True)
+    assert "8 bytes an entry" in written_page(folder, tmp_path / "sparse.html")  # since a plan does not say the wire

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
@@ -30,11 +31,11 @@ TRACE = Trace(tuple(TensorSpec(f"{NAME}.{k}", 10**7, 4, 0.01 * k, "float32") for
 NETWORK = Network.measured(512, [(1 << k, 1e-3 + (1 << k) * 1e-9, 1e-4) for k in range(10, 31)], meta={NAME: NAME})
 PLAN = Plan(tuple(Bucket((t.name,), k % 3) for k, t in enumerate(TRACE.tensors)))
 TIMELINE = simulate(TRACE, PLAN, NETWORK)
-KINDS = ("int8", "oktopk:0.01@nodes", "dense")
-COMPRESSED_PLAN = Plan(tuple(replace(bucket, collective=KINDS[k % 3]) for k, bucket in enumerate(PLAN.buckets)))
+KINDS = ("int8", "oktopk:0.01@nodes", "dense", "oktopk:0.01")
+COMPRESSED_PLAN = Plan(tuple(replace(bucket, collective=KINDS[k % 4]) for k, bucket in enumerate(PLAN.buckets)))
 
 
-def row(name: str, iteration_s: float, **more: float) -> ComparedPlanner:
+def row(name: str, iteration_s: float, **more: Any) -> ComparedPlanner:
     """A row of a comparison in which only the name and the times matter."""
     return ComparedPlanner(
         name, name, {}, "f", 1234, 4, iteration_s, iteration_s, iteration_s, 0.5, 1.0, 12.345, **more
@@ -98,6 +99,19 @@ def test_buckets_are_shown_with_their_kind_and_what_is_sent() -> None:
     line = next(line.split() for line in shown.splitlines() if line.startswith("  0"))
     assert "int8" in line and "19.4" in line  # of 38.1 MiB: twice a quarter, and its scales
     assert "sent" in shown and "sent" not in rendered(REPORTS["buckets"], 120)
+    words = " ".join(shown.split())
+    assert "buckets more: --json lists all. Sparse buckets send 8 bytes an entry here" in words
+    assert "as fp32, since a plan does not say OkTopk's wire" in words
+
+
+def test_what_a_way_that_chooses_has_chosen_is_said() -> None:
+    found = compared(("optimal",), ("int8",))
+    mix = replace(row("auto", 1.0, kinds={"dense": 0.25, "int4": 0.75}, error=0.0168751), planner="least_lossy")
+    shown = " ".join(rendered(comparison_report(replace(found, compressed=(*found.compressed, mix))), 80).split())
+    assert "auto 1,234 0.017" in shown and "Shares of the values: auto: dense 25.0%, int4 75.0%." in shown
+    assert "exact plan" in shown and "least lossy plan" in shown
+    old = " ".join(rendered(comparison_report(found), 80).split())  # of a file without errors
+    assert "int8 1,234 - " in old and "Shares" not in old
 
 
 def test_a_long_list_says_what_it_leaves_out() -> None:

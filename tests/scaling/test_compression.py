@@ -6,7 +6,17 @@ import pytest
 
 from anabranch import Network
 from anabranch.alpha_beta import AlphaBeta
-from anabranch.scaling.compression import Compression, compressed_strategies, dense_only, priced, sent_nbytes
+from anabranch.fidelity import error_of, error_of_plan
+from anabranch.planners.ladder import least_lossy
+from anabranch.scaling.compression import (
+    Compression,
+    about_sent,
+    compressed_strategies,
+    dense_only,
+    priced,
+    sent_nbytes,
+)
+from anabranch.sim import finish_s
 from anabranch.trace import TensorSpec
 from cli.nouns import small_trace
 
@@ -26,16 +36,28 @@ LADDER = ("oktopk:0.01", "oktopk:0.02", "oktopk:0.05", "oktopk:0.1", "oktopk:0.2
         ("lean", Compression(LADDER, lean=True), "lean"),
         ("lean:0.01", Compression(("oktopk:0.01",), lean=True), "lean"),
         ("lean:int4", Compression(("int4",), lean=True), "lean"),
+        ("oktopk:0.01:bf16", Compression(("oktopk:0.01",), wire="bf16"), "sparse"),
+        ("oktopk:0.01:fp32", Compression(("oktopk:0.01",)), "sparse"),
+        ("oktopk:int8@nodes", Compression(LADDER, between_nodes=True, wire="int8"), "sparse"),
+        ("lean:0.05:bf16", Compression(("oktopk:0.05",), lean=True, wire="bf16"), "lean"),
+        ("auto", Compression(("bf16", "int8", "int4")), "quantised"),
+        ("auto:int8@nodes", Compression(("bf16", "int8"), between_nodes=True), "quantised"),
+        ("auto:oktopk:0.05", Compression(("bf16", "int8", "int4", "oktopk:0.1", "oktopk:0.05")), "sparse"),
+        ("lean:auto", Compression(("bf16", "int8", "int4"), lean=True), "lean"),
         ("lean:int8@nodes", Compression(("int8",), lean=True, between_nodes=True), "lean"),
     ],
 )
 def test_what_names_mean(name: str, expected: Compression, kind: str) -> None:
     assert Compression.named(name) == expected and expected.strategy_kind == kind
-    suffix = "@nodes" if expected.between_nodes else ""
+    suffix = f":{expected.wire}" * (expected.wire != "fp32") + "@nodes" * expected.between_nodes
     assert expected.collectives == [one + suffix for one in expected.kinds]
 
 
-@pytest.mark.parametrize("name", ["int2", "int8:0.01", "@nodes", "lean:int2", "dense", "oktopk:2", "lean:int8:0.1"])
+@pytest.mark.parametrize(
+    "name",
+    ["int2", "int8:0.01", "@nodes", "lean:int2", "dense", "oktopk:2", "lean:int8:0.1", "oktopk:0.01:fp16", "int8:bf16",
+     "auto:int2", "lean:auto:int2"],
+)  # fmt: skip
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="--compress is"):
         Compression.named(name)
@@ -60,6 +82,35 @@ def test_every_exchange_that_may_be_chosen_has_a_cost() -> None:
     assert here.world_size == 64
     for planner in strategies.planners.values():
         planner(small_trace(), here).check(small_trace())
+
+
+def test_auto_is_the_least_lossy_plan_of_its_kinds() -> None:
+    trace = small_trace()
+    names = ["auto", "auto:oktopk:0.01", "lean:auto", "int4"]
+    strategies = compressed_strategies(names, trace, RING)
+    here = strategies.priced(RING)
+    plans = {name: strategies.planners[name](trace, here) for name in names}
+    chosen = {kind: error_of(kind) for kind in ("dense", "bf16", "int8", "int4")}
+    assert plans["auto"] == plans["lean:auto"] == least_lossy(trace, here, chosen)
+    assert plans["auto"] != plans["int4"]
+    assert error_of_plan(trace, plans["auto"]) <= error_of_plan(trace, plans["int4"])
+    assert finish_s(trace, plans["auto:oktopk:0.01"], here) <= finish_s(trace, plans["auto"], here)
+    assert [Compression.named(name).planner_name for name in names] == ["least_lossy"] * 3 + ["optimal"]
+
+
+def test_packed_values_cost_less_and_are_told_apart() -> None:
+    names = ["oktopk:0.2", "oktopk:0.2:bf16", "oktopk:0.2:int8", "lean:0.2:bf16"]
+    strategies = compressed_strategies(names, small_trace(), RING)
+    here = strategies.priced(RING)
+    whole, half, least = (here.seconds(name, 100 << 20) for name in names[:3])
+    assert least < half < whole
+    plans = [strategies.planners[name](small_trace(), here) for name in names]
+    assert finish_s(small_trace(), plans[1], here) < finish_s(small_trace(), plans[0], here)
+    assert plans[1] == plans[3]
+    told = "; ".join(strategies.assumptions)
+    assert "8 bytes as fp32 or 4 bytes as bf16 or 3 bytes as int8" in told and "and packing no time" in told
+    plain = "; ".join(compressed_strategies(names[:1], small_trace(), RING).assumptions)
+    assert "8 bytes as fp32, and new regions" in plain and "packing" not in plain
 
 
 def test_assumptions_are_of_what_was_asked_for() -> None:
@@ -88,4 +139,7 @@ def test_what_one_rank_sends() -> None:
     assert sent_nbytes("bf16", bucket, 4) == 2 * 3 * 2 * 2048
     assert sent_nbytes("int8", bucket, 4) == 2 * 3 * (2048 + 16 * 2)
     assert 0 < (sent_nbytes("oktopk:0.01", bucket, 4) or 0) < 2 * 3 * 2048
+    packed = {wire: sent_nbytes(f"oktopk:0.01:{wire}", bucket, 4) or 0 for wire in ("fp32", "bf16", "int8")}
+    assert packed["fp32"] == sent_nbytes("oktopk:0.01", bucket, 4) and packed["fp32"] > packed["bf16"] > packed["int8"]
+    assert "8 bytes an entry" in about_sent(["dense", "oktopk:0.01"]) and about_sent(["dense", "int8"]) == ""
     assert sent_nbytes("int8@nodes", bucket, 4) is None is sent_nbytes("gtopk:0.01", bucket, 4)

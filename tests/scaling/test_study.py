@@ -12,7 +12,8 @@ from anabranch.network_presets import NetworkRange
 from anabranch.scaling import Compute, Strategy, scale, strategy_kinds
 from cli.nouns import RING, json_of, measured, small_trace, trace_file
 
-NAMES = ["int8", "int4@nodes", "lean:int8", "lean:bf16@nodes", "lean", "lean:0.01", "oktopk"]
+ROUNDED = ["int8", "int4@nodes", "lean:int8", "lean:bf16@nodes", "auto", "lean:auto", "lean:auto:int8"]
+SPARSE = ["lean", "lean:0.01", "lean:0.01:bf16", "oktopk", "auto:oktopk:0.01", "lean:auto:oktopk:0.01"]
 QUICK = ["--planners", "by_bytes,optimal", "--compress", "none"]
 
 
@@ -125,6 +126,6 @@ def test_strategies_by_kind() -> None:
 
 
 def test_what_a_strategy_sends() -> None:
-    sends = {name: Strategy(name, kind).sends for name, kind in strategy_kinds(["optimal"], NAMES).items()}
-    rounded = dict.fromkeys(["int8", "int4@nodes", "lean:int8", "lean:bf16@nodes"], "quantised")
-    assert sends == {"optimal": "dense", **rounded, "lean": "sparse", "lean:0.01": "sparse", "oktopk": "sparse"}
+    kinds = strategy_kinds(["optimal"], [*ROUNDED, *SPARSE])
+    sends = {name: Strategy(name, kind).sends for name, kind in kinds.items()}
+    assert sends == {"optimal": "dense", **dict.fromkeys(ROUNDED, "quantised"), **dict.fromkeys(SPARSE, "sparse")}

@@ -10,6 +10,7 @@ from anabranch.bench.virtual import VirtualWorld
 from anabranch.exchange_cost import NOTHING, Computing, Phase, travel_s
 from anabranch.sparse.cost_model import H200, exchange_of, phases
 from anabranch.sparse.fixed import fixed_exchange
+from anabranch.sparse.naming import kind_of
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import ENTRY_NBYTES, Precision
 from sparse.worlds import gradients, states
@@ -129,7 +130,23 @@ def test_a_smaller_wire_costs_less() -> None:
     whole, half, least = (
         replace(exchange_of(DENSITY, options=OkTopk(wire=wire)), computing=NOTHING)
         .priced(ring)
-        .seconds("oktopk:0.01", 440_000_000)
+        .seconds(kind_of(DENSITY, wire), 440_000_000)
         for wire in PRECISIONS
     )
     assert half / whole == pytest.approx(4 / 8, rel=0.01) and least / whole == pytest.approx(3 / 8, rel=0.05)
+
+
+def test_selection_is_taken_from_the_same_wire_where_that_was_measured_and_else_from_another() -> None:
+    ring, sizes = Network.ring(8, 2e-5, 8e-10), [1 << bits for bits in range(16, 28, 2)]
+
+    def took(wire: Precision, start_s: float) -> list[tuple[int, float]]:
+        made = replace(exchange_of(DENSITY, options=OkTopk(wire=wire)), computing=Computing(start_s, 2e-11, ""))
+        return [(size, made.curve(ring).seconds(size)) for size in sizes]
+
+    dense = [(size, ring.allreduce_s(size)) for size in sizes]
+    curves = {"dense": dense, "oktopk:0.01": took("fp32", 3e-4), "oktopk:0.01:bf16": took("bf16", 5e-4)}
+    measured = Network.measured(8, curves)
+    starts = {wire: exchange_of(0.02, measured, OkTopk(wire=wire)).computing.start_s for wire in PRECISIONS}
+    assert starts["fp32"] == pytest.approx(3e-4, rel=0.01) and starts["bf16"] == pytest.approx(5e-4, rel=0.01)
+    assert starts["int8"] in (starts["fp32"], starts["bf16"])
+    assert exchange_of(DENSITY, measured, OkTopk(wire="bf16")).priced(measured) == measured

@@ -1,17 +1,25 @@
-"""anabranch compare: every planner side by side, and the exact plan for every way to compress."""
+"""anabranch compare: every planner side by side, and the plan for every way to compress."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from anabranch.cli import arguments
 from anabranch.cli.output import JsonOption, print_json, progress, show_tables
+from anabranch.fidelity import by_fidelity, error_of_plan
 from anabranch.kinds import COMPRESSED
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.scaling import line_up
-from anabranch.scaling.compression import CompressedStrategies, compressed_strategies
+from anabranch.scaling.compression import (
+    AUTO,
+    CompressedStrategies,
+    Compression,
+    compressed_strategies,
+    kind_of_bucket,
+)
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.sim import simulate as predict
 from anabranch.sparse.naming import kind_of
@@ -20,13 +28,13 @@ from anabranch.trace import Trace
 if TYPE_CHECKING:
     from anabranch.report.documents import ComparedPlanner
 
-COMPRESS = (*COMPRESSED, kind_of(0.01))
+COMPRESS = (AUTO, *COMPRESSED, kind_of(0.01))
 
 CompressOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help="Also the exact plan with compressed buckets where they gain, as in scale; may be repeated; "
+        help="Also plans with compressed buckets where they gain, as in scale; may be repeated; "
         f"{arguments.NO_COMPRESSION} for none. Default: {', '.join(COMPRESS)}.",
     ),
 ]
@@ -83,7 +91,10 @@ def _rows(
     ddp = line_up.LINE_UP[line_up.DDP_DEFAULT](trace, here)
     ddp_s = trace.forward_s + finish_s(trace, ddp, here)
     dense = [_Contestant(name, made.planner, dict(made.options), made) for name, made in line_up.LINE_UP.items()]
-    compressed = [_Contestant(name, "optimal", {}, planner) for name, planner in strategies.planners.items()]
+    compressed = [
+        _Contestant(name, Compression.named(name).planner_name, {}, planner)
+        for name, planner in strategies.planners.items()
+    ]
     all_of_them = progress([*dense, *compressed], len(dense) + len(compressed), "planning")
     rows = [_row(one, trace, here, ddp_s, others) for one in all_of_them]
     return rows[: len(dense)], rows[len(dense) :]
@@ -99,6 +110,7 @@ def _row(
     timeline = predict(trace, made, network)
     bound_s = lower_bound_s(trace, network, made.lanes)
     low_s, high_s = (trace.forward_s + finish_s(trace, made, at) for at in around) if around else (None, None)
+    sent = replace(made, buckets=tuple(replace(b, collective=kind_of_bucket(b.collective)) for b in made.buckets))
     return ComparedPlanner(
         name=one.name,
         planner=one.planner,
@@ -114,4 +126,15 @@ def _row(
         above_bound=timeline.finish_s / bound_s - 1 if bound_s else 0.0,
         iteration_low_s=low_s,
         iteration_high_s=high_s,
+        kinds=_shares(trace, sent),
+        error=error_of_plan(trace, sent),
     )
+
+
+def _shares(trace: Trace, plan: Plan) -> dict[str, float]:
+    """The share of all values that travels by each kind, the most faithful first."""
+    numels = {tensor.name: tensor.numel for tensor in trace.tensors}
+    sent: dict[str, int] = {}
+    for bucket in plan.buckets:
+        sent[bucket.collective] = sent.get(bucket.collective, 0) + sum(numels[name] for name in bucket.names)
+    return {kind: sent[kind] / sum(sent.values()) for kind in by_fidelity(list(sent))}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,8 +15,11 @@ from anabranch.files import bundled_traces
 from anabranch.kinds import COMPRESSED
 from anabranch.network_presets import PRESETS
 from anabranch.quantities import size_nbytes
+from anabranch.scaling.compression import AUTO
 from anabranch.sharded.ways import UNPLANNED, help_of, way_of
-from anabranch.sparse.naming import KIND
+from anabranch.sparse.naming import KIND, given_density, split_wire
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import Precision as Wire
 
 if TYPE_CHECKING:
     from anabranch.estimate.estimator import BuildAt, MemoryEstimator
@@ -26,14 +29,17 @@ if TYPE_CHECKING:
 
 RATE_ALPHA = "30us"
 DEFAULT_RANKS = 4
+DEFAULT_DENSITY = 0.01
 SHARDED_ASSUMPTION = (
     "units of fsdp2 and hsdp are the parameters with the same number in their names; they are predicted alone, and not "
     "measured"
 )
+AUTO_AS = "auto in the memory of int4, its least faithful kind, which keeps a residual"
 CLIPPED = "lean holds averages until the norm over all gradients is known"
 ZOO_DTYPE = "float32, as in torchvision or transformers"
 PURE_DTYPE = (
-    "weights, gradients and the optimizer's state in bfloat16; residuals of Ok-Topk in float32 unless stored rounded"
+    "weights, gradients and the optimizer's state in bfloat16; residuals of Ok-Topk and int4 in float32 unless stored "
+    "rounded"
 )
 
 
@@ -73,7 +79,13 @@ BatchOption = Annotated[int, typer.Option("--batch-size", metavar="B", min=1, he
 RanksOption = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Number of ranks. Default: the network's, or 4 without one.")
 ]
-DensityOption = Annotated[float, typer.Option(metavar="D", help="Share of the elements that the sparse modes send.")]
+DensityOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="D",
+        help=f"Share of the elements that the sparse modes send. Default: {DEFAULT_DENSITY}.",
+    ),
+]
 OptimizerOption = Annotated[Optimizer, typer.Option(help="Whose state to count.")]
 PrecisionOption = Annotated[Precision, typer.Option(help="bf16: under autocast; pure-bf16: weights and state, too.")]
 ActivationsOption = Annotated[Activations, typer.Option(help="How the Lean modes keep activations.")]
@@ -95,8 +107,8 @@ CompressOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help=f"Ways to compress, in DataParallel and on Lean: oktopk, {', '.join(COMPRESSED)}; may be repeated. "
-        "Default: oktopk.",
+        help=f"Ways to compress, in DataParallel and on Lean: oktopk, oktopk:0.01:bf16 (1 %, packed values), {AUTO}, "
+        f"{', '.join(COMPRESSED)}; may be repeated. Default: oktopk.",
     ),
 ]
 ShardedOption = Annotated[
@@ -128,7 +140,7 @@ def memory(
     compress: CompressOption = None,
     sharded: ShardedOption = None,
     ranks_per_node: NodeOption = None,
-    density: DensityOption = 0.01,
+    density: DensityOption = None,
     optimizer: OptimizerOption = Optimizer.momentum,
     activations: ActivationsOption = Activations.keep,
     precision: PrecisionOption = Precision.fp32,
@@ -149,28 +161,29 @@ def memory(
     from anabranch.report.documents import MemoryDocument
 
     if measure:
-        _check_measurable(plan, clips)
+        _check_measurable(plan, clips, compress or ())
     buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
-    modes = _modes(compress or [KIND], sharded or ())
+    asked = _asked(compress or [KIND], density)
+    modes = _modes(asked.exchanges, sharded or ())
     node = _ranks_per_node(ranks_per_node, links, sharded or ())
-    setting = Setting(ranks=ranks, density=density, buckets=buckets, clips=clips, ranks_per_node=node)
+    setting = Setting(ranks, asked.density, buckets, clips, options=OkTopk(wire=asked.wire), ranks_per_node=node)
     estimator = estimator_of(model, optimizer, activations, plan, precision)
     footprints = estimator.footprints(batch_size, setting, modes)
     measured = _measured(model, batch_size, optimizer, activations, setting, modes, precision) if measure else {}
-    assumptions = [*estimator.assumptions, *([CLIPPED] if clips else []), *_about_sharding(sharded or (), setting)]
+    assumptions = [*estimator.assumptions, *asked.assumptions, *_about(setting, sharded or ())]
     batches = dict.fromkeys(footprints, batch_size)
     if limit_nbytes is not None:
         batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
         assumptions += _limits(batches)
     speeds = None
     if links is not None:
-        speeds, more = _throughputs(trace or model, links, batches, density, estimator.activations_of)
+        speeds, more = _throughputs(trace or model, links, batches, setting, estimator.activations_of)
         assumptions += more
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
         ranks=ranks,
-        density=density,
+        density=setting.density,
         optimizer=optimizer.value,
         activations=activations.value,
         assumptions=tuple(assumptions),
@@ -182,25 +195,59 @@ def memory(
     _show(document, as_json)
 
 
-def _check_measurable(plan: Path | None, clips: bool) -> None:
+def _check_measurable(plan: Path | None, clips: bool, compress: Sequence[str]) -> None:
     """ValueError if --measure would run something else than what is predicted."""
+    if other := next((way for way in compress if way == AUTO or split_wire(way)[1] != "fp32"), None):
+        raise ValueError(
+            f"--compress is {other}, and --measure runs one kind in every bucket, sparse values as fp32: expected "
+            "another way, or no --measure"
+        )
     if clips:
         raise ValueError("--clip-norm and --measure were given, and --measure clips nothing: expected one of them")
     if plan is not None:
         raise ValueError(f"--plan is {plan}, and --measure runs buckets of 25 MiB: expected one of them")
 
 
-def _modes(compress: Sequence[str], sharded: Sequence[str]) -> list[str]:
-    """DDP, Lean without compression, and the modes of these ways to compress, the naive one too; then FSDP2's."""
+class _Asked(NamedTuple):
+    """The exchanges that --compress asks for, each once, and how sparse ones send."""
+
+    exchanges: Sequence[str]
+    density: float
+    wire: "Wire"
+
+    @property
+    def assumptions(self) -> list[str]:
+        packed = [f"Ok-Topk sends values as {self.wire}"] if self.wire != "fp32" else []
+        return [*packed, *([AUTO_AS] if AUTO in self.exchanges else [])]
+
+
+def _asked(compress: Sequence[str], density: float | None) -> _Asked:
+    """What these values of --compress and --density ask for; ValueError if they do not fit together."""
+    sparse = list(dict.fromkeys(way for way in compress if way.partition(":")[0] == KIND))
+    if unknown := next((way for way in compress if way not in (AUTO, *COMPRESSED, *sparse)), None):
+        raise ValueError(
+            f"--compress is {unknown!r}: expected {KIND} (or {KIND}:0.01, {KIND}:0.01:bf16), {AUTO}, or one of "
+            f"{', '.join(COMPRESSED)}"
+        )
+    if len(sparse) > 1:
+        raise ValueError(f"--compress is {' and '.join(sparse)}: expected one density and one wire; run them apart")
+    plain, wire = split_wire(sparse[0] if sparse else KIND)
+    if plain != KIND:
+        if density is not None:
+            raise ValueError(f"--density is {density:g} and --compress is {sparse[0]}: expected the density once")
+        density = given_density(plain)
+    exchanges = list(dict.fromkeys(KIND if way in sparse else way for way in compress))
+    return _Asked(exchanges, DEFAULT_DENSITY if density is None else density, wire)
+
+
+def _modes(exchanges: Sequence[str], sharded: Sequence[str]) -> list[str]:
+    """DDP, Lean without compression, and the modes of these exchanges, the naive one too; then FSDP2's."""
     from anabranch.footprint.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
 
-    for way in compress:
-        if way not in (OKTOPK, *COMPRESSED):
-            raise ValueError(f"--compress is {way!r}: expected {OKTOPK} or one of {', '.join(COMPRESSED)}")
     for way in sharded:
         way_of(way, UNPLANNED)  # refuses what it does not know
-    naive = [NAIVE] if OKTOPK in compress else []
-    compressed = [mode for way in dict.fromkeys(compress) for mode in modes_of(way)]
+    naive = [NAIVE] if OKTOPK in exchanges else []
+    compressed = [mode for exchange in exchanges for mode in modes_of(exchange)]
     return [DDP, LEAN_DENSE, *naive, *compressed, *dict.fromkeys(sharded)]
 
 
@@ -229,9 +276,9 @@ def _ranks_per_node(given: int | None, network: "Network | None", sharded: Seque
     return given
 
 
-def _about_sharding(sharded: Sequence[str], setting: "Setting") -> list[str]:
-    """What is assumed of the sharded modes."""
-    said = [SHARDED_ASSUMPTION] if sharded else []
+def _about(setting: "Setting", sharded: Sequence[str]) -> list[str]:
+    """What is assumed of clipping and of the sharded modes."""
+    said = [*([CLIPPED] if setting.clips else []), *([SHARDED_ASSUMPTION] if sharded else [])]
     if setting.ranks_per_node is not None and any(way_of(way).nodes for way in sharded):
         nodes = setting.ranks // setting.ranks_per_node
         said.append(f"hsdp: {nodes} nodes of {setting.ranks_per_node} ranks, each with one copy of the model")
@@ -332,7 +379,7 @@ def _measured(
 
 
 def _throughputs(
-    name: str, network: "Network", batches: Mapping[str, int], density: float, activations_of: Callable[[str], str]
+    name: str, network: "Network", batches: Mapping[str, int], setting: "Setting", activations_of: Callable[[str], str]
 ) -> tuple[dict[str, float], list[str]]:
     """Samples per second by mode and what they assume; no numbers for a model without a trace."""
     if name not in bundled_traces() and not Path(name).is_file():
@@ -345,7 +392,8 @@ def _throughputs(
         assumptions.append("lean's forward runs twice")
     if "offload" in activations.values():
         assumptions.append("no throughput of lean: its activations wait for the link to the host, which no trace knows")
-    return throughputs(arguments.trace(name), network, batches, density, activations), assumptions
+    wire = setting.options.wire
+    return throughputs(arguments.trace(name), network, batches, setting.density, activations, wire), assumptions
 
 
 def throughput_network(text: str | None, rate: str | None, ranks: int | None) -> "Network | None":

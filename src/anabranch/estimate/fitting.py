@@ -8,6 +8,7 @@ from anabranch.footprint.account import DDP, FRAGMENTATION, OKTOPK, WAYS, Settin
 from anabranch.scaling.compression import Compression
 from anabranch.scaling.result import Kind
 from anabranch.sparse.naming import density_of
+from anabranch.sparse.options import OkTopk
 
 
 class Fitting(NamedTuple):
@@ -33,14 +34,13 @@ def largest_batches(
     ``optimizer_name`` is the word for the estimator's optimizer in the assumptions. ``sharded`` is the setting of
     strategies that shard the model: the fewer ranks, the more each of them holds.
     """
-    largest: dict[tuple[str, float], int] = {}
+    largest: dict[tuple[str, Setting], int] = {}
     batches: dict[str, int] = {}
     for name, kind in kinds.items():
-        mode, density = _mode(name, kind)
-        if (mode, density) not in largest:
-            setting = sharded if sharded is not None and kind == "sharded" else Setting(ranks=ranks, density=density)
-            largest[mode, density] = estimator.largest_batch(mode, setting, limit_nbytes)
-        batches[name] = largest[mode, density]
+        mode, setting = _mode(name, kind, ranks, sharded)
+        if (mode, setting) not in largest:
+            largest[mode, setting] = estimator.largest_batch(mode, setting, limit_nbytes)
+        batches[name] = largest[mode, setting]
     assumptions = [
         *(f"memory: {said}" for said in estimator.assumptions),
         f"memory: {optimizer_name} as the optimizer",
@@ -57,11 +57,16 @@ def largest_batches(
     return Fitting(batches, assumptions)
 
 
-def _mode(name: str, kind: Kind) -> tuple[str, float]:
-    """The mode whose memory a strategy needs, and the highest density that it may choose; 1 if it has none."""
-    if kind in ("dense", "sharded"):
-        return (DDP if kind == "dense" else name), 1.0
+def _mode(name: str, kind: Kind, ranks: int, sharded: Setting | None) -> tuple[str, Setting]:
+    """The mode whose memory a strategy needs, at the highest density that it may choose; at 1 if it has none."""
+    if kind == "sharded":
+        return name, sharded or Setting(ranks=ranks, density=1.0)
+    if kind == "dense":
+        return DDP, Setting(ranks=ranks, density=1.0)
     compression = Compression.named(name)
     density = max((density_of(kind) or 0.0 for kind in compression.kinds), default=0.0)
-    way = Way(OKTOPK if density else compression.kinds[0], compression.lean)
-    return next(mode for mode, known in WAYS.items() if known == way), density or 1.0
+    # A residual, of all values, outweighs messages, of two buckets. Without one, the first kind has the largest ones.
+    residual = [kind for kind in compression.kinds if Way(kind).keeps_residual]
+    way = Way(OKTOPK if density else [*residual, *compression.kinds][0], compression.lean)
+    setting = Setting(ranks=ranks, density=density or 1.0, options=OkTopk(wire=compression.wire))
+    return next(mode for mode, known in WAYS.items() if known == way), setting

@@ -7,12 +7,12 @@ from anabranch.alpha_beta import AlphaBeta
 from anabranch.footprint.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, WAYS, is_sharded
 from anabranch.network import Network
 from anabranch.planners import by_bytes
-from anabranch.planners.compressed import compressed_if_faster
-from anabranch.scaling.compression import dense_only, priced
+from anabranch.scaling.compression import compressed_strategies
 from anabranch.scaling.sharding import Sharding
 from anabranch.scaling.sweep import recorded_batch
 from anabranch.sim import finish_s
 from anabranch.sparse.naming import kind_of
+from anabranch.sparse.sizes import Precision
 from anabranch.trace import Trace
 
 # Naive sparsification beside its messages: ResNet-152's step on an H200 took 198 ms with it and 136 ms without.
@@ -22,28 +22,39 @@ PAIR_NBYTES = 8
 ASSUMPTIONS = (
     "computing takes as long as in the bundled trace, in proportion to the batch",
     "naive sparse selects for 1.03 ns per element after backward, as on an H200, and then gathers, hiding nothing",
-    "compressed buckets travel by the exact plan for their kind; lean's copies of the residual, to host memory and "
-    "back, are hidden",
+    "compressed buckets travel by the exact plan for their kind, under auto by the least lossy one; lean's copies of "
+    "the residual, to host memory and back, are hidden",
 )
 
 
 def throughputs(
-    trace: Trace, network: Network, batches: Mapping[str, int], density: float, activations: Mapping[str, str]
+    trace: Trace,
+    network: Network,
+    batches: Mapping[str, int],
+    density: float,
+    activations: Mapping[str, str],
+    wire: Precision = "fp32",
 ) -> dict[str, float]:
     """Samples per second of each mode at its batch, with activations as ``activations`` says by mode.
 
-    A mode whose batch is 0 is left out. So is one that offloads all activations: the link to the host is slower than
-    computing, and a trace does not contain it.
+    Ok-Topk sends a share of ``density``, its values as ``wire`` says. A mode whose batch is 0 is left out. So is one
+    that offloads all activations: the link to the host is slower than computing, and a trace does not contain it.
     """
     return {
-        mode: samples_per_s(trace, network, mode, batch, density, activations[mode] == "recompute")
+        mode: samples_per_s(trace, network, mode, batch, density, activations[mode] == "recompute", wire)
         for mode, batch in batches.items()
         if batch and activations[mode] != "offload"
     }
 
 
 def samples_per_s(
-    trace: Trace, network: Network, mode: str, batch: int, density: float, recompute: bool = False
+    trace: Trace,
+    network: Network,
+    mode: str,
+    batch: int,
+    density: float,
+    recompute: bool = False,
+    wire: Precision = "fp32",
 ) -> float:
     """Samples per second of all ranks together; with ``recompute``, backward runs the forward a second time.
 
@@ -65,7 +76,7 @@ def samples_per_s(
         (step_s,) = Sharding.named(mode)(here, here, [network]).steps_s
     else:
         kind = WAYS[mode].exchange
-        step_s = here.forward_s + _compressed_s(here, network, kind_of(density) if kind == OKTOPK else kind)
+        step_s = here.forward_s + _compressed_s(here, network, kind_of(density, wire) if kind == OKTOPK else kind)
     return network.world_size * batch / step_s
 
 
@@ -80,6 +91,7 @@ def naive_s(numel: int, network: Network, density: float) -> float:
     return NAIVE_S_PER_ELEMENT * numel + (ranks - 1) * (links.alpha_s + pairs_nbytes * links.beta_s_per_byte)
 
 
-def _compressed_s(trace: Trace, network: Network, kind: str) -> float:
-    here = priced(network, [kind])
-    return finish_s(trace, compressed_if_faster(trace, here, kind, dense_only(trace)), here)
+def _compressed_s(trace: Trace, network: Network, name: str) -> float:
+    strategies = compressed_strategies([name], trace, network)
+    here = strategies.priced(network)
+    return finish_s(trace, strategies.planners[name](trace, here), here)

@@ -6,6 +6,7 @@
     oktopk          ddp, a residual, an owner's sums for every bucket, messages of fixed size
     bf16, int8      ddp, messages with all values of a bucket, an owner's rounding errors
     int4            the same, and a residual
+    auto            as int4, which it may choose for every bucket
     lean, dense     weights n, slots: a bucket's gradients from when it is complete until it is updated, two at a time
     lean            weights n, residual n, which is also where gradients add up, slots
     lean, host      weights n, slots, and those of the two largest neighbours: the residual is in host memory
@@ -28,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, cast
 
+from anabranch.fidelity import LEAST
 from anabranch.footprint.slots import SLOTS, ring_nbytes
 from anabranch.footprint.step_profile import (
     BucketSize,
@@ -41,6 +43,7 @@ from anabranch.kinds import COMPRESSED, DENSE
 from anabranch.quantised.block_format import STORED
 from anabranch.quantised.cost_model import Region
 from anabranch.quantised.options import Quantised
+from anabranch.scaling.compression import AUTO
 from anabranch.scaling.sharding import block_of
 from anabranch.sharded.step import REST, held_at, host_order
 from anabranch.sharded.ways import RESHARD, UNPLANNED, ShardedWay, way_of
@@ -59,7 +62,8 @@ BLAS_WORKSPACE_NBYTES = 2 * 32 * 2**20  # cuBLAS's on an H100 or H200: one for t
 PAIR_NBYTES = 8  # a float32 value and its int32 position
 FLOAT_NBYTES = 4
 NO_MESSAGES: Mapping[str, int] = {"send": 0, "receive": 0, "workspace": 0}
-WITH_RESIDUAL = [kind for kind in COMPRESSED if Quantised(kind).keeps_residual]
+ROUNDED = (*COMPRESSED, AUTO)
+WITH_RESIDUAL = [kind for kind in ROUNDED if Quantised(LEAST if kind == AUTO else kind).keeps_residual]
 
 ResidualPlacement = Literal["in place", "host", "bf16", "int8"]
 
@@ -104,8 +108,8 @@ WAYS: Mapping[str, Way] = {
     LEAN_HOST: Way(OKTOPK, lean=True, residuals="host"),
     LEAN_BF16: Way(OKTOPK, lean=True, residuals="bf16"),
     LEAN_INT8: Way(OKTOPK, lean=True, residuals="int8"),
-    **{kind: Way(kind) for kind in COMPRESSED},
-    **{f"{LEAN}, {kind}": Way(kind, lean=True) for kind in COMPRESSED},
+    **{kind: Way(kind) for kind in ROUNDED},
+    **{f"{LEAN}, {kind}": Way(kind, lean=True) for kind in ROUNDED},
     **{f"{LEAN}, {kind}, host": Way(kind, lean=True, residuals="host") for kind in WITH_RESIDUAL},
     **{
         f"{LEAN}, {kind}, residuals {how}": Way(kind, lean=True, residuals=cast(ResidualPlacement, how))
@@ -116,7 +120,7 @@ WAYS: Mapping[str, Way] = {
 
 
 def modes_of(exchange: str) -> list[str]:
-    """The modes of one exchange, "oktopk", "dense" or a kind that rounds: in DataParallel, then on Lean."""
+    """The modes of one exchange, "oktopk", "dense", "auto" or a kind that rounds: in DataParallel, then on Lean."""
     return [mode for mode, way in WAYS.items() if way.exchange == exchange]
 
 
@@ -469,7 +473,8 @@ def _messages(bucket: BucketSize, setting: Setting, way: Way) -> list[Mapping[st
     storing = [{**NO_MESSAGES, "workspace": way.stored_nbytes(bucket)}] if way.residuals in STORED else []
     if way.exchange == OKTOPK:
         return [*_sparse_messages(bucket, setting), *storing]
-    return [quantised_messages(way.exchange, bucket.numel, setting.ranks, way.keeps_residual), *storing]
+    kind = LEAST if way.exchange == AUTO else way.exchange
+    return [quantised_messages(kind, bucket.numel, setting.ranks, way.keeps_residual), *storing]
 
 
 def quantised_messages(kind: str, numel: int, ranks: int, keeps_residual: bool) -> dict[str, int]:

@@ -26,7 +26,7 @@ class Lean:
                   each bucket has its own and is updated inside backward, so its gradient need not live any longer. Or
                   an optimizer of torch.optim over the model's parameters, which is taken over. None: that of the
                   framework, where an integration says so
-    residuals     where residuals of sparse buckets are between exchanges: "in place" (on the device, where gradients
+    residuals     where residuals of Ok-Topk and int4 are between exchanges: "in place" (on the device, where gradients
                   add up), "host" (in pinned host memory, fetched while the bucket before is computed), or on the device
                   rounded to "bf16" or "int8", in half or a quarter of the memory
     activations   where activations are until backward: kept, or Activations(mode="offload"), "recompute", or "auto"

@@ -20,6 +20,11 @@ CAPTION = (
     "* best. Speed-up: iteration against by_bytes. Above bound: how much later than the earliest finish conceivable on "
     f"that many lanes. {PLANNER_NAMES}"
 )
+ERROR = (
+    "Error: the expected squared error of a step's averages, relative to them. One kind travels by the exact plan; of "
+    "several, the least lossy plan that ends at most 1 % of the computing time after the fastest is taken"
+)
+Column = tuple[str, Callable[[ComparedPlanner], str]]  # its header, and the cell of a row
 
 
 def best(
@@ -32,15 +37,15 @@ def best(
 def comparison_report(found: CompareDocument) -> RenderableType:
     """The table, one for ways to compress, and one more each where the network's spread was measured."""
     winner = best(found.rows)
-    planners = _table("Planners", found.rows, "above\nbound", lambda row: percent(row.above_bound), winner)
+    lanes, above_bound = ("lanes", lambda row: str(row.lanes)), ("above\nbound", lambda row: percent(row.above_bound))
+    planners = _table("Planners", found.rows, lanes, above_bound, winner)
     planners.caption = Text(CAPTION)
     parts: list[RenderableType] = [planners]
     if found.compressed:
-
-        def gain(row: ComparedPlanner) -> str:
-            return factor(ratio(winner.iteration_s, row.iteration_s))
-
-        parts += [Text(), _table("Compressed, by the exact plan", found.compressed, f"over\n{winner.name}", gain)]
+        gain = (f"over\n{winner.name}", lambda row: factor(ratio(winner.iteration_s, row.iteration_s)))
+        compressed = _table("Compressed", found.compressed, ("error", error), gain)  # all of them on one lane
+        compressed.caption = Text(plain(about_compressed(found)))
+        parts += [Text(), compressed]
     if found.rows[0].iteration_high_s is not None:
         parts += [Text(), _spread([*found.rows, *found.compressed], len(found.rows))]
     if found.assumptions:
@@ -48,21 +53,33 @@ def comparison_report(found: CompareDocument) -> RenderableType:
     return Group(*parts)
 
 
+def about_compressed(found: CompareDocument) -> str:
+    """What the errors of compressed rows are, and what was chosen for those that choose among several kinds."""
+    mixes = {row.name: row.kinds for row in found.compressed if row.planner == "least_lossy"}
+    said = [f"{name}: {', '.join(f'{kind} {percent(kinds[kind])}' for kind in kinds)}" for name, kinds in mixes.items()]
+    return f"{ERROR}. {'Shares of the values: ' if said else ''}{''.join(f'{one}. ' for one in said)}".rstrip()
+
+
+def error(row: ComparedPlanner) -> str:
+    """The error of a plan, in two digits."""
+    return "-" if row.error is None else f"{row.error:.2g}"
+
+
 def _table(
     title: str,
     rows: Sequence[ComparedPlanner],
-    last_header: str,
-    last_cell: Callable[[ComparedPlanner], str],
+    third: Column,
+    last: Column,
     winner: ComparedPlanner | None = None,
 ) -> Table:
     scale = time_scale(row.iteration_s for row in rows)
     times = [f"{what}\n{scale.unit}" for what in ("finish", "exposed", "iteration")]
-    table = columns(title, "planner", "buckets", "lanes", *times, "speed-\nup", last_header, left=["planner"])
+    table = columns(title, "planner", "buckets", third[0], *times, "speed-\nup", last[0], left=["planner"])
     for row in rows:
         cells = [
-            ("* " if row is winner else "  ") + row.name, f"{row.buckets:,}", str(row.lanes),
+            ("* " if row is winner else "  ") + row.name, f"{row.buckets:,}", third[1](row),
             scale(row.finish_s), scale(row.exposed_s), scale(row.iteration_s),
-            factor(row.speedup), last_cell(row),
+            factor(row.speedup), last[1](row),
         ]  # fmt: skip
         table.add_row(*map(Text, cells), style="bold" if row is winner else None)
     return table

@@ -6,7 +6,7 @@ on numbers are checked on reading only: they keep what is drawn finite. (The doc
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -123,7 +123,8 @@ class ComparedPlanner:
     ``speedup`` is over DDP's default. ``lower_bound_s`` is what no plan on as many lanes that sends everything in full
     can finish before, and ``above_bound`` how much later, as a share of it, this one does. The low and high iteration
     times are those of the same plan on a network one measured spread faster and slower; None where no spread was
-    measured.
+    measured. ``kinds`` is the share of all values that travels by each kind of exchange, and ``error`` the expected
+    squared error of a step's averages, relative to them; without them in files of earlier versions.
     """
 
     __pydantic_config__: ClassVar = READ
@@ -142,13 +143,15 @@ class ComparedPlanner:
     above_bound: Number
     iteration_low_s: Seconds | None = None
     iteration_high_s: Seconds | None = None
+    kinds: Mapping[str, Number] = field(default_factory=dict)
+    error: Number | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareDocument:
     """``compare --json``; ``trace`` and ``network`` as they were named on the command line.
 
-    ``compressed``: the exact plan for each way to compress, which ``assumptions`` are for. ``best`` is of ``rows``.
+    ``compressed``: the plan for each way to compress, which ``assumptions`` are for. ``best`` is of ``rows``.
     """
 
     __pydantic_config__: ClassVar = READ

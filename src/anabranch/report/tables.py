@@ -16,6 +16,7 @@ from anabranch.report.documents import Durations, PlannedBucket
 from anabranch.report.figures import durations, samples, small_tensors
 from anabranch.report.formatting import bandwidth, count, label, percent, plain, seconds, size, time_scale
 from anabranch.report.gantt import Gantt
+from anabranch.scaling.compression import about_sent
 from anabranch.timeline import Timeline
 from anabranch.trace import Trace
 
@@ -46,11 +47,13 @@ def facts(title: str, pairs: Iterable[tuple[str, str | Text]]) -> Table:
     return table
 
 
-def add_rows(table: Table, rows: Iterable[Cells], total: int, thing: str) -> Table:
-    """The rows that fit a screenful or two; the caption says how many were left out."""
+def add_rows(table: Table, rows: Iterable[Cells], total: int, thing: str, note: str = "") -> Table:
+    """The rows that fit a screenful or two; the caption says how many were left out, and has the note."""
+    table.caption = Text(note) if note else None
     for index, row in enumerate(rows):
         if index == MAX_ROWS:
-            table.caption = Text(f"and {count(total - MAX_ROWS, thing)} more: --json lists all")
+            left_out = f"and {count(total - MAX_ROWS, thing)} more: --json lists all"
+            table.caption = Text(f"{left_out}. {note}" if note else left_out)
             break
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
@@ -148,7 +151,7 @@ def bucket_table(buckets: Sequence[PlannedBucket]) -> Table:
          scale(b.ready_s), scale(b.start_s), scale(b.end_s), label(b.names[0])]
         for b in buckets
     )  # fmt: skip
-    return add_rows(table, rows, len(buckets), "bucket")
+    return add_rows(table, rows, len(buckets), "bucket", about_sent(bucket.collective for bucket in buckets))
 
 
 def _way(bucket: PlannedBucket) -> Cells:

@@ -15,44 +15,54 @@ from anabranch.quantised.cost_model import exchange_of as quantised_exchange
 from anabranch.scaling.result import Kind
 from anabranch.scaling.sweep import Planner
 from anabranch.sparse.cost_model import exchange_of as sparse_exchange
-from anabranch.sparse.naming import DENSITIES, KIND, density_of, given_density, kind_of
+from anabranch.sparse.naming import DENSITIES, KIND, density_of, given_density, kind_of, split_wire
+from anabranch.sparse.options import OkTopk
+from anabranch.sparse.sizes import ENTRY_NBYTES, Precision
 from anabranch.trace import TensorSpec, Trace
 
 AUTO = "auto"
+AS_FP32 = (
+    "Sparse buckets send 8 bytes an entry here, and cost that where they were not measured: as fp32, since a plan does "
+    "not say OkTopk's wire."
+)
 LEAN = "lean"  # sends the messages of Ok-Topk, or of the kind behind the colon, from an engine that holds less memory
 
 
 class Compression(NamedTuple):
-    """What the name of a strategy says, such as "int8", "oktopk:0.01@nodes" or "lean:int4".
+    """What the name of a strategy says, such as "int8", "oktopk:0.01:bf16", "oktopk:0.01@nodes" or "lean:int4".
 
     kinds           the exchanges that it chooses from: one, all densities of Ok-Topk, or those of "auto"
     lean            whether the Lean engine runs them
     between_nodes   whether they run between nodes alone
+    wire            how sparse ones send values
     """
 
     kinds: tuple[str, ...]
     lean: bool = False
     between_nodes: bool = False
+    wire: Precision = "fp32"
 
     @classmethod
     def named(cls, name: str) -> "Compression":
         """The compression of this name; ValueError if there is none."""
         what = name.removesuffix(BETWEEN_NODES)
-        family, _, rest = what.partition(":")
-        lean, between_nodes = family == LEAN, what != name
-        kind = rest if lean and rest in COMPRESSED else what
-        if kind in COMPRESSED:
-            return cls((kind,), lean, between_nodes)
-        if family == AUTO and (chosen := _ladder(rest)):
-            return cls(chosen, between_nodes=between_nodes)
-        if family not in (KIND, LEAN):
+        lean, between_nodes = what.partition(":")[0] == LEAN, what != name
+        exchange = what.removeprefix(f"{LEAN}:")  # "lean:int8" runs int8, "lean:0.01" Ok-Topk
+        if exchange in COMPRESSED:
+            return cls((exchange,), lean, between_nodes)
+        family, _, at_least = exchange.partition(":")
+        if family == AUTO and (chosen := _ladder(at_least)):
+            return cls(chosen, lean, between_nodes)
+        if family != KIND and not lean:
             raise ValueError(
                 f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden, down to int4), {AUTO}:{KIND}:0.01 "
                 f"(down to 1 % sparse), {', '.join(COMPRESSED)}, {KIND} "
-                f"(as dense as is hidden) or {KIND}:0.01; on Lean {LEAN}:int8, {LEAN} or {LEAN}:0.01; between nodes "
-                f"alone int8{BETWEEN_NODES}"
+                f"(as dense as is hidden), {KIND}:0.01 or {KIND}:0.01:bf16 (with packed values); on Lean {LEAN}:int8, "
+                f"{LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes alone int8{BETWEEN_NODES}"
             )
-        return cls(tuple(map(kind_of, [given_density(what)] if rest else DENSITIES)), lean, between_nodes)
+        plain, wire = split_wire(what)
+        densities = DENSITIES if plain in (KIND, LEAN) else [given_density(plain)]
+        return cls(tuple(map(kind_of, densities)), lean, between_nodes, wire)
 
     @property
     def strategy_kind(self) -> Kind:
@@ -62,9 +72,15 @@ class Compression(NamedTuple):
         return "quantised" if all(kind in COMPRESSED for kind in self.kinds) else "sparse"
 
     @property
+    def planner_name(self) -> str:
+        """The planner that ``planner`` returns, by its name in ``planners``."""
+        return "optimal" if len(self.kinds) == 1 else "least_lossy"
+
+    @property
     def collectives(self) -> list[str]:
-        """The names of ``kinds`` in the buckets of a plan."""
-        return [kind + BETWEEN_NODES * self.between_nodes for kind in self.kinds]
+        """The names of ``kinds`` in the buckets of a plan and in the costs of a network."""
+        wire = f":{self.wire}" * (self.wire != "fp32")
+        return [kind + wire + BETWEEN_NODES * self.between_nodes for kind in self.kinds]
 
     def planner(self, dense: Sequence[str]) -> Planner:
         """The planner that chooses among these kinds; the gradients named ``dense`` travel so."""
@@ -118,12 +134,25 @@ def priced(network: Network, kinds: Iterable[str]) -> Network:
     return _with_costs(network, exchanges_on(network, kinds))
 
 
+def kind_of_bucket(collective: str) -> str:
+    """The kind that a bucket of a live plan names, which has neither the wire nor the "@nodes" of a price."""
+    return split_wire(collective.removesuffix(BETWEEN_NODES))[0]
+
+
 def sent_nbytes(kind: str, tensors: Sequence[TensorSpec], ranks: int) -> int | None:
-    """Bytes that one rank sends for a bucket of these gradients; None if there is no model of this kind."""
+    """Bytes that one rank sends for a bucket of these gradients; None if there is no model of this kind.
+
+    Ok-Topk sends float32 values unless the kind names a wire, which kinds of a live plan do not.
+    """
     if kind == DENSE:  # a ring all-reduce
         return 2 * (ranks - 1) * sum(tensor.nbytes for tensor in tensors) // ranks
     exchange = None if kind.endswith(BETWEEN_NODES) else _exchange(kind)  # which depends on how many nodes there are
     return None if exchange is None else exchange.sent_nbytes(sum(tensor.numel for tensor in tensors), ranks)
+
+
+def about_sent(kinds: Iterable[str]) -> str:
+    """What ``sent_nbytes`` assumes of these kinds, of a plan; empty if nothing."""
+    return AS_FP32 if any(density_of(kind) is not None for kind in kinds) else ""
 
 
 def dense_only(trace: Trace) -> list[str]:
@@ -141,11 +170,12 @@ def _with_costs(network: Network, exchanges: Iterable[Exchange]) -> Network:
 def _exchange(collective: str, network: Network | None = None) -> Exchange | None:
     """The exchange that buckets name so; what it computes is taken from ``network`` where it was measured there."""
     kind = collective.removesuffix(BETWEEN_NODES)
-    density = density_of(kind)
+    plain, wire = split_wire(kind)
+    density = density_of(plain)
     if kind in COMPRESSED:
         found = quantised_exchange(kind, network)
     elif density is not None:
-        found = sparse_exchange(density, network)
+        found = sparse_exchange(density, network, OkTopk(wire=wire))
     else:
         return None
     return found if kind == collective else found.between_nodes()
@@ -156,8 +186,8 @@ def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], n
     wanted = list(wanted)
     if not wanted:
         return []
-    rounded = {kind: found for found in exchanges if (kind := found.kind.removesuffix(BETWEEN_NODES)) in COMPRESSED}
-    sparsely = [found for found in exchanges if density_of(found.kind.removesuffix(BETWEEN_NODES)) is not None]
+    rounded = {kind: found for found in exchanges if (kind := kind_of_bucket(found.kind)) in COMPRESSED}
+    sparsely = [found for found in exchanges if density_of(kind_of_bucket(found.kind)) is not None]
     said = []
     if rounded:
         said.append(
@@ -167,10 +197,12 @@ def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], n
         said += [f"{kind} computes for {found.computing.source}" for kind, found in rounded.items()]
     if sparsely:
         sources = " and ".join(dict.fromkeys(found.computing.source for found in sparsely))
+        wires = dict.fromkeys(split_wire(found.kind.removesuffix(BETWEEN_NODES))[1] for found in sparsely)
+        sizes = " or ".join(f"{ENTRY_NBYTES[wire]} bytes as {wire}" for wire in wires)
         said += [
             "sparse buckets cost the messages that virtual ranks count for Ok-Topk's fixed-size exchange, 2(P-1) of "
-            "1.25 k/P pairs one behind the other, and new regions every 64 steps",
-            f"selecting takes {sources}",
+            f"1.25 k/P pairs one behind the other, {sizes}, and new regions every 64 steps",
+            f"selecting takes {sources}" + ", and packing no time" * any(wire != "fp32" for wire in wires),
         ]
     if measured := [found.kind for found in exchanges if found.kind in network.curves]:
         said.append(f"at {network.world_size} ranks {', '.join(measured)} buckets cost what was measured there")

@@ -78,7 +78,8 @@ class Strategy:
         """Every value in full, every value rounded, or some of the values; Lean by the kind in its name."""
         if self.kind == "lean":
             exchange = self.name.removesuffix(BETWEEN_NODES).partition(":")[2]
-            return "quantised" if exchange in COMPRESSED else "sparse"
+            rounds = exchange.removeprefix("auto:") in (*COMPRESSED, "auto")
+            return "quantised" if rounds else "sparse"
         return "dense" if self.kind == "sharded" else self.kind
 
 

@@ -47,9 +47,10 @@ def scale(
     world_sizes     numbers of ranks, rising
     planners        names of ``scaling.line_up``: strategies that send every value
     compress        further strategies with compressed buckets where they gain: "bf16", "int8" and "int4" round every
-                    element, "oktopk:0.01" sends 1 % of them, "oktopk" chooses the density, "auto" chooses among
-                    those that round, "auto:oktopk:0.01" among all of these; "lean:int8", "lean:0.01" and "lean" do
-                    so on the Lean engine; "int8@nodes" does so between nodes that are dense inside
+                    element, "oktopk:0.01" sends 1 % of them, "oktopk:0.01:bf16" with packed values, "oktopk"
+                    chooses the density, "auto" chooses among those that round, "auto:oktopk:0.01" among all of
+                    these; "lean:int8", "lean:auto", "lean:0.01" and "lean" do so on the Lean engine; "int8@nodes" does
+                    so between nodes that are dense inside
     sharded         further strategies that shard the model by FSDP2: names of ``sharded.ways``; "hsdp" and its like
                     shard inside nodes, on two-level networks, "hsdp@int8" with int8 between them
     scaling         "weak" keeps the batch of each rank, "strong" the global batch

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from anabranch.exchange_cost import FLOAT_NBYTES, Computing, Exchange, Phase
 from anabranch.network import Network
-from anabranch.sparse.naming import density_of, kind_of
+from anabranch.sparse.naming import density_of, kind_of, split_wire
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import Sizes
 
@@ -37,11 +37,17 @@ def phases(numel: int, ranks: int, density: float, options: OkTopk | None = None
 def exchange_of(density: float, network: Network | None = None, options: OkTopk | None = None) -> Exchange:
     """The exchange of this density. It selects for as long as it did on ``network``, if measured there, or an H200.
 
-    Selection reads every element whatever the density, so the measured density nearest to this one is used.
+    Selection reads every element whatever the density and the wire, so what was measured nearest to them is used.
     """
-    assumed = Exchange(kind_of(density), lambda numel, ranks: phases(numel, ranks, density, options).values(), H200)
-    known = [found for kind in (network.curves if network is not None else ()) if (found := density_of(kind))]
+    options = options or OkTopk()
+    kind = kind_of(density, options.wire)
+    assumed = Exchange(kind, lambda numel, ranks: phases(numel, ranks, density, options).values(), H200)
+    measured = [split_wire(kind) for kind in (network.curves if network is not None else ())]
+    known = [(wire != options.wire, abs(d - density), d, wire) for kind, wire in measured if (d := density_of(kind))]
     if network is None or not known:
         return assumed
-    nearest = exchange_of(min(known, key=lambda measured: abs(measured - density)), options=options)
-    return replace(assumed, computing=nearest.computing_on(network) or H200)
+    *_, nearest, wire = min(known)
+    return replace(
+        assumed,
+        computing=exchange_of(nearest, options=replace(options, wire=wire)).computing_on(network) or H200,
+    )

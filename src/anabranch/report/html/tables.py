@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from statistics import median
 
-from anabranch.report.comparison import PLANNER_NAMES
+from anabranch.report.comparison import PLANNER_NAMES, about_compressed, error
 from anabranch.report.documents import COMPUTE, Benchmark, CompareDocument, MemoryDocument
 from anabranch.report.formatting import count, factor, percent, seconds, size, time_scale
 from anabranch.report.html.elements import Cell, Table
@@ -12,19 +12,20 @@ from anabranch.report.html.escaping import shortened
 from anabranch.report.html.step_view import StepView
 from anabranch.report.memory import DDP
 from anabranch.report.runs.training import StepLine, Training
+from anabranch.scaling.compression import about_sent
 
 NONE = Cell("–", float("inf"))  # sorts behind every number
 MAX_STAGES = 60
 
 
 def comparison_table(found: CompareDocument) -> Table:
-    """Every planner, and the exact plan for every way to compress."""
+    """Every planner, and the plan for every way to compress."""
     everything = [*found.rows, *found.compressed]
     scale = time_scale(row.iteration_s for row in everything)
     slowest = max((row.iteration_s for row in everything), default=1.0) or 1.0
     spread = any(row.iteration_high_s is not None for row in everything)
     headers = ["planner", "buckets", "lanes", *(f"{what}, {scale.unit}" for what in ("finish", "exposed", "iteration")),
-               "speed-up", "above bound", *(["fast – slow network"] if spread else [])]  # fmt: skip
+               "speed-up", "above bound", "error", *(["fast – slow network"] if spread else [])]  # fmt: skip
     rows = []
     for row in everything:
         cells = [
@@ -33,6 +34,7 @@ def comparison_table(found: CompareDocument) -> Table:
             Cell(scale(row.iteration_s), row.iteration_s, row.iteration_s / slowest),
             Cell(factor(row.speedup), row.speedup) if row.speedup is not None else NONE,
             Cell(percent(row.above_bound), row.above_bound) if row in found.rows else NONE,
+            Cell(error(row), row.error) if row.error is not None else NONE,
         ]  # fmt: skip
         if spread:
             low_s, high_s = row.iteration_low_s or 0.0, row.iteration_high_s or 0.0
@@ -42,7 +44,7 @@ def comparison_table(found: CompareDocument) -> Table:
     caption = (
         "Finish: end of communication, from the start of backward. Speed-up: iteration against by_bytes. Above "
         "bound: how much later than the earliest possible finish, on as many lanes, of plans that send everything in "
-        f"full. {PLANNER_NAMES}"
+        f"full. {about_compressed(found)} {PLANNER_NAMES}"
     )
     return Table(f"Planners, predicted: {of}", headers, rows, caption, found.best)
 
@@ -97,7 +99,8 @@ def bucket_table(view: StepView) -> Table:
     headers = ["bucket", "lane", "collective", "tensors", "size", "a rank sends",
                *(f"{what}, {scale.unit}" for what in ("ready", "starts", "ends")), "gradients"]  # fmt: skip
     title = f"All {count(len(rows), 'bucket')} with their gradients ({view.title})"
-    return Table(title, headers, rows, folded=True)
+    caption = about_sent(bucket.collective for bucket in view.buckets.values())
+    return Table(title, headers, rows, caption, folded=True)
 
 
 def memory_table(found: MemoryDocument) -> Table:
