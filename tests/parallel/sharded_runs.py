@@ -8,11 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 import anabranch as ab
 from anabranch.integrations.sharded import parameter_groups
 
 WIDTH, BLOCKS, BATCH = 24, 3, 6
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def two_nodes() -> DeviceMesh:
@@ -99,3 +101,12 @@ def refused(function: Callable[[], object]) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def as_before_torch_2_13() -> None:
+    """From now on this process takes its FSDP2 for an older one, which casts only for the first module of a group."""
+
+    def older(modules: object, pre_hook: object, post_hook: object, modules_to_run: object) -> None:
+        raise AssertionError("a group of modules")
+
+    _fsdp_state._register_group_forward_hooks = older  # type: ignore[assignment]

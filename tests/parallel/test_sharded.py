@@ -388,7 +388,7 @@ def without_a_part(rank: int, part: str) -> str:
     return refused(lambda: ab.replicate(model, mesh))
 
 
-PARTS = (*sharded.STATE_PARTS, *sharded.CONTEXT_PARTS, *sharded.GROUP_PARTS, *sharded.PARAMETER_PARTS)
+PARTS = (*sharded.STATE_PARTS, *sharded.GROUP_PARTS, *sharded.PARAMETER_PARTS)
 
 
 @pytest.mark.parametrize("part", PARTS)

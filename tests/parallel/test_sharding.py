@@ -17,9 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import anabranch as ab
+from anabranch.integrations.sharding import no_groups_reason
 from anabranch.sharded import Unit, save
 from anabranch.sharded.step import REST, host_order, unit_label
-from parallel.sharded_runs import BLOCKS, WIDTH, Block, groups_of, model_of, train, two_nodes, weights
+from parallel.sharded_runs import (
+    BLOCKS,
+    HALF,
+    WIDTH,
+    Block,
+    as_before_torch_2_13,
+    groups_of,
+    model_of,
+    train,
+    two_nodes,
+    weights,
+)
 from ranks import on_ranks
 
 STEPS = range(4)
@@ -70,13 +82,30 @@ def test_planned_units_are_stock_fsdp2_bit_by_bit(nodes: int, ranks: int, replic
 
 
 def mixed_precision(rank: int) -> bool:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    stock, ours = model_of(one_node(), policy=policy), ab.shard(whole(), one_node(), PLANS[2], mp_policy=policy)
+    plan = PLANS[1] if no_groups_reason({"mp_policy": HALF}) else PLANS[2]
+    stock, ours = model_of(one_node(), policy=HALF), ab.shard(whole(), one_node(), plan, mp_policy=HALF)
     return train(ours, STEPS) == train(stock, STEPS) and same(ours, stock)
 
 
 def test_options_of_fully_shard_are_passed_on() -> None:
     assert all(on_ranks(mixed_precision, 2))
+
+
+def on_an_older_torch(rank: int) -> str:
+    """What a grouped unit is told; units of one block, and blocks that are given what they compute with, are not."""
+    as_before_torch_2_13()
+    ab.shard(whole(), one_node(), PLANS[1], mp_policy=HALF)
+    assert not no_groups_reason({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)})
+    assert not no_groups_reason({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)})
+    with pytest.raises(ab.PlanError) as caught:
+        ab.shard(whole(), one_node(), PLANS[4], mp_policy=HALF)
+    return str(caught.value)
+
+
+def test_an_older_torch_cannot_cast_for_grouped_units() -> None:
+    for said in on_ranks(on_an_older_torch, 2):
+        assert "a unit of the plan has 2 blocks, 2 to 3, and FSDP2 of torch" in said
+        assert "casts to torch.bfloat16 only what the first block of a unit is given: give a plan" in said
 
 
 def order(rank: int, number: int) -> tuple[list[str], list[str], list[str], list[str]]:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import anabranch as ab
 from anabranch.integrations import sharding_trial
 from anabranch.sharded import Links
-from parallel.sharded_runs import two_nodes
+from parallel.sharded_runs import HALF, as_before_torch_2_13, two_nodes
 from ranks import on_ranks
 
 WIDTH = 64
@@ -59,6 +59,21 @@ def test_a_bound_on_memory_is_kept() -> None:
     bound = 6 * 4 * (WIDTH * WIDTH + WIDTH)  # six layers' parameters: too little to keep all of them
     found = on_ranks(trial, 2, 1, None, bound, timeout_s=120)[0]
     assert found["peak"] <= bound and not found["kept"]
+
+
+def ungrouped(rank: int) -> tuple[list[int], bool, str]:
+    """Blocks by unit, whether all are kept, and what is said, where FSDP2 cannot cast for grouped units."""
+    as_before_torch_2_13()
+    sharding_trial.measure_links = costly_messages
+    found = ab.find_sharding(build, init_device_mesh("cpu", (2,)), step, rounds=1, mp_policy=HALF)
+    units = found.fastest.units
+    return [len(unit.names) for unit in units], not any(unit.reshard for unit in units), found.explain()
+
+
+def test_an_older_torch_gets_units_of_one_block_under_mixed_precision() -> None:
+    for sizes, kept, said in on_ranks(ungrouped, 2, timeout_s=120):
+        assert sizes == [1] * 6 and kept
+        assert "Units have one block each: FSDP2 of torch" in said and "only what the first block" in said
 
 
 def no_gain(rank: int) -> dict[str, Any]:

@@ -33,6 +33,25 @@ def test_within_a_bound_it_is_the_fastest_that_fits(trace: ShardedTrace, links: 
     assert step_s(trace, found, links) == pytest.approx(fastest, rel=1e-9)
 
 
+@given(sharded_traces(max_blocks=4), links_of(), st.one_of(st.none(), st.integers(0, 60)), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_unit_per_block_is_the_fastest_of_those(
+    trace: ShardedTrace, links: Links, memory_nbytes: int | None, searching: bool
+) -> None:
+    """Also where not all can be tried."""
+    fits = (p for p in every_plan(trace) if memory_nbytes is None or peak_nbytes(trace, p) <= memory_nbytes)
+    fastest = min((step_s(trace, p, links) for p in fits if len(p) == len(trace)), default=float("inf"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "FEW", 0 if searching else planner.FEW)
+        if fastest == float("inf"):
+            with pytest.raises(PlanError, match="a unit per block, each freed after forward, needs"):
+                plan(trace, links, memory_nbytes, per_block=True)
+            return
+        found = plan(trace, links, memory_nbytes, per_block=True)
+    assert len(found) == len(trace) and (memory_nbytes is None or peak_nbytes(trace, found) <= memory_nbytes)
+    assert step_s(trace, found, links) <= (1.1 if searching else 1 + 1e-9) * fastest + 1e-9
+
+
 @given(sharded_traces(max_blocks=5), links_of(), st.one_of(st.none(), st.integers(20, 200)))
 @settings(max_examples=100, deadline=None)
 def test_the_search_alone_is_close_to_the_fastest(trace: ShardedTrace, links: Links, memory_nbytes: int | None) -> None:

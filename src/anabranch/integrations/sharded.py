@@ -36,9 +36,8 @@ from anabranch.seams import check_parts, check_seams
 
 TESTED = "2.13.0"
 SEAMS = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}
-# What FSDP2 keeps of a unit, of all units together, of those parameters of a unit that are alike, and of a parameter.
+# What FSDP2 keeps of a unit, of those parameters of a unit that are alike, and of a parameter.
 STATE_PARTS = ("_state_ctx",)
-CONTEXT_PARTS = ("post_backward_final_callback_queued",)
 GROUP_PARTS = ("mesh_info", "_all_reduce_hook", "_is_hsdp", "all_reduce_grads", "fsdp_params")
 PARAMETER_PARTS = ("mp_policy", "offload_to_cpu", "padded_sharded_param_size", "sharded_param")
 MIB = 1 << 20
@@ -320,9 +319,7 @@ def _units(model: nn.Module) -> list[Unit]:
         if not isinstance(module, FSDPModule):
             continue
         check_seams("torch", TESTED, module, SEAMS)
-        state: Any = module._get_fsdp_state()
-        check_parts("torch", TESTED, state, STATE_PARTS)
-        check_parts("torch", TESTED, state._state_ctx, CONTEXT_PARTS)
+        check_parts("torch", TESTED, module._get_fsdp_state(), STATE_PARTS)
         for group in parameter_groups(module):
             check_parts("torch", TESTED, group, GROUP_PARTS)
             if id(group) in seen:  # the modules of fully_shard([one, other]) have one unit
@@ -382,7 +379,7 @@ def is_finalized_by_hand(module: FSDPModule) -> bool:
 def is_in_backward(module: FSDPModule) -> bool:
     """Whether FSDP2 waits for the end of a backward; after one that was broken off, for ever."""
     state: Any = module._get_fsdp_state()
-    return bool(state._state_ctx.post_backward_final_callback_queued)
+    return bool(getattr(state._state_ctx, "post_backward_final_callback_queued", False))
 
 
 def gradient_dtype(one: Any) -> torch.dtype:

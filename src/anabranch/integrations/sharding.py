@@ -6,15 +6,18 @@
 Parameters, gradients and losses are those of a unit per block: a unit only says what travels together, and when.
 """
 
+import inspect
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 from anabranch.errors import PlanError
 from anabranch.integrations.mesh import (
@@ -82,9 +85,33 @@ def _checked(
         plan = ShardingPlan.per_block(block_names(model))
     elif not isinstance(plan, ShardingPlan):
         plan = load(ShardingPlan, plan)
+    grouped = next((unit for unit in plan.units if len(unit.names) > 1), None)
+    if grouped is not None and (reason := no_groups_reason(options)):
+        raise PlanError(
+            f"a unit of the plan has {len(grouped.names)} blocks, {grouped.names[0]} to {grouped.names[-1]}, and "
+            f"{reason}: give a plan with a unit per block, or cast what blocks are given yourself, with "
+            "MixedPrecisionPolicy(..., cast_forward_inputs=False), or install a newer torch"
+        )
     units = [[_block(model, name) for name in unit.names] for unit in plan.units]
     _check_apart(model, plan, units)
     return plan, units
+
+
+def no_groups_reason(options: Mapping[str, Any]) -> str:
+    """Why a unit cannot have several blocks, as the end of a sentence; empty if it can. ``options``: of fully_shard().
+
+    Before torch 2.13 a group of modules has one hook before its first module, which casts what that one is given.
+    Blocks that are given more than the last one returns, such as masks and positions, then fail or compute otherwise.
+    """
+    policy = options.get("mp_policy")
+    if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
+        return ""
+    hooks = getattr(_fsdp_state, "_register_group_forward_hooks", None)
+    if hooks is None or "cast_output_dtype" in inspect.signature(hooks).parameters:
+        return ""
+    return (
+        f"FSDP2 of torch {torch.__version__} casts to {policy.param_dtype} only what the first block of a unit is given"
+    )
 
 
 def block_names(model: nn.Module) -> list[str]:

@@ -33,7 +33,7 @@ from anabranch.integrations.mesh import (
 from anabranch.integrations.one_kind import only_kind
 from anabranch.integrations.sharded import replicate
 from anabranch.integrations.sharded_watch import Watch
-from anabranch.integrations.sharding import shard
+from anabranch.integrations.sharding import no_groups_reason, shard
 from anabranch.network import Network
 from anabranch.observe.measure import SHARDED, measure
 from anabranch.sharded import Links, ShardedTrace, ShardingPlan, peak_nbytes, step_s
@@ -58,6 +58,7 @@ class FoundSharding:
     plan        the one to use: ``fastest``, or ``default`` where that was as fast
     default     a unit per block, each freed after forward
     fastest     the planner's
+    ungrouped   why units have one block each; empty if they may have more
     """
 
     plan: ShardingPlan
@@ -67,6 +68,7 @@ class FoundSharding:
     links: Links
     default_s: float | None = None
     fastest_s: float | None = None
+    ungrouped: str = ""
 
     def explain(self) -> str:
         """What was predicted, what was measured, and which plan to use."""
@@ -80,6 +82,8 @@ class FoundSharding:
             lines.append(
                 f"{name}: {plan.described()}, {mib:.0f} MiB at most: {predicted_s * 1e3:.1f} ms predicted, {measured}."
             )
+        if self.ungrouped:
+            lines.append(f"Units have one block each: {self.ungrouped}.")
         if self.plan != self.default:
             lines.append("The planned units are used.")
         elif self.fastest_s is None:
@@ -154,17 +158,18 @@ class _Trial:
             links = _with_kind(links, self.compress, trace, recorded, mesh)
         if memory_nbytes is None and device.type == "cuda":
             memory_nbytes = peak_nbytes(trace, default) + _spare_nbytes(stock, mesh, device)
+        ungrouped = no_groups_reason(self.options)
         with fails_together("planning", mesh):
-            fastest = planned(trace, links, memory_nbytes)
+            fastest = planned(trace, links, memory_nbytes, per_block=bool(ungrouped))
         check_same_over("the sharding plan", dumps(fastest).splitlines(), mesh)
         if step_s(trace, fastest, links) > WORTH * step_s(trace, default, links):
-            return FoundSharding(default, default, fastest, trace, links)
+            return FoundSharding(default, default, fastest, trace, links, ungrouped=ungrouped)
         ours = self.sharded_by(fastest)
         times = [(self.timed(stock), self.timed(ours)) for _ in range(self.rounds + 1)][1:]
         default_s, fastest_s = (median(column) for column in zip(*times, strict=True))
         ratio = median(after / before for before, after in times)
         chosen = fastest if ratio <= WORTH else default
-        return FoundSharding(chosen, default, fastest, trace, links, default_s, fastest_s)
+        return FoundSharding(chosen, default, fastest, trace, links, default_s, fastest_s, ungrouped)
 
     def sharded_by(self, plan: ShardingPlan | None) -> nn.Module:
         """A model of the trial's own; without a plan, a unit per block."""

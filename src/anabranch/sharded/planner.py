@@ -2,8 +2,9 @@
 
 Units are consecutive blocks. Where parameters may all be kept, freeing any of them only adds messages, and gathering
 farther ahead only starts them earlier, so that just the cuts are open; under a bound on memory, so are the units to
-free and how far to prefetch. If there are few such plans, each is simulated. Otherwise a search starts from even
-cuts into many numbers of units, and moves, merges, halves, keeps and frees while the simulated step becomes shorter.
+free and how far to prefetch. Where units must have one block each, only those two are. If there are few such plans,
+each is simulated. Otherwise a search starts from even cuts into many numbers of units, and moves, merges, halves,
+keeps and frees while the simulated step becomes shorter.
 """
 
 from bisect import bisect_left
@@ -36,17 +37,21 @@ Score = tuple[float, int, int]  # seconds, then bytes, then units: less is bette
 NEVER: Score = (inf, 0, 0)
 
 
-def plan(trace: ShardedTrace, links: Links, memory_nbytes: int | None = None) -> ShardingPlan:
+def plan(
+    trace: ShardedTrace, links: Links, memory_nbytes: int | None = None, *, per_block: bool = False
+) -> ShardingPlan:
     """The fastest plan of all whose ``peak_nbytes`` is at most ``memory_nbytes``; of equally fast ones, the smallest.
 
-    PlanError if even a unit per block, each freed after forward, needs more.
+    ``per_block``: of those with a unit per block. PlanError if even such a plan, each unit freed after forward, needs
+    more.
     """
-    scores = _Scores(trace, links, memory_nbytes)
+    scores = _Scores(trace, links, memory_nbytes, per_block)
     count = len(trace)
     least = Layout(tuple(range(count + 1)), (True,) * count, 1)  # as FSDP2's users make them
+    kept = Layout(least.edges, (False,) * count, count)
     layouts: Iterable[Layout] = _all(count, memory_nbytes is not None)
     if _how_many(count, memory_nbytes is not None) > FEW:
-        starts = sorted({least, *_starts(trace, memory_nbytes is not None)}, key=scores.of)
+        starts = sorted({least, kept, *_starts(trace, memory_nbytes is not None)}, key=scores.of)
         layouts = [_climbed(start, scores, TRIALS // STARTS) for start in starts[:STARTS]]
     best = min((least, *layouts), key=scores.of)
     if scores.of(best) == NEVER:
@@ -61,8 +66,9 @@ def plan(trace: ShardedTrace, links: Links, memory_nbytes: int | None = None) ->
 class _Scores:
     """Simulates layouts, each once."""
 
-    def __init__(self, trace: ShardedTrace, links: Links, memory_nbytes: int | None) -> None:
+    def __init__(self, trace: ShardedTrace, links: Links, memory_nbytes: int | None, per_block: bool) -> None:
         self._trace, self._links, self._memory_nbytes = trace, links, memory_nbytes
+        self._min_units = len(trace) if per_block else 1
         columns = zip(*((b.nbytes, b.gradient_nbytes, b.forward_s, b.backward_s) for b in trace.blocks), strict=True)
         self._totals = [list(accumulate(column, initial=0)) for column in columns]
         self._rest = unit_cost(trace.rest_nbytes, trace.rest_gradient_nbytes, 0.0, 0.0, links)
@@ -84,6 +90,8 @@ class _Scores:
         return next(layout for layout in layouts if self.of(layout)[0] <= self.of(best)[0])
 
     def _simulated(self, layout: Layout) -> Score:
+        if len(layout.reshard) < self._min_units:
+            return NEVER
         actions = list(host_order(layout.reshard, layout.prefetch))
         peak = peak_of(self.sizes(layout.edges), actions)
         if self._memory_nbytes is not None and peak > self._memory_nbytes:
