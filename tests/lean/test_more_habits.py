@@ -369,3 +369,77 @@ def frozen_before_wrapping(rank: int) -> str:
 def test_what_is_frozen_on_one_rank_before_wrapping_is_an_error_on_all() -> None:
     one, other = on_ranks(frozen_before_wrapping, 2)
     assert one == other and "inner.0.weight" in one and "grad=False" in one
+
+
+# Compiled blocks and compiled models, whatever happens to activations.
+
+RUNS: list[int] = []  # of compiled graphs, on this rank
+
+
+def counting(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """A backend that notes every run of its graphs."""
+    made: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def run(*args: Any) -> Any:
+        RUNS.append(1)
+        return made(*args)
+
+    return run
+
+
+class OfOnesOwn(nn.Module):
+    """A block with a forward of its own: torch does not compile that of a Sequential in place."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        computed: torch.Tensor = self.layers(given)
+        return computed
+
+
+def compiled_inside(how: str) -> nn.Module:
+    """The model, compiled before it is wrapped."""
+    model: Any = with_blocks()
+    blocks: Any = nn.ModuleList(OfOnesOwn(layers) for layers in model.inner)
+    model.inner = blocks
+    for index, block in enumerate(blocks):
+        if how == "block.compile()":
+            block.compile(backend=counting)
+        elif how == "torch.compile(block)":
+            blocks[index] = torch.compile(block, backend=counting)
+    if how == "model.compile()":
+        model.compile(backend=counting)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def compiled(rank: int, how: str, memory: str) -> tuple[str, int]:
+    """The actions that were chosen, and how often graphs ran in the last step."""
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's own, in dynamo
+    options: Any = {"within": tightest(with_blocks, rank)} if memory == "within" else {"activations": memory}
+    pair = beside_ddp(lambda: compiled_inside(how), **options)
+    lean = pair[0][0]
+    called = [torch.compile(lean, backend=counting) if how == "torch.compile(lean)" else lean, pair[1][0]]
+    for step in range(4):
+        for model, (_, optimizer) in zip(reversed(called), reversed(pair), strict=True):
+            RUNS.clear()
+            model(many(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        alike(pair)
+    actions, runs = str(lean._activations.actions), len(RUNS)
+    lean.close()
+    assert lean.module(many(9, rank)).requires_grad  # runs as it did before it was wrapped
+    return actions, runs
+
+
+@pytest.mark.parametrize("memory", ["recompute", "auto", "within"])
+@pytest.mark.parametrize("how", ["block.compile()", "torch.compile(block)", "model.compile()", "torch.compile(lean)"])
+def test_what_is_compiled_trains_as_under_ddp_whatever_happens_to_activations(how: str, memory: str) -> None:
+    (one, runs), (other, _) = on_ranks(compiled, 2, how, memory, timeout_s=120)
+    assert one == other and ("recompute" in one or memory == "auto"), one
+    assert runs > 0 or "recompute" in one, "a model whose blocks are all kept stays compiled"
+    if "block" in how:
+        assert runs == 3 + one.count("recompute"), "every block stays compiled, also where it is computed again"

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -249,6 +250,7 @@ class BlockProfiler(StepObserver):
             if tensor.grad_fn is not None:
                 tensor.register_hook(gradient_is_ready)
 
+    @_disable_dynamo
     def _forward_begins(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
         if not torch.is_grad_enabled():
             return

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.activations.blocks import END, REST, Block, blocks_of
@@ -106,14 +107,19 @@ class OutsideBlocks:
 
 
 class ModuleForward:
-    """Replaces the forward of a module; an object and not a closure, so that a deep copy calls the copied module."""
+    """Replaces the forward of a module; an object and not a closure, so that a deep copy calls the copied module.
 
-    def __init__(self, module: nn.Module, run: Run) -> None:
+    compiled   what to run instead of its class's forward; torch leaves it out of copies, and this object with it
+    """
+
+    def __init__(self, module: nn.Module, run: Run, compiled: Callable[..., Any] | None = None) -> None:
         self._module = module
         self._run = run
+        self._compiled = compiled
 
+    @_disable_dynamo  # torch compiles no checkpoint with a context; what is compiled inside stays compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(partial(type(self._module).forward, self._module), args, kwargs)
+        return self._run(self._compiled or partial(type(self._module).forward, self._module), args, kwargs)
 
 
 class SequentialForward:
@@ -124,6 +130,7 @@ class SequentialForward:
         self._ranges = {blocks.blocks[0].children[0]: (blocks, run) for blocks, run in ranges}
         self._in_ranges = {name for blocks, _ in ranges for block in blocks.blocks for name in block.children}
 
+    @_disable_dynamo
     def __call__(self, input: Any) -> Any:
         for name, child in self._module._modules.items():  # named_children() leaves out a layer that is used again
             if name in self._ranges:
@@ -159,19 +166,24 @@ class PatchedModel:
         blocks = {block.name: block for block in blocks_of(model)}
         _check(blocks, actions, offloader)
         self.actions = dict(actions)
-        self._patched: list[nn.Module] = []
+        self._replaced: list[tuple[nn.Module, str, Any]] = []  # modules, attributes, and what these were
         range_of = self._patch_blocks(blocks, offloader, run)
-        if actions.get(REST, "keep") == "offload" and model not in self._patched:  # else nothing is outside
+        patched = [module for module, *_ in self._replaced]
+        if actions.get(REST, "keep") == "offload" and model not in patched:  # else nothing is outside
             assert offloader is not None
             outside = OutsideBlocks(model, offloader, last.runs if last is not None else 0)
-            self._patch(model, ModuleForward(model, outside.run))
+            self._patch_forward(model, outside.run)
             if last is not None and last.name in range_of and actions.get(END) == "keep":
                 range_of[last.name].after_run = outside.last_block_ran
 
     def undo(self) -> None:
         """Give every module its own forward back."""
-        while self._patched:
-            del self._patched.pop().__dict__["forward"]
+        while self._replaced:
+            module, attribute, before = self._replaced.pop()
+            if before is None:
+                del module.__dict__[attribute]
+            else:
+                module.__dict__[attribute] = before
 
     def _patch_blocks(
         self, blocks: Mapping[str, Block], offloader: Offloader | None, run: Callable[..., Any]
@@ -181,8 +193,8 @@ class PatchedModel:
         in_sequential: dict[nn.Module, list[BlockRange]] = {}
         for name, block in blocks.items():
             action = self.actions.get(name)
-            if action is None:
-                continue
+            if action is None or (action == "keep" and self.actions.get(REST, "keep") == "keep"):
+                continue  # nothing to do: what compiles the whole model compiles it, too
             if action == "join":
                 range_of[name] = in_sequential[block.module][-1]
                 range_of[name].blocks.append(block)
@@ -191,20 +203,34 @@ class PatchedModel:
             if block.children:
                 in_sequential.setdefault(block.module, []).append(own)
             else:
-                self._patch(block.module, ModuleForward(block.module, partial(run, own)))
+                self._patch_block(block.module, partial(run, own))
         for module, ranges in in_sequential.items():
-            self._patch(module, SequentialForward(module, [(each, partial(run, each)) for each in ranges]))
+            self._replace(module, "forward", SequentialForward(module, [(each, partial(run, each)) for each in ranges]))
         return range_of
 
-    def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        if "forward" in module.__dict__:
+    def _patch_block(self, module: nn.Module, run: Run) -> None:
+        compiled = module.__dict__.get("_compiled_call_impl")  # by module.compile()
+        if compiled is None:
+            self._patch_forward(module, run)
+        else:
+            self._replace(module, "_compiled_call_impl", ModuleForward(module, run, compiled), compiled)
+
+    def _patch_forward(self, module: nn.Module, run: Run) -> None:
+        # What torch.compile(module) returns has a compiled forward; only a program that compiles imports its class.
+        compiled = module.__dict__["forward"] if "_orig_mod" in module._modules else None
+        self._replace(module, "forward", ModuleForward(module, run, compiled), compiled)
+
+    def _replace(
+        self, module: nn.Module, attribute: str, forward: Callable[..., Any], before: Callable[..., Any] | None = None
+    ) -> None:
+        if module.__dict__.get(attribute) is not before:
             self.undo()
             raise ValueError(
                 f"the forward of a {type(module).__name__} is already replaced: expected its class's own; undo "
                 "whatever replaced it, or choose an action for other blocks"
             )
-        module.forward = forward
-        self._patched.append(module)
+        setattr(module, attribute, forward)
+        self._replaced.append((module, attribute, before))
 
 
 def recompute(model: nn.Module) -> PatchedModel:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from anabranch.observe.clock import Clock
@@ -119,10 +120,12 @@ class StepTimer:
     def attached(self, module: nn.Module) -> Iterator[None]:
         """A context in which every differentiated forward of ``module`` is timed, for a module without a wrapper."""
 
+        @_disable_dynamo
         def before(_module: nn.Module, _args: object) -> None:
             if torch.is_grad_enabled():
                 self.forward_begins()
 
+        @_disable_dynamo
         def after(_module: nn.Module, _args: object, output: object) -> None:
             if torch.is_grad_enabled():
                 self.forward_ended(output)
