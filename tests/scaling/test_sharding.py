@@ -5,6 +5,7 @@ import pytest
 from anabranch import AlphaBeta, Network, TensorSpec, Trace
 from anabranch.files import load_bundled_trace
 from anabranch.scaling import Compute, scale
+from anabranch.scaling.result import Strategy
 from anabranch.scaling.sharding import Sharding, block_of, sharded_trace
 from anabranch.sharded.ways import WAYS
 
@@ -95,6 +96,14 @@ def test_compressed_exchanges_between_nodes_are_priced() -> None:
     assert any(line.startswith("hsdp@…") for line in found.assumptions)
     links = Sharding.named("hsdp@oktopk:0.010").links(Network.two_level(16, 8, RING, RING))
     assert links.kind == "oktopk:0.01"
+
+
+def test_compressed_exchanges_between_nodes_do_not_count_as_dense() -> None:
+    names = ["fsdp2", "fsdp2:planned", "hsdp:reshard", "hsdp@bf16", "hsdp:planned@int8", "hsdp@oktopk:0.01"]
+    sent = ["dense"] * 3 + ["quantised"] * 2 + ["sparse"]
+    assert [Strategy(name, "sharded").sends for name in names] == sent
+    found = scale(load_bundled_trace("gpt2"), ["nvlink+25gbe"], [32], ["by_bytes"], (), sharded=["hsdp", "hsdp@int4"])
+    assert "Rounding wins at 32 ranks, most at 32: hsdp@int4" in found.answer[0]
 
 
 def test_jitter_and_stragglers_slow_them_too() -> None:

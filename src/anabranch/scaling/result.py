@@ -75,12 +75,15 @@ class Strategy:
 
     @property
     def sends(self) -> Literal["dense", "quantised", "sparse"]:
-        """Every value in full, every value rounded, or some of the values; Lean by the kind in its name."""
+        """Every value in full, every value rounded, or some; by the kind in the name, for hsdp the one behind @."""
         if self.kind == "lean":
             exchange = self.name.removesuffix(BETWEEN_NODES).partition(":")[2]
             rounds = exchange.removeprefix("auto:") in (*COMPRESSED, "auto")
             return "quantised" if rounds else "sparse"
-        return "dense" if self.kind == "sharded" else self.kind
+        if self.kind == "sharded":
+            exchange = self.name.partition("@")[2]
+            return "quantised" if exchange in COMPRESSED else "sparse" if exchange else "dense"
+        return self.kind
 
 
 @dataclass(frozen=True, slots=True)
