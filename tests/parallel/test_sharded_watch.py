@@ -1,6 +1,7 @@
 """ab.watch: what a sharded model does in a step, recorded on live ranks, beside what is predicted."""
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import anabranch as ab
 from anabranch.integrations import sharded_watch
-from anabranch.integrations.sharded import parameter_groups
+from anabranch.integrations.sharding import no_groups_reason
 from anabranch.sharded import Links
 from parallel.sharded_runs import (
     BLOCKS,
@@ -186,33 +187,46 @@ class SlowCollective:
         return self.inner(*args, **kwargs)
 
 
-def predicted_and_measured(rank: int, half: bool) -> list[tuple[float, float]]:
+def later(hook: Any, buffer: torch.Tensor) -> None:
+    """The exchange between nodes, 60 ms late."""
+    time.sleep(0.06)
+    hook(buffer)
+
+
+def predicted_and_measured(rank: int, half: bool, nodes: int) -> list[tuple[float, float]]:
     """Two layouts, predicted from a record of the first one."""
     names, found = [str(i) for i in range(3)], []
-    links = Links(ab.Network.linear(2, 0.16, 0.0), overlaps=False)
-    plans = [ab.ShardingPlan.per_block(names), ab.ShardingPlan.from_cuts(names, [2], prefetch=2)]
+    mesh = init_device_mesh("cpu", (2,)) if nodes == 1 else two_nodes()
+    inside, between = ab.Network.linear(2, 0.16, 0.0), ab.Network.linear(2, 0.06, 0.0)
+    links = Links(inside, between if nodes > 1 else None, overlaps=False)
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    kept = ab.ShardingPlan.per_block(names, reshard=False)
+    grouped = ab.ShardingPlan.from_cuts(names, [2], prefetch=2)
+    plans = [ab.ShardingPlan.per_block(names), kept if no_groups_reason({"mp_policy": policy}) else grouped]
     trace: ab.ShardedTrace | None = None
     for plan in plans:
         model = nn.Sequential(*(SlowLayer(4, 4) for _ in names))
-        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32) if half else MixedPrecisionPolicy()
-        ab.shard(model, init_device_mesh("cpu", (2,)), plan, mp_policy=policy)
-        for unit in plan.units:
-            module: Any = model.get_submodule(unit.names[0])
-            (group,) = parameter_groups(module)
+        ab.shard(model, mesh if nodes == 1 else mesh["shard"], plan, mp_policy=policy)
+        replication = ab.replicate(model, mesh) if nodes > 1 else None
+        for group in groups_of(model):
             group._all_gather_comm = SlowCollective(group._all_gather_comm)
             group._reduce_scatter_comm = SlowCollective(group._reduce_scatter_comm)
+            if replication is not None:
+                group._all_reduce_hook = partial(later, group._all_reduce_hook)
         watch = ab.watch(model)
         for _ in range(4):
             model(torch.randn(2, 4)).sum().backward()
         trace = trace or watch.trace()
         found.append((ab.sharded.simulate(trace, plan, links).iteration_s, watch.timeline().iteration_s))
+        if replication is not None:
+            replication.close()
     return found
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_predicted_steps_are_those_measured(half: bool) -> None:
-    """Also where FSDP2 casts what a block returns, and waits for parameters behind that cast."""
-    for predicted_s, measured_s in on_ranks(predicted_and_measured, 2, half)[0]:
+@pytest.mark.parametrize(("half", "nodes"), [(False, 1), (True, 1), (False, 2)])
+def test_predicted_steps_are_those_measured(half: bool, nodes: int) -> None:
+    """Also where FSDP2 casts what a block returns, and waits for parameters behind that cast; and between nodes."""
+    for predicted_s, measured_s in on_ranks(predicted_and_measured, 2 * nodes, half, nodes)[0]:
         assert predicted_s == pytest.approx(measured_s, rel=0.1 * patience())
 
 
