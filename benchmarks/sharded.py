@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import median
 from time import perf_counter, sleep
@@ -25,6 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import anabranch as ab
+from anabranch.integrations.mesh import over_mesh
+from anabranch.integrations.sharding_trial import measure_links
 from anabranch.lab.environment import LAB
 
 HSDP, SHARDED, COMPUTING = "HSDP", "FSDP2, a shard on every rank", "nothing between nodes"
@@ -139,6 +142,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument(
         "--keep", action="store_true", help="all but HSDP keep parameters after forward; HSDP does both"
     )
+    parser.add_argument("--predict", action="store_true", help="steps that are sent exactly, as simulated; takes 10 s")
     parser.add_argument("--explain", action="store_true", help="where a step goes, by unit")
     return parser.parse_args()
 
@@ -151,6 +155,25 @@ def explanation(name: str, model: nn.Module, step: Callable[[], None]) -> str:
     text = watch.explain()
     watch.close()
     return f"\n## {name}\n\n```text\n{text}\n```"
+
+
+def predictions(contestants: Mapping[str, tuple[nn.Module, Callable[[], None]]], mesh: DeviceMesh) -> dict[str, float]:
+    """Milliseconds of a step as simulated, of those that send exactly: from a record of HSDP and measured links."""
+    model, step = contestants[HSDP]
+    watch = ab.watch(model)
+    for _ in range(5):
+        step()
+    trace = watch.trace()
+    watch.close()
+    trace = trace.with_times(over_mesh(trace.times, mesh, dist.ReduceOp.MAX))
+    links = measure_links(mesh, torch.device(mesh.device_type), trace.nbytes)
+    found = {}
+    for name in (name for name in (COMPUTING, HSDP, KEPT, "replicate") if name in contestants):
+        watch = ab.watch(contestants[name][0])
+        on = replace(links, between=None) if name == COMPUTING else links
+        found[name] = ab.sharded.step_s(trace, watch.plan, on) * 1e3
+        watch.close()
+    return found
 
 
 def main() -> None:
@@ -170,6 +193,7 @@ def main() -> None:
     contestants = {name: contestant(name, build, mesh, options.batch, options.keep) for name in names}
     steps = {name: step for name, (_, step) in contestants.items()}
     rounds = in_turns(steps, options, device)
+    predicted_ms = predictions(contestants, mesh) if options.predict else {}
     if dist.get_rank() == 0:
         processor = (
             torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores, {platform.machine()}"
@@ -178,11 +202,14 @@ def main() -> None:
         print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')},")
         print(f"batch {options.batch} × {LENGTH}; {len(rounds)} rounds of {options.steps} steps each, in turns."
               f"{' All but HSDP keep parameters after forward.' if options.keep else ''}\n")  # fmt: skip
-        print("| | ms per step | from – to | HSDP / it |\n|---|---:|---:|---:|")
+        print("| | ms per step | from – to | predicted | HSDP / it |\n|---|---:|---:|---:|---:|")
         for name in steps:
             took = [one[name] for one in rounds]
             ratio = median(one[HSDP] / one[name] for one in rounds)
-            print(f"| {name} | {median(took):.1f} | {min(took):.1f} – {max(took):.1f} | {ratio:.2f} |", flush=True)
+            ms = predicted_ms.get(name)
+            predicted = "" if ms is None else f"{ms:.1f} ({ms / median(took) - 1:+.0%})"
+            span = f"{min(took):.1f} – {max(took):.1f}"
+            print(f"| {name} | {median(took):.1f} | {span} | {predicted} | {ratio:.2f} |", flush=True)
     if options.explain:
         for name in (name for name in EXPLAINED if name in contestants):
             text = explanation(name, *contestants[name])
