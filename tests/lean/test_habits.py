@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, swa_utils
 
@@ -158,10 +159,10 @@ def test_an_optimizer_that_cannot_be_taken_over_is_refused() -> None:
 # A GradScaler.
 
 
-def scaled_unannounced(rank: int, in_a_list: bool) -> list[str]:
+def scaled_unannounced(rank: int, make: type[torch.amp.GradScaler], in_a_list: bool) -> list[str]:
     """Noticed in the first step, before anything is updated; then it is followed, and training goes on."""
     model = made()
-    lean, scaler, answers = wrapped(model), torch.amp.GradScaler("cpu"), []
+    lean, scaler, answers = wrapped(model), make("cpu"), []
 
     def refused() -> None:
         before = copy.deepcopy(model.state_dict())
@@ -183,8 +184,11 @@ def scaled_unannounced(rank: int, in_a_list: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("in_a_list", [False, True])
-def test_a_scaler_that_is_not_followed_is_an_error_in_the_first_step(in_a_list: bool) -> None:
-    for nobody, another in on_ranks(scaled_unannounced, 2, in_a_list):
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, ShardedGradScaler])
+def test_a_scaler_that_is_not_followed_is_an_error_in_the_first_step(
+    make: type[torch.amp.GradScaler], in_a_list: bool
+) -> None:
+    for nobody, another in on_ranks(scaled_unannounced, 2, make, in_a_list):
         assert "scaled by a GradScaler whose scale is 65536.0" in nobody and "Call follow(scaler)" in nobody
         assert "follows none" in nobody and "follows another one" in another
 

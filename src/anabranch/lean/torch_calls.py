@@ -18,6 +18,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -81,7 +82,8 @@ def _install() -> None:
         return
     _installed = True
     register_optimizer_step_pre_hook(_refuse_idle_step)
-    torch.amp.GradScaler.scale = _noting_passes(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+    for scaler in (torch.amp.GradScaler, ShardedGradScaler):  # which has a scale() of its own
+        scaler.scale = _noting_passes(scaler.scale)  # type: ignore[method-assign]
     parts = [
         (clip_grad, TOTAL_NORM, _noting_norm_type),
         (clip_grad, CLIP, _clipping),
