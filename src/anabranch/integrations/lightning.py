@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import nn
 from anabranch.extras import require, require_version
 from anabranch.integrations.distributed_checkpoint import packed, unpacked
 from anabranch.integrations.gathering import gathered
-from anabranch.integrations.wrappers import Wrapper, with_clip_norm
+from anabranch.integrations.wrappers import Wrapper, with_clipping
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean_parallel import LeanDataParallel
 from anabranch.observe.loggers import CURVES
@@ -104,7 +104,6 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
             wrapped = LeanDataParallel(self.lightning_module, memory=lean, **self._ddp_kwargs)
             self._group = wrapped.process_group
             self.model = wrapped
-            self.precision_plugin.clip_grad_by_value = _refuse_values
             # Under mixed precision Lightning clips no gradients of an optimizer with this mark. It is for scalers, and
             # those are refused here; Lean's close() restores it.
             wrapped.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
@@ -153,7 +152,6 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
             self._explanation = wrapped.explain()
         if isinstance(wrapped, LeanDataParallel):
             self.model = self.lightning_module
-            del self.precision_plugin.clip_grad_by_value
         super().teardown()
         if wrapped is not None:
             wrapped.close()
@@ -209,20 +207,13 @@ class _LastMetrics:
 
 
 def _as_trainer_clips(trainer: Any, lean: Lean) -> Lean:
-    """Lean with the Trainer's ``gradient_clip_val``, by the norm; raises ValueError if it clips values."""
+    """Lean with the Trainer's ``gradient_clip_val``: by the norm, or by value where its algorithm says so."""
     limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if not limit:
         return lean
-    if algorithm is not None and algorithm.value != "norm":
-        _refuse_values()
-    return with_clip_norm(lean, float(limit), "Trainer gradient_clip_val")
-
-
-def _refuse_values(*_: Any) -> None:
-    raise ValueError(
-        "gradients are to be clipped by value under Lean, which clips by the norm over all gradients only: use "
-        'gradient_clip_algorithm="norm"'
-    )
+    by_value = algorithm is not None and algorithm.value == "value"
+    name: Literal["clip_norm", "clip_value"] = "clip_value" if by_value else "clip_norm"
+    return with_clipping(lean, name, float(limit), "Trainer gradient_clip_val")
 
 
 def _entries(model: Wrapper) -> dict[str, torch.Tensor]:

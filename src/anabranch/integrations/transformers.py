@@ -17,7 +17,7 @@ from torch import nn
 from anabranch.compression import keeps_residuals, name_of, settings_of
 from anabranch.integrations import accelerate
 from anabranch.integrations.rank_files import load_rank_files, save_rank_file
-from anabranch.integrations.wrappers import Wrapper, with_clip_norm
+from anabranch.integrations.wrappers import Wrapper, with_clipping
 from anabranch.lean.options import Lean
 from anabranch.lean_parallel import LeanDataParallel
 from anabranch.observe.metrics import Metrics
@@ -81,7 +81,7 @@ def _as_trainer_clips(trainer: "Trainer", lean: Lean) -> Lean:
     """Lean with the Trainer's ``max_grad_norm``; without one the norm is only computed, for the Trainer's logs."""
     max_norm = trainer.args.max_grad_norm
     if max_norm and max_norm > 0:
-        return with_clip_norm(lean, max_norm, "TrainingArguments max_grad_norm")
+        return with_clipping(lean, "clip_norm", max_norm, "TrainingArguments max_grad_norm")
     return lean if lean.clip_norm is not None else replace(lean, clip_norm=inf)
 
 

@@ -1,6 +1,7 @@
 """What integrations share: the wrappers they make, and Lean with the settings of the framework."""
 
 from dataclasses import replace
+from typing import Any, Literal
 
 from anabranch.lean.options import Lean
 from anabranch.lean_parallel import LeanDataParallel
@@ -9,13 +10,12 @@ from anabranch.parallel import DataParallel
 Wrapper = DataParallel | LeanDataParallel
 
 
-def with_clip_norm(lean: Lean, clip_norm: float, setting: str) -> Lean:
-    """The same with the norm to which the framework clips; raises ValueError if Lean names another.
+def with_clipping(lean: Lean, name: Literal["clip_norm", "clip_value"], limit: float, setting: str) -> Lean:
+    """The same with the limit to which the framework clips; raises ValueError if Lean names another.
 
-    ``setting`` is what the framework calls it. The framework's own call to clip, after backward, then returns the norm.
+    ``setting`` is what the framework calls it. The framework's own call to clip, after backward, then finds it done.
     """
-    if lean.clip_norm not in (None, clip_norm):
-        raise ValueError(
-            f"{setting} is {clip_norm}, and Lean clip_norm is {lean.clip_norm}: expected the same; leave clip_norm out"
-        )
-    return replace(lean, clip_norm=clip_norm)
+    if (own := getattr(lean, name)) not in (None, limit):
+        raise ValueError(f"{setting} is {limit}, and Lean {name} is {own}: expected the same; leave {name} out")
+    clipping: Any = {name: limit}
+    return replace(lean, **clipping)
