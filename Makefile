@@ -25,10 +25,10 @@ test: $(READY)
 quick: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup --quick --durations 10 --durations-min 3
 
-# With Transformers, Accelerate and Lightning themselves, which `make test` leaves out where they are not installed.
+# With Transformers, Accelerate, Lightning, peft and torchao themselves, which `make test` leaves out where they are not installed.
 frameworks: $(READY)
 	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test-frameworks]'
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup tests/integrations tests/test_examples.py
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup tests/integrations tests/lean/test_low_bit_optimizers.py tests/test_examples.py
 
 torch-suite: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m torch_suite
