@@ -127,11 +127,11 @@ def test_every_kind_trains_and_nodes_keep_the_same_weights() -> None:
         assert all(0 < less < sent[0] for less in sent[1:]), sent
 
 
-def conserved(rank: int) -> list[float]:
+def conserved(rank: int, compress: Any) -> list[float]:
     """What was applied, and what waits on all nodes, beside the sum of the gradients of all ranks."""
     mesh = two_nodes()
     model, stock = model_of(mesh["shard"]), model_of(mesh)
-    replication = ab.replicate(model, mesh, compress=oktopk(0.05))
+    replication = ab.replicate(model, mesh, compress=compress)
     applied = {name: torch.zeros_like(weight) for name, weight in weights(model).items()}
     whole = {name: torch.zeros_like(weight) for name, weight in applied.items()}
     for step in range(20):
@@ -151,8 +151,9 @@ def conserved(rank: int) -> list[float]:
     return off
 
 
-def test_nothing_is_lost_between_nodes() -> None:
-    for off in on_ranks(conserved, 4):
+@pytest.mark.parametrize("compress", [oktopk(0.05), "int4"], ids=["oktopk", "int4"])
+def test_nothing_is_lost_between_nodes(compress: Any) -> None:
+    for off in on_ranks(conserved, 4, compress):
         assert max(off) < 1e-5
 
 
@@ -179,32 +180,45 @@ def test_a_resumed_run_is_as_if_it_had_not_been_stopped() -> None:
     assert all(on_ranks(resumed, 4))
 
 
-def not_finite(rank: int) -> list[Any]:
-    """A NaN on one rank reaches all, in that step alone; under a scaler nothing of that step is lost."""
+def not_finite(rank: int, compress: Any, scaled: bool) -> dict[str, Any]:
+    """A step with a NaN on one rank between others: what waits behind it, and whether this rank's gradients have it."""
     mesh = two_nodes()
     model = model_of(mesh["shard"])
-    replication = ab.replicate(model, mesh, compress=oktopk(0.05))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    replication.follow(scaler)
+    replication = ab.replicate(model, mesh, compress=compress)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+    if scaled:
+        replication.follow(scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    before: dict[str, torch.Tensor] = {}
+    found: dict[str, Any] = {}
     for step in range(4):
         inputs = batch_of(step)
-        if step == 2:
-            before = {name: piece.clone() for name, piece in replication.state_dict()["residuals"].items()}
-            if rank == 3:
-                inputs[0, 0] = float("nan")
+        if step == 2 and rank == 3:
+            inputs[0, 0] = float("nan")
+        before = {name: piece.clone() for name, piece in replication.state_dict()["residuals"].items()}
         scaler.scale(model(inputs).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        if step == 2:
+            found["waits"] = any(bool(piece.any()) for piece in before.values())
+            found["kept"] = same(replication.state_dict()["residuals"], before)
+            found["reached"] = all(not bool(p.grad.to_local().isfinite().all()) for p in model.parameters())  # type: ignore[union-attr]
+        if scaled or step < 2:  # else the weights would be no numbers
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad()
-    finite = all(bool(weight.isfinite().all()) for weight in weights(model).values())
+    found["finite"] = all(bool(weight.isfinite().all()) for weight in weights(model).values())
+    found["scale"] = scaler.get_scale()
     state = replication.state_dict()["residuals"]
-    return [finite, scaler.get_scale(), bool(before), all(bool(piece.isfinite().all()) for piece in state.values())]
+    found["goes on"] = not same(state, before) and all(bool(piece.isfinite().all()) for piece in state.values())
+    return found
 
 
-def test_a_nan_on_one_rank_skips_the_step_on_all_and_poisons_nothing() -> None:
-    assert on_ranks(not_finite, 4) == [[True, 2.0, True, True]] * 4
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("compress", [oktopk(0.05), "int4"], ids=["oktopk", "int4"])
+def test_a_nan_on_one_rank_reaches_all_and_nothing_that_waits_is_lost(compress: Any, scaled: bool) -> None:
+    for found in on_ranks(not_finite, 4, compress, scaled):
+        assert found == {
+            "waits": True, "kept": True, "reached": True, "finite": True, "scale": 2.0 if scaled else 1.0,
+            "goes on": True,
+        }  # fmt: skip
 
 
 def half_precision(rank: int) -> bool:
@@ -397,11 +411,11 @@ def test_another_torch_is_refused_by_name(part: str) -> None:
         assert "anabranch does not fit torch" in said and f" has no {part}; it is tested with" in said
 
 
-def saved(rank: int, folder: str) -> dict[str, torch.Tensor]:
+def saved(rank: int, folder: str, compress: Any) -> dict[str, torch.Tensor]:
     """Train and save; the sums of the residuals of both nodes, whole parameters by name."""
     mesh = two_nodes()
     model = model_of(mesh["shard"])
-    replication = ab.replicate(model, mesh, compress=oktopk())
+    replication = ab.replicate(model, mesh, compress=compress)
     train(model, range(6))
     save({"model": model.state_dict(), "comm": ab.ReplicationState(replication)}, checkpoint_id=folder)
     whole = sums(replication, mesh)
@@ -424,10 +438,10 @@ def sums(replication: ab.Replication, mesh: DeviceMesh) -> dict[str, torch.Tenso
     return found
 
 
-def loaded(rank: int, folder: str, nodes: int) -> dict[str, torch.Tensor]:
+def loaded(rank: int, folder: str, nodes: int, compress: Any) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("replicate", "shard"))
     model = model_of(mesh["shard"], seed=5)
-    replication = ab.replicate(model, mesh, compress=oktopk())
+    replication = ab.replicate(model, mesh, compress=compress)
     weights_read = model.state_dict()
     comm = ab.ReplicationState(replication, folder)
     load({"model": weights_read, "comm": comm}, checkpoint_id=folder)
@@ -437,11 +451,16 @@ def loaded(rank: int, folder: str, nodes: int) -> dict[str, torch.Tensor]:
     return {**whole, **{f"weight of {name}": weight for name, weight in weights(model).items()}}
 
 
-@pytest.mark.parametrize(("nodes", "ranks"), [(2, 4), (4, 4), (2, 2), (1, 2), (3, 3)])
-def test_a_checkpoint_is_loaded_by_other_nodes_of_other_sizes(nodes: int, ranks: int, tmp_path: Path) -> None:
+SIZES = [(nodes, ranks, oktopk()) for nodes, ranks in [(2, 4), (4, 4), (2, 2), (1, 2), (3, 3)]]
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "compress"), [*SIZES, (2, 4, "int4"), (4, 4, "int4"), (1, 2, "int4")])
+def test_a_checkpoint_is_loaded_by_other_nodes_of_other_sizes(
+    nodes: int, ranks: int, compress: Any, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "checkpoint")
-    before = on_ranks(saved, 4, folder)
-    after = on_ranks(loaded, ranks, folder, nodes)
+    before = on_ranks(saved, 4, folder, compress)
+    after = on_ranks(loaded, ranks, folder, nodes, compress)
     names = [name for name in before[0] if not name.startswith("weight of ")]
     assert any(before[0][name].any() for name in names)
     for name in names:
