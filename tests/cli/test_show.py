@@ -8,6 +8,8 @@ import pytest
 from anabranch import Bucket, Network, Plan, Span, Timeline, Trace, plan, save, simulate
 from anabranch.cli.main import main
 from anabranch.files import Noun, dumps
+from anabranch.sharded import Block, ShardedTrace, ShardingPlan, Unit
+from anabranch.sharded import files as sharded_files
 from cli.nouns import HOSTILE, RING, json_of, measured, small_trace
 
 NETWORK = Network.ring(16, 50e-6, 8e-10)
@@ -65,3 +67,32 @@ def test_hostile_text_is_spelled_out(noun: Noun, tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert "[red]\\x1b[2" in out
     assert not set("\x1b\x07\u202e") & set(out)
+
+
+TRACE = ShardedTrace((Block("layers.0", 3 << 20, 1 << 20, 1e-3, 2e-3), Block(HOSTILE, 0, 0, 0.0, 0.0)), 5 << 10)
+UNITS = ShardingPlan((Unit(("layers.0", HOSTILE), False), Unit(("layers.2",))), prefetch=2)
+
+
+@pytest.mark.parametrize(
+    ("noun", "words", "summary"),
+    [
+        (TRACE, ["2 blocks, 3.0 MiB with 5.0 KiB in none", "1.0 MiB", "2000.0", "layers.0"],
+         {"blocks": 2, "nbytes": TRACE.nbytes, "compute_s": 3e-3}),
+        (UNITS, ["2 units, 1 freed after forward, 2 gathered ahead", "kept", "layers.2"],
+         {"units": 2, "blocks": 3, "freed": 1, "prefetch": 2}),
+    ],
+)  # fmt: skip
+def test_files_of_sharded_models_are_readable(
+    noun: ShardedTrace | ShardingPlan,
+    words: list[str],
+    summary: dict[str, float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "noun.json"
+    sharded_files.save(noun, path)
+    assert main(["show", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in words) and "[red]\\x1b[2" in out and not set("\x1b\x07\u202e") & set(out)
+    document = json_of(capsys, "show", str(path))
+    assert document["summary"] == summary and document["content"] == json.loads(sharded_files.dumps(noun))

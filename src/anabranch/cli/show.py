@@ -1,4 +1,4 @@
-"""anabranch show: the content of a trace, network, plan, timeline or cached plan."""
+"""anabranch show: the content of a trace, network, plan, timeline or cached plan, and of what is planned to shard."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,13 @@ import typer
 from anabranch.cli import arguments
 from anabranch.cli.cache import choice_figures
 from anabranch.cli.output import JsonOption, print_json, show_tables
-from anabranch.files import dumps
+from anabranch.files import dumps, says_format
 from anabranch.network import Network
 from anabranch.plan import Plan
+from anabranch.sharded import ShardedTrace, ShardingPlan
+from anabranch.sharded import files as sharded_files
 from anabranch.trace import Trace
-from anabranch.tuning.plan_cache import Entry, is_cached_plan
+from anabranch.tuning.plan_cache import FORMAT, Entry
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 FileArgument = Annotated[
     str,
     typer.Argument(
-        metavar="FILE", help="A trace, network, plan, timeline or cached plan; also a bundled trace, or a description."
+        metavar="FILE",
+        help="A trace, network, plan, timeline, cached plan, sharded trace or sharding plan; also a bundled trace, or "
+        "a description.",
     ),
 ]
 
@@ -30,12 +34,19 @@ def show(file: FileArgument, as_json: JsonOption = False) -> None:
     """Show a trace, network, plan or timeline; with --json its summary and its content."""
     from anabranch.report import figures, tables
 
-    if is_cached_plan(file):
+    if says_format(file, FORMAT):
         entry = Entry.read(Path(file))
         if as_json:
             print_json({"command": "show", "summary": choice_figures(entry), "content": json.loads(entry.text())})
         else:
             show_tables(*_cached_report(entry))
+        return
+    if (sharded := sharded_files.load_if_sharded(file)) is not None:
+        if as_json:
+            content = json.loads(sharded_files.dumps(sharded))
+            print_json({"command": "show", "summary": _sharded_figures(sharded), "content": content})
+        else:
+            show_tables(_sharded_report(sharded))
         return
     noun = arguments.noun(file)
     if isinstance(noun, Trace):
@@ -74,3 +85,43 @@ def _cached_report(entry: Entry) -> "list[RenderableType]":
     ]
     plan = [tables.plan_report(choice.plan)] if choice.plan is not None else []
     return [tables.facts("Cached plan, for the next start of this training", pairs), *plan]
+
+
+def _sharded_figures(noun: ShardedTrace | ShardingPlan) -> dict[str, float]:
+    if isinstance(noun, ShardedTrace):
+        return {"blocks": len(noun), "nbytes": noun.nbytes, "compute_s": noun.compute_s}
+    freed = sum(unit.reshard for unit in noun.units)
+    return {"units": len(noun), "blocks": len(noun.names), "freed": freed, "prefetch": noun.prefetch}
+
+
+def _sharded_report(noun: ShardedTrace | ShardingPlan) -> "RenderableType":
+    """The blocks of a sharded trace with what they weigh and compute, or the units of a plan."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from anabranch.report.formatting import count, label, seconds, size, time_scale
+    from anabranch.report.tables import add_rows, columns, facts, meta_pairs
+
+    if isinstance(noun, ShardingPlan):
+        pairs: list[tuple[str, str | Text]] = [("units", noun.described())]
+        table = columns(
+            "Units", "#", "blocks", "after forward", "first", "last", left=["after forward", "first", "last"]
+        )
+        rows = (
+            [str(i), str(len(u.names)), "freed" if u.reshard else "kept", label(u.names[0]), label(u.names[-1])]
+            for i, u in enumerate(noun.units)
+        )
+        return Group(facts("Sharding plan", pairs), Text(), add_rows(table, rows, len(noun), "unit"))
+    pairs = [
+        ("blocks", f"{count(len(noun), 'block')}, {size(noun.nbytes)} with {size(noun.rest_nbytes)} in none"),
+        ("computing", f"{seconds(noun.compute_s)}; of it {seconds(noun.update_s)} for the update"),
+        *meta_pairs(noun.meta),
+    ]
+    scale = time_scale(block.backward_s for block in noun.blocks)
+    headers = ["parameters", "gradients", f"forward, {scale.unit}", f"backward, {scale.unit}", "block"]
+    table = columns("Blocks", *headers, left=["block"])
+    rows = (
+        [size(b.nbytes), size(b.gradient_nbytes), scale(b.forward_s), scale(b.backward_s), label(b.name)]
+        for b in noun.blocks
+    )
+    return Group(facts("Sharded trace", pairs), Text(), add_rows(table, rows, len(noun), "block"))

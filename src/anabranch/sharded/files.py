@@ -6,7 +6,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from anabranch.files import VERSION, json_text, opened, parse_json, read_bytes, refused, validated, write_text
+from anabranch.files import (
+    VERSION,
+    json_text,
+    opened,
+    parse_json,
+    read_bytes,
+    refused,
+    says_format,
+    validated,
+    write_text,
+)
 from anabranch.sharded.plan import ShardingPlan
 from anabranch.sharded.trace import ShardedTrace
 
@@ -28,6 +38,13 @@ def loads(cls: type[Sharded], text: bytes, where: str) -> Sharded:
     _, content = opened(parse_json(text, where), where, (FORMATS[cls],))
     found: Sharded = validated(cls, content, where)
     return found
+
+
+def load_if_sharded(path: str | os.PathLike[str]) -> ShardedTrace | ShardingPlan | None:
+    """The same of a file that says that it holds one of both; None for other files."""
+    if says_format(path, FORMATS[ShardedTrace]):
+        return load(ShardedTrace, path)
+    return load(ShardingPlan, path) if says_format(path, FORMATS[ShardingPlan]) else None
 
 
 def save(noun: ShardedTrace | ShardingPlan, path: str | os.PathLike[str], force: bool = False) -> None:
