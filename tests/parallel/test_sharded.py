@@ -110,7 +110,7 @@ def compressed(rank: int) -> list[dict[str, Any]]:
         dist.all_gather(others, mine, group=mesh.get_group(0))
         found.append({
             "losses": losses, "same": all(torch.equal(other, mine) for other in others), "text": replication.explain(),
-            "weights": mine,
+            "weights": mine, "metrics": replication.metrics(),
         })  # fmt: skip
         replication.close()
     return found
@@ -125,6 +125,8 @@ def test_every_kind_trains_and_nodes_keep_the_same_weights() -> None:
             assert sum(found["losses"][-5:]) < 0.8 * sum(found["losses"][:5]), compress
         sent = [float(found["text"].split("sends ")[1].split(" MiB")[0]) for found in (dense, *others)]
         assert all(0 < less < sent[0] for less in sent[1:]), sent
+        assert dense["metrics"]["sent_nbytes"] == dense["metrics"]["dense_nbytes"]
+        assert sent == [round(found["metrics"]["sent_nbytes"] / 2**20, 3) for found in (dense, *others)]
 
 
 def conserved(rank: int, compress: Any) -> list[float]:
@@ -344,6 +346,27 @@ def test_frozen_and_unused_parts_are_left_alone() -> None:
     assert all(on_ranks(frozen_and_unused, 4))
 
 
+def unfrozen_later(rank: int) -> list[Any]:
+    """What is said and counted where a parameter was frozen, and is not, and then where all were known."""
+    mesh = two_nodes()
+    found: list[Any] = []
+    for late in (True, False):
+        model = model_of(mesh["shard"])
+        model.get_parameter("1.up.weight").requires_grad_(not late)
+        replication = ab.replicate(model, mesh, compress="int8")
+        model.get_parameter("1.up.weight").requires_grad_(True)
+        train(model, range(1))
+        found += [replication.explain(), replication.metrics()]
+    return found
+
+
+def test_a_unit_whose_parameters_were_unfrozen_later_is_named() -> None:
+    for said, counted, usual, whole in on_ranks(unfrozen_later, 4):
+        assert "the unit 1 travelled exactly in the last step, with 663 elements and not the 351 that were" in said
+        assert "parameters were unfrozen since: close() this Replication" in said and "exactly" not in usual
+        assert 0 < whole["sent_nbytes"] < counted["sent_nbytes"] < whole["dense_nbytes"]
+
+
 def refusals(rank: int) -> list[str]:
     mesh = two_nodes()
     loose = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
@@ -352,12 +375,14 @@ def refusals(rank: int) -> list[str]:
     watched, twice = model_of(mesh["shard"]), model_of(mesh["shard"])
     first = [ab.replicate(model, mesh) for model in (watched, twice)]
     ab.watch(watched)
+    frozen = model_of(mesh["shard"]).requires_grad_(False)
     wide = model_of(mesh["shard"])
     wide[0].weight.grad_dtype = torch.float64
     attempts: list[tuple[nn.Module, Any, Any]] = [
         (watched, mesh, None),
         (twice, mesh, None),
         (nn.Linear(7, 7), mesh, None),
+        (frozen, mesh, None),
         (model_of(mesh), mesh, None),
         (loose, mesh, None),
         (model_of(mesh["shard"]), flat, None),
@@ -382,6 +407,7 @@ def test_what_cannot_work_is_refused_with_a_sentence() -> None:
         "has an all-reduce hook already: close() the Replication or the Watch",
         "has an all-reduce hook already: close() the Replication or the Watch",
         "has no unit that is trained: call fully_shard",
+        "none of the 20 parameters of the model is trained, so that nothing would be sent between nodes",
         "sharded over a mesh of two dimensions",
         "1.weight is in no unit",
         "mesh has 1 dimension: expected two",

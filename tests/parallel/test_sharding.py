@@ -330,6 +330,17 @@ def test_what_cannot_be_is_refused(model: nn.Module, plan: list[str], options: d
     assert words in on_ranks(refused, 1, model, plan, options)[0]
 
 
+def sharded_twice(rank: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        ab.shard(ab.shard(whole(), one_node()), one_node())
+    return str(caught.value)
+
+
+def test_a_model_that_is_sharded_already_is_refused() -> None:
+    (said,) = on_ranks(sharded_twice, 1)
+    assert "the model is sharded already, and FSDP2 cannot change its units: give ab.shard() the whole" in said
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="Wrapped has no list of layers"):
         ab.block_names(Wrapped(nn.ReLU()))

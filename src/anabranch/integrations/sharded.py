@@ -127,7 +127,7 @@ class Replication:
         self._lanes.grow(1)
         self._scaler: Scaler | None = None
         self._compared = False
-        self._dtypes: dict[str, torch.dtype] = {}  # of buffers, by unit
+        self._last: dict[str, tuple[int, torch.dtype]] = {}  # elements and dtype of the last buffer, by unit
         self._partial: dict[str, torch.Tensor] = {}  # sums of this node that wait for set_requires_all_reduce(True)
         # A stream of ours: FSDP2 would run the hook on the one that reduces inside the node, which then waited for it.
         stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
@@ -172,22 +172,42 @@ class Replication:
             raise RuntimeError("follow() of a Replication after steps were made: call it before the first")
         self._scaler = scaler
 
+    def metrics(self) -> dict[str, int]:
+        """Numbers for a logger: what this rank sent to other nodes in the last step, and what float32 would be."""
+        sent_nbytes = 0
+        for unit in (unit for unit in self._units if unit.label in self._last):
+            numel, dtype = self._last[unit.label]
+            whole = numel == unit.numel
+            sent_nbytes += (
+                self._exchanges.sent_nbytes(list(unit.shards), dtype) if whole else self._dense_nbytes(numel, dtype)
+            )
+        dense_nbytes = sum(self._dense_nbytes(unit.numel, torch.float32) for unit in self._units)
+        return {"sent_nbytes": sent_nbytes, "dense_nbytes": dense_nbytes}
+
     def explain(self) -> str:
         """What is sent between the nodes, and what waits to be sent."""
-        nodes = self.node_count
-        sent_nbytes = sum(
-            self._exchanges.sent_nbytes(list(unit.shards), self._dtypes[unit.label])
-            for unit in self._units
-            if unit.label in self._dtypes
-        )
-        dense_nbytes = sum(2 * (nodes - 1) * unit.numel * 4 // nodes for unit in self._units)
+        metrics = self.metrics()
         lines = [
-            f"anabranch: {len(self._units)} units between {nodes} nodes, by {self._exchanges.kind}.",
-            f"This rank sends {sent_nbytes / MIB:.3f} MiB to other nodes in a step; all of it in float32 "
-            f"would be {dense_nbytes / MIB:.3f} MiB.",
-            *self._exchanges.collectives.summary(),
+            f"anabranch: {len(self._units)} units between {self.node_count} nodes, by {self._exchanges.kind}.",
+            f"This rank sends {metrics['sent_nbytes'] / MIB:.3f} MiB to other nodes in a step; all of it in float32 "
+            f"would be {metrics['dense_nbytes'] / MIB:.3f} MiB.",
         ]
-        return "\n".join(lines)
+        for unit in self._units:
+            numel, _ = self._last.get(unit.label, (unit.numel, None))
+            if numel != unit.numel:
+                why = (
+                    "some of its parameters had no gradient"
+                    if numel < unit.numel
+                    else "parameters were unfrozen since: close() this Replication, and call ab.replicate() again"
+                )
+                lines.append(
+                    f"{unit.label} travelled exactly in the last step, with {numel} elements and not the {unit.numel} "
+                    f"that were trained when ab.replicate() was called: {why}."
+                )
+        return "\n".join([*lines, *self._exchanges.collectives.summary()])
+
+    def _dense_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        return 2 * (self.node_count - 1) * numel * dtype.itemsize // self.node_count
 
     def close(self) -> None:
         """Remove the hooks, and release threads and groups; nothing is averaged between nodes any more."""
@@ -231,7 +251,7 @@ class Replication:
         else:
             kind = self._exchanges.kind_of(buffer.dtype)
             lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()
-        self._dtypes[unit.label] = buffer.dtype
+        self._last[unit.label] = buffer.numel(), buffer.dtype
 
     def _joins_partial(self, unit: Unit, buffer: torch.Tensor) -> bool:
         """Whether to average now: what waits has joined ``buffer``; else ``buffer`` waits, and gradients get zeros."""
@@ -348,6 +368,11 @@ def _units(model: nn.Module) -> list[Unit]:
                     shards[names[one.sharded_param]] = _shard(names[one.sharded_param], one)
             if shards:
                 units.append(Unit(f"the unit {path}" if path else "the root unit", module, shards))
+    if sharded and not units:
+        raise ValueError(
+            f"none of the {len(sharded)} parameters of the model is trained, so that nothing would be sent between "
+            "nodes: call replicate() when requires_grad is True for those that will be"
+        )
     if not units:
         raise ValueError(
             'the model has no unit that is trained: call fully_shard(block, mesh=mesh["shard"]) for its blocks and for '

@@ -81,6 +81,11 @@ def _checked(
         )
     check_seams("torch", TESTED, torch.distributed.fsdp, {"fully_shard": ("module", "mesh", "reshard_after_forward")})
     check_seams("torch", TESTED, FSDPModule, SEAMS)
+    if (at := next((path for path, one in model.named_modules() if isinstance(one, FSDPModule)), None)) is not None:
+        raise ValueError(
+            f"{at or 'the model'} is sharded already, and FSDP2 cannot change its units: give ab.shard() the whole "
+            "model, as it was built"
+        )
     if plan is None:
         plan = ShardingPlan.per_block(block_names(model))
     elif not isinstance(plan, ShardingPlan):
