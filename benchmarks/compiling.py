@@ -2,8 +2,8 @@
 
 python benchmarks/compiling.py resnet50 [--batch N] [--caches FOLDER]
 
-The three run side by side, each in a process with empty caches; computing is then timed in turns of its own process,
-so on a GPU they disturb each other alike. With --caches all that they compiled is added to this folder of torch's.
+The three compile side by side, each in a process with empty caches; when all have compiled, each is timed alone. With
+--caches what they compiled is added to this folder of torch's.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from time import perf_counter
 import torch
 
 WAYS = {"whole": "in one part", "ddp": "cut as for DDP, every 25 MiB", "fine": "cut finely, as DataParallel does first"}
-STEPS = 10
+WARM_STEPS, STEPS = 5, 20
+COMPILED = "compiled"  # what a process says
 DDP_NBYTES = 25 << 20
 
 
@@ -49,16 +50,30 @@ def main() -> None:
             way: subprocess.Popen(
                 [sys.executable, __file__, *sys.argv[1:], "--way", way],
                 env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/{way}"},
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
             for way in WAYS
         }
-        found = {way: json.loads(process.communicate()[0].splitlines()[-1]) for way, process in processes.items()}
+        for process in processes.values():
+            while (line := _line_of(process)) != COMPILED:
+                print(line)
+        found = {way: json.loads(process.communicate("go\n")[0].splitlines()[-1]) for way, process in processes.items()}
         if given.caches is not None:
-            for way in WAYS:
-                shutil.copytree(f"{folder}/{way}", given.caches, dirs_exist_ok=True)
+            for way in WAYS:  # without Triton's own cache, which names files by their place
+                shutil.copytree(
+                    f"{folder}/{way}", given.caches, dirs_exist_ok=True, ignore=shutil.ignore_patterns("triton")
+                )
     report(given.model, found)
+
+
+def _line_of(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"a process ended before its model was compiled, with exit code {process.wait()}")
+    return line.rstrip("\n")
 
 
 def compiled(model: str, batch: int | None, way: str) -> dict[str, float]:
@@ -78,14 +93,17 @@ def compiled(model: str, batch: int | None, way: str) -> dict[str, float]:
         wrapper._graph_cutter = graphs  # type: ignore[assignment]
     called = torch.compile(net, backend=backend)
     steps_s = []
-    for _ in range(STEPS):
+    for number in range(1 + WARM_STEPS + STEPS):
+        if number == 1:
+            print(COMPILED, flush=True)
+            sys.stdin.readline()  # until all have compiled, and it is this one's turn
         began_s = perf_counter()
         with nullcontext() if way == "whole" else compiled_as_ddp(wrapper):
             step(called)  # type: ignore[arg-type]
         if device.type == "cuda":
             torch.cuda.synchronize()
         steps_s.append(perf_counter() - began_s)
-    return {"parts": backend.graphs, "first_s": steps_s[0], "step_s": median(steps_s[1:])}
+    return {"parts": backend.graphs, "first_s": steps_s[0], "step_s": median(steps_s[1 + WARM_STEPS :])}
 
 
 def report(model: str, found: dict[str, dict[str, float]]) -> None:
@@ -94,7 +112,7 @@ def report(model: str, found: dict[str, dict[str, float]]) -> None:
     device = torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}"
     print(f"# Compiling {model} in parts\n")
     print(f"{datetime.now(UTC).date()}, torch {torch.__version__}, {device}, {os.cpu_count()} cores; caches empty at")
-    print(f"first; the {len(found)} processes run side by side.\n")
+    print(f"first; {len(found)} processes compile side by side, and are timed one after the other.\n")
     print("| | parts | first step, s | of one part | later step, ms | of one part |")
     print("|---|---:|---:|---:|---:|---:|")
     whole = found["whole"]

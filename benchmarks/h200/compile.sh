@@ -10,8 +10,8 @@ BENCH=${BENCH:-$PY -m anabranch bench}; MORE=${MORE:-}; TIMES_MORE=${TIMES_MORE:
 said() { echo "=== $* ($(( $(date +%s) - BEGAN )) s)"; }
 BEGAN=$(date +%s)
 
-part_test() {  # about 60 s
-  timeout -k 5 100 $PY -m pytest -q -s -p no:cacheprovider -p no:benchmark -m gpu tests/compiled/test_gpu.py 2>&1 | tail -40
+part_test() {  # about 95 s
+  timeout -k 5 150 $PY -m pytest -q -s -p no:cacheprovider -p no:benchmark -m gpu tests/compiled/test_gpu.py 2>&1 | tail -40
 }
 
 part_times() {  # about 60 s: three processes side by side, each with empty caches; then the lab finds all of them
@@ -22,19 +22,19 @@ part_times() {  # about 60 s: three processes side by side, each with empty cach
 lab() {  # seconds, report, then arguments of bench
   local limit=$1 report=$2; shift 2
   timeout -k 20 "$limit" $PY -m anabranch lab --hosts $HOSTS --rate $RATE --backend $BACKEND -- \
-    $BENCH --compile --only nothing --profile-steps 4 --hold-after 60 --num-warmup-batches 3 \
+    $BENCH --compile --only nothing --profile-steps 4 --hold-after 130 --num-warmup-batches 3 \
     --report "$OUT/$report.md" --force $MORE "$@" > >(tee "$OUT/$report.log") 2>&1
   echo "exit $?"
   mv "$OUT/$report.log" "$OUT/$report.log.md"
 }
 
-part_resnet() {  # about 210 s after "times", about 300 s without
-  lab ${RESNET_S:-340} compiled_resnet50 --model resnet50 --compress int8 --skip 'DataParallel, int8' \
+part_resnet() {  # 250 s without "times"
+  lab ${RESNET_S:-340} compiled_resnet50 --model resnet50:32 --compress int8 --skip 'DataParallel, int8' \
     --num-iters 4 --num-batches-per-iter 8
 }
 
 part_oktopk() {  # instead of int8
-  lab ${RESNET_S:-340} compiled_resnet50_oktopk --model resnet50 --compress oktopk:0.01 --skip 'DataParallel, oktopk:0.01' \
+  lab ${RESNET_S:-340} compiled_resnet50_oktopk --model resnet50:32 --compress oktopk:0.01 --skip 'DataParallel, oktopk:0.01' \
     --skip 'DDP, compiled' --num-iters 4 --num-batches-per-iter 8
 }
 

@@ -96,7 +96,7 @@ def test_later_searches_compile_nothing() -> None:
 
 
 def test_a_policy_may_allow_more_versions() -> None:
-    dear = {"policy": replace(SCENARIOS["keeps the plan"], cut_doubt=1e9, recompilations=3)}  # keeps whatever it tries
+    dear = {"policy": replace(SCENARIOS["keeps the plan"], cut_share=1e6, recompilations=3)}  # keeps whatever it tries
     for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", dear):
         assert answer["apart"] < 1e-6
         assert "in_pairs, graphs cut for it" in answer["explained"]

@@ -19,7 +19,7 @@ Train = Callable[[Model, torch.optim.Optimizer, int], object]
 WIDTH = 6
 # Tries every plan, whatever is predicted and at any price, but no cuts of compiled graphs beside those for the plan.
 SHORT = TuningPolicy(
-    warmup_steps=2, trial_steps=1, drift_check_steps=2, min_predicted_gain=-1e9, search_share=1e9, cut_doubt=-1e9
+    warmup_steps=2, trial_steps=1, drift_check_steps=2, min_predicted_gain=-1e9, search_share=1e9, cut_share=-1e6
 )
 # Policies that force each outcome, whatever the measured times are.
 SCENARIOS: Mapping[str, TuningPolicy] = {

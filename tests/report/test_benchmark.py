@@ -138,9 +138,9 @@ def test_compiled_contestants_stand_beside_their_twins_and_say_what_compiling_to
     rows = (*example().rows, *compiled)
     found = example(rows=rows, facts={COMPILING: OWN_CACHES})
     lines = [
-        "DDP, compiled: a step takes 1.20 × DDP, 3.00 × compute only, compiled; compiling 1.1 × as long as without "
+        "DDP, compiled: a step takes 1.200 × DDP, 3.000 × compute only, compiled; compiling 1.1 × as long as without "
         "cuts.",
-        "DataParallel, compiled: a step takes 0.50 × DDP, compiled, 0.67 × DataParallel, 1.50 × compute only, "
+        "DataParallel, compiled: a step takes 0.500 × DDP, compiled, 0.667 × DataParallel, 1.500 × compute only, "
         "compiled; compiling 0.9 + 0.5 × as long as without cuts.",
     ]
     assert compiled_lines(found) == lines

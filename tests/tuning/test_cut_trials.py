@@ -127,20 +127,20 @@ def test_cheap_cuts_are_compiled_once_more_for_the_plan() -> None:
 
 
 def test_where_little_is_expected_nothing_is_compiled() -> None:
-    cuts, graphs = settled(cut_s=1e-5, policy=replace(DEFAULT_POLICY, min_gain=0.05))
+    cuts, graphs = settled(cut_s=1e-5, policy=replace(DEFAULT_POLICY, min_gain=0.3))
     assert cuts.best is not None and cuts.best.label == "optimal"
     assert graphs.compiled == [LAYERS - 1] and graphs.parts is None
     (line,) = cuts.lines
-    assert "instead of 15 a step is expected to gain less than 5%, so nothing was compiled again" in line
+    assert "instead of 15 a step is expected to gain less than 30%, so nothing was compiled again" in line
 
 
 def test_dear_cuts_are_named_and_tried_by_those_who_allow_it() -> None:
     cuts, graphs = settled(cut_s=8e-3)
     assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it"
-    assert "optimal, graphs cut for it, fewer cuts (cuts: 0) may take" in cuts.lines[-1]
+    assert "optimal, graphs cut for it, other cuts (cuts: 0) may take" in cuts.lines[-1]
     assert "TuningPolicy(recompilations=2) would try it" in cuts.lines[-1]
     cuts, graphs = settled(cut_s=8e-3, policy=replace(DEFAULT_POLICY, recompilations=2))
-    assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it, fewer cuts"
+    assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it, other cuts"
     assert graphs.cuts_for(graphs.parts) == 0 and len(graphs.compiled) == 3
 
 
@@ -148,7 +148,7 @@ def test_a_plan_that_needs_all_cuts_is_compared_with_ddps_version_where_cuts_may
     fine = planners.per_tensor(TRACE, NETWORK)
     graphs = Graphs()
     live = Live(graphs, cut_s=2e-3)
-    cuts = CutTrials(cast(Any, graphs), cast(LiveTrials, live), DEFAULT_POLICY, int)
+    cuts = CutTrials(cast(Any, graphs), cast(LiveTrials, live), replace(DEFAULT_POLICY, cut_share=0.0), int)
     trials = [live.trial("own", None), live.trial("no merging", fine)]
     for _ in cuts.settle(trials[1], trials, TRACE, NETWORK):
         pass
@@ -156,13 +156,6 @@ def test_a_plan_that_needs_all_cuts_is_compared_with_ddps_version_where_cuts_may
     assert cuts.best is not None and cuts.best.plan is None
     cuts, graphs = settled(cut_s=8e-3, policy=replace(DEFAULT_POLICY, recompilations=0))
     assert graphs.compiled == [LAYERS - 1]
-
-
-def test_fewer_cuts_that_might_be_faster_are_dropped_where_they_are_not() -> None:
-    cuts, graphs = settled(cut_s=1.5e-3, policy=replace(DEFAULT_POLICY, recompilations=3))
-    assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it"
-    assert f"{cuts.best.label}, fewer cuts" in [trial.label for trial in cuts.trials]
-    assert graphs.cuts_for(graphs.parts) == graphs.compiled[1] > min(graphs.compiled)
 
 
 def test_ddps_own_buckets_and_cuts_are_compiled_where_they_are_expected_to_be_fastest() -> None:
@@ -180,7 +173,9 @@ def test_fine_cuts_stay_where_they_are_clearly_faster() -> None:
 
 
 def test_no_version_is_tried_twice() -> None:
-    cuts, graphs = settled(cut_s=-1e-3, policy=replace(DEFAULT_POLICY, recompilations=9, min_gain=-1.0, cut_doubt=-1.0))
+    cuts, graphs = settled(
+        cut_s=-1e-3, policy=replace(DEFAULT_POLICY, recompilations=9, min_gain=-1.0, cut_share=-0.01)
+    )
     assert len({trial.label for trial in cuts.trials}) == len(cuts.trials)
     assert len(graphs.compiled) <= 3, "finely, for the plan, and as DDP"
 

@@ -79,7 +79,7 @@ def compiled_lines(benchmark: Benchmark) -> list[str]:
         if not row.name.endswith(COMPILED) or row.name == alone:
             continue
         others = [other for other in (stock, row.name.removesuffix(COMPILED), alone) if other != row.name]
-        ratios = [f"{row.ratio_to(benchmark.row(other)):.2f} × {other}" for other in others if other in names]
+        ratios = [f"{row.ratio_to(benchmark.row(other)):.3f} × {other}" for other in others if other in names]
         comparable = alone in names and benchmark.facts.get(COMPILING) == OWN_CACHES
         alone_s = sum(benchmark.row(alone).compile_s) if comparable else 0.0
         times = " + ".join(f"{step_s / alone_s:.1f}" for step_s in row.compile_s) if alone_s else ""

@@ -15,12 +15,12 @@ from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.trace import Trace
 from anabranch.tuning.candidates import predicted_s
-from anabranch.tuning.graph_cuts import CUT_SHARE, Graphs, Parts, needed_parts, parts_of_ddp, step_in_parts_s
+from anabranch.tuning.graph_cuts import Graphs, Parts, needed_parts, parts_of_ddp, step_in_parts_s
 from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.trial import Trial
 
-MOST_CUT_SHARE = 0.02  # of a step: ten times what a cut is taken to cost
+MOST_CUT_SHARE = 0.02  # of a step: twice what a cut is taken to cost
 FEWER_CUTS = 0.02  # share of a step by which fewer cuts may look slower: noise, since they can hardly be
 
 
@@ -60,23 +60,23 @@ class CutTrials:
         """
         self.trials, self.best, self.lines, self._tried = list(trials), best, [], []
         own = next((trial for trial in trials if trial.plan is None and best.plan is not None), None)
-        cut_s = CUT_SHARE * best.step_s
+        cut_s = self._policy.cut_share * best.step_s
 
         def versions_at(price_s: float) -> list[Version]:
             return self._versions(best, own, trace, network, price_s)
 
         for _ in range(self._policy.recompilations):
-            versions = versions_at(self._policy.cut_doubt * cut_s)
+            versions = versions_at(cut_s)
             compiled = yield from self._try_fastest(versions, versions)
             if compiled is None:
                 break
-            cut_s = max(cut_s, compiled)
+            cut_s = compiled if compiled > 0 else cut_s  # less than nothing is noise
         if self._policy.recompilations and not self._tried:
             versions = versions_at(MOST_CUT_SHARE * best.step_s)
             yield from self._try_fastest(versions, versions[1:])
-        self._say_not_worth(versions_at(self._policy.cut_doubt * cut_s)[0])
+        self._say_not_worth(versions_at(cut_s)[0])
         if len(self._tried) >= self._policy.recompilations:
-            self._say_untried(self._worth_compiling(versions_at(self._policy.cut_doubt * cut_s)), cut_s)
+            self._say_untried(self._worth_compiling(versions_at(cut_s)), cut_s)
         self.keep(best.plan, trace, network)
 
     def _try_fastest(self, versions: Sequence[Version], allowed: Sequence[Version]) -> Schedule[float | None]:
@@ -87,7 +87,8 @@ class CutTrials:
 
     def keep(self, plan: Plan | None, trace: Trace, network: Network | None) -> None:
         """Keep graphs as they are, for good; those that torch makes later are cut for the plan, if these are, too."""
-        parts = needed_parts(trace, plan, network)
+        step_s = 0.0 if network is None else predicted_s(trace, plan, network)
+        parts = needed_parts(trace, plan, network, self._policy.cut_share * step_s)
         if self._graphs.parts is None and not self._graphs.would_change(parts):
             self._graphs.cut_for(parts)
         self._graphs.settle()
@@ -109,9 +110,9 @@ class CutTrials:
             saved_s = price_s * (graphs.cuts_for(None) - graphs.cuts_for(parts))
             return Version(label, finely.plan, parts, finely.step_s + late_s - saved_s)
 
-        fewer = ", fewer cuts" if self._tried else ""
+        other = ", other cuts" if self._tried else ""
         parts = needed_parts(trace, best.plan, network, price_s)
-        versions = [version(f"{best.label}, graphs cut for it{fewer}", best, parts)]
+        versions = [version(f"{best.label}, graphs cut for it{other}", best, parts)]
         if own is not None:
             versions.append(version(f"{own.label}, DDP's cuts", own, parts_of_ddp(trace)))
         return versions
@@ -177,7 +178,7 @@ class CutTrials:
         if untried is not None:
             self.lines.append(
                 f"Compiled: {untried.label} (cuts: {self._graphs.cuts_for(untried.parts)}) may take "
-                f"{untried.expected_s * 1e3:.2f} ms, if a cut costs {self._policy.cut_doubt * cut_s * 1e3:.3f} ms; "
+                f"{untried.expected_s * 1e3:.2f} ms, if a cut costs {cut_s * 1e3:.3f} ms; "
                 f"TuningPolicy(recompilations={self._policy.recompilations + 1}) would try it."
             )
 

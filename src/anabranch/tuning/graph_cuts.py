@@ -12,7 +12,6 @@ from anabranch.trace import Trace
 
 LATE = "all gradients come at the end of backward, as when the whole model is one compiled graph"
 MOST_PARTS = 16  # about as many as graphs are cut into at most; all of them are compared pair by pair
-CUT_SHARE = 0.001  # of a step: what a cut costs in launches and fusion at least, and until that is measured
 
 Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in order
 
@@ -100,11 +99,10 @@ def parts_of_ddp(trace: Trace) -> Parts:
     return parts_of(_buckets(trace, None))
 
 
-def needed_parts(trace: Trace, plan: Plan | None, network: Network | None, cut_s: float | None = None) -> Parts:
+def needed_parts(trace: Trace, plan: Plan | None, network: Network | None, cut_s: float) -> Parts:
     """The parts for this plan, or for DDP's own buckets: a cut that saves less than it costs, ``cut_s``, is left out.
 
-    Where no network is known nothing can be predicted, and each bucket is a part. Where the cost of a cut is not known,
-    it is a small share of a step.
+    Where no network is known nothing can be predicted, and each bucket is a part.
     """
     buckets = _buckets(trace, plan)
     parts = [list(bucket.names) for bucket in buckets.buckets]
@@ -119,7 +117,6 @@ def needed_parts(trace: Trace, plan: Plan | None, network: Network | None, cut_s
         return max(end_s for _, end_s in schedule(late, network.contention))
 
     longest_s = finish_s(ends)
-    cut_s = CUT_SHARE * (trace.forward_s + longest_s) if cut_s is None else cut_s
     while len(parts) > 1:
         longest_s += cut_s
         merged = [[*ends[:i], [*ends[i], *ends[i + 1]], *ends[i + 2 :]] for i in range(len(ends) - 1)]

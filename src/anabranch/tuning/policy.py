@@ -20,7 +20,8 @@ class TuningPolicy:
     search_share         what all searching may cost once training has been long enough, as a share of training so far
     drift_check_steps    steps between two checks of rank 0 whether to plan again
     max_drift            share by which the step time may change, beyond its noise, before rank 0 plans again
-    cut_doubt            how many times what is believed a cut of a compiled graph may cost: what gains then is tried
+    cut_share            what a cut of a compiled graph is taken to cost, as a share of a step, before it is measured;
+                         on ResNet-50 (H200, float32) it was 1.2 %
     recompilations       how often a compiled model may be compiled once more after planning, to try other cuts
     late_gradients       warn if the first gradient is ready later than this share of backward: nothing can overlap then
     """
@@ -38,7 +39,7 @@ class TuningPolicy:
     search_share: float = 0.01
     drift_check_steps: int = 20
     max_drift: float = 0.10
-    cut_doubt: float = 2.0
+    cut_share: float = 0.01
     recompilations: int = 1
     late_gradients: float = 0.9
 
@@ -63,7 +64,7 @@ COUNTS = (
     "recompilations",
 )  # fmt: skip
 SHARES = (
-    "min_gain", "min_predicted_gain", "lanes_min_gain", "obvious_gain", "search_share", "max_drift", "cut_doubt",
+    "min_gain", "min_predicted_gain", "lanes_min_gain", "obvious_gain", "search_share", "max_drift", "cut_share",
     "late_gradients",
 )  # fmt: skip
 DEFAULT_POLICY = TuningPolicy()

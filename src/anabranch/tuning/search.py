@@ -38,6 +38,7 @@ from anabranch.tuning.warm_up import warm_up_kinds
 
 log = logging.getLogger("anabranch")
 
+HELD_EARLY = "Compiled: searching was ended before graphs were compiled for the plan, so they stay cut finely."
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 
 
@@ -248,6 +249,8 @@ class Search:
     def cut_graphs(self) -> Schedule[None]:
         """Have graphs compiled once more, cut where the best layout needs it, and keep what is fastest."""
         if not self._decide(self._graphs.can_change and not self._held()):
+            if self._graphs.can_change and self._graphs.parts is None:
+                self._cuts.lines = [HELD_EARLY]
             self._cuts.keep(self.best.plan, self._known_trace, self.network)
             return
         if self._decide(self.best.doubtful and self.best.plan is not None):  # before graphs are compiled for it alone
