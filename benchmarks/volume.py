@@ -171,17 +171,20 @@ def our_table(counts: Counts) -> Iterator[str]:
 
 def verdict(counts: Counts) -> Iterator[str]:
     """What is over the bound, and why."""
-    over = [
-        f"{name} on {size.ranks} ranks ({count.busiest / size.bound(name):.0%}; "
-        f"sent {count.sent.max() / size.bound(name):.0%})"
-        for size, ways in counts
-        for name, count in ways.items()
-        if count.busiest > size.bound(name)
-    ]
-    if over:
-        yield f"\n**Over the bound: {', '.join(over)}**, in what the busiest owner receives in the split. Regions are "
-        yield "the mean of what ranks propose; a rank with few values per owner proposes roughly, and where layers of "
+    sent, received = [], []
+    for size, ways in counts:
+        for name, count in ways.items():
+            share = count.busiest / size.bound(name)
+            if share > 1:
+                over = sent if count.sent.max() > size.bound(name) else received
+                over.append(f"{name} on {size.ranks} ranks ({share:.0%})")
+    if received:
+        yield f"\n**Over the bound in what the busiest owner receives: {', '.join(received)}.** Regions are"
+        yield "the mean of what ranks propose; a rank with few values per owner proposes roughly, and where layers of"
         yield "very different size meet, the mean of rough proposals divides them unevenly. No rank sends too much."
+    if sent:
+        yield f"\n**Over the bound in what each rank sends: {', '.join(sent)}.** A message has few"
+        yield "entries there, so that its counts, its scales and what fills up its words weigh as much as some of them."
 
 
 def refresh_table(counts: Counts) -> Iterator[str]:
