@@ -90,6 +90,19 @@ def test_the_largest_batch_fits_in_what_blocks_leave(capsys: pytest.CaptureFixtu
         assert fits <= 0.95 * 100 * 2**20 < too_much
 
 
+def test_what_lean_would_choose_within_the_limit_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--within", "1GiB")
+    kept = document["modes"]["lean"]["predicted_nbytes"]
+    assert document["modes"]["lean, within"]["predicted_nbytes"] == pytest.approx(kept, rel=0.05)
+    assert any(line.startswith("lean, within 1.00 GiB: residuals in place") for line in document["assumptions"])
+    assert any("TFLOP/s in fp32" in line for line in document["assumptions"])
+    document = json_of(capsys, *ASKED, "--within", "1GiB", "--compress", "int4", "--compress", "oktopk")
+    assert list(document["modes"])[-2:] == ["lean, int4, within", "lean, within"]
+    document = json_of(capsys, *ASKED, "--within", "1MiB")
+    assert "lean, within" not in document["modes"]
+    assert any("lean, within is 1048576 bytes" in line and "give at least" in line for line in document["assumptions"])
+
+
 def test_offloaded_activations_let_lean_take_more(capsys: pytest.CaptureFixture[str]) -> None:
     kept = json_of(capsys, *ASKED, "--within", "16GiB")["largest_batch"]
     away = json_of(capsys, *ASKED, "--within", "16GiB", "--activations", "offload")["largest_batch"]
@@ -246,7 +259,7 @@ def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
 def test_auto_needs_the_memory_of_int4(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--within", "1GiB", "--rate", "10gbit", "--compress"]
     auto, int4 = (json_of(capsys, *asked, kind) for kind in ("auto", "int4"))
-    assert list(auto["modes"]) == ["ddp", "lean, dense", *modes_of("auto")]
+    assert list(auto["modes"]) == ["ddp", "lean, dense", *modes_of("auto"), "lean, auto, within"]
     assert list(auto["modes"].values()) == list(int4["modes"].values())
     assert list(auto["largest_batch"].values()) == list(int4["largest_batch"].values())
     assert AUTO_AS in auto["assumptions"] and AUTO_AS not in int4["assumptions"]
@@ -278,7 +291,7 @@ def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) 
 def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--ranks", "4", "--sharded", "fsdp2", "--sharded", "fsdp2:reshard"]
     document = json_of(capsys, *asked, "--within", "1GiB", "--rate", "10gbit")
-    assert list(document["modes"]) == [*MODES, "fsdp2", "fsdp2:reshard"]
+    assert list(document["modes"]) == [*MODES, "fsdp2", "fsdp2:reshard", "lean, within"]
     profile = probe(images(4), bench.OPTIMIZERS["momentum"])
     for mode in ("fsdp2", "fsdp2:reshard"):
         assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4)).nbytes

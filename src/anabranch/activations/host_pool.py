@@ -27,11 +27,12 @@ class HostBuffer:
 class HostPool:
     """Hands out host buffers and takes them back. Allocates at most ``limit_nbytes``, if given."""
 
-    def __init__(self, pinned: bool, limit_nbytes: int | None = None) -> None:
+    def __init__(self, pinned: bool, limit_nbytes: int | None = None, device: str = "cpu") -> None:
         self.nbytes = 0  # allocated, in use or free
         self.allocations = 0
         self._max_used_nbytes = 0
         self._pinned = pinned
+        self._device = device
         self._limit_nbytes = limit_nbytes
         self._free: dict[int, deque[HostBuffer]] = {}  # by size
         self._returned: deque[HostBuffer] = deque()  # not yet sorted into _free
@@ -55,7 +56,7 @@ class HostPool:
         self._shrink(MAX_HELD * self._max_used_nbytes - nbytes)  # sizes that are no longer asked for must not stay
         self.nbytes += nbytes
         self.allocations += 1
-        return HostBuffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned))
+        return HostBuffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned, device=self._device))
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back. One atomic operation, since autograd frees graphs on any thread at any moment."""

@@ -143,7 +143,8 @@ class Offloader:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.pool = HostPool(device.type == "cuda", host_nbytes)
+        without_data = device.type == "meta"  # the host's side has none either
+        self.pool = HostPool(device.type == "cuda", host_nbytes, "meta" if without_data else "cpu")
         self.counts = OffloadCounts()
         self._least_nbytes = least_nbytes
         self._window_nbytes = window_nbytes
@@ -158,7 +159,9 @@ class Offloader:
         self._next_position = 0
         self._fetched_ahead: list[tuple[int, weakref.ref[OffloadedStorage]]] = []  # some may have been used since
         self._unused_fetches: deque[tuple[torch.Tensor | None, CopyDone]] = deque()  # for graphs that are gone
-        self._persistent: frozenset[int] = frozenset()  # addresses of parameters and buffers
+        self._persistent: frozenset[int] = (
+            frozenset()
+        )  # storages of parameters and buffers; tensors without data have no address
         self._offload_hooks = (self._pack, self._unpack)
         self._keep_hooks = (self._keep, self._unpack)
 
@@ -180,7 +183,7 @@ class Offloader:
             return
         before = self._persistent
         held = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-        self._persistent = before.union(tensor.untyped_storage().data_ptr() for tensor in held)
+        self._persistent = before.union(tensor.untyped_storage()._cdata for tensor in held)
         try:
             with saved_tensors_hooks(*self._offload_hooks):
                 yield
@@ -229,7 +232,7 @@ class Offloader:
         return (
             storage.nbytes() >= self._least_nbytes
             and tensor.numel() * tensor.itemsize * SLICE_SHARE >= storage.nbytes()
-            and storage.data_ptr() not in self._persistent
+            and storage._cdata not in self._persistent
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
         )
 

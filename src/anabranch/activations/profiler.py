@@ -64,12 +64,19 @@ class BlockProfiler(StepObserver):
     step has several forwards before its backward, all are counted.
 
     convolution_workspace   what a convolution needs for itself, times the bytes of its tensors; None: as on the device
+    clock                   by which blocks are timed; None: that of the device
     """
 
-    def __init__(self, model: nn.Module, offloader: Offloader, convolution_workspace: float | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        offloader: Offloader,
+        convolution_workspace: float | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.steps = 0  # whose backward is over
         self.last: LastBlock | None = None
-        self._clock: Clock = clock_for(offloader.device)
+        self._clock: Clock = clock or clock_for(offloader.device)
         self._offloader = offloader
         self._profiles: dict[str, BlockProfile] = {}
         self._previous: tuple[BlockProfile, set[StorageWeakRef]] | None = None  # the block before, and its output

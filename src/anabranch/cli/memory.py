@@ -90,7 +90,10 @@ OptimizerOption = Annotated[Optimizer, typer.Option(help="Whose state to count."
 PrecisionOption = Annotated[Precision, typer.Option(help="bf16: under autocast; pure-bf16: weights and state, too.")]
 ActivationsOption = Annotated[Activations, typer.Option(help="How the Lean modes keep activations.")]
 WithinOption = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Find the largest batch that fits in this: 16GiB.")
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Find the largest batch that fits in this, and what Lean(within=) chooses: 16GiB."
+    ),
 ]
 NetworkOption = Annotated[str | None, typer.Option(metavar="N", help="For throughput: a network, as in scale.")]
 RateOption = Annotated[
@@ -171,14 +174,14 @@ def memory(
     footprints = estimator.footprints(batch_size, setting, modes)
     measured = _measured(model, batch_size, optimizer, activations, setting, modes, precision) if measure else {}
     assumptions = [*estimator.assumptions, *asked.assumptions, *_about(setting, sharded or ())]
-    batches = dict.fromkeys(footprints, batch_size)
+    batches, chosen = dict.fromkeys(footprints, batch_size), dict[str, "Footprint"]()
     if limit_nbytes is not None:
         batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
-        assumptions += _limits(batches)
-    speeds = None
-    if links is not None:
-        speeds, more = _throughputs(trace or model, links, batches, setting, estimator.activations_of)
-        assumptions += more
+        chosen, more = _chosen(model, batch_size, optimizer, precision, asked.exchanges, setting, limit_nbytes)
+        assumptions += [*_limits(batches), *more]
+    throughput = links and _throughputs(trace or model, links, batches, setting, estimator.activations_of)
+    speeds, more = throughput or (None, [])
+    assumptions += more
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
@@ -187,7 +190,7 @@ def memory(
         optimizer=optimizer.value,
         activations=activations.value,
         assumptions=tuple(assumptions),
-        modes={mode: _mode(footprint, measured.get(mode)) for mode, footprint in footprints.items()},
+        modes={mode: _mode(footprint, measured.get(mode)) for mode, footprint in (footprints | chosen).items()},
         within_nbytes=limit_nbytes,
         largest_batch=batches if limit_nbytes is not None else None,
         samples_per_s=speeds,
@@ -345,6 +348,36 @@ def _limits(batches: Mapping[str, int]) -> list[str]:
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
     return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits
+
+
+def _chosen(
+    model: str,
+    batch: int,
+    optimizer: Optimizer,
+    precision: Precision,
+    exchanges: Sequence[str],
+    setting: "Setting",
+    limit_nbytes: int,
+) -> tuple[dict[str, "Footprint"], list[str]]:
+    """By exchange the peak of what ``Lean(within=...)`` would choose at this batch, and in words what that is."""
+    from anabranch.activations.solver import BudgetError
+    from anabranch.bench.memory import OPTIMIZERS
+    from anabranch.bench.within import ASSUMED, chosen_within
+    from anabranch.footprint.account import LEAN, OKTOPK, Way
+    from anabranch.lean.within import described
+
+    found, words = {}, [f"times of {LEAN}, within: {ASSUMED}"]
+    build, factory = _build_at(model, precision)(batch), OPTIMIZERS[optimizer.value]
+    half = precision is Precision.bf16
+    for exchange in exchanges:
+        name = LEAN if exchange == OKTOPK else f"{LEAN}, {exchange}"
+        way = (Way(exchange, lean=True), setting)
+        try:
+            choice, found[f"{name}, within"] = chosen_within(build, factory, way, limit_nbytes, half=half)
+            words.append(f"{name}, {described(choice.message(limit_nbytes))}")
+        except BudgetError as error:
+            words.append(f"{name}, {error}")
+    return found, words
 
 
 def _measured(

@@ -24,6 +24,7 @@ from anabranch.activations.speeds import Speeds
 from anabranch.footprint import account
 from anabranch.footprint.account import (
     FRAGMENTATION,
+    Footprint,
     Moment,
     ResidualPlacement,
     Setting,
@@ -180,15 +181,17 @@ class Storage:
     extra_s: float = 0.0
     over_link_nbytes: int = 0
 
-    def peak_nbytes(self, blocks: Sequence[BlockCosts], link: HostLink, actions: Mapping[str, Action]) -> int:
+    def peak(self, blocks: Sequence[BlockCosts], link: HostLink, actions: Mapping[str, Action]) -> Footprint:
         """The peak of a step with these actions, by the account."""
         moved_nbytes = predict(blocks, link, actions).moved_nbytes
         profile = self.step.with_activations(in_use(blocks, link, actions), moved_nbytes)
         window_nbytes = max(link.window_nbytes or 0, link.ahead_nbytes or 0)
-        return max(
-            account.predict(profile, way, replace(setting, window_nbytes=window_nbytes)).nbytes
-            for way, setting in self.ways
-        )
+        found = (account.predict(profile, way, replace(s, window_nbytes=window_nbytes)) for way, s in self.ways)
+        return max(found, key=lambda footprint: footprint.nbytes)
+
+    def peak_nbytes(self, blocks: Sequence[BlockCosts], link: HostLink, actions: Mapping[str, Action]) -> int:
+        """The bytes of that peak."""
+        return self.peak(blocks, link, actions).nbytes
 
     def waited_s(self, blocks: Sequence[BlockCosts], link: HostLink, choice: Choice) -> float:
         """What computing does not hide of copies of residuals, which share the link with those of activations."""
