@@ -201,6 +201,29 @@ def test_a_doubtful_plan_wins_again_before_graphs_are_compiled_for_it() -> None:
         assert "running in_pairs, graphs cut for it" in answer["explained"]
 
 
+def held_early(rank: int, planner: str) -> dict[str, Any]:
+    """The search is told to end while it tries its first plan."""
+    log, (_, net) = Log(), pair()
+    chosen: Any = in_pairs if planner == "in_pairs" else planner
+    options = {"planner": chosen, "lanes": 1, "profile_steps": 2, "network": ring()}
+    made, called = compiled(net, "compile(DP)", log, policy=SCENARIOS["keeps the plan"], **options)
+    for log.step in steps(made):
+        called(inputs(rank, log.step)).square().mean().backward()
+        if "trying" in made.explain().splitlines()[0]:
+            made.hold()
+    return {"compiled": log.compiled, "explained": made.explain()}
+
+
+@pytest.mark.parametrize("planner", ["in_pairs", "per_tensor"])
+def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) -> None:
+    for answer in on_ranks(held_early, 2, planner):
+        assert f"running {planner}" in answer["explained"]
+        assert answer["compiled"] == [0] * LAYERS, "nothing is compiled again"
+        needs_fewer = planner == "in_pairs"
+        assert (search.HELD_EARLY in answer["explained"]) == needs_fewer
+        assert ("parts, cut finely." in answer["explained"]) == needs_fewer, "per_tensor needs every cut"
+
+
 def compressed(rank: int, kind: str) -> dict[str, Any]:
     """Train with a plan of one kind of exchange, compiled and eager; how far they are apart."""
     _, net = pair()

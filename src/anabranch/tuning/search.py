@@ -248,10 +248,11 @@ class Search:
 
     def cut_graphs(self) -> Schedule[None]:
         """Have graphs compiled once more, cut where the best layout needs it, and keep what is fastest."""
-        if not self._decide(self._graphs.can_change and not self._held()):
-            if self._graphs.can_change and self._graphs.parts is None:
-                self._cuts.lines = [HELD_EARLY]
+        can_change = self._graphs.can_change
+        if not self._decide(can_change and not self._held()):
             self._cuts.keep(self.best.plan, self._known_trace, self.network)
+            if can_change and self._graphs.parts is None:  # the plan needs fewer cuts
+                self._cuts.lines = [HELD_EARLY]
             return
         if self._decide(self.best.doubtful and self.best.plan is not None):  # before graphs are compiled for it alone
             yield from self.win_again(self.best)
