@@ -36,9 +36,10 @@ from anabranch.footprint.step_profile import allocated_nbytes
 from anabranch.lean.clipping import Clipping
 from anabranch.lean.engine import in_backward
 from anabranch.lean.layout import LeanLayout, trained_parameters
+from anabranch.lean.optimizer_memory import memory_of, nbytes_of
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.torch_calls import scaler_of_this_pass, watch
-from anabranch.lean.within import Held, WithinBudget, gradients_of, memory_of, nbytes_of
+from anabranch.lean.within import Held, WithinBudget, gradients_of
 from anabranch.lean.within import described as described_within
 from anabranch.network import Network
 from anabranch.observe.step_timer import StepObserver

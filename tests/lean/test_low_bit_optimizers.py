@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.lean.within import nbytes_of
+from anabranch.lean.optimizer_memory import nbytes_of
 from ranks import on_ranks
 
 WIDTH = 128  # a matrix has 16384 elements: torchao rounds the state of those from 4096 on

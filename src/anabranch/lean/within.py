@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anabranch.activations.blocks import END, REST, blocks_of
 from anabranch.activations.cost_model import RECOMPUTED, Action, BlockCosts, HostLink, in_use, predict
@@ -383,21 +382,6 @@ def gradients_of(
         nbytes = allocated_nbytes(parameter.nbytes)
         found.append(Gradient(name, parameter.numel(), nbytes, may_be_sparse(parameter), block_name))
     return found
-
-
-def memory_of(optimizer: torch.optim.Optimizer) -> OptimizerMemory:
-    """Its state, counters aside, and what its step needs beside that: as much as the gradients, if it is not fused."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    state_nbytes = sum(allocated_nbytes(nbytes_of(value)) for value in values if torch.is_tensor(value) and value.dim())
-    stepped = (p for group in optimizer.param_groups if not group.get("fused") for p in group["params"])
-    return OptimizerMemory(state_nbytes, sum(p.nbytes for p in stepped if p.requires_grad))
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """The memory of a tensor; one that rounds its values says the size that they would have."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return tensor.nbytes
-    return sum(nbytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def _size(nbytes: int) -> str:

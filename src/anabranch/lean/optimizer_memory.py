@@ -1,0 +1,92 @@
+"""What an optimizer holds, and what its step needs beside that."""
+
+import weakref
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from anabranch.footprint.step_profile import OptimizerMemory, allocated_nbytes
+from anabranch.lean.optimizers import STEP_HOOKS
+
+
+def memory_of(optimizer: torch.optim.Optimizer) -> OptimizerMemory:
+    """Its state, counters aside, and what a step of all parameters needs beside it."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    state_nbytes = sum(allocated_nbytes(nbytes_of(value)) for value in values if torch.is_tensor(value) and value.dim())
+    return OptimizerMemory(state_nbytes, _scratch_nbytes(optimizer))
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """The memory of a tensor; one that rounds its values says the size that they would have."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.nbytes
+    return sum(nbytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+
+def _scratch_nbytes(optimizer: torch.optim.Optimizer) -> int:
+    """What a step needs: nothing if it is fused; else as a step on tensors without data shows, which ours can run.
+
+    As much as the gradients is taken for other classes, whose step may do anything, and where values are needed.
+    """
+    groups = [group for group in optimizer.param_groups if not group.get("fused")]
+    if type(optimizer).__module__.startswith("torch.optim."):
+        try:
+            return _seen_nbytes(optimizer, groups)
+        except (RuntimeError, NotImplementedError):
+            pass
+    return sum(p.nbytes for group in groups for p in group["params"] if p.requires_grad)
+
+
+def _seen_nbytes(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> int:
+    """The most that a second step of a copy without data allocates."""
+    new = NewBytes()
+    with new:
+        copy: Any = object.__new__(type(optimizer))
+        vars(copy).update((name, value) for name, value in vars(optimizer).items() if name != "step")
+        vars(copy).update({name: OrderedDict() for name in STEP_HOOKS}, state=defaultdict(dict))
+        copy.param_groups = [_without_data(group) for group in groups]
+        copy.step()
+        before_nbytes = new.most_nbytes = new.nbytes
+        copy.step()
+    return new.most_nbytes - before_nbytes
+
+
+def _without_data(group: dict[str, Any]) -> dict[str, Any]:
+    """The group with parameters and gradients that have no data; foreach as torch would decide for those with."""
+    copies = []
+    for parameter in group["params"]:
+        if parameter.requires_grad:
+            copies.append(nn.Parameter(torch.empty_like(parameter, device="meta")))
+            copies[-1].grad = torch.empty_like(copies[-1])
+    foreach = group.get("foreach")
+    on_gpu = any(parameter.is_cuda for parameter in group["params"])
+    return {**group, "params": copies, "foreach": on_gpu if foreach is None else foreach}
+
+
+class NewBytes(TorchDispatchMode):
+    """While active, counts the bytes of storages that operations have made and that still live, and the most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = 0
+        self.most_nbytes = 0
+        self._live: set[int] = set()  # addresses of storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._live:
+                nbytes = allocated_nbytes(storage.nbytes())
+                self._live.add(storage._cdata)
+                self.nbytes += nbytes
+                self.most_nbytes = max(self.most_nbytes, self.nbytes)
+                weakref.finalize(storage, self._freed, storage._cdata, nbytes).atexit = False
+        return result
+
+    def _freed(self, address: int, nbytes: int) -> None:
+        self._live.discard(address)
+        self.nbytes -= nbytes
