@@ -15,7 +15,9 @@ from anabranch import Bucket, Lean, Network, OkTopk, Plan, Trace, planners
 from anabranch.comm.launcher import BucketLauncher
 from anabranch.sparse.naming import kind_of
 from anabranch.tuning import search
+from anabranch.tuning.live_network import LiveNetwork
 from anabranch.tuning.live_trials import LiveTrials
+from anabranch.tuning.trial import Trial
 from compiled import residual
 from compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
 from observe.trace_events import check_format, of_rank
@@ -86,6 +88,26 @@ def test_the_weights_of_ddp_with_one_recompilation(order: str, scenario: str) ->
             assert len(answer["parts"]) == answer["compiled"].count(*later) < LAYERS
         else:
             assert len(answer["parts"]) == LAYERS
+
+
+def believed(rank: int) -> tuple[str, str]:
+    """The label of the trial whose computing predictions were made with last, and what is in force."""
+    labels = []
+    faster = LiveNetwork.computed_faster
+
+    def noted(self: LiveNetwork, trace: Trace, best: Trial, first: Trial) -> Trace:
+        labels.append(best.label)
+        return faster(self, trace, best, first)
+
+    LiveNetwork.computed_faster = noted  # type: ignore[method-assign]
+    explained = trained(rank, "compile(DP)", "keeps the plan", "", {})["explained"]
+    return labels[-1], explained
+
+
+def test_predictions_are_made_with_the_cuts_in_force() -> None:
+    for label, explained in on_ranks(believed, 2):
+        assert label == "in_pairs, graphs cut for it"
+        assert f"* {label}" in explained
 
 
 def test_later_searches_compile_nothing() -> None:

@@ -259,6 +259,8 @@ class Search:
         self._enter(f"compiling for {self.best.label}")
         yield from self._cuts.settle(self.best, self.trials, self._known_trace, self.network)
         self.trials, self._best = self._cuts.trials, self._cuts.best
+        if self.network is not None:  # predictions know computing with the cuts in force
+            self.trace = self.live_network.computed_faster(self._known_trace, self.best, self.trials[0])
 
     def _try_candidates(self, options: TuningOptions) -> Schedule[None]:
         """Try the candidates that have not been tried and are predicted to gain, the most promising first."""
