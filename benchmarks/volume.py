@@ -171,7 +171,8 @@ def our_table(counts: Counts) -> Iterator[str]:
 
 def verdict(counts: Counts) -> Iterator[str]:
     """What is over the bound, and why."""
-    sent, received = [], []
+    sent: list[str] = []
+    received: list[str] = []
     for size, ways in counts:
         for name, count in ways.items():
             share = count.busiest / size.bound(name)
