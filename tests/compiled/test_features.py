@@ -1,4 +1,4 @@
-"""What DDP users rely on, compiled, beside an eager DDP; graphs are cut at every layer that has gradients."""
+"""What DDP users rely on, compiled, beside a DDP; graphs are cut at every layer that has gradients."""
 
 import warnings
 from dataclasses import replace
@@ -20,6 +20,9 @@ NOT_COMPILED = {"gradient penalty"}  # torch cannot differentiate a compiled bac
 NAMES = [name for name in FEATURES if name not in NOT_COMPILED]
 GROUPS = 4  # of features that share their ranks' processes
 ROUNDING = 1e-5
+# Inductor keeps sums of bfloat16 and float16 in float32 where it fuses operations: a compiled DDP is 3e-4 away from an
+# eager one after these steps, too. So here they are compared with a compiled DDP.
+FUSED = {"autocast", "GradScaler"}
 UNPLANNED = "frozen on the way"
 
 
@@ -37,22 +40,26 @@ def built(name: str) -> nn.Module:
     return module
 
 
-def follow(rank: int, names: list[str], scenario: str) -> list[dict[str, Any]]:
+def follow(rank: int, names: list[str], scenario: str, backend: str) -> list[dict[str, Any]]:
     """Train each of these features through a scenario; what differed from DDP, and the steps of compiling."""
     warnings.simplefilter("ignore")  # torch's own, in its compiler
+    torch._functorch.config.donated_buffer = False  # for "two losses": inductor refuses retain_graph otherwise
     cuts.MIN_PART_NBYTES = 1
     found = []
     for name in names:
         torch._dynamo.reset()
         feature = replace(FEATURES[name], build=partial(built, name))
         theirs, ours = twins(feature, scenario)
-        log = Log(name="aot_eager")
+        log = Log(name=backend)
         called = cast(Model, torch.compile(ours, backend=log))
+        reference = theirs
+        if backend == "inductor" and name in FUSED:
+            reference = cast(Model, torch.compile(theirs, backend=Log(name=backend)))
         optimizers = [sgd(theirs), sgd(ours)]
         apart: list[str] = []
         for step in steps(ours):
             log.step = step
-            for model, optimizer in zip((theirs, called), optimizers, strict=True):
+            for model, optimizer in zip((reference, called), optimizers, strict=True):
                 feature.train(model, optimizer, step)
             apart += [f"step {step}: {what}" for what in different(theirs, ours, max(ROUNDING, feature.rounding))]
         found.append({"apart": apart[:3], "compiled": log.compiled, "explained": ours.explain()})
@@ -61,11 +68,14 @@ def follow(rank: int, names: list[str], scenario: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["keeps the plan", "is given the plan"])
+@pytest.mark.parametrize(
+    ("scenario", "backend"),
+    [("keeps the plan", "aot_eager"), ("is given the plan", "aot_eager"), ("keeps the plan", "inductor")],
+)
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_equals_eager_ddp_to_rounding(group: int, scenario: str) -> None:
+def test_equals_ddp_to_rounding(group: int, scenario: str, backend: str) -> None:
     names = NAMES[group::GROUPS]
-    for answers in on_ranks(follow, 2, names, scenario, timeout_s=100):
+    for answers in on_ranks(follow, 2, names, scenario, backend, timeout_s=100):
         for name, answer in zip(names, answers, strict=True):
             assert answer["apart"] == [], f"{name}: {answer['explained']}"
             assert answer["compiled"], f"{name}: nothing was compiled"
