@@ -11,14 +11,20 @@ import torch._dynamo.backends.distributed as torch_cutter
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from anabranch import DataParallel
 from compiled.models import LAYERS, WIDTH, Log, Net, compiled, furthest, inputs, pair
 from compiled.test_training import in_pairs
 from parallel.twins import SCENARIOS, ring
 from ranks import RankError, on_ranks
 
 STEPS = 24
+BY_OPTIONS: dict[str, dict[str, Any]] = {  # CUDA graphs
+    "reduce-overhead": {"mode": "reduce-overhead"},
+    "triton.cudagraphs": {"options": {"triton.cudagraphs": True}},
+}
 OURS: dict[str, Any] = {"profile_steps": 2, "lanes": 1, "policy": SCENARIOS["keeps the plan"]}
 
 
@@ -108,12 +114,15 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
     log = Log(recomputes=how == "partitioner")
     theirs, net = pair(MODELS[model])
     planner = in_pairs if isinstance(net, Net) else "by_bytes"
-    order = "blocks" if how == "regional" else "compile(DP)"
-    if how == "regional":
-        for block in net.blocks:  # type: ignore[union-attr]
+    order = "blocks" if "regional" in how else "compile(DP)"
+    blocks: Any = net.blocks if "regional" in how else ()
+    for number, block in enumerate(blocks):
+        if how == "regional":
             block.compile(backend=log)
-    if how in ("reduce-overhead", "fullgraph"):
-        options: dict[str, Any] = {"mode": how} if how == "reduce-overhead" else {"fullgraph": True, "backend": log}
+        else:
+            blocks[number] = torch.compile(block, backend=log)
+    if how in BY_OPTIONS or how == "fullgraph":
+        options = BY_OPTIONS.get(how, {"fullgraph": True, "backend": log})
         order, net = "made", cast(nn.Module, torch.compile(net, **options))
     made, called = compiled(net, order, log, planner=planner, network=ring(), **OURS)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (theirs, made)]
@@ -144,6 +153,7 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
         ("Net", "not cut", 'optimize_ddp is "no_optimization", so torch cuts no graph'),
         ("Net", "python", 'No plan: torch._dynamo.config.optimize_ddp is "python_reducer"'),
         ("Net", "reduce-overhead", 'the modes "default" and "max-autotune-no-cudagraphs" let the plan cut'),
+        ("Net", "triton.cudagraphs", 'mode="reduce-overhead" or the option "triton.cudagraphs"'),
         ("Net", "dynamic", "torch.compile(dynamic=False), let the plan cut it"),
         ("Net", "dynamic=True", "torch.compile(dynamic=False), let the plan cut it"),
         ("Stream", "", "writing x = x + y lets the plan cut it"),
@@ -153,6 +163,7 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
             "torch cuts graphs by bytes, and not where buckets end, since anabranch does not fit torch",
         ),
         ("Blocks", "regional", "(their gradients leave block by block)"),
+        ("Blocks", "regional, in their places", "(their gradients leave block by block)"),
     ],
 )
 def test_what_stands_in_the_way(model: str, how: str, sentence: str) -> None:
@@ -161,7 +172,25 @@ def test_what_stands_in_the_way(model: str, how: str, sentence: str) -> None:
         assert sentence in answer["explained"]
         assert max(answer["compiled"], default=0) <= 1, "nothing is compiled again for a plan"
         assert how != "dynamic" or answer["compiled"].count(1) == 1, "cut as DDP's would be: these are one bucket"
-        assert how != "regional" or answer["backwards"] == LAYERS, "gradients leave block by block"
+        assert "regional" not in how or answer["backwards"] == LAYERS, "gradients leave block by block"
+
+
+def refused(rank: int) -> list[bool]:
+    """Whether torch refuses a wrapper as one graph: stock DDP, and DataParallel."""
+    wrappers = [DistributedDataParallel(Net()), DataParallel(Net())]
+    found = []
+    for wrapper in wrappers:
+        called = torch.compile(wrapper, fullgraph=True, backend=Log())
+        try:
+            called(inputs(rank, 0))
+            found.append(False)
+        except torch._dynamo.exc.Unsupported:
+            found.append(True)
+    return found
+
+
+def test_a_wrapper_as_one_graph_is_refused_as_for_ddp() -> None:
+    assert on_ranks(refused, 2) == [[True, True]] * 2
 
 
 @pytest.mark.slow

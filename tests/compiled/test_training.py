@@ -69,6 +69,7 @@ def trained(
         "explained": made.explain(),
         "spread": [tensor.ready_s / made.trace.backward_s for tensor in made.trace.tensors],  # type: ignore[union-attr]
         "symbolic": log.symbolic,
+        "overlap": made.timeline.overlap if made.timeline is not None else None,
     }
 
 
@@ -142,6 +143,7 @@ def test_inductor(order: str) -> None:
     for answer in on_ranks(trained, 2, order, "keeps the plan", "inductor", {}, timeout_s=150):
         assert answer["apart"] < 1e-4
         assert len(set(answer["compiled"])) == 2, answer["explained"]
+        assert answer["overlap"] > 0, "the plan that was found sends while backward computes"
 
 
 @pytest.mark.slow
@@ -246,7 +248,7 @@ def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) 
         assert ("parts, cut finely." in answer["explained"]) == needs_fewer, "per_tensor needs every cut"
 
 
-def compressed(rank: int, kind: str) -> dict[str, Any]:
+def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:
     """Train with a plan of one kind of exchange, compiled and eager; how far they are apart."""
     _, net = pair()
     plan = planners.using(pairs_of([name for name, _ in net.named_parameters()]), kind)
@@ -254,19 +256,22 @@ def compressed(rank: int, kind: str) -> dict[str, Any]:
     log, trained = Log(), []
     for order in ("compile(DP)", "eager"):
         _, net = pair()
-        made, called = compiled(net, order, log, plan=plan, compress=compress, profile_steps=0)
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
+        memory = {"memory": Lean(lambda parameters: torch.optim.SGD(parameters, lr=0.05))} if lean else {}
+        made, called = compiled(net, order, log, plan=plan, compress=compress, profile_steps=0, **memory)
+        optimizer = None if lean else torch.optim.SGD(made.parameters(), lr=0.05)  # Lean has one
         for log.step in range(8):
-            optimizer.zero_grad()
             called(inputs(rank, log.step)).square().mean().backward()
-            optimizer.step()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
         trained.append(made)
     return {"apart": furthest(*trained), "compiled": log.compiled}
 
 
+@pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "bf16", "int8", "int4", kind_of(0.25)])
-def test_every_kind_of_exchange(kind: str) -> None:
-    for answer in on_ranks(compressed, 2, kind):
+def test_every_kind_of_exchange(kind: str, lean: bool) -> None:
+    for answer in on_ranks(compressed, 2, kind, lean):
         assert answer["apart"] < 1e-6
         assert answer["compiled"] == [0] * (LAYERS // 2)
 

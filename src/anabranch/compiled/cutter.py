@@ -44,8 +44,8 @@ SEAMS: tuple[tuple[object, Mapping[str, Sequence[str]]], ...] = (
 )
 
 CUDA_GRAPHS = (
-    'mode="reduce-overhead" records CUDA graphs, so torch cuts by bytes and not where buckets end: the modes "default" '
-    'and "max-autotune-no-cudagraphs" let the plan cut'
+    'CUDA graphs are recorded (mode="reduce-overhead" or the option "triton.cudagraphs"), so torch cuts by bytes and '
+    'not where buckets end: the modes "default" and "max-autotune-no-cudagraphs" let the plan cut'
 )
 
 Compiler = Callable[..., Callable[..., Any]]
