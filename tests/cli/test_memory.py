@@ -285,7 +285,8 @@ def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) 
     assert "--compress is oktopk:0.05 and oktopk:bf16: expected one density and one wire" in twice
     both = error_of(capsys, *asked, "oktopk:0.05", "--density", "0.1")
     assert "--density is 0.1 and --compress is oktopk:0.05: expected the density once" in both
-    assert "expected a density in (0, 1]" in error_of(capsys, *asked, "oktopk:2")
+    assert "'oktopk:2:bf16': expected a density in (0, 1]" in error_of(capsys, *asked, "oktopk:2:bf16")
+    assert "how values are sent (fp32, bf16, int8)" in error_of(capsys, *asked, "oktopk:0.01:fp8")
 
 
 def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,8 +100,8 @@ def test_buckets_are_shown_with_their_kind_and_what_is_sent() -> None:
     assert "int8" in line and "19.4" in line  # of 38.1 MiB: twice a quarter, and its scales
     assert "sent" in shown and "sent" not in rendered(REPORTS["buckets"], 120)
     words = " ".join(shown.split())
-    assert "buckets more: --json lists all. Sparse buckets send 8 bytes an entry here" in words
-    assert "as fp32, since a plan does not say OkTopk's wire" in words
+    assert "buckets more: --json lists all. Sparse buckets are taken to send 8 bytes an entry, as fp32" in words
+    assert "a plan does not say OkTopk's wire" in words
 
 
 def test_what_a_way_that_chooses_has_chosen_is_said() -> None:

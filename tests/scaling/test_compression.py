@@ -35,6 +35,7 @@ LADDER = ("oktopk:0.01", "oktopk:0.02", "oktopk:0.05", "oktopk:0.1", "oktopk:0.2
         ("oktopk:0.02@nodes", Compression(("oktopk:0.02",), between_nodes=True), "sparse"),
         ("lean", Compression(LADDER, lean=True), "lean"),
         ("lean:0.01", Compression(("oktopk:0.01",), lean=True), "lean"),
+        ("lean:.01", Compression(("oktopk:0.01",), lean=True), "lean"),
         ("lean:int4", Compression(("int4",), lean=True), "lean"),
         ("oktopk:0.01:bf16", Compression(("oktopk:0.01",), wire="bf16"), "sparse"),
         ("oktopk:0.01:fp32", Compression(("oktopk:0.01",)), "sparse"),
@@ -59,7 +60,24 @@ def test_what_names_mean(name: str, expected: Compression, kind: str) -> None:
      "auto:int2", "lean:auto:int2"],
 )  # fmt: skip
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="--compress is"):
+    with pytest.raises(ValueError, match=f"--compress is '{name}': expected"):
+        Compression.named(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("oktopk:2:bf16", "a density in .0, 1., such as oktopk:0.01"),
+        ("oktopk:0.01:fp8", "how values are sent .fp32, bf16, int8., such as oktopk:0.01:bf16"),
+        ("lean:2", "a density in .0, 1., such as lean:0.01"),
+        ("lean:oktopk:0.01", "a density in .0, 1., such as lean:0.01"),
+        ("lean:fp8", "on Lean lean:int8, lean:auto"),
+        ("lean:auto:int2", "on Lean lean:int8, lean:auto"),
+        ("auto:oktopk", "auto:oktopk:0.01 .down to 1 % sparse."),
+    ],
+)
+def test_errors_say_what_is_expected_of_the_part_that_is_wrong(name: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"--compress is '{name}'.*{expected}"):
         Compression.named(name)
 
 
@@ -108,16 +126,19 @@ def test_packed_values_cost_less_and_are_told_apart() -> None:
     assert finish_s(small_trace(), plans[1], here) < finish_s(small_trace(), plans[0], here)
     assert plans[1] == plans[3]
     told = "; ".join(strategies.assumptions)
-    assert "8 bytes as fp32 or 4 bytes as bf16 or 3 bytes as int8" in told and "and packing no time" in told
+    assert "8 bytes as fp32 or 4 bytes as bf16 or 3 bytes as int8" in told
     plain = "; ".join(compressed_strategies(names[:1], small_trace(), RING).assumptions)
-    assert "8 bytes as fp32, and new regions" in plain and "packing" not in plain
+    assert "8 bytes as fp32, and new regions" in plain
+    for wire, took in (("fp32", "0.92"), ("bf16", "1.22"), ("int8", "1.41")):
+        assert f"{took} ms per 110 M elements (values as {wire})" in told
+    assert "0.92 ms" in plain and "bf16" not in plain
 
 
 def test_assumptions_are_of_what_was_asked_for() -> None:
     told = {name: "; ".join(compressed_strategies([name], small_trace(), RING).assumptions) for name in
             ("int8", "bf16", "oktopk:0.01", "int4@nodes")}  # fmt: skip
     assert "0.50 ms per 110 M elements" in told["int8"] and "virtual ranks" not in told["int8"]
-    assert "bf16 computes for 0.58 ms per 110 M elements, three passes on an H200" in told["bf16"]
+    assert "bf16 computes for 0.57 ms per 110 M elements, three passes on an H200" in told["bf16"]
     assert "virtual ranks" in told["oktopk:0.01"] and "all-to-all" not in told["oktopk:0.01"]
     assert ["DataParallel does not run that yet" in words for words in told.values()] == [False, False, False, True]
 

@@ -120,9 +120,9 @@ def test_selection_is_what_a_measured_exchange_takes_beyond_its_messages() -> No
 
 
 def test_without_a_measured_exchange_selection_is_an_h200s() -> None:
-    assert exchange_of(DENSITY, Network.ring(4, 1e-5, 1e-9)).computing is H200
+    assert exchange_of(DENSITY, Network.ring(4, 1e-5, 1e-9)).computing is H200["fp32"]
     one_point = Network(4, {"dense": Curve.linear(0.0, 1e-9), "oktopk:0.01": Curve.linear(1e-3, 0.0)})
-    assert exchange_of(DENSITY, one_point).computing is H200
+    assert exchange_of(DENSITY, one_point).computing is H200["fp32"]
 
 
 def test_a_smaller_wire_costs_less() -> None:

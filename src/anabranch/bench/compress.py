@@ -52,4 +52,4 @@ def of_ours(text: str, oktopk: OkTopk) -> str | OkTopk | Auto | None:
     if name != KIND:
         return None
     plain, wire = split_wire(text, oktopk.wire)
-    return replace(oktopk, wire=wire, density=oktopk.density if plain == KIND else given_density(plain))
+    return replace(oktopk, wire=wire, density=oktopk.density if plain == KIND else given_density(text, wires=True))

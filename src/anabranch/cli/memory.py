@@ -238,7 +238,7 @@ def _asked(compress: Sequence[str], density: float | None) -> _Asked:
     if plain != KIND:
         if density is not None:
             raise ValueError(f"--density is {density:g} and --compress is {sparse[0]}: expected the density once")
-        density = given_density(plain)
+        density = given_density(sparse[0], wires=True)
     exchanges = list(dict.fromkeys(KIND if way in sparse else way for way in compress))
     return _Asked(exchanges, DEFAULT_DENSITY if density is None else density, wire)
 

@@ -104,7 +104,7 @@ def throughput() -> Section:
         "simulated: our H200 trace of BERT-base (batch 8, sequence 128, as theirs), its gradients enlarged alike to "
         "133,547,324 elements; links of 30 µs and the rate named; every scheme sends one flat vector after backward, "
         "as in the paper; the others by the cost table; Ok-Topk by the messages of our exchange (sparse/cost_model.py) "
-        f"and selection of {H200.source}, which is granted to all that select",
+        f"and selection of {H200['fp32'].source}, which is granted to all that select",
         tuple(figures),
         (
             "Piz Daint's α, β and the P100's computing time were not to be read, so only the order of magnitude "
@@ -125,7 +125,7 @@ def bert() -> Trace:
 def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
     links = AlphaBeta("ring", ALPHA_S, 8e-9 / gbit)
     numel, case = trace.nbytes // WORD_NBYTES, f"{gbit} Gbit/s"
-    compute_s, selecting_s = trace.forward_s + trace.backward_s, H200.seconds(trace.nbytes)
+    compute_s, selecting_s = trace.forward_s + trace.backward_s, H200["fp32"].seconds(trace.nbytes)
     own_s = compute_s + exchange_of(DENSITY).seconds(trace.nbytes, links, WORKERS)
     over = {}
     for name, cost in published_costs(numel, selected_count(numel), WORKERS).items():

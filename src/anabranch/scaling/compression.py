@@ -22,8 +22,8 @@ from anabranch.trace import TensorSpec, Trace
 
 AUTO = "auto"
 AS_FP32 = (
-    "Sparse buckets send 8 bytes an entry here, and cost that where they were not measured: as fp32, since a plan does "
-    "not say OkTopk's wire."
+    "Sparse buckets are taken to send 8 bytes an entry, as fp32: a plan does not say OkTopk's wire. Where they were "
+    "not measured, they cost that."
 )
 LEAN = "lean"  # sends the messages of Ok-Topk, or of the kind behind the colon, from an engine that holds less memory
 
@@ -53,15 +53,15 @@ class Compression(NamedTuple):
         family, _, at_least = exchange.partition(":")
         if family == AUTO and (chosen := _ladder(at_least)):
             return cls(chosen, lean, between_nodes)
-        if family != KIND and not lean:
+        plain, wire = split_wire(what)
+        if family != KIND and plain != LEAN and not (lean and family[:1] in "0123456789."):
             raise ValueError(
                 f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden, down to int4), {AUTO}:{KIND}:0.01 "
                 f"(down to 1 % sparse), {', '.join(COMPRESSED)}, {KIND} "
                 f"(as dense as is hidden), {KIND}:0.01 or {KIND}:0.01:bf16 (with packed values); on Lean {LEAN}:int8, "
                 f"{LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes alone int8{BETWEEN_NODES}"
             )
-        plain, wire = split_wire(what)
-        densities = DENSITIES if plain in (KIND, LEAN) else [given_density(plain)]
+        densities = DENSITIES if plain in (KIND, LEAN) else [given_density(what, wires=True)]
         return cls(tuple(map(kind_of, densities)), lean, between_nodes, wire)
 
     @property
@@ -202,7 +202,7 @@ def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], n
         said += [
             "sparse buckets cost the messages that virtual ranks count for Ok-Topk's fixed-size exchange, 2(P-1) of "
             f"1.25 k/P pairs one behind the other, {sizes}, and new regions every 64 steps",
-            f"selecting takes {sources}" + ", and packing no time" * any(wire != "fp32" for wire in wires),
+            f"selecting takes {sources}",
         ]
     if measured := [found.kind for found in exchanges if found.kind in network.curves]:
         said.append(f"at {network.world_size} ranks {', '.join(measured)} buckets cost what was measured there")
