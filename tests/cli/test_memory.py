@@ -19,7 +19,7 @@ from anabranch.files import save
 from anabranch.footprint.account import KINDS, MODES, Setting, modes_of, predict
 from anabranch.network import Network
 from anabranch.plan import Bucket, Plan
-from anabranch.report.memory import memory_report, unit
+from anabranch.report.memory import abreast, memory_report, unit
 from anabranch.sparse.options import OkTopk
 from cli.nouns import error_of, json_of, small_trace
 from estimate.models import images
@@ -88,6 +88,20 @@ def test_the_largest_batch_fits_in_what_blocks_leave(capsys: pytest.CaptureFixtu
             predict(probe(images(found[mode] + more), bench.OPTIMIZERS["momentum"]), mode).nbytes for more in (0, 1)
         )
         assert fits <= 0.95 * 100 * 2**20 < too_much
+
+
+def test_many_modes_are_tables_below_each_other_that_100_columns_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--within", "1GiB", "--rate", "10gbit", "--compress", "auto", "--compress", "oktopk"]
+    assert main(asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    modes = [*MODES[:3], *modes_of("auto"), *modes_of("oktopk"), "lean, auto, within", "lean, within"]
+    assert sum(line.startswith("predicted peak") for line in lines) == len(abreast(modes)) > 2
+    assert all(any(mode in line for line in lines) for mode in modes)
+    assert [mode for group in abreast(modes) for mode in group] == modes
+    shown = memory_report("m", {"ddp": {"weights": 2**30}, "lean": {"weights": 2**29}}, {}, {}, ["lean"])
+    assert [str(column.header) for column in shown.columns] == ["", "lean"]
+    assert "-0.50" in map(str, shown.columns[1].cells) and str(shown.title) == "m, GiB"
 
 
 def test_what_lean_would_choose_within_the_limit_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:

@@ -366,7 +366,7 @@ def _chosen(
     from anabranch.footprint.account import LEAN, OKTOPK, Way
     from anabranch.lean.within import described
 
-    found, words = {}, [f"times of {LEAN}, within: {ASSUMED}"]
+    found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
     build, factory = _build_at(model, precision)(batch), OPTIMIZERS[optimizer.value]
     half = precision is Precision.bf16
     for exchange in exchanges:
@@ -448,7 +448,7 @@ def _show(found: "MemoryDocument", as_json: bool) -> None:
 
     from anabranch.report.documents import printed
     from anabranch.report.formatting import plain, size
-    from anabranch.report.memory import batch_report, memory_report
+    from anabranch.report.memory import abreast, batch_report, memory_report
 
     if as_json:
         print_json(printed(found))
@@ -461,7 +461,9 @@ def _show(found: "MemoryDocument", as_json: bool) -> None:
             {mode: peak.kinds for mode, peak in modes.items()},
             {mode: peak.host_nbytes for mode, peak in modes.items()},
             {mode: peak.measured_nbytes for mode, peak in modes.items() if peak.measured_nbytes is not None},
+            shown,
         )
+        for shown in abreast(list(modes))
     ]
     rows: dict[str, dict[str, str]] = {}
     if found.largest_batch is not None:
@@ -470,6 +472,7 @@ def _show(found: "MemoryDocument", as_json: bool) -> None:
         rows["samples/s, all ranks"] = {mode: f"{speed:.1f}" for mode, speed in found.samples_per_s.items()}
     if rows:
         where = f"Within {size(found.within_nbytes)}" if found.within_nbytes is not None else "At this batch"
-        parts.append(batch_report(where, list(modes), rows))
+        known = [mode for mode in modes if any(mode in cells for cells in rows.values())]
+        parts += [batch_report(where, shown, rows) for shown in abreast(known)]
     parts.append(Text(plain(f"Assumed: {'; '.join(found.assumptions)}.")))
     show_tables(*parts)

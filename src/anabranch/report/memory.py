@@ -10,6 +10,7 @@ from anabranch.report.tables import columns
 
 GIB, MIB = 2**30, 2**20
 DDP = "ddp"  # the mode with which others are compared
+ROOM = 76  # for the names of modes, beside those of rows, in 100 columns
 
 
 def unit(largest_nbytes: int) -> tuple[str, int]:
@@ -17,15 +18,33 @@ def unit(largest_nbytes: int) -> tuple[str, int]:
     return ("GiB", GIB) if largest_nbytes >= GIB else ("MiB", MIB)
 
 
+def abreast(modes: Sequence[str]) -> list[list[str]]:
+    """The modes in groups, in their order: as many in each as 100 columns have room for."""
+    groups: list[list[str]] = []
+    left = 0
+    for mode in modes:
+        taken = max(len(mode), len("00000.00")) + 2
+        if not groups or taken > left:
+            groups.append([])
+            left = ROOM
+        groups[-1].append(mode)
+        left -= taken
+    return groups
+
+
 def memory_report(
     title: str,
     kinds: Mapping[str, Mapping[str, int]],
     host: Mapping[str, int],
     measured: Mapping[str, int],
+    shown: Sequence[str] | None = None,
 ) -> Table:
-    """Predicted bytes by mode and kind, their sum, and beside it the measured peak where there is one."""
-    modes = list(kinds)
-    peaks = {mode: sum(kinds[mode].values()) for mode in modes}
+    """Predicted bytes by mode and kind, their sum, and beside it the measured peak where there is one.
+
+    shown   the modes that this table is of; all if None
+    """
+    modes = list(kinds) if shown is None else shown
+    peaks = {mode: sum(kinds[mode].values()) for mode in kinds}
     name, size = unit(max([*peaks.values(), *measured.values()]))
 
     def cell(nbytes: int) -> Text:
@@ -36,7 +55,7 @@ def memory_report(
         table.add_row(Text(kind), *(cell(kinds[mode][kind]) for mode in modes))
     table.add_section()
     table.add_row(Text("predicted peak"), *(cell(peaks[mode]) for mode in modes))
-    if DDP in peaks and len(modes) > 1:
+    if DDP in peaks and len(peaks) > 1:
         table.add_row(Text("more than DDP"), *(Text(_more(peaks[mode] - peaks[DDP], size)) for mode in modes))
     if measured:
         table.add_row(Text("measured peak"), *(cell(measured.get(mode, 0)) for mode in modes))
