@@ -95,7 +95,8 @@ def test_many_modes_are_tables_below_each_other_that_100_columns_hold(capsys: py
     assert main(asked) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    modes = [*MODES[:3], *modes_of("auto"), *modes_of("oktopk"), "lean, auto, within", "lean, within"]
+    chosen = ["lean, dense, within", "lean, auto, within", "lean, within"]
+    modes = [*MODES[:3], *modes_of("auto"), *modes_of("oktopk"), *chosen]
     assert sum(line.startswith("predicted peak") for line in lines) == len(abreast(modes)) > 2
     assert all(any(mode in line for line in lines) for mode in modes)
     assert [mode for group in abreast(modes) for mode in group] == modes
@@ -106,14 +107,16 @@ def test_many_modes_are_tables_below_each_other_that_100_columns_hold(capsys: py
 
 def test_what_lean_would_choose_within_the_limit_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--within", "1GiB")
-    kept = document["modes"]["lean"]["predicted_nbytes"]
-    assert document["modes"]["lean, within"]["predicted_nbytes"] == pytest.approx(kept, rel=0.05)
-    assert any(line.startswith("lean, within 1.00 GiB: residuals in place") for line in document["assumptions"])
+    for mode in ("lean", "lean, dense"):
+        kept = document["modes"][mode]["predicted_nbytes"]
+        assert document["modes"][f"{mode}, within"]["predicted_nbytes"] == pytest.approx(kept, rel=0.05)
+        said = f"{mode}, within 1.00 GiB: residuals in place"
+        assert any(line.startswith(said) for line in document["assumptions"])
     assert any("TFLOP/s in fp32" in line for line in document["assumptions"])
     document = json_of(capsys, *ASKED, "--within", "1GiB", "--compress", "int4", "--compress", "oktopk")
-    assert list(document["modes"])[-2:] == ["lean, int4, within", "lean, within"]
+    assert list(document["modes"])[-3:] == ["lean, dense, within", "lean, int4, within", "lean, within"]
     document = json_of(capsys, *ASKED, "--within", "1MiB")
-    assert "lean, within" not in document["modes"]
+    assert not any(mode.endswith("within") for mode in document["modes"])
     assert any("lean, within is 1048576 bytes" in line and "give at least" in line for line in document["assumptions"])
 
 
@@ -273,7 +276,7 @@ def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
 def test_auto_needs_the_memory_of_int4(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--within", "1GiB", "--rate", "10gbit", "--compress"]
     auto, int4 = (json_of(capsys, *asked, kind) for kind in ("auto", "int4"))
-    assert list(auto["modes"]) == ["ddp", "lean, dense", *modes_of("auto"), "lean, auto, within"]
+    assert list(auto["modes"]) == ["ddp", "lean, dense", *modes_of("auto"), "lean, dense, within", "lean, auto, within"]
     assert list(auto["modes"].values()) == list(int4["modes"].values())
     assert list(auto["largest_batch"].values()) == list(int4["largest_batch"].values())
     assert AUTO_AS in auto["assumptions"] and AUTO_AS not in int4["assumptions"]
@@ -306,7 +309,7 @@ def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) 
 def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--ranks", "4", "--sharded", "fsdp2", "--sharded", "fsdp2:reshard"]
     document = json_of(capsys, *asked, "--within", "1GiB", "--rate", "10gbit")
-    assert list(document["modes"]) == [*MODES, "fsdp2", "fsdp2:reshard", "lean, within"]
+    assert list(document["modes"]) == [*MODES, "fsdp2", "fsdp2:reshard", "lean, dense, within", "lean, within"]
     profile = probe(images(4), bench.OPTIMIZERS["momentum"])
     for mode in ("fsdp2", "fsdp2:reshard"):
         assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4)).nbytes

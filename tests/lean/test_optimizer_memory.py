@@ -48,6 +48,11 @@ def test_a_fused_step_needs_nothing() -> None:
     assert memory_of(optimizer).workspace_nbytes == 0
 
 
+def test_a_capturable_step_which_runs_on_gpus_only_needs_as_much_as_the_gradients() -> None:
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    assert memory_of(ADAMW([parameter], capturable=True)).workspace_nbytes == parameter.nbytes
+
+
 class Own(torch.optim.SGD):
     """Anybody's: its step is not run to look at it."""
 

@@ -159,9 +159,7 @@ class Offloader:
         self._next_position = 0
         self._fetched_ahead: list[tuple[int, weakref.ref[OffloadedStorage]]] = []  # some may have been used since
         self._unused_fetches: deque[tuple[torch.Tensor | None, CopyDone]] = deque()  # for graphs that are gone
-        self._persistent: frozenset[int] = (
-            frozenset()
-        )  # storages of parameters and buffers; tensors without data have no address
+        self._persistent: frozenset[int] = frozenset()  # addresses of storages of parameters and buffers
         self._offload_hooks = (self._pack, self._unpack)
         self._keep_hooks = (self._keep, self._unpack)
 

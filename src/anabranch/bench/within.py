@@ -20,7 +20,7 @@ from anabranch.activations.policy import PROFILED_STEPS, Activations
 from anabranch.activations.profiler import BlockProfiler
 from anabranch.compression import may_be_sparse
 from anabranch.estimate.half import half_precision
-from anabranch.estimate.probe import META, Build, optimizer_memory, saving_as_on_gpu
+from anabranch.estimate.probe import META, Build, StorageTracker, optimizer_memory, saving_as_on_gpu
 from anabranch.footprint.account import Footprint, Setting, Way
 from anabranch.footprint.step_profile import CONVOLUTION_WORKSPACE, allocated_nbytes
 from anabranch.lean.options import OptimizerFactory
@@ -60,6 +60,8 @@ class AssumedClock(TorchDispatchMode, HostClock):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.is_view:  # touches nothing
+            return result
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         count = flop_registry.get(func.overloadpacket)
         operations = 0 if count is None else count(*args, **kwargs, out_val=result)
@@ -70,20 +72,19 @@ class AssumedClock(TorchDispatchMode, HostClock):
         return result
 
 
-def chosen_within(
-    build: Build,
-    optimizer: OptimizerFactory,
-    exchange: tuple[Way, Setting],
-    budget_nbytes: int,
-    *,
-    half: bool = False,
-    device: Device = ASSUMED,
-) -> tuple[WithinChoice, Footprint]:
-    """What Lean would choose within the budget, and its peak; BudgetError if nothing fits.
+class Profiled(NamedTuple):
+    """A model, and the costs of its blocks on a device."""
 
-    half   forward runs as under autocast to bfloat16
-    """
-    model, blocks = _profiled(build, half, device)
+    model: nn.Module
+    blocks: Sequence[BlockCosts]
+    device: Device
+
+
+def chosen_within(
+    profiled: Profiled, optimizer: OptimizerFactory, exchange: tuple[Way, Setting], budget_nbytes: int
+) -> tuple[WithinChoice, Footprint]:
+    """What Lean would choose within the budget, and its peak; BudgetError if nothing fits."""
+    model, blocks, device = profiled
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     trained: Mapping[str, nn.Parameter] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     held = Held(
@@ -100,13 +101,14 @@ def chosen_within(
     return found, storage.peak(blocks, link, found.choice.actions)
 
 
-def _profiled(build: Build, half: bool, device: Device) -> tuple[nn.Module, Sequence[BlockCosts]]:
-    """The model, and the costs of its blocks."""
+def profile(build: Build, *, half: bool = False, device: Device = ASSUMED) -> Profiled:
+    """Profile the blocks of what ``build(device)`` returns; ``half``: forward runs as under autocast to bfloat16."""
     with ExitStack() as stack:
         stack.enter_context(META)
         stack.enter_context(saving_as_on_gpu())
         cast_weights = stack.enter_context(half_precision()) if half else None
         model, loss = build(META)
+        stack.enter_context(StorageTracker(META))  # answers what models ask about values
         clock = AssumedClock(device)
         offloader = Offloader(META, window_nbytes=Activations.window_nbytes, ahead_nbytes=Activations.ahead_nbytes)
         profiler = BlockProfiler(model, offloader, CONVOLUTION_WORKSPACE, clock)
@@ -119,4 +121,4 @@ def _profiled(build: Build, half: bool, device: Device) -> tuple[nn.Module, Sequ
             model.zero_grad()
         costs = profiler.costs()
         profiler.undo()
-    return model, costs
+    return Profiled(model, costs, device)

@@ -12,7 +12,7 @@ from anabranch.alpha_beta import TwoLevel
 from anabranch.cli import arguments, network_text, user_function
 from anabranch.cli.output import JsonOption, print_json, show_tables
 from anabranch.files import bundled_traces
-from anabranch.kinds import COMPRESSED
+from anabranch.kinds import COMPRESSED, DENSE
 from anabranch.network_presets import PRESETS
 from anabranch.quantities import size_nbytes
 from anabranch.scaling.compression import AUTO
@@ -359,21 +359,20 @@ def _chosen(
     setting: "Setting",
     limit_nbytes: int,
 ) -> tuple[dict[str, "Footprint"], list[str]]:
-    """By exchange the peak of what ``Lean(within=...)`` would choose at this batch, and in words what that is."""
+    """What ``Lean(within=...)`` would choose at this batch, dense and by exchange: peaks, and choices in words."""
     from anabranch.activations.solver import BudgetError
     from anabranch.bench.memory import OPTIMIZERS
-    from anabranch.bench.within import ASSUMED, chosen_within
+    from anabranch.bench.within import ASSUMED, chosen_within, profile
     from anabranch.footprint.account import LEAN, OKTOPK, Way
     from anabranch.lean.within import described
 
     found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
-    build, factory = _build_at(model, precision)(batch), OPTIMIZERS[optimizer.value]
-    half = precision is Precision.bf16
-    for exchange in exchanges:
+    profiled = profile(_build_at(model, precision)(batch), half=precision is Precision.bf16)
+    for exchange in (DENSE, *exchanges):
         name = LEAN if exchange == OKTOPK else f"{LEAN}, {exchange}"
         way = (Way(exchange, lean=True), setting)
         try:
-            choice, found[f"{name}, within"] = chosen_within(build, factory, way, limit_nbytes, half=half)
+            choice, found[f"{name}, within"] = chosen_within(profiled, OPTIMIZERS[optimizer.value], way, limit_nbytes)
             words.append(f"{name}, {described(choice.message(limit_nbytes))}")
         except BudgetError as error:
             words.append(f"{name}, {error}")

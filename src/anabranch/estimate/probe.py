@@ -27,6 +27,7 @@ from anabranch.footprint.step_profile import (
     StepProfile,
     allocated_nbytes,
 )
+from anabranch.lean.optimizer_memory import next_step_nbytes, state_nbytes
 from anabranch.lean.options import OptimizerFactory
 
 META = torch.device("meta")
@@ -169,25 +170,11 @@ def optimizer_memory(model: nn.Module, optimizer: OptimizerFactory | None) -> Op
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
-    with StorageTracker(META) as tracker:
-        for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
-            tracker.number_of(parameter)
-        before = sum(event.nbytes for event in tracker.events)
-        made = optimizer(trained)
-        made.step()
-        state_nbytes = sum(event.nbytes for event in tracker.events) - before
-        first_step_events = len(tracker.events)
-        made.step()
-        in_use = list(_running_sums(tracker.events[first_step_events:]))
-    return OptimizerMemory(state_nbytes, max(in_use, default=0))
-
-
-def _running_sums(events: Sequence[Event]) -> Iterator[int]:
-    total = 0
-    for event in events:
-        total += event.nbytes
-        yield total
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    made = optimizer(trained)
+    made.step()
+    return OptimizerMemory(state_nbytes(made), next_step_nbytes(made))
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +15,22 @@ from anabranch.lean.optimizers import STEP_HOOKS
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> OptimizerMemory:
-    """Its state, counters aside, and what a step of all parameters needs beside it."""
+    """Its state, and what a step of all parameters needs beside it."""
+    return OptimizerMemory(state_nbytes(optimizer), _workspace_nbytes(optimizer))
+
+
+def state_nbytes(optimizer: torch.optim.Optimizer) -> int:
+    """What it holds between steps, counters aside."""
     values = (value for state in optimizer.state.values() for value in state.values())
-    state_nbytes = sum(allocated_nbytes(nbytes_of(value)) for value in values if torch.is_tensor(value) and value.dim())
-    return OptimizerMemory(state_nbytes, _scratch_nbytes(optimizer))
+    return sum(allocated_nbytes(nbytes_of(value)) for value in values if torch.is_tensor(value) and value.dim())
+
+
+def next_step_nbytes(optimizer: torch.optim.Optimizer) -> int:
+    """Run a step, and return the most that it allocates. Parameters and gradients have no data."""
+    new = NewBytes()
+    with new:
+        optimizer.step()
+    return new.most_nbytes
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
@@ -27,7 +40,7 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return sum(nbytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
-def _scratch_nbytes(optimizer: torch.optim.Optimizer) -> int:
+def _workspace_nbytes(optimizer: torch.optim.Optimizer) -> int:
     """What a step needs: nothing if it is fused; else as a step on tensors without data shows, which ours can run.
 
     As much as the gradients is taken for other classes, whose step may do anything, and where values are needed.
@@ -36,23 +49,19 @@ def _scratch_nbytes(optimizer: torch.optim.Optimizer) -> int:
     if type(optimizer).__module__.startswith("torch.optim."):
         try:
             return _seen_nbytes(optimizer, groups)
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError, AssertionError):  # the last one: capturable, which asks for a GPU
             pass
     return sum(p.nbytes for group in groups for p in group["params"] if p.requires_grad)
 
 
 def _seen_nbytes(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> int:
     """The most that a second step of a copy without data allocates."""
-    new = NewBytes()
-    with new:
-        copy: Any = object.__new__(type(optimizer))
-        vars(copy).update((name, value) for name, value in vars(optimizer).items() if name != "step")
-        vars(copy).update({name: OrderedDict() for name in STEP_HOOKS}, state=defaultdict(dict))
-        copy.param_groups = [_without_data(group) for group in groups]
-        copy.step()
-        before_nbytes = new.most_nbytes = new.nbytes
-        copy.step()
-    return new.most_nbytes - before_nbytes
+    copy: Any = object.__new__(type(optimizer))
+    vars(copy).update((name, value) for name, value in vars(optimizer).items() if name != "step")
+    vars(copy).update({name: OrderedDict() for name in STEP_HOOKS}, state=defaultdict(dict))
+    copy.param_groups = [_without_data(group) for group in groups]
+    copy.step()
+    return next_step_nbytes(copy)
 
 
 def _without_data(group: dict[str, Any]) -> dict[str, Any]:
@@ -68,25 +77,30 @@ def _without_data(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class NewBytes(TorchDispatchMode):
-    """While active, counts the bytes of storages that operations have made and that still live, and the most so far."""
+    """While active, counts the bytes without data that operations allocate and that still live: the most so far."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = 0
         self.most_nbytes = 0
-        self._live: set[int] = set()  # addresses of storages
+        self._nbytes = 0
+        self._known: set[int] = set()  # addresses of storages: older ones, and those that were counted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._known.update(storage._cdata for storage in _storages_without_data((args, kwargs)))
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._live:
+        for storage in _storages_without_data(result):
+            if storage._cdata not in self._known:
                 nbytes = allocated_nbytes(storage.nbytes())
-                self._live.add(storage._cdata)
-                self.nbytes += nbytes
-                self.most_nbytes = max(self.most_nbytes, self.nbytes)
+                self._known.add(storage._cdata)
+                self._nbytes += nbytes
+                self.most_nbytes = max(self.most_nbytes, self._nbytes)
                 weakref.finalize(storage, self._freed, storage._cdata, nbytes).atexit = False
         return result
 
     def _freed(self, address: int, nbytes: int) -> None:
-        self._live.discard(address)
-        self.nbytes -= nbytes
+        self._known.discard(address)
+        self._nbytes -= nbytes
+
+
+def _storages_without_data(tree: Any) -> Iterator[torch.UntypedStorage]:
+    return (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_meta)
