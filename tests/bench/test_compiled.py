@@ -2,19 +2,21 @@
 
 import os
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.bench import compiled as compiled_bench
-from anabranch.bench.compiled import CountingBackend, compiled_step, start_compiler
-from anabranch.bench.run import Settings, run
+from anabranch.bench.compiled import UNCUT, CountingBackend, compiled_references, compiled_step, start_compiler
+from anabranch.bench.run import Settings, _compiled_references, run
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
 from anabranch.report.documents import BASELINE, COMPUTE, OURS
@@ -76,6 +78,35 @@ def test_what_others_need_or_does_not_run_cannot_be_skipped(name: str) -> None:
     ):
         settings.check_skipped()
     Settings(compress=("int8",), compiled=True, skip=("DDP, compiled", "DataParallel, int8")).check_skipped()
+
+
+def test_an_uncut_ddp_is_raced_unless_it_is_left_out() -> None:
+    every = [COMPUTE, BASELINE, UNCUT]
+    assert _compiled_references(Settings(compiled=True)) == every
+    assert _compiled_references(Settings(compiled=True, only=("uncut",))) == every
+    assert _compiled_references(Settings(compiled=True, only=("nothing",))) == every[:2]
+    assert _compiled_references(Settings(compiled=True, skip=("DDP, uncut, compiled",))) == every[:2]
+    Settings(compiled=True, skip=("DDP, uncut, compiled",)).check_skipped()
+
+
+def references(rank: int) -> dict[str, list[int]]:
+    """By name, how many graphs the compiled references have after each of two steps."""
+    warnings.simplefilter("ignore")
+    compiled_bench.BACKEND = "aot_eager"
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000  # type: ignore[attr-defined]  # so that torch cuts this small model, too
+    backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
+    workload = Workload("net", 8, "img", torch.device("cpu"), build)
+    graphs = {}
+    for contestant in compiled_references(workload, backends, [COMPUTE, BASELINE, UNCUT]):
+        with contestant.enter() as run_step:
+            graphs[contestant.name] = [(run_step(), backends[contestant.name].graphs)[1] for _ in range(2)]
+    return graphs
+
+
+def test_only_the_uncut_ddp_is_compiled_in_one_part() -> None:
+    for graphs in on_ranks(references, 2):
+        assert graphs["compute only, compiled"] == graphs["DDP, uncut, compiled"] == [1, 1]
+        assert graphs["DDP, compiled"] == [2, 2]
 
 
 def found_in_caches(rank: int, own: bool, folder: str) -> int:

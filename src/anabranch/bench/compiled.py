@@ -5,7 +5,7 @@ backend share graphs: DDP would run those of the model alone, which are not cut,
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from anabranch.bench.zoo import Step
 from anabranch.report.documents import BASELINE, COMPILED, COMPUTE
 
 BACKEND = "inductor"
+UNCUT = f"{BASELINE}, uncut"  # as where graphs of the model were compiled before it was wrapped: nothing overlaps
 MOST_CONTESTANTS = 256  # under torch.compile in one process; torch's own limit is 8 for one function
 
 
@@ -101,15 +102,23 @@ def start_compiler(device: torch.device) -> None:
 
 
 def compiled_references(
-    workload: Workload, backends: Mapping[str, CountingBackend], skip: Collection[str]
+    workload: Workload, backends: Mapping[str, CountingBackend], names: Sequence[str]
 ) -> list[Contestant]:
-    """Computing alone and stock DDP, compiled, less those to skip; each keeps its model between its turns."""
+    """Computing alone, stock DDP and DDP uncut, compiled, as named; each keeps its model between its turns."""
     found = []
-    for name in (COMPUTE, BASELINE):
-        if compiled_name(name) in skip:
-            continue
+    for name in names:
         model, step = workload.build()
-        wrapped = DistributedDataParallel(model, **DDP_OPTIONS) if name == BASELINE else model
-        run = compiled_step(step, wrapped, backends[compiled_name(name)])
+        wrapped = model if name == COMPUTE else DistributedDataParallel(model, **DDP_OPTIONS)
+        run = compiled_step(uncut(step) if name == UNCUT else step, wrapped, backends[compiled_name(name)])
         found.append(Contestant(compiled_name(name), partial(unwrapped, partial(run, wrapped))))
     return found
+
+
+def uncut(step: Step) -> Step:
+    """The step; torch cuts no graph of a DDP that it compiles in it."""
+
+    def run(called: nn.Module) -> None:
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            step(called)
+
+    return run

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 
 from anabranch.alpha_beta import AlphaBeta
-from anabranch.bench.compiled import CountingBackend, compiled_name, compiled_references, compiled_step, start_compiler
+from anabranch.bench.compiled import (
+    UNCUT,
+    CountingBackend,
+    compiled_name,
+    compiled_references,
+    compiled_step,
+    start_compiler,
+)
 from anabranch.bench.compress import Rival, compression
 from anabranch.bench.contestants import (
     DDP_OPTIONS,
@@ -54,11 +61,12 @@ MAX_TUNING_STEPS = 1000  # tuning usually takes 45 to 120
 class Settings:
     """How long to measure, and which contestants.
 
-    ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP and every
-    DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``sharded.ways``. ``skip``: names of
-    contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled. ``own_caches``: torch
-    finds nothing that it has compiled for another contestant. ``search_steps``: what each search may cost, in steps.
-    ``hold_after``: steps after which a search ends at its next decision, with the best layout so far.
+    ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP, cut and uncut,
+    and every DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``sharded.ways``. ``skip``:
+    names of contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled.
+    ``own_caches``: torch finds nothing that it has compiled for another contestant. ``search_steps``: what each search
+    may cost, in steps. ``hold_after``: steps after which a search ends at its next decision, with the best layout so
+    far.
     """
 
     iters: int = 10
@@ -87,7 +95,7 @@ class Settings:
     def check_skipped(self) -> None:
         """ValueError if something is to be skipped that does not run, or that others need."""
         compressed = [_name_of(text) for text in self.compress if not isinstance(compression(text), Rival)]
-        twins = [compiled_name(name) for name in (COMPUTE, BASELINE, OURS, *compressed) if self.compiled]
+        twins = [compiled_name(name) for name in (COMPUTE, BASELINE, UNCUT, OURS, *compressed) if self.compiled]
         for name in self.skip:
             if name not in (expected := [*compressed, *twins]):
                 known = ", ".join(map(repr, expected)) or "nothing, without --compress and --compile"
@@ -129,7 +137,7 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
             for name, kind in named.items()
             if compiled_name(name) not in settings.skip
         ]
-        contestants += compiled_references(workload, backends, settings.skip)
+        contestants += compiled_references(workload, backends, _compiled_references(settings))
         contestants += [tuned_contestant(*twin) for twin in twins]
     tuned = [ours, *compressed.values(), *twins]
     benchmark = race_all(workload, settings, contestants, _trace(ours), say)
@@ -233,6 +241,13 @@ def _contestants(
     ]
     always = {COMPUTE, BASELINE, OURS, *(contestant.name for contestant in asked)}
     return [contestant for contestant in found if _wanted(contestant.name, settings.only, always)]
+
+
+def _compiled_references(settings: Settings) -> list[str]:
+    """Whose compiled twins to race beside those of DataParallel."""
+    always = {compiled_name(COMPUTE), compiled_name(BASELINE)}
+    twins = {name: compiled_name(name) for name in (COMPUTE, BASELINE, UNCUT)}
+    return [name for name, twin in twins.items() if twin not in settings.skip and _wanted(twin, settings.only, always)]
 
 
 def _trace(ours: TunedModel) -> Trace:

@@ -72,7 +72,11 @@ CompressOption = Annotated[
 ]
 CompileOption = Annotated[
     bool,
-    typer.Option("--compile", help="Also computing alone, DDP and each DataParallel under torch.compile; for --model."),
+    typer.Option(
+        "--compile",
+        help="Also computing alone, DDP and each DataParallel under torch.compile; for --model. DDP also with a graph "
+        "that is not cut, unless --only leaves it out (--only uncut does not).",
+    ),
 ]
 OwnCachesOption = Annotated[
     bool,
