@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,3 +97,26 @@ def test_files_of_sharded_models_are_readable(
     assert all(word in out for word in words) and "[red]\\x1b[2" in out and not set("\x1b\x07\u202e") & set(out)
     document = json_of(capsys, "show", str(path))
     assert document["summary"] == summary and document["content"] == json.loads(sharded_files.dumps(noun))
+    path.write_text(
+        json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
+    )  # as other programs write it
+    assert json_of(capsys, "show", str(path)) == document
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"units": [{"names": "abc"}]}, "units.0.names: Input should be a valid array, found 'abc'"),
+        ({"units": [{"names": ["<b>", ""]}]}, "a unit has an empty name"),
+        ({"units": [], "prefetch": 1}, "a sharding plan has no units"),
+        ({"prefetch": 1}, "units: Field required"),
+        ({"units": [{"names": ["a"]}], "prefetch": True}, "prefetch: Input should be a valid integer, found True"),
+    ],
+)
+def test_a_broken_sharding_plan_is_refused_by_field(
+    content: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"format": "sharding_plan", "version": 1, **content}))
+    assert main(["show", str(path)]) == 2
+    assert words in capsys.readouterr().err

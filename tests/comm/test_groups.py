@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from anabranch.comm import groups
 from anabranch.comm.groups import clone_group, destroy_clone, inherit_timeout, no_clone_reason, timeout_of
 from ranks import GROUP_TIMEOUT, on_ranks
 
@@ -67,6 +68,16 @@ def inherited(rank: int, debugged: bool) -> list[float]:
 @pytest.mark.parametrize("debugged", [False, True])
 def test_a_group_inherits_a_timeout_unless_it_was_given_one(debugged: bool) -> None:
     assert on_ranks(inherited, 2, debugged) == [[GROUP_TIMEOUT.total_seconds(), 7200]] * 2
+
+
+def test_a_group_that_says_no_timeout_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torch knows no NCCL, and has no timeout for it."""
+    default: Any = object()
+    monkeypatch.setattr(groups, "default_group", lambda: default)
+    monkeypatch.setattr(groups, "timeout_of", lambda group: GROUP_TIMEOUT if group is default else None)
+    monkeypatch.setattr(groups.c10d, "default_pg_nccl_timeout", None)
+    silent: Any = object()
+    inherit_timeout(silent)
 
 
 def uneven(rank: int) -> float:

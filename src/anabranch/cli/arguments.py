@@ -15,6 +15,8 @@ from anabranch.files import Noun, bundled_traces, load, load_bundled_trace
 from anabranch.network import Network
 from anabranch.network_presets import PRESETS, NetworkRange
 from anabranch.plan import Plan
+from anabranch.sharded import ShardedTrace, ShardingPlan
+from anabranch.sharded.files import load_any
 from anabranch.trace import Trace
 
 LEAST_RANKS = 2  # with a link between them
@@ -96,10 +98,12 @@ def plan(path: Path) -> Plan:
     return noun
 
 
-def noun(text: str) -> Noun:
-    """The noun in a file, the bundled trace of this name, or the network that the text means."""
+def noun(text: str) -> Noun | ShardedTrace | ShardingPlan:
+    """What a file holds, the bundled trace of this name, or the network that the text means."""
     described = network_text.is_description(text) or text.partition(":")[0] in PRESETS
-    return network(text) if described else _file_or_bundled(text)
+    if described:
+        return network(text)
+    return load_any(text) if _is_file(text) else _file_or_bundled(text)
 
 
 def _file_or_bundled(text: str) -> Noun:

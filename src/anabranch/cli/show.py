@@ -1,4 +1,4 @@
-"""anabranch show: the content of a trace, network, plan, timeline or cached plan, and of what is planned to shard."""
+"""anabranch show: the content of a trace, network, plan, timeline or cached plan, or of a sharded trace or plan."""
 
 import json
 from pathlib import Path
@@ -41,14 +41,14 @@ def show(file: FileArgument, as_json: JsonOption = False) -> None:
         else:
             show_tables(*_cached_report(entry))
         return
-    if (sharded := sharded_files.load_if_sharded(file)) is not None:
-        if as_json:
-            content = json.loads(sharded_files.dumps(sharded))
-            print_json({"command": "show", "summary": _sharded_figures(sharded), "content": content})
-        else:
-            show_tables(_sharded_report(sharded))
-        return
     noun = arguments.noun(file)
+    if isinstance(noun, ShardedTrace | ShardingPlan):
+        if as_json:
+            content = json.loads(sharded_files.dumps(noun))
+            print_json({"command": "show", "summary": _sharded_figures(noun), "content": content})
+        else:
+            show_tables(_sharded_report(noun))
+        return
     if isinstance(noun, Trace):
         summary, report = figures.trace_figures(noun), tables.trace_report(noun)
     elif isinstance(noun, Network):

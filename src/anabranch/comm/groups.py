@@ -124,7 +124,9 @@ def inherit_timeout(group: Group) -> None:
     The groups of a device mesh have torch's own, 30 minutes on Gloo, whatever init_process_group() was given.
     """
     given, found = timeout_of(default_group()), timeout_of(group)
-    if given is None or found not in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout) or given >= found:
+    if given is None or found is None or given >= found:
+        return
+    if found not in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout):  # the program's
         return
     for kind in ("cpu", "cuda"):
         with suppress(RuntimeError):  # it has no backend for these

@@ -1,5 +1,6 @@
 """Buckets that somebody else made, DDP's or those of sharded models, exchanged all by one kind."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,8 @@ class OneKindExchanges:
             self.collectives.use_plan(Plan((Bucket(compressed, 0, kind),)))
         self._steps_done = 0
         self.in_step = False  # from the first exchange of a backward to its end
+        # Weak: a backward that fails drops its callbacks, and must not be waited for.
+        self._ending: weakref.ref[Callable[[], None]] | None = None
 
     def agreed(self) -> list[str]:
         """Lines that must be the same on all ranks."""
@@ -64,7 +67,7 @@ class OneKindExchanges:
 
     def steps(self, names: Sequence[str], buffer: torch.Tensor, group: Group, scaler: Scaler | None) -> Steps:
         """The exchange of a bucket: ``names`` one after another in ``buffer``. Call it inside backward."""
-        self._begin_step(scaler)
+        self.begin_step(scaler)
         parts = self._parts(names, buffer.dtype)
         if len(parts) == 1:
             return self.collectives.steps(parts[0], buffer, group, self._ranks)
@@ -116,17 +119,35 @@ class OneKindExchanges:
         rest = tuple(name for name in names if name not in whole)
         return [Bucket(part, 0, by) for part, by in ((rest, kind), (whole, DENSE)) if part]
 
-    def _begin_step(self, scaler: Scaler | None) -> None:
+    def begin_step(self, scaler: Scaler | None) -> None:
+        """Call it inside backward before an exchange; ``steps`` does so itself. Only the first of a step matters."""
         if self.in_step:
             return
         self.in_step = True
         if scaler is not None:
             self.collectives.rescale(float(scaler.get_scale()))
+        self.end_with_this_backward()
+
+    def end_with_this_backward(self) -> None:
+        """Call it inside the outermost backward, before the first exchange: a step that begins in it ends with it.
+
+        A re-entrant checkpoint runs a backward inside backward, and the first exchange may be in there.
+        """
+        if self._ending is not None and self._ending() is not None:
+            return
         # Callbacks run in order when backward ends. One queued by a callback runs after those that average.
         queue = Variable._execution_engine.queue_callback
-        queue(lambda: queue(self._step_over))
+
+        def ending() -> None:
+            queue(self._step_over)
+
+        self._ending = weakref.ref(ending)
+        queue(ending)
 
     def _step_over(self) -> None:
+        self._ending = None
+        if not self.in_step:  # no gradients were exchanged
+            return
         self.in_step = False
         self._steps_done += 1
         self.collectives.on_step_end()

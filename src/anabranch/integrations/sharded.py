@@ -32,6 +32,7 @@ from anabranch.comm.lanes import Lanes, Message
 from anabranch.compression import Compress, Settings, described, settings_of
 from anabranch.integrations.mesh import check_same_over, fails_together, inherit_timeouts
 from anabranch.integrations.one_kind import OneKindExchanges, only_kind
+from anabranch.observe.step_timer import tensors_in
 from anabranch.seams import check_parts, check_seams
 
 TESTED = "2.13.0"
@@ -127,13 +128,16 @@ class Replication:
         self._lanes.grow(1)
         self._scaler: Scaler | None = None
         self._compared = False
-        self._last: dict[str, tuple[int, torch.dtype]] = {}  # elements and dtype of the last buffer, by unit
+        self._last: dict[str, tuple[int, torch.dtype]] = {}  # in the last step: elements and dtype by unit
         self._partial: dict[str, torch.Tensor] = {}  # sums of this node that wait for set_requires_all_reduce(True)
         # A stream of ours: FSDP2 would run the hook on the one that reduces inside the node, which then waited for it.
         stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         for unit in units:
             unit.module.set_all_reduce_hook(partial(self._average, unit), stream=stream)
-        self._before_forward = model.register_forward_pre_hook(self._check_ended, prepend=True)
+        self._around_forward = [
+            model.register_forward_pre_hook(self._check_ended, prepend=True),
+            model.register_forward_hook(self._await_backward),
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank to save in a checkpoint beside the model; {} if nothing is kept between steps."""
@@ -213,7 +217,8 @@ class Replication:
         """Remove the hooks, and release threads and groups; nothing is averaged between nodes any more."""
         for unit in self._units:
             unit.module.set_all_reduce_hook(no_average)
-        self._before_forward.remove()
+        for hook in self._around_forward:
+            hook.remove()
         self._partial.clear()
         self._exchanges.close()
         self._release()
@@ -231,6 +236,12 @@ class Replication:
                 "lost: make the model and its Replication anew on all ranks, and load the last checkpoint"
             )
 
+    def _await_backward(self, _module: nn.Module, _inputs: object, output: object) -> None:
+        """The backward that begins with the output of the model is the outermost one."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._exchanges.end_with_this_backward())
+
     def _average(self, unit: Unit, buffer: torch.Tensor) -> None:
         """FSDP2's hook: returns when ``buffer`` holds the average over the nodes, or will on the current stream."""
         if is_finalized_by_hand(unit.module):
@@ -243,6 +254,9 @@ class Replication:
         lane = self._lanes[0]
         if not self._compared:
             self._compare(lane.group)
+        if not self._exchanges.in_step:
+            self._last.clear()
+            self._exchanges.begin_step(self._scaler)
         steps = self._steps(unit, buffer, lane.group)
         if buffer.is_cuda:
             record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it

@@ -33,6 +33,7 @@ from anabranch.integrations.sharded import (
 )
 from anabranch.integrations.sharded_window import ShardedWindow
 from anabranch.observe.clock import clock_for
+from anabranch.observe.step_timer import tensors_in
 from anabranch.seams import check_parts, check_seams
 from anabranch.sharded import Block, Links, ShardedTrace, ShardingPlan, Unit, simulate
 from anabranch.sharded.step import BETWEEN, INSIDE, REST_LABEL, unit_label
@@ -275,7 +276,7 @@ class Watch:
 
         def loss_ends(module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG001
             if self._now is not None:
-                outputs[:] = _tensors(output)
+                outputs[:] = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
                 for tensor in outputs:
                     tensor.register_hook(partial(self._loss_over, self._now))
 
@@ -487,16 +488,3 @@ def _units(model: nn.Module) -> list[_Watched]:
             "the model has no units to watch: call ab.shard(model, mesh), or fully_shard() for its blocks and itself"
         )
     return units
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a module's output that will have a gradient."""
-    if isinstance(output, torch.Tensor):
-        if output.requires_grad:
-            yield output
-    elif isinstance(output, list | tuple):
-        for one in output:
-            yield from _tensors(one)
-    elif isinstance(output, dict):
-        for one in output.values():
-            yield from _tensors(one)

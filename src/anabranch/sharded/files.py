@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from anabranch.files import (
+    KINDS,
     VERSION,
+    Noun,
     json_text,
     opened,
     parse_json,
     read_bytes,
     refused,
-    says_format,
     validated,
     write_text,
 )
@@ -40,11 +41,13 @@ def loads(cls: type[Sharded], text: bytes, where: str) -> Sharded:
     return found
 
 
-def load_if_sharded(path: str | os.PathLike[str]) -> ShardedTrace | ShardingPlan | None:
-    """The same of a file that says that it holds one of both; None for other files."""
-    if says_format(path, FORMATS[ShardedTrace]):
-        return load(ShardedTrace, path)
-    return load(ShardingPlan, path) if says_format(path, FORMATS[ShardingPlan]) else None
+def load_any(path: str | os.PathLike[str]) -> Noun | ShardedTrace | ShardingPlan:
+    """Whatever a file holds: a trace, network, plan or timeline, or one of both; FileError if it is neither."""
+    where = str(path)
+    classes = {**KINDS, **{name: cls for cls, name in FORMATS.items()}}
+    kind, content = opened(parse_json(read_bytes(Path(path)), where), where, classes)
+    found: Noun | ShardedTrace | ShardingPlan = validated(classes[kind], content, where)
+    return found
 
 
 def save(noun: ShardedTrace | ShardingPlan, path: str | os.PathLike[str], force: bool = False) -> None:

@@ -27,6 +27,8 @@ class Unit:
         object.__setattr__(self, "names", tuple(self.names))
         if not self.names:
             raise ValueError("a unit has no names: expected at least one block")
+        if not all(self.names):
+            raise ValueError("a unit has an empty name: expected the name of a module, such as 'layers.0'")
 
 
 @dataclass(frozen=True, slots=True)

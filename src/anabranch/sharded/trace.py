@@ -1,5 +1,6 @@
 """ShardedTrace: what the blocks of a model compute and weigh, in the order in which a step needs their parameters."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
@@ -54,8 +55,8 @@ class ShardedTrace:
         object.__setattr__(self, "meta", frozen_meta(self.meta))
         if not self.blocks:
             raise ValueError("a sharded trace has no blocks: expected at least one")
-        names = [block.name for block in self.blocks]
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        counts = Counter(block.name for block in self.blocks)
+        if twice := next((name for name, count in counts.items() if count > 1), None):
             raise ValueError(f"{twice} is in the trace twice: a block runs once in a step; leave this one to the rest")
         check_nbytes("the rest: its parameters", self.rest_nbytes)
         check_nbytes("the rest: its gradients", self.rest_gradient_nbytes)
