@@ -10,11 +10,11 @@ BENCH=${BENCH:-$PY -m anabranch bench}; MORE=${MORE:-}; TIMES_MORE=${TIMES_MORE:
 said() { echo "=== $* ($(( $(date +%s) - BEGAN )) s)"; }
 BEGAN=$(date +%s)
 
-part_test() {  # about 95 s
-  timeout -k 5 150 $PY -m pytest -q -s -p no:cacheprovider -p no:benchmark -m gpu tests/compiled/test_gpu.py 2>&1 | tail -40
+part_test() {  # about 150 s
+  timeout -k 5 240 $PY -m pytest -q -s -p no:cacheprovider -p no:benchmark -m gpu tests/compiled/test_gpu.py 2>&1 | tail -40
 }
 
-part_times() {  # about 60 s: three processes side by side, each with empty caches; then the lab finds all of them
+part_times() {  # about 60 s: four processes side by side, each with empty caches; then the lab finds all of them
   timeout -k 5 ${TIMES_S:-130} $PY benchmarks/compiling.py resnet50 --caches "$TORCHINDUCTOR_CACHE_DIR" $TIMES_MORE \
     > >(tee "$OUT/compiling_resnet50.md") 2> >(tail -n 5)
 }

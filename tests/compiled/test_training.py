@@ -152,6 +152,12 @@ def test_a_residual_network(tmp_path: Path) -> None:
     residual.check(answers, 1e-3)
 
 
+@pytest.mark.slow
+def test_a_residual_network_with_sparse_messages(tmp_path: Path) -> None:
+    answers = on_ranks(residual.sparse, residual.RANKS, str(tmp_path), "cpu", "aot_eager", timeout_s=100)
+    residual.check_sparse(answers, 1e-3)
+
+
 def launches(rank: int, path: str) -> dict[str, Any]:
     """With a given plan: the order of parts and launches, the timeline, and a trace of the last steps."""
     log = Log()
