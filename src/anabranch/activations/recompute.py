@@ -15,6 +15,7 @@ from anabranch.activations.cost_model import ACTIONS, OFFLOADED, RECOMPUTED, Act
 from anabranch.activations.offloader import Offloader
 from anabranch.activations.side_effects import BufferSnapshot, FrozenStatistics, ReplayableCall
 
+COMPILED = "_compiled_call_impl"  # of torch: the attribute that module.compile() sets, and that a call runs
 Run = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]  # calls a function with its arguments
 
 
@@ -122,6 +123,27 @@ class ModuleForward:
         return self._run(self._compiled or partial(type(self._module).forward, self._module), args, kwargs)
 
 
+class CompiledCall:
+    """Replaces what ``module.compile()`` has made. While that runs, the module has the forward that was compiled."""
+
+    def __init__(self, module: nn.Module, run: Run, compiled: Callable[..., Any]) -> None:
+        self._module = module
+        self._run = run
+        self._compiled = compiled
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._run_compiled, args, kwargs)
+
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        replaced = self._module.__dict__.pop("forward", None)  # None: in a backward after undo()
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            if replaced is not None:
+                self._module.__dict__["forward"] = replaced
+
+
 class SequentialForward:
     """Replaces the forward of a Sequential whose children are run in ranges; children in no range run as they are."""
 
@@ -209,11 +231,10 @@ class PatchedModel:
         return range_of
 
     def _patch_block(self, module: nn.Module, run: Run) -> None:
-        compiled = module.__dict__.get("_compiled_call_impl")  # by module.compile()
-        if compiled is None:
-            self._patch_forward(module, run)
-        else:
-            self._replace(module, "_compiled_call_impl", ModuleForward(module, run, compiled), compiled)
+        self._patch_forward(module, run)  # all that torch looks at where it compiles what calls the module
+        compiled = module.__dict__.get(COMPILED)
+        if compiled is not None:
+            self._replace(module, COMPILED, CompiledCall(module, run, compiled), compiled)
 
     def _patch_forward(self, module: nn.Module, run: Run) -> None:
         # What torch.compile(module) returns has a compiled forward; only a program that compiles imports its class.
