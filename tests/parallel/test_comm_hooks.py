@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from anabranch import Auto, CommHookState, DisagreementError, OkTopk, Quantised, oktopk_hook, quantised_hook
 from parallel.given_gradients import GivenGradients, gradients
@@ -242,3 +243,34 @@ def registered_by_lightning(rank: int) -> tuple[str, int]:
 def test_lightning_registers_hook_and_state() -> None:
     pytest.importorskip("lightning")
     assert on_ranks(registered_by_lightning, 2, timeout_s=120.0) == [("0.weight", 3)] * 2
+
+
+class Recomputed(nn.Module):
+    """Layers that are computed again in backward, each in a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def steps_counted(rank: int) -> int:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(
+        Recomputed(), bucket_cap_mb=1e-5, static_graph=True
+    )  # a bucket for each layer or less
+    state = CommHookState(ddp, Quantised("int4"))
+    ddp.register_comm_hook(state, quantised_hook)
+    for _ in range(STEPS):
+        ddp(torch.randn(2, 8, requires_grad=True)).square().mean().backward()
+    counted = state.state_dict()["steps_trained"]
+    state.close()
+    return int(counted)
+
+
+def test_a_step_is_one_backward_also_with_reentrant_checkpoints() -> None:
+    assert on_ranks(steps_counted, 2) == [STEPS, STEPS]

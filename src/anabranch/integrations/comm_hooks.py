@@ -129,6 +129,8 @@ class _Running:
         kind = self._exchanges.kind_of(buffer.dtype)
         label = f"the bucket to {names[-1]} ({len(names)} gradients, {kind})"
         steps = self._exchanges.steps(names, buffer, lane.group, scaler)
+        if bucket.is_last():  # the first may be ready in the backward of a re-entrant checkpoint, inside backward
+            self._exchanges.end_with_this_backward()
         on_side_stream = self._exchanges.collectives.on_side_stream(kind)
         return lane.submit(Message(steps, buffer, label, on_side_stream=on_side_stream))
 

@@ -66,7 +66,10 @@ class OneKindExchanges:
         return self.kind if warm and self.collectives.supports(self.kind, dtype) else DENSE
 
     def steps(self, names: Sequence[str], buffer: torch.Tensor, group: Group, scaler: Scaler | None) -> Steps:
-        """The exchange of a bucket: ``names`` one after another in ``buffer``. Call it inside backward."""
+        """The exchange of a bucket: ``names`` one after another in ``buffer``.
+
+        Call it inside backward, and ``end_with_this_backward`` in the one that ends the step.
+        """
         self.begin_step(scaler)
         parts = self._parts(names, buffer.dtype)
         if len(parts) == 1:
@@ -126,12 +129,11 @@ class OneKindExchanges:
         self.in_step = True
         if scaler is not None:
             self.collectives.rescale(float(scaler.get_scale()))
-        self.end_with_this_backward()
 
     def end_with_this_backward(self) -> None:
-        """Call it inside the outermost backward, before the first exchange: a step that begins in it ends with it.
+        """Call it inside a backward: a step that has begun then, or begins in it, ends with it.
 
-        A re-entrant checkpoint runs a backward inside backward, and the first exchange may be in there.
+        A re-entrant checkpoint runs a backward inside backward, and not each of them is a step.
         """
         if self._ending is not None and self._ending() is not None:
             return

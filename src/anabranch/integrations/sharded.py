@@ -257,6 +257,7 @@ class Replication:
         if not self._exchanges.in_step:
             self._last.clear()
             self._exchanges.begin_step(self._scaler)
+            self._exchanges.end_with_this_backward()  # unless that of the model's output will end it
         steps = self._steps(unit, buffer, lane.group)
         if buffer.is_cuda:
             record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it
