@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from anabranch.network import Network
 from anabranch.seams import check_seams, unsupported
 
-TESTED = "2.13.0"  # and 2.11
+TESTED = "2.13.0"  # in CI; 2.11 and 2.15 by hand
 # By operation, its share of an all-reduce of the whole tensor, which is a reduce-scatter and an all-gather.
 SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
 
@@ -31,7 +31,7 @@ Estimate = Callable[[fx.Node, int | None], float | None]
 
 @contextmanager
 def inductor_believes(network: Network) -> Iterator[None]:
-    """A context in which inductor takes the costs of collectives from this network.
+    """A context in which inductor takes the costs of collectives from this network, the same on every rank.
 
     Turn on ``torch._inductor.config.aten_distributed_optimizations.enable_overlap_scheduling`` to have it schedule by
     them. RuntimeError on a torch whose inductor asks nobody.
