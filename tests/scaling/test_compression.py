@@ -72,6 +72,7 @@ def test_other_names_are_refused(name: str) -> None:
         ("lean:2", "a density in .0, 1., such as lean:0.01"),
         ("lean:oktopk:0.01", "a density in .0, 1., such as lean:0.01"),
         ("lean:fp8", "on Lean lean:int8, lean:auto"),
+        ("auto:", "expected auto"),
         ("lean:auto:int2", "on Lean lean:int8, lean:auto"),
         ("auto:oktopk", "auto:oktopk:0.01 .down to 1 % sparse."),
     ],

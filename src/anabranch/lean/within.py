@@ -355,8 +355,9 @@ def described(message: Mapping[str, Any]) -> str:
         if residuals != message["residuals"]
     ]
     instead = f"; otherwise: {', '.join(others)}" if others else ""
+    residuals = f"residuals {message['residuals']}, " if others else ""  # where there was a choice
     return (
-        f"within {message['within_nbytes'] / gib:.2f} GiB: residuals {message['residuals']}, blocks of activations: "
+        f"within {message['within_nbytes'] / gib:.2f} GiB: {residuals}blocks of activations: "
         f"{activations}; predicted peak {message['peak_nbytes'] / gib:.2f} GiB, +{1e3 * message['extra_s']:.2f} ms a "
         f"step{instead}"
     )

@@ -50,8 +50,8 @@ class Compression(NamedTuple):
         exchange = what.removeprefix(f"{LEAN}:")  # "lean:int8" runs int8, "lean:0.01" Ok-Topk
         if exchange in COMPRESSED:
             return cls((exchange,), lean, between_nodes)
-        family, _, at_least = exchange.partition(":")
-        if family == AUTO and (chosen := _ladder(at_least)):
+        family, colon, at_least = exchange.partition(":")
+        if family == AUTO and bool(colon) == bool(at_least) and (chosen := _ladder(at_least)):
             return cls(chosen, lean, between_nodes)
         plain, wire = split_wire(what)
         if family != KIND and plain != LEAN and not (lean and family[:1] in "0123456789."):
