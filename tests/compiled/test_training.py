@@ -124,8 +124,11 @@ def test_a_policy_may_allow_more_versions() -> None:
         assert answer["apart"] < 1e-6
         assert "in_pairs, graphs cut for it" in answer["explained"]
         assert "DDP's own buckets, DDP's cuts" in answer["explained"]
-        assert len(answer["parts"]) == 1, "nothing is cut where cuts are dear, and DDP has one bucket"
-        assert len(set(answer["compiled"])) == 2, "both versions have the same graph"
+        at_first, again, *_ = found = sorted(set(answer["compiled"]))
+        assert answer["compiled"].count(again) == 1, "nothing is cut where cuts are dear"
+        assert at_first == 0 and len(found) <= 3, (
+            "DDP has one bucket, so the same graph; other cuts at the measured price"
+        )
 
 
 def test_recorded_gradients_are_spread_over_backward() -> None:

@@ -202,14 +202,14 @@ def test_the_table_sorts_both_ways(opened: Opener, report: Path) -> None:
     def column() -> list[str]:
         return [text.split()[0] for text in table.locator("tbody th").all_inner_texts()]
 
-    assert column() == ["per_tensor", "by_bytes", "layer", "single", "int8"]
+    assert column() == ["per_tensor", "by_bytes", "layer", "single", "auto"]
     button.click()
-    assert column() == ["int8", "layer", "by_bytes", "single", "per_tensor"]  # by number: 30, 40, 50, 125, 300 ms
+    assert column() == ["auto", "layer", "by_bytes", "single", "per_tensor"]  # by number: 30, 40, 50, 125, 300 ms
     button.press("Enter")
-    assert column() == ["per_tensor", "single", "by_bytes", "layer", "int8"]
+    assert column() == ["per_tensor", "single", "by_bytes", "layer", "auto"]
     assert heads.filter(has_text="iteration").get_attribute("aria-sort") == "descending"
     heads.first.locator("button").click()
-    assert column() == ["by_bytes", "int8", "layer", "per_tensor", "single"]
+    assert column() == ["auto", "by_bytes", "layer", "per_tensor", "single"]
 
 
 def test_a_hostile_name_is_shown_and_does_not_run(opened: Opener, hostile: Path) -> None:
