@@ -99,17 +99,6 @@ def document_of(noun: Noun) -> dict[str, Any]:
     return {"format": kind, "version": VERSION, **content}
 
 
-def says_format(path: str | os.PathLike[str], kind: str) -> bool:
-    """Whether a file says in its first line that it has this format; its content may still be broken."""
-    try:
-        if not os.path.isfile(path):  # noqa: PTH113 (answers for any name); reading a pipe would use it up
-            return False
-        with open(path, "rb") as file:  # noqa: PTH123
-            return f'"format": "{kind}"'.encode() in file.read(100)
-    except (OSError, ValueError):
-        return False
-
-
 def json_text(document: Mapping[str, Any]) -> str:
     """A JSON document as the text of a file."""
     return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

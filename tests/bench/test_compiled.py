@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.bench import compiled as compiled_bench
 from anabranch.bench.compiled import UNCUT, CountingBackend, compiled_references, compiled_step, start_compiler
-from anabranch.bench.run import Settings, _compiled_references, run
+from anabranch.bench.run import Settings, _compiled_reference_names, run
 from anabranch.bench.workload import Workload
 from anabranch.bench.zoo import Step
 from anabranch.report.documents import BASELINE, COMPUTE, OURS
@@ -82,10 +82,10 @@ def test_what_others_need_or_does_not_run_cannot_be_skipped(name: str) -> None:
 
 def test_an_uncut_ddp_is_raced_unless_it_is_left_out() -> None:
     every = [COMPUTE, BASELINE, UNCUT]
-    assert _compiled_references(Settings(compiled=True)) == every
-    assert _compiled_references(Settings(compiled=True, only=("uncut",))) == every
-    assert _compiled_references(Settings(compiled=True, only=("nothing",))) == every[:2]
-    assert _compiled_references(Settings(compiled=True, skip=("DDP, uncut, compiled",))) == every[:2]
+    assert _compiled_reference_names(Settings(compiled=True)) == every
+    assert _compiled_reference_names(Settings(compiled=True, only=("uncut",))) == every
+    assert _compiled_reference_names(Settings(compiled=True, only=("nothing",))) == every[:2]
+    assert _compiled_reference_names(Settings(compiled=True, skip=("DDP, uncut, compiled",))) == every[:2]
     Settings(compiled=True, skip=("DDP, uncut, compiled",)).check_skipped()
 
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 import anabranch as ab
 from anabranch import files
 from anabranch.tuning.plan_cache import (
-    FORMAT,
     CachedChoice,
     CacheKey,
     Entry,
     PlanCache,
     default_folder,
+    is_cached_plan,
     plan_cache,
 )
 from samples import RINGS
@@ -423,7 +423,7 @@ def test_only_files_of_the_cache_are_listed(tmp_path: Path) -> None:
 
 
 def test_a_cached_plan_is_known_by_its_first_line(tmp_path: Path) -> None:
-    assert files.says_format(written(tmp_path), FORMAT)
+    assert is_cached_plan(written(tmp_path))
     ab.save(TRACE, tmp_path / "trace.json")
     for other in (tmp_path / "trace.json", tmp_path, tmp_path / "nowhere", "n" * 5000, "\0"):
-        assert not files.says_format(other, FORMAT)
+        assert not is_cached_plan(other)

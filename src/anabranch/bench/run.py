@@ -137,7 +137,7 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
             for name, kind in named.items()
             if compiled_name(name) not in settings.skip
         ]
-        contestants += compiled_references(workload, backends, _compiled_references(settings))
+        contestants += compiled_references(workload, backends, _compiled_reference_names(settings))
         contestants += [tuned_contestant(*twin) for twin in twins]
     tuned = [ours, *compressed.values(), *twins]
     benchmark = race_all(workload, settings, contestants, _trace(ours), say)
@@ -243,7 +243,7 @@ def _contestants(
     return [contestant for contestant in found if _wanted(contestant.name, settings.only, always)]
 
 
-def _compiled_references(settings: Settings) -> list[str]:
+def _compiled_reference_names(settings: Settings) -> list[str]:
     """Whose compiled twins to race beside those of DataParallel."""
     always = {compiled_name(COMPUTE), compiled_name(BASELINE)}
     twins = {name: compiled_name(name) for name in (COMPUTE, BASELINE, UNCUT)}

@@ -9,13 +9,13 @@ import typer
 from anabranch.cli import arguments
 from anabranch.cli.cache import choice_figures
 from anabranch.cli.output import JsonOption, print_json, show_tables
-from anabranch.files import dumps, says_format
+from anabranch.files import dumps
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.sharded import ShardedTrace, ShardingPlan
 from anabranch.sharded import files as sharded_files
 from anabranch.trace import Trace
-from anabranch.tuning.plan_cache import FORMAT, Entry
+from anabranch.tuning.plan_cache import Entry, is_cached_plan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,7 +34,7 @@ def show(file: FileArgument, as_json: JsonOption = False) -> None:
     """Show a trace, network, plan or timeline; with --json its summary and its content."""
     from anabranch.report import figures, tables
 
-    if says_format(file, FORMAT):
+    if is_cached_plan(file):
         entry = Entry.read(Path(file))
         if as_json:
             print_json({"command": "show", "summary": choice_figures(entry), "content": json.loads(entry.text())})
