@@ -1,6 +1,10 @@
-"""Steps of a transformer that FSDP2 shards inside nodes: stock HSDP beside ``ab.replicate``, in turns; prints Markdown.
+r"""Steps of a transformer that FSDP2 shards inside nodes: stock HSDP and ``ab.replicate`` in turns; prints Markdown.
 
-    anabranch lab --hosts 2 --ranks-per-host 2 --rate 10gbit --backend nccl -- python -m benchmarks.sharded
+    anabranch lab --hosts 2 --ranks-per-host 2 --rate 10gbit --backend nccl -- \
+        python -m benchmarks.sharded --inside memory
+
+Inside a host, messages pass its loopback, or with ``--inside memory`` they are copies in memory, for all contestants:
+slower and faster than the links of a real node (``anabranch.bench.host_memory``).
 
 Every contestant trains its own copy of the model. A step is forward, backward and an SGD update; the time is that of
 the slowest rank. Ratios are medians over rounds of the ratio to HSDP in the same round.
@@ -26,12 +30,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import anabranch as ab
+from anabranch.bench.host_memory import FastHost
 from anabranch.integrations.mesh import over_mesh
 from anabranch.integrations.sharding_trial import measure_links
 from anabranch.lab.environment import LAB
+from anabranch.observe.measure import SHARDED as SHARDED_COLLECTIVES
 
 HSDP, SHARDED, COMPUTING = "HSDP", "FSDP2, a shard on every rank", "nothing between nodes"
 KEPT = "HSDP, kept after forward"
+LOOPBACK, MEMORY = "loopback", "memory"
 KINDS: dict[str, Any] = {
     "replicate": None,
     "replicate, bf16": "bf16",
@@ -53,7 +60,7 @@ def sharded(model: nn.Module, mesh: DeviceMesh, kept: bool) -> nn.Module:
 
 
 def contestant(
-    name: str, build: Callable[[], nn.Module], mesh: DeviceMesh, batch: int, keep: bool
+    name: str, build: Callable[[], nn.Module], mesh: DeviceMesh, batch: int, keep: bool, host: FastHost | None
 ) -> tuple[nn.Module, Callable[[], None]]:
     """A model, and a function that trains one step of it."""
     if name in (HSDP, KEPT):
@@ -62,6 +69,8 @@ def contestant(
         model = sharded(build(), init_device_mesh(mesh.device_type, (dist.get_world_size(),)), keep)
     else:
         model = sharded(build(), mesh["shard"], keep)
+    if host is not None and name != SHARDED:
+        host.carry(model)
     if name in KINDS:
         ab.replicate(model, mesh, compress=KINDS[name])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -139,6 +148,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
     parser.add_argument("--limit-s", type=float, help="begin no round after so many seconds of training")
     parser.add_argument("--leave-out", choices=(COMPUTING, SHARDED, *KINDS), action="append", default=[])
+    parser.add_argument("--inside", choices=(LOOPBACK, MEMORY), default=LOOPBACK, help="what links inside a host are")
     parser.add_argument(
         "--keep", action="store_true", help="all but HSDP keep parameters after forward; HSDP does both"
     )
@@ -157,7 +167,9 @@ def explanation(name: str, model: nn.Module, step: Callable[[], None]) -> str:
     return f"\n## {name}\n\n```text\n{text}\n```"
 
 
-def predictions(contestants: Mapping[str, tuple[nn.Module, Callable[[], None]]], mesh: DeviceMesh) -> dict[str, float]:
+def predictions(
+    contestants: Mapping[str, tuple[nn.Module, Callable[[], None]]], mesh: DeviceMesh, host: FastHost | None
+) -> dict[str, float]:
     """Milliseconds of a step as simulated, of those that send exactly: from a record of HSDP and measured links."""
     model, step = contestants[HSDP]
     watch = ab.watch(model)
@@ -166,7 +178,8 @@ def predictions(contestants: Mapping[str, tuple[nn.Module, Callable[[], None]]],
     trace = watch.trace()
     watch.close()
     trace = trace.with_times(over_mesh(trace.times, mesh, dist.ReduceOp.MAX))
-    links = measure_links(mesh, torch.device(mesh.device_type), trace.nbytes)
+    inside = SHARDED_COLLECTIVES if host is None else host.collectives()
+    links = measure_links(mesh, torch.device(mesh.device_type), trace.nbytes, inside)
     found = {}
     for name in (name for name in (COMPUTING, HSDP, KEPT, "replicate") if name in contestants):
         watch = ab.watch(contestants[name][0])
@@ -190,17 +203,19 @@ def main() -> None:
     numel = sum(parameter.numel() for parameter in build().parameters())
     references = (COMPUTING, HSDP, *([KEPT] if options.keep else []), SHARDED)
     names = [name for name in (*references, *KINDS) if name not in options.leave_out]
-    contestants = {name: contestant(name, build, mesh, options.batch, options.keep) for name in names}
+    host = FastHost(mesh.get_group(1), torch.device(device)) if options.inside == MEMORY else None
+    contestants = {name: contestant(name, build, mesh, options.batch, options.keep, host) for name in names}
     steps = {name: step for name, (_, step) in contestants.items()}
     rounds = in_turns(steps, options, device)
-    predicted_ms = predictions(contestants, mesh) if options.predict else {}
+    predicted_ms = predictions(contestants, mesh, host) if options.predict else {}
     if dist.get_rank() == 0:
         processor = (
             torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores, {platform.machine()}"
         )
         print(f"# A sharded transformer of {numel / 1e6:.0f} million parameters\n")
         print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')},")
-        print(f"batch {options.batch} × {LENGTH}; {len(rounds)} rounds of {options.steps} steps each, in turns."
+        print(f"batch {options.batch} × {LENGTH}; {len(rounds)} rounds of {options.steps} steps each, in turns; "
+              f"inside a host: {options.inside}."
               f"{' All but HSDP keep parameters after forward.' if options.keep else ''}\n")  # fmt: skip
         print("| | ms per step | from – to | predicted | HSDP / it |\n|---|---:|---:|---:|---:|")
         for name in steps:

@@ -31,10 +31,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import anabranch as ab
+from anabranch.bench.host_memory import FastHost
 from anabranch.cli.ranks import join
 from anabranch.comm.agree import from_all_ranks
 from anabranch.integrations import sharding_trial
 from anabranch.integrations.sharding import no_groups_reason
+from anabranch.observe.measure import drive
 from gpu import ON_GPU, no_waiting
 from parallel.sharded_runs import weights
 
@@ -87,6 +89,7 @@ class Program:
             "units": self.units,
             "resume": self.resume,
             "scaler": self.scaler,
+            "memory": self.memory,
             "window": self.window,
             "planned": partial(self.found, self.all, None),
             "planned_nodes": partial(self.found, self.mesh, "int8"),
@@ -277,6 +280,25 @@ class Program:
         replication.close()
         return {"scales": scales, "finite": finite, "agree": agree}
 
+    def memory(self) -> dict[str, Any]:
+        """Links inside a host that are copies in the memory of its GPU, beside those of the process group."""
+        host = FastHost(self.mesh.get_group(1), self.device)
+        models = [self.sharded(self.mesh) for _ in range(2)]
+        host.carry(models[1])
+        losses = [self.train(model, range(8)) for model in models]
+        self.step_unwaited(models[1])
+        buffer, seconds = torch.ones(1 << 24, device=self.device), dict[str, float]()
+        for name, collective in host.collectives().items():
+            for timed in (False, True):  # the first makes a larger window
+                self.settle()
+                began = perf_counter()
+                for _ in range(5):
+                    drive(collective(buffer, self.mesh.get_group(1), 1.0))
+                self.settle()
+                if timed:
+                    seconds[name] = (perf_counter() - began) / 5
+        return {"losses": losses, "took_s": seconds, "ones": bool((buffer == 1).all())}
+
     def found(self, mesh: DeviceMesh, compress: str | None) -> dict[str, Any]:
         """A search for units, and a model in those that it found."""
         batch = self.batch(0)
@@ -394,6 +416,12 @@ def test_a_run_resumes_bit_by_bit(found: Found) -> None:
 def test_a_loss_scaler_skips_on_all_ranks(found: Found) -> None:
     for result in ranks(found, "scaler"):
         assert result["scales"] == [256.0, 256.0, 256.0, 128.0, 128.0] and result["finite"] and result["agree"]
+
+
+def test_links_inside_a_host_can_be_copies_in_its_memory(found: Found) -> None:
+    for result in ranks(found, "memory"):
+        print(result["took_s"])
+        assert result["losses"][0] == result["losses"][1] and result["ones"]
 
 
 @pytest.mark.parametrize("name", ["planned", "planned_nodes"])

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anabranch.comm.agree import agree_on, from_all_ranks
 from anabranch.comm.dense import dense
-from anabranch.comm.exchange import Group
+from anabranch.comm.exchange import Collective, Group
 from anabranch.compression import Compress, Settings, described, settings_of
 from anabranch.integrations.mesh import (
     check_same_over,
@@ -211,12 +211,17 @@ class _Trial:
         return seconds
 
 
-def measure_links(mesh: DeviceMesh, device: torch.device, largest_nbytes: int = LARGEST_NBYTES) -> Links:
+def measure_links(
+    mesh: DeviceMesh,
+    device: torch.device,
+    largest_nbytes: int = LARGEST_NBYTES,
+    inside_collectives: Mapping[str, Collective] = SHARDED,
+) -> Links:
     """The networks of a mesh: inside its last dimension, and between along the first of two. Collective."""
     largest = max(1 << 20, min(LARGEST_NBYTES, largest_nbytes))
 
     def network(group: Group, others: Group | None, sharding: bool) -> Network:
-        collectives = {"dense": dense, **(SHARDED if sharding else {})}
+        collectives = {"dense": dense, **(inside_collectives if sharding else {})}
         found = measure([group], device, largest, MEASURING_S, collectives, growth=4)
         return found if others is None else agree_on(Network, found, others)
 
