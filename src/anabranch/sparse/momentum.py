@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from anabranch.comm.dense import SUMMABLE_BELOW
-from anabranch.comm.exchange import Steps
+from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse.state import BucketState
 
 
@@ -78,5 +78,6 @@ class Momentum:
             for name, room in zip(state.names, blank.split(list(state.numels)), strict=True):
                 if (piece := self._pieces.pop(name, None)) is not None:
                     room.copy_(piece)
+                    record_stream(piece)  # from a checkpoint it is of another stream, and dropped here
             self._flat[state.names] = (state, blank)
         return self._flat[state.names][1]

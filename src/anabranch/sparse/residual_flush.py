@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.comm.dense import all_finite
+from anabranch.comm.exchange import record_stream
 from anabranch.comm.flat import shaped
 from anabranch.sparse.state import SparseState
 
@@ -68,6 +69,7 @@ class ResidualFlush:
         if piece is None:
             return gradient
         added = gradient + shaped(piece.to(gradient.device), self._parameters[name])
+        record_stream(piece)  # it is dropped at the end of this pass, and may be of another stream
         if gradient.dtype != torch.float16:
             return added.to(gradient.dtype)
         return self._fitting(name, added, gradient)

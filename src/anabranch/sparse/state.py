@@ -3,6 +3,8 @@
 A bucket's flat buffer is its parameters one after another. A residual belongs to its parameter, not to the bucket: when
 the plan changes, residuals move to the new buckets by name, exactly. Regions belong to the bucket, and a new bucket
 balances its own.
+
+A piece may come from another stream than the one that reads it last, so whoever drops one records the stream.
 """
 
 import logging
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+from anabranch.comm.exchange import record_stream
 from anabranch.quantised.block_format import BlockFormat
 from anabranch.sparse import regions
 from anabranch.sparse.packed_residual import PackedResidual
@@ -127,7 +130,8 @@ class BucketState:
                     self.held[name] = piece.clone()
                     piece.zero_()
                 elif name not in names and name in self.held:
-                    piece.add_(self.held.pop(name))
+                    piece.add_(held := self.held.pop(name))
+                    record_stream(held)
 
     def record_norms(self, gradient: torch.Tensor) -> None:
         """Record the norms of the residual and of this step's gradient, whole or part by part, if a sample is due."""
@@ -215,7 +219,8 @@ class SparseState:
             if mine := [name for name in state.names if name in kept]:
                 with state.whole() as residual:
                     for name in mine:
-                        state.pieces()[name].add_(kept.pop(name).to(residual.device))
+                        state.pieces()[name].add_(piece := kept.pop(name).to(residual.device))
+                        record_stream(piece)
         for name, piece in kept.items():
             if name in self.unbucketed:
                 self.unbucketed[name].add_(piece.to(self.unbucketed[name].device))
@@ -343,6 +348,7 @@ class SparseState:
             state.hold(())
             self._step = max(self._step, state.step)
             self.unbucketed.update((name, piece.clone()) for name, piece in state.pieces(state.current()).items())
+            record_stream(state.residual)
 
     def _built(self, names: tuple[str, ...], numels: tuple[int, ...]) -> BucketState:
         form, numel = self._form, sum(numels)
@@ -355,6 +361,7 @@ class SparseState:
                 if len(piece) != high - low:
                     raise ValueError(f"parameter {name} has {high - low} elements, and its residual has {len(piece)}")
                 residual[low:high].copy_(piece)
+                record_stream(piece)
         state = BucketState.of(residual, self.world_size, names, numels)
         state.step = self._step
         state.residual_monitor = ResidualMonitor(self.device, self._sample_period)
