@@ -5,7 +5,8 @@
 
 Every contestant trains its own copy of the model. A step is forward and backward; the time is that of the slowest rank.
 Ratios are medians over rounds of the ratio to a unit per block in the same round. Predicted are steps of the recorded
-model on the measured network; the record is of a unit per block alone. "MiB at most" is predicted, of gathered
+model on the measured network, corrected by what a unit per block took in the trial (but its own); the record is of a
+unit per block alone. "MiB at most" is predicted, of gathered
 parameters, gradients and buffers; "MiB of a step" is what a GPU's allocator had at most beyond what lies between steps,
 with activations.
 """
@@ -164,7 +165,7 @@ def report(
             plan = plans[name]
             freed = sum(unit.reshard for unit in plan.units)
             figures = f"{len(plan)} | {freed} | {plan.prefetch} | {ab.sharded.peak_nbytes(found.trace, plan) / MIB:.0f}"
-            predicted_ms = ab.sharded.step_s(found.trace, plan, found.links) * 1e3
+            predicted_ms = found.predicted_s(plan) * 1e3
             predicted = f"{predicted_ms:.1f} ({predicted_ms / median(took) - 1:+.0%})"
         span = f"{min(took):.1f} – {max(took):.1f}"
         mib = f"{used[name] / MIB:.0f}" if used else ""

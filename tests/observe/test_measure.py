@@ -4,11 +4,13 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from anabranch import Network
 from anabranch.comm.exchange import Group
@@ -174,6 +176,29 @@ def repetitions(rank: int) -> list[int]:
 def test_the_budget_bounds_the_repetitions_alike_on_every_rank() -> None:
     fewest, most = module.REPEATS
     assert on_ranks(repetitions, 2) == [[1, 2, fewest, 12, most]] * 2
+
+
+def starts_beside(rank: int) -> tuple[int, list[tuple[float, float]]]:
+    """How often an action is repeated where two pairs of ranks share links, and when each began and ended."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    nodes, inside = mesh.get_group(0), mesh.get_group(1)
+    stopwatch = module.Stopwatch(nodes, SlowClock() if rank == 0 else FastClock(), beside=inside)
+    spans = []
+
+    def action() -> None:
+        begun_s = monotonic()
+        sleep(0.02 if rank % 2 else 0.06)  # one pair is done long before the other
+        spans.append((begun_s, monotonic()))
+
+    return len(stopwatch.repeat(action, 6.0)), spans
+
+
+def test_ranks_that_share_links_start_every_message_together() -> None:
+    (count, first), (_, second), (_, third), (_, fourth) = found = on_ranks(starts_beside, 4)
+    assert {one for one, _ in found} == {count} == {6}  # by the clock of rank 0, which is in one of the pairs
+    for one, other in ((first, second), (second, first), (third, fourth), (fourth, third)):
+        for (_, ended_s), (begun_s, _) in zip(one, other[1:], strict=False):
+            assert begun_s >= ended_s, "a message began before its neighbour's last one had ended"
 
 
 def test_a_poor_measurement_is_told() -> None:

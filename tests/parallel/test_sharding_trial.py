@@ -1,5 +1,6 @@
 """ab.find_sharding: recorded, planned and tried on live ranks; never units that are slower than one per block."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import anabranch as ab
 from anabranch.integrations import sharding_trial
-from anabranch.sharded import Links
+from anabranch.sharded import Block, Links, ShardedTrace, step_s
 from parallel.sharded_runs import HALF, as_before_torch_2_13, two_nodes
 from ranks import on_ranks
 
@@ -98,6 +99,19 @@ def test_a_plan_that_does_not_gain_is_not_used() -> None:
     found = on_ranks(no_gain, 2, timeout_s=120)[0]
     assert found["lost"] and "did not gain 1 % here" in found["why"]
     assert found["untried"] and "no plan is predicted to gain 1 %" in found["why not"]
+
+
+def test_predictions_follow_what_a_unit_per_block_took() -> None:
+    names = [f"layers.{number}" for number in range(3)]
+    trace = ShardedTrace(tuple(Block(name, 1 << 20, 1 << 20, 1e-3, 2e-3) for name in names))
+    links = Links(ab.Network.linear(2, 1e-4, 1e-9))
+    default, planned = ab.ShardingPlan.per_block(names), ab.ShardingPlan.from_cuts(names, [])
+    simulated_s = {plan: step_s(trace, plan, links) for plan in (default, planned)}
+    untried = ab.FoundSharding(default, default, planned, trace, links)
+    assert [untried.predicted_s(plan) for plan in simulated_s] == list(simulated_s.values())
+    tried = replace(untried, default_s=1.2 * simulated_s[default], fastest_s=1.0)
+    assert tried.predicted_s(default) == simulated_s[default]
+    assert tried.predicted_s(planned) == pytest.approx(1.2 * simulated_s[planned])
 
 
 def one_dimension(rank: int) -> str:

@@ -19,7 +19,6 @@ from anabranch.integrations.sharded import replicate
 from anabranch.integrations.sharding import block_names, shard
 from anabranch.integrations.sharding_trial import FoundSharding, find_sharding
 from anabranch.kinds import DENSE
-from anabranch.sharded import step_s
 from anabranch.sharded.ways import PLANNED, ShardedWay, way_of
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
@@ -48,7 +47,7 @@ def _contestant(workload: Workload, way: ShardedWay, mesh: DeviceMesh, found: Fo
     else:
         shard(model, mesh["shard"], plan)
         replicate(model, mesh, compress=_compress(way))
-    predicted_s = None if found is None else step_s(found.trace, plan, found.links)
+    predicted_s = None if found is None else found.predicted_s(plan)
     return Contestant(way.title, partial(unwrapped, partial(step, model)), None, predicted_s)
 
 

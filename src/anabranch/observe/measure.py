@@ -58,6 +58,7 @@ def measure(
     budget_s: float = BUDGET_S,
     collectives: Mapping[str, Collective] = JUST_DENSE,
     growth: int = 2,
+    beside: Group | None = None,
 ) -> Network:
     """The network among the ranks of ``lanes`` (process groups of the same ranks; the first is the main one).
 
@@ -65,12 +66,15 @@ def measure(
     ``SHARDED`` may be. Each size is ``growth`` times the last. Takes about ``budget_s`` seconds, by rank 0's argument,
     or as long as a few messages of each size need; at most twice as long, where sizes are measured again. Collective:
     every rank must call it with the same other arguments at the same point.
+
+    ``beside``: a group of this rank and of ranks that measure networks of their own at the same time, over the same
+    links. They start every message together, as they will in training, so that each gets its share of the links.
     """
     if largest_nbytes < 2 * SMALLEST_NBYTES:
         largest_nbytes = 2 * SMALLEST_NBYTES
     if not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s}: expected more than zero seconds")
-    stopwatch = Stopwatch(lanes[0], clock_for(device))
+    stopwatch = Stopwatch(lanes[0], clock_for(device), beside)
     budget_s = stopwatch.as_rank_0(budget_s)
     world_size = dist.get_world_size(lanes[0])
     sizes = message_sizes(largest_nbytes, growth)
@@ -121,10 +125,11 @@ def drive(steps: Steps) -> None:
 
 
 class Stopwatch:
-    """Times an action that all ranks take together, equally often on each."""
+    """Times an action that all ranks take together, equally often on each; ranks of ``beside`` start it together."""
 
-    def __init__(self, group: Group, clock: Clock) -> None:
-        self._group = group
+    def __init__(self, group: Group, clock: Clock, beside: Group | None = None) -> None:
+        self._groups = [group] if beside is None else [group, beside]
+        self._beside = beside
         self._clock = clock
 
     def repeat(self, action: Callable[[], None], budget_s: float) -> list[float]:
@@ -142,13 +147,18 @@ class Stopwatch:
 
     def as_rank_0(self, number: float) -> float:
         """Rank 0's number: what ranks do together must not depend on what each has measured."""
-        sent = torch.tensor([number], dtype=torch.float64, device=wire_device(self._group))
-        dist.broadcast(sent, group_src=0, group=self._group)
-        return float(sent.item())
+        for group in self._groups:
+            sent = torch.tensor([number], dtype=torch.float64, device=wire_device(group))
+            dist.broadcast(sent, group_src=0, group=group)
+            number = float(sent.item())
+        return number
 
     def _times(self, action: Callable[[], None], count: int) -> list[float]:
         marks = []
         for _ in range(count):
+            if self._beside is not None:
+                self._clock.settle()
+                dist.barrier(self._beside)
             start = self._clock.mark()
             action()
             marks.append((start, self._clock.mark()))
