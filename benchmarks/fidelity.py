@@ -12,7 +12,8 @@ that all ranks have. Contestants:
     int4,residual=no            … and drops them
     oktopk:0.01                 Ok-Topk; the first 100 steps dense
     oktopk:0.01,momentum=0.9    … with momentum before it is sent; the optimizer has none
-    oktopk:0.01,start=0.25      … with a density that falls from this one over the next 1000 steps
+    oktopk:0.01,start=0.25      … with a density that falls from this one over the next 1000 steps, or over=2000
+    oktopk:0.01,lr=2            … with twice the learning rate
     plan:FILE                   the plan in a file, such as one that compress="auto" chose; its name is the file's
 
 A learning rate rises over the first 100 steps and falls along a cosine to a tenth.
@@ -41,7 +42,7 @@ from anabranch.sparse.state import BucketState
 
 RANKS = 4
 WARMUP_STEPS = 100  # of the learning rate, and of OkTopk
-DECAY_STEPS = 1000  # of a density that starts higher
+DECAY_STEPS = 1000  # of a density that starts higher, unless a contestant says otherwise
 CLIP_NORM = 1.0
 
 
@@ -54,6 +55,8 @@ class Contestant:
     residual: bool = True
     momentum: float = 0.0
     start: float | None = None
+    decay_steps: int = DECAY_STEPS
+    lr: float = 1.0  # times the task's
     plan: ab.Plan | None = None
 
     @classmethod
@@ -69,7 +72,8 @@ class Contestant:
         if kind != "dense" and kind not in FORMATS and density_of(kind) is None:
             raise ValueError(f"contestant is {text!r}: expected dense, {', '.join(FORMATS)}, oktopk:DENSITY, plan:FILE")
         start = float(given["start"]) if "start" in given else None
-        return cls(text, kind, given.get("residual") != "no", float(given.get("momentum", 0.0)), start)
+        decay_steps, lr = int(given.get("over", DECAY_STEPS)), float(given.get("lr", 1.0))
+        return cls(text, kind, given.get("residual") != "no", float(given.get("momentum", 0.0)), start, decay_steps, lr)
 
     def buckets(self, model: torch.nn.Module) -> list[tuple[tuple[str, ...], str]]:
         """Names and kind of each bucket. Vectors never travel sparse."""
@@ -104,7 +108,8 @@ class Bucket:
                 for row, state, comm in zip(self._rows, self._states, world.comms, strict=True)
             ])  # fmt: skip
             return self._rows[0]
-        options = ab.OkTopk(warmup_steps=0, start_density=self._contestant.start, decay_steps=DECAY_STEPS)
+        start, decay_steps = self._contestant.start, self._contestant.decay_steps
+        options = ab.OkTopk(warmup_steps=0, start_density=start, decay_steps=decay_steps)
         world.run([
             momentum.wrap(sparse_exchange(row, state, comm, float(RANKS), density, options), row, state)
             for row, state, comm, momentum in zip(self._rows, self._states, world.comms, self._momenta, strict=True)
@@ -163,7 +168,7 @@ def curve(task: Task, contestant: Contestant, steps: int) -> Iterator[dict[str, 
     """Points every few steps."""
     model, world = task.model, VirtualWorld(RANKS)
     optimizer = task.optimizer(has_momentum=not contestant.momentum)
-    first_lr = optimizer.param_groups[0]["lr"]
+    first_lr = optimizer.param_groups[0]["lr"] * contestant.lr
     named = contestant.buckets(model)
     order = [model.get_parameter(name) for names, _ in named for name in names]
     assert len(order) == len(list(model.parameters()))
