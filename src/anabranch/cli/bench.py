@@ -62,8 +62,9 @@ HoldOption = Annotated[
     int | None,
     typer.Option(
         min=30,
-        help="End each search after about so many steps, with the best layout found so far: for short runs. Trials of "
-        "layouts as fast as DDP cost nothing, so that --search-steps does not end them.",
+        help="End each search after about so many steps, with the best layout found so far: for short runs. Compiled "
+        "graphs are then still cut for it, in about 25 steps. Trials of layouts as fast as DDP cost nothing, so that "
+        "--search-steps does not end them.",
     ),
 ]
 SizesOption = Annotated[str, typer.Option(metavar="MIB,...", help="Bucket sizes to try with DDP.")]
