@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import anabranch as ab
 from anabranch.bench import run as bench_run
 from anabranch.bench.contestants import ALL_REDUCE, ddp_contestants, planned_contestants, reference_contestants
 from anabranch.bench.workload import replay_workload, zoo_workload
-from anabranch.bench.zoo import Step
+from anabranch.bench.zoo import Step, model_and_loss
 from anabranch.report.documents import BASELINE as DDP
 from anabranch.report.documents import COMPUTE
 from anabranch.report.documents import OURS as AUTO
@@ -136,6 +137,54 @@ def test_workloads() -> None:
     for text in ("gpt2:0", "gpt2:many", "gpt2:-1", "gpt2:1:2"):
         with pytest.raises(ValueError, match="expected a batch from 1 on after the colon, such as gpt2:8"):
             zoo_workload(text, torch.device("cpu"))
+
+
+class Convolutional(nn.Module):
+    """Takes images and returns logits, as the models of torchvision do; remembers what its convolution was given."""
+
+    def __init__(self, weights: None) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3, stride=32), nn.Linear(8, 1000)
+        self.images: torch.Tensor | None = None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.images = images
+        result: torch.Tensor = self.head(self.conv(images).mean(dim=(2, 3)))
+        return result
+
+
+@pytest.fixture
+def small_resnet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision may not be here: its resnet50 is a small one."""
+    models = ModuleType("torchvision.models")
+    monkeypatch.setattr(models, "resnet50", Convolutional, raising=False)
+    monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+
+
+@pytest.mark.usefixtures("small_resnet")
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_weights_images_and_gradients_are_in_the_layout_that_the_title_names(channels_last: bool) -> None:
+    workload = zoo_workload("resnet50:2", torch.device("cpu"), channels_last=channels_last)
+    assert workload.name == ("resnet50, channels_last" if channels_last else "resnet50")
+    for _ in range(2):  # every contestant builds a model of its own
+        model, step = workload.build()
+        assert isinstance(model, Convolutional)
+        step(model)
+        for tensor in (model.conv.weight, model.conv.weight.grad, model.images):
+            assert tensor is not None
+            assert tensor.is_contiguous(memory_format=torch.channels_last) == channels_last
+            assert tensor.is_contiguous() != channels_last
+
+
+def test_sequences_have_no_channels() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(
+        ValueError, match="--channels-last and --model gpt2:4: a sequence has no channels; give a model of"
+    ):
+        zoo_workload("gpt2:4", cpu, channels_last=True)
+    with pytest.raises(ValueError, match="channels_last is for models of images, and gpt2 takes sequences"):
+        model_and_loss("gpt2", cpu, 1, channels_last=True)
 
 
 def unmeasured(rank: int) -> str:

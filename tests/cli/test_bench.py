@@ -43,6 +43,7 @@ def test_without_ranks_it_says_how_to_get_them(capsys: pytest.CaptureFixture[str
         (["--trace", "resnet50", "--sharded", "fsdp2"], "a replayed trace has no blocks to make units of"),
         (["--model", "resnet50", "--sharded", "fsdp1"], "--sharded is 'fsdp1': expected one of fsdp2, fsdp2:reshard"),
         (["--trace", "resnet50", "--compile"], "there is nothing to compile; give --model"),
+        (["--trace", "resnet50", "--channels-last"], "--channels-last and --trace resnet50: a replayed trace has no"),
         (["--model", "resnet50", "--own-caches"], "--own-caches is about what torch has compiled: it needs --compile"),
         (
             ["--model", "resnet50", "--skip", "DDP"],

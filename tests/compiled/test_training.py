@@ -234,27 +234,35 @@ def test_a_doubtful_plan_wins_again_before_graphs_are_compiled_for_it() -> None:
         assert "running in_pairs, graphs cut for it" in answer["explained"]
 
 
-def held_early(rank: int, planner: str) -> dict[str, Any]:
-    """The search is told to end while it tries its first plan."""
+def ended_early(rank: int, planner: str, held: bool) -> dict[str, Any]:
+    """The search ends while it tries its first plan: it is told to hold, or may take no more steps."""
     log, (_, net) = Log(), pair()
     chosen: Any = in_pairs if planner == "in_pairs" else planner
     options = {"planner": chosen, "lanes": 1, "profile_steps": 2, "network": ring()}
-    made, called = compiled(net, "compile(DP)", log, policy=SCENARIOS["keeps the plan"], **options)
+    policy = SCENARIOS["keeps the plan"]
+    policy = policy if held else replace(policy, max_search_steps=6)
+    made, called = compiled(net, "compile(DP)", log, policy=policy, **options)
     for log.step in steps(made):
         called(inputs(rank, log.step)).square().mean().backward()
-        if "trying" in made.explain().splitlines()[0]:
+        if held and "trying" in made.explain().splitlines()[0]:
             made.hold()
     return {"compiled": log.compiled, "explained": made.explain()}
 
 
 @pytest.mark.parametrize("planner", ["in_pairs", "per_tensor"])
 def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) -> None:
-    for answer in on_ranks(held_early, 2, planner):
+    for answer in on_ranks(ended_early, 2, planner, True):
         assert f"running {planner}" in answer["explained"]
         assert answer["compiled"] == [0] * LAYERS, "nothing is compiled again"
         needs_fewer = planner == "in_pairs"
         assert (search.HELD_EARLY in answer["explained"]) == needs_fewer
         assert ("parts, cut finely." in answer["explained"]) == needs_fewer, "per_tensor needs every cut"
+
+
+def test_a_search_that_may_take_no_more_steps_still_compiles_for_its_plan() -> None:
+    for answer in on_ranks(ended_early, 2, "in_pairs", False):
+        assert "running in_pairs, graphs cut for it" in answer["explained"]
+        assert answer["compiled"] != [0] * LAYERS and search.HELD_EARLY not in answer["explained"]
 
 
 def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:

@@ -50,7 +50,10 @@ class Graphs:
 
 @dataclass
 class Live:
-    """Steps of a model whose cuts cost so much each; ``saved_s`` is what DDP's own buckets take less than simulated."""
+    """Steps of a model whose cuts add so much to computing each, wherever they are; without one it is ``TRACE``.
+
+    ``saved_s`` is what DDP's own buckets take less than simulated.
+    """
 
     graphs: Graphs
     cut_s: float
@@ -58,10 +61,16 @@ class Live:
 
     def trial(self, label: str, plan: Plan | None) -> Trial:
         parts = self.graphs.parts
-        step_s = step_in_parts_s(TRACE, plan, NETWORK, [[name] for name in NAMES] if parts is None else parts)
-        step_s += self.cut_s * self.graphs.cuts_for(parts) - (self.saved_s if plan is None else 0.0)
-        computing_s = TRACE.forward_s + TRACE.backward_s + self.cut_s * self.graphs.cuts_for(parts)
-        return Trial(label, plan, (StepTimes(step_s, step_s - computing_s, step_s - TRACE.forward_s),))
+        trace = self.trace(parts)
+        step_s = step_in_parts_s(trace, plan, NETWORK, [[name] for name in NAMES] if parts is None else parts)
+        step_s -= self.saved_s if plan is None else 0.0
+        computing_s = trace.forward_s + trace.backward_s
+        return Trial(label, plan, (StepTimes(step_s, step_s - computing_s, step_s - trace.forward_s),))
+
+    def trace(self, parts: Parts | None) -> Trace:
+        """What computing takes with the cuts for these parts."""
+        added_s = self.cut_s * self.graphs.cuts_for(parts)
+        return TRACE.scaled(1 + added_s / (TRACE.forward_s + TRACE.backward_s))
 
     def challenge(
         self,
@@ -90,7 +99,7 @@ def settled(
     cuts = CutTrials(cast(Any, graphs), cast(LiveTrials, live), policy, decide)
     trials = [live.trial("own", None), live.trial("optimal", PLAN)]
     best = min(trials, key=lambda trial: trial.step_s)
-    for _ in cuts.settle(best, trials, TRACE, NETWORK):
+    for _ in cuts.settle(best, trials, live.trace(None), NETWORK):
         assert not graphs.settled
     assert graphs.settled
     assert cuts.best in cuts.trials
@@ -137,25 +146,37 @@ def test_where_little_is_expected_nothing_is_compiled() -> None:
 def test_dear_cuts_are_named_and_tried_by_those_who_allow_it() -> None:
     cuts, graphs = settled(cut_s=8e-3)
     assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it"
-    assert "optimal, graphs cut for it, other cuts (cuts: 0) may take" in cuts.lines[-1]
+    assert "optimal, graphs cut for it, other cuts (cuts: 1) may take" in cuts.lines[-1]
     assert "TuningPolicy(recompilations=2) would try it" in cuts.lines[-1]
     cuts, graphs = settled(cut_s=8e-3, policy=replace(DEFAULT_POLICY, recompilations=2))
     assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it, other cuts"
-    assert graphs.cuts_for(graphs.parts) == 0 and len(graphs.compiled) == 3
+    assert graphs.cuts_for(graphs.parts) == 1 and len(graphs.compiled) == 3
 
 
 def test_a_plan_that_needs_all_cuts_is_compared_with_ddps_version_where_cuts_may_be_dear() -> None:
     fine = planners.per_tensor(TRACE, NETWORK)
     graphs = Graphs()
     live = Live(graphs, cut_s=2e-3)
+    live.saved_s = live.trial("own", None).step_s - live.trial("no merging", fine).step_s  # so they are as fast
     cuts = CutTrials(cast(Any, graphs), cast(LiveTrials, live), replace(DEFAULT_POLICY, cut_share=0.0), int)
     trials = [live.trial("own", None), live.trial("no merging", fine)]
-    for _ in cuts.settle(trials[1], trials, TRACE, NETWORK):
+    for _ in cuts.settle(trials[1], trials, live.trace(None), NETWORK):
         pass
     assert graphs.compiled[-1] == graphs.cuts_for(parts_of_ddp(TRACE))
     assert cuts.best is not None and cuts.best.plan is None
     cuts, graphs = settled(cut_s=8e-3, policy=replace(DEFAULT_POLICY, recompilations=0))
     assert graphs.compiled == [LAYERS - 1]
+
+
+@pytest.mark.parametrize("cut_s", [-0.5e-3, 0.0, 0.2e-3, 1e-3, 8e-3])
+def test_a_version_is_expected_to_take_what_it_takes(cut_s: float) -> None:
+    graphs = Graphs()
+    live = Live(graphs, cut_s, saved_s=1e-3)
+    cuts = CutTrials(cast(Any, graphs), cast(LiveTrials, live), DEFAULT_POLICY, int)
+    trials = [live.trial("own", None), live.trial("optimal", PLAN)]
+    for version in cuts._versions(trials[1], trials[0], live.trace(None), NETWORK, cut_s):
+        graphs.parts = version.parts
+        assert version.expected_s == pytest.approx(live.trial("", version.plan).step_s), version.label
 
 
 def test_ddps_own_buckets_and_cuts_are_compiled_where_they_are_expected_to_be_fastest() -> None:

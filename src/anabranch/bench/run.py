@@ -66,7 +66,7 @@ class Settings:
     names of contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled.
     ``own_caches``: torch finds nothing that it has compiled for another contestant. ``search_steps``: what each search
     may cost, in steps. ``hold_after``: steps after which a search ends at its next decision, with the best layout so
-    far.
+    far, for which graphs are still compiled.
     """
 
     iters: int = 10
@@ -191,6 +191,8 @@ def _tuned(
     """A DataParallel on a model of its own, run until it has chosen a layout; compiled if there is a backend."""
     model, step = workload.build()
     policy, profile_steps = replace(THOROUGH, first_search_steps=settings.search_steps), settings.profile_steps
+    if settings.hold_after is not None:  # not by hold(), after which graphs would stay cut finely
+        policy = replace(policy, max_search_steps=settings.hold_after - SETTLE_STEPS)
     # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.
     parallel = DataParallel(
         model, compress=compress, profile_steps=profile_steps, policy=policy, cache=False, **DDP_OPTIONS
@@ -198,11 +200,9 @@ def _tuned(
     if backend is not None:
         name, step = compiled_name(name), compiled_step(step, parallel, backend)
     progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
-    for number in range(1, MAX_TUNING_STEPS + 1):
+    for _ in range(MAX_TUNING_STEPS):
         step(parallel)
         progress.step_done()
-        if number == settings.hold_after:
-            parallel.hold()
         if parallel.timeline is not None:  # of the chosen layout
             if parallel.network is None:  # its search had used up its budget, such as where steps vary by much
                 raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,18 +26,26 @@ class Workload:
     build: Callable[[], tuple[nn.Module, zoo.Step]]
 
 
-def zoo_workload(text: str, device: torch.device, batch: int | None = None) -> Workload:
-    """A model of torchvision or transformers by name, with a batch of its own where the text has one: "gpt2:4"."""
+def zoo_workload(text: str, device: torch.device, batch: int | None = None, channels_last: bool = False) -> Workload:
+    """A model of torchvision or transformers by name, with a batch of its own where the text has one: "gpt2:4".
+
+    ``channels_last``: weights and images are in this memory format, and the workload's name says so.
+    """
     name, _, own = text.partition(":")
     if name not in zoo.MODELS:
         raise ValueError(f"--model is {name!r}: expected one of {', '.join(zoo.MODELS)}; or replay a trace by --trace")
     if own and not (own.isascii() and own.isdigit() and int(own)):
         raise ValueError(f"--model is {text!r}: expected a batch from 1 on after the colon, such as {name}:8")
     images = name in zoo.IMAGES
+    if channels_last and not images:
+        raise ValueError(
+            f"--channels-last and --model {text}: a sequence has no channels; give a model of images "
+            f"({', '.join(zoo.IMAGES)}), or leave --channels-last out"
+        )
     batch = int(own or 0) or batch or (zoo.IMAGES[name] if images else zoo.SEQUENCES[name][0])
-    return Workload(
-        name, batch, "img" if images else "seq", device, lambda: zoo.model_and_step(name, device, None, batch)
-    )
+    label = f"{name}, channels_last" if channels_last else name
+    build = partial(zoo.model_and_step, name, device, None, batch, channels_last)
+    return Workload(label, batch, "img" if images else "seq", device, build)
 
 
 def replay_workload(name: str, trace: Trace, slower: float = 1.0) -> Workload:

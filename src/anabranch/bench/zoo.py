@@ -66,10 +66,14 @@ Step = Callable[[nn.Module], None]  # runs one forward and backward through the 
 
 
 def model_and_step(
-    name: str, device: torch.device, autocast: torch.dtype | None = None, batch: int | None = None
+    name: str,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    batch: int | None = None,
+    channels_last: bool = False,
 ) -> tuple[nn.Module, Step]:
     """A freshly initialised model in training mode, and its step; give that the model, or a wrapper around it."""
-    model, loss = model_and_loss(name, device, batch)
+    model, loss = model_and_loss(name, device, batch, channels_last)
 
     def step(called: nn.Module) -> None:
         called.zero_grad(set_to_none=True)
@@ -80,10 +84,17 @@ def model_and_step(
     return model, step
 
 
-def model_and_loss(name: str, device: torch.device, batch: int | None = None) -> tuple[nn.Module, Loss]:
-    """A freshly initialised model in training mode, and its loss; on any device, also on one without data."""
+def model_and_loss(
+    name: str, device: torch.device, batch: int | None = None, channels_last: bool = False
+) -> tuple[nn.Module, Loss]:
+    """A freshly initialised model in training mode, and its loss; on any device, also on one without data.
+
+    ``channels_last``: weights and images in this memory format; sequences have no channels.
+    """
     if name in IMAGES:
-        return _image_model(name, device, batch or IMAGES[name])
+        return _image_model(name, device, batch or IMAGES[name], channels_last)
+    if channels_last and name in SEQUENCES:
+        raise ValueError(f"channels_last is for models of images, and {name} takes sequences: leave it out")
     if name in SEQUENCES:
         default_batch, length = SEQUENCES[name]
         return _language_model(name, device, batch or default_batch, length)
@@ -103,7 +114,7 @@ def trace_meta(name: str, half: bool = False, batch: int | None = None) -> dict[
     return meta if length is None else {**meta, "sequence_length": length}
 
 
-def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
+def _image_model(name: str, device: torch.device, batch: int, channels_last: bool) -> tuple[nn.Module, Loss]:
     make = _imported("torchvision.models", name, name)
     side = 299 if name == "inception_v3" else 224
     options = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
@@ -111,6 +122,9 @@ def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module
         model: nn.Module = make(weights=None, **options)
     model = model.to(device).train()
     images = torch.randn(batch, 3, side, side, device=device)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
+        images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,), device=device)
 
     def loss(wrapped: nn.Module) -> torch.Tensor:

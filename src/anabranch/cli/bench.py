@@ -39,6 +39,14 @@ TraceOption = Annotated[
 ]
 SlowerOption = Annotated[float, typer.Option(min=0.01, help="Replay traces so many times more slowly.")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="Images or sequences per rank, for --model.")]
+ChannelsLastOption = Annotated[
+    bool,
+    typer.Option(
+        "--channels-last",
+        help="Weights and images of every contestant in torch.channels_last; for --model of images. Compiled "
+        "convolutional networks then convert nothing where their graphs are cut.",
+    ),
+]
 WarmupOption = Annotated[int, typer.Option(min=0, help="Steps before each turn, not counted.")]
 BatchesOption = Annotated[int, typer.Option(min=1, help="Steps of a turn.")]
 ItersOption = Annotated[int, typer.Option(min=1, help="Turns of each contestant.")]
@@ -54,8 +62,9 @@ HoldOption = Annotated[
     int | None,
     typer.Option(
         min=30,
-        help="End each search after about so many steps, with the best layout found so far: for short runs. Trials of "
-        "layouts as fast as DDP cost nothing, so that --search-steps does not end them.",
+        help="End each search after about so many steps, with the best layout found so far: for short runs. Compiled "
+        "graphs are then still cut for it, in about 25 steps. Trials of layouts as fast as DDP cost nothing, so that "
+        "--search-steps does not end them.",
     ),
 ]
 SizesOption = Annotated[str, typer.Option(metavar="MIB,...", help="Bucket sizes to try with DDP.")]
@@ -120,6 +129,7 @@ def bench(
     trace: TraceOption = None,
     slower: SlowerOption = 1.0,
     batch_size: BatchOption = None,
+    channels_last: ChannelsLastOption = False,
     num_warmup_batches: WarmupOption = 3,
     num_batches_per_iter: BatchesOption = 10,
     num_iters: ItersOption = 10,
@@ -142,7 +152,7 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Race DDP with every setting and hook against DataParallel on one model and network; predicted beside measured."""
-    _check_workloads(model, trace, compiled, bool(sharded))
+    _check_workloads(model, trace, compiled, bool(sharded), channels_last)
     if own_caches and not compiled:
         raise ValueError("--own-caches is about what torch has compiled: it needs --compile")
     check_free([report, plot], force)
@@ -166,7 +176,7 @@ def bench(
     )
     settings.check_skipped()
     device = join(backend, on_gpu=bool(model))
-    workloads = [zoo_workload(name, device, batch_size) for name in model or ()]
+    workloads = [zoo_workload(name, device, batch_size, channels_last) for name in model or ()]
     workloads += [replay_workload(Path(text).stem, noun, slower) for text, noun in traces]
     _run(workloads, settings, _Outputs(report, title, plot, form, as_json))
 
@@ -210,7 +220,9 @@ def _run(workloads: "Sequence[Workload]", settings: "Settings", outputs: _Output
     dist.destroy_process_group()
 
 
-def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, compiled: bool, sharded: bool) -> None:
+def _check_workloads(
+    model: Sequence[str] | None, trace: Sequence[str] | None, compiled: bool, sharded: bool, channels_last: bool
+) -> None:
     if not model and not trace:
         raise ValueError("nothing to run: give --model resnet50, or --trace resnet50 where there is no GPU")
     if model and trace:
@@ -221,6 +233,11 @@ def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, c
         )
     if trace and sharded:
         raise ValueError("--sharded and --trace: a replayed trace has no blocks to make units of; give --model")
+    if trace and channels_last:
+        raise ValueError(
+            f"--channels-last and --trace {trace[0]}: a replayed trace has no images whose layout could change; give "
+            "--model, or leave --channels-last out"
+        )
     if "RANK" not in os.environ:
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
 

@@ -15,7 +15,7 @@ from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.trace import Trace
 from anabranch.tuning.candidates import predicted_s
-from anabranch.tuning.graph_cuts import Graphs, Parts, needed_parts, parts_of_ddp, step_in_parts_s
+from anabranch.tuning.graph_cuts import Graphs, Parts, needed_parts, one_each, parts_of_ddp, step_in_parts_s
 from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.trial import Trial
@@ -88,7 +88,7 @@ class CutTrials:
     def keep(self, plan: Plan | None, trace: Trace, network: Network | None) -> None:
         """Keep graphs as they are, for good; those that torch makes later are cut for the plan, if these are, too."""
         step_s = 0.0 if network is None else predicted_s(trace, plan, network)
-        parts = needed_parts(trace, plan, network, self._policy.cut_share * step_s)
+        parts = self._needed_parts(trace, plan, network, self._policy.cut_share * step_s)
         if self._graphs.parts is None and not self._graphs.would_change(parts):
             self._graphs.cut_for(parts)
         self._graphs.settle()
@@ -103,19 +103,24 @@ class CutTrials:
         graphs = self._graphs
 
         def version(label: str, finely: Trial, parts: Parts) -> Version:
-            late_s = 0.0
-            if network is not None:
-                simulated_s = step_in_parts_s(trace, finely.plan, network, parts)
-                late_s = simulated_s - predicted_s(trace, finely.plan, network)
-            saved_s = price_s * (graphs.cuts_for(None) - graphs.cuts_for(parts))
-            return Version(label, finely.plan, parts, finely.step_s + late_s - saved_s)
+            saved_s = price_s * (graphs.cuts_for(None) - graphs.cuts_for(parts))  # of computing
+            gain_s = saved_s
+            if network is not None:  # of the step: what its messages leave of that
+                simulated_s = step_in_parts_s(trace, finely.plan, network, parts, saved_s)
+                gain_s = predicted_s(trace, finely.plan, network) - simulated_s
+            return Version(label, finely.plan, parts, finely.step_s - gain_s)
 
         other = ", other cuts" if self._tried else ""
-        parts = needed_parts(trace, best.plan, network, price_s)
+        parts = self._needed_parts(trace, best.plan, network, price_s)
         versions = [version(f"{best.label}, graphs cut for it{other}", best, parts)]
         if own is not None:
             versions.append(version(f"{own.label}, DDP's cuts", own, parts_of_ddp(trace)))
         return versions
+
+    def _needed_parts(self, trace: Trace, plan: Plan | None, network: Network | None, price_s: float) -> Parts:
+        """The parts that are worth their cuts in these graphs; those of later ones, where these cannot be cut."""
+        cuts_for = self._graphs.cuts_for if self._graphs.cuts_for(None) else one_each
+        return needed_parts(trace, plan, network, price_s, cuts_for)
 
     def _worth_compiling(self, versions: Sequence[Version]) -> Version | None:
         """The fastest version that was not tried, if it is expected to gain enough over the best."""

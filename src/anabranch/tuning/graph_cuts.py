@@ -1,17 +1,20 @@
 """Which gradients shall leave a compiled model together: a cut costs computing, and a missing one delays a bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from anabranch import planners
 from anabranch.network import Network
 from anabranch.plan import Plan
-from anabranch.sim.iteration import Message, messages, schedule
+from anabranch.sim.iteration import messages, schedule
 from anabranch.trace import Trace
+from anabranch.tuning.calibration import as_recorded
 
 LATE = "all gradients come at the end of backward, as when the whole model is one compiled graph"
 MOST_PARTS = 16  # about as many as graphs are cut into at most; all of them are compared pair by pair
+LEAST_COMPUTING = 0.1  # share of computing that is left at least, whatever cuts are said to cost
+ROUNDING = 1e-9  # a cut that saves nothing is left out, also where sums are rounded
 
 Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in order
 
@@ -99,39 +102,52 @@ def parts_of_ddp(trace: Trace) -> Parts:
     return parts_of(_buckets(trace, None))
 
 
-def needed_parts(trace: Trace, plan: Plan | None, network: Network | None, cut_s: float) -> Parts:
-    """The parts for this plan, or for DDP's own buckets: a cut that saves less than it costs, ``cut_s``, is left out.
+def one_each(parts: Parts) -> int:
+    """The number of cuts where a graph can be cut between any two parts."""
+    return len(parts) - 1
 
-    Where no network is known nothing can be predicted, and each bucket is a part.
+
+def needed_parts(
+    trace: Trace,
+    plan: Plan | None,
+    network: Network | None,
+    cut_s: float,
+    cuts_for: Callable[[Parts], int] = one_each,
+) -> Parts:
+    """The parts for this plan, or for DDP's own buckets: a cut that saves less of a step than it costs is left out.
+
+    A cut adds ``cut_s`` to computing, of which a step that ends with its messages may save a part only. ``cuts_for``:
+    how many cuts graphs have for these parts. Where no network is known nothing can be predicted, and each bucket is a
+    part.
     """
-    buckets = _buckets(trace, plan)
-    parts = [list(bucket.names) for bucket in buckets.buckets]
+    parts: Parts = parts_of(_buckets(trace, plan))
     if network is None:
         return parts
-    network = network if plan is not None else replace(network, delays={})  # which are in the trace, of DDP's own
-    ends = [[message] for message in messages(trace, buckets, network)]  # by part
-    parts, ends = _at_most(MOST_PARTS, trace, parts, ends)
+    parts = _at_most(MOST_PARTS, trace, _without_cut(parts, cuts_for))
+    most = cuts_for(parts)
 
-    def finish_s(ends: Sequence[Sequence[Message]]) -> float:
-        late = [message._replace(ready_s=max(other.ready_s for other in part)) for part in ends for message in part]
-        return max(end_s for _, end_s in schedule(late, network.contention))
+    def step_s(parts: Parts) -> float:
+        return step_in_parts_s(trace, plan, network, parts, cut_s * (most - cuts_for(parts)))
 
-    longest_s = finish_s(ends)
+    shortest_s = step_s(parts)
     while len(parts) > 1:
-        longest_s += cut_s
-        merged = [[*ends[:i], [*ends[i], *ends[i + 1]], *ends[i + 2 :]] for i in range(len(ends) - 1)]
-        least_s, index = min((finish_s(option), i) for i, option in enumerate(merged))
-        if least_s > longest_s:
+        found_s, index = min((step_s(_merged(parts, index)), index) for index in range(len(parts) - 1))
+        if found_s > (1 + ROUNDING) * shortest_s:
             break
-        ends = merged[index]
-        parts[index : index + 2] = [[*parts[index], *parts[index + 1]]]
+        parts, shortest_s = _merged(parts, index), min(found_s, shortest_s)
     return parts
 
 
-def step_in_parts_s(trace: Trace, plan: Plan | None, network: Network, parts: Parts) -> float:
-    """The simulated step if the gradients of each part leave together, when the last of them is there."""
-    network = network if plan is not None else replace(network, delays={})
+def step_in_parts_s(trace: Trace, plan: Plan | None, network: Network, parts: Parts, saved_s: float = 0.0) -> float:
+    """The simulated step if the gradients of each part leave together, when the last of them is there.
+
+    ``saved_s``: by how much computing is shorter than in the trace, forward and backward alike.
+    """
+    if plan is None:
+        trace, network = as_recorded(trace), replace(network, delays={})  # which are in the trace, of DDP's own
     plan = _buckets(trace, plan)
+    if saved_s:
+        trace = trace.scaled(max(LEAST_COMPUTING, 1 - saved_s / (trace.forward_s + trace.backward_s)))
     ready_s = {tensor.name: tensor.ready_s for tensor in trace.tensors}
     late_s = {name: max(ready_s[other] for other in part) for part in parts for name in part}
     late, delays_s = [], 0.0
@@ -147,23 +163,34 @@ def _buckets(trace: Trace, plan: Plan | None) -> Plan:
     return plan if plan is not None else planners.by_bytes(trace, Network.ring(2, 0.0, 0.0))  # needs no network
 
 
-def _at_most(
-    count: int, trace: Trace, parts: list[list[str]], ends: list[list[Message]]
-) -> tuple[list[list[str]], list[list[Message]]]:
+def _merged(parts: Parts, index: int) -> Parts:
+    """The parts, this one and the next as one."""
+    return [*parts[:index], [*parts[index], *parts[index + 1]], *parts[index + 2 :]]
+
+
+def _without_cut(parts: Parts, cuts_for: Callable[[Parts], int]) -> Parts:
+    """The parts, those as one between which graphs cannot be cut: their gradients leave together anyway."""
+    cuts, index = cuts_for(parts), 0
+    while index < len(parts) - 1:
+        if cuts_for(merged := _merged(parts, index)) == cuts:
+            parts = merged
+        else:
+            index += 1
+    return parts
+
+
+def _at_most(count: int, trace: Trace, parts: Parts) -> Parts:
     """Neighbouring parts merged until there are hardly more than so many, of about as many bytes each."""
     if len(parts) <= count:
-        return parts, ends
+        return parts
     sizes = {tensor.name: tensor.nbytes for tensor in trace.tensors}
     share = trace.nbytes / count
     merged: list[list[str]] = []
-    merged_ends: list[list[Message]] = []
     nbytes = share  # of the last one: the first part begins a new one
-    for names, messages_of in zip(parts, ends, strict=True):
+    for names in parts:
         if nbytes >= share:
             merged.append([])
-            merged_ends.append([])
             nbytes = 0
         merged[-1] += names
-        merged_ends[-1] += messages_of
         nbytes += sum(sizes[name] for name in names)
-    return merged, merged_ends
+    return merged

@@ -17,6 +17,7 @@ class TuningPolicy:
     obvious_gain         gain that one pair of blocks shows well enough, if every step of the plan was faster
     confidence           standard errors by which a gain must differ from zero, and a drift from noise
     first_search_steps   what the first search may cost, in steps of training; at least 0.3 s
+    max_search_steps     steps after which a search tries no more plans; graphs are still compiled for the best one
     search_share         what all searching may cost once training has been long enough, as a share of training so far
     drift_check_steps    steps between two checks of rank 0 whether to plan again
     max_drift            share by which the step time may change, beyond its noise, before rank 0 plans again
@@ -36,6 +37,7 @@ class TuningPolicy:
     obvious_gain: float = 0.25
     confidence: float = 3.0
     first_search_steps: int = 30
+    max_search_steps: int = 1000
     search_share: float = 0.01
     drift_check_steps: int = 20
     max_drift: float = 0.10
@@ -60,8 +62,8 @@ class TuningPolicy:
 
 
 COUNTS = (
-    "warmup_steps", "settle_steps", "trial_steps", "max_pairs", "first_search_steps", "drift_check_steps",
-    "recompilations",
+    "warmup_steps", "settle_steps", "trial_steps", "max_pairs", "first_search_steps", "max_search_steps",
+    "drift_check_steps", "recompilations",
 )  # fmt: skip
 SHARES = (
     "min_gain", "min_predicted_gain", "lanes_min_gain", "obvious_gain", "search_share", "max_drift", "cut_share",

@@ -86,10 +86,11 @@ class Search:
         self._decide = decide
         self._held = held
         self._enter = enter
-        self._live = LiveTrials(runner, policy, budget, decide, held)
+        self._live = LiveTrials(runner, policy, budget, decide, in_a_hurry=self._is_over)
         self._cuts = CutTrials(graphs, self._live, policy, decide)
         self._best: Trial | None = None  # the layout in force while others are tried
         self._beaten: Trial | None = None  # the one before it
+        self._began_at = 0  # step
 
     @property
     def best(self) -> Trial:
@@ -119,7 +120,8 @@ class Search:
         self.trace, self.live_network.network = trace, network
 
     def timed(self, label: str, plan: Plan | None, count: int | None = None) -> Schedule[Trial]:
-        """Time the layout in force; its step time is the one that plans must beat."""
+        """Time the layout in force; its step time is the one that plans must beat. A search begins with this."""
+        self._began_at = self._runner.timer.steps_done
         self._best = yield from self._live.timed(label, plan, count)
         self.trials = [self._best]
         return self._best
@@ -159,13 +161,17 @@ class Search:
         return "" if self.goes_on(share) else f"only {share:.1%} of a step waits for communication"
 
     def goes_on(self, gain: float = math.inf) -> bool:
-        """Whether the search goes on, given the gain to expect: rank 0 finds it large enough, and was not told to hold.
+        """Whether the search goes on, given the gain to expect: rank 0 finds it large enough, and has steps left.
 
         Where the budget is used up, only an obvious gain is: its trial pays for itself at once.
         """
         policy = self._policy
         least = policy.min_predicted_gain if self._budget.left_s > 0 else policy.obvious_gain
-        return bool(self._decide(gain > least and not self._held()))
+        return bool(self._decide(gain > least and not self._is_over()))
+
+    def _is_over(self) -> bool:
+        """Whether no more plans shall be tried: this rank was told to hold, or the search has taken long enough."""
+        return self._held() or self._runner.timer.steps_done - self._began_at >= self._policy.max_search_steps
 
     def measure(self, options: TuningOptions) -> None:
         """Measure the network, unless the user gave one."""
