@@ -146,11 +146,9 @@ def bench(
     check_free([report, plot], force)
     _check_folders([report, plot])
     form = plot_format(plot)
-    sizes, counts, kinds = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes), list(dict.fromkeys(compress or ()))
+    sizes, counts = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes)
+    kinds, ways = list(dict.fromkeys(compress or ())), list(dict.fromkeys(sharded or ()))
     traces = [(text, arguments.trace(text)) for text in trace or ()]
-
-    ways = list(dict.fromkeys(sharded or ()))
-
     from anabranch.bench.run import Settings
     from anabranch.bench.workload import replay_workload, zoo_workload
 
