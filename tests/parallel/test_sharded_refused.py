@@ -75,6 +75,8 @@ def refusals(rank: int) -> list[str]:
     frozen = model_of(mesh["shard"]).requires_grad_(False)
     wide = model_of(mesh["shard"])
     wide[0].weight.grad_dtype = torch.float64
+    with torch.device("meta"):
+        without_values = model_of(mesh["shard"])
     attempts: list[tuple[nn.Module, Any, Any]] = [
         (watched, mesh, None),
         (twice, mesh, None),
@@ -87,6 +89,7 @@ def refusals(rank: int) -> list[str]:
         (model_of(mesh["shard"]), mesh, "auto"),
         (model_of(mesh["shard"]), mesh, "int9"),
         (wide, mesh, None),
+        (without_values, mesh, None),
         (model_of(mesh["shard"]), mesh, "int8" if rank < 2 else "int4"),
     ]
     said = []
@@ -112,6 +115,7 @@ def test_what_cannot_work_is_refused_with_a_sentence() -> None:
         "every unit travels by one kind",
         "int9",
         "0.weight is torch.float32 and its grad_dtype is torch.float64",
+        "0.weight is on the meta device, and has no values that nodes could share: call model.to_empty",
         "not the same on all ranks",
     ]
     for said in on_ranks(refusals, 4):

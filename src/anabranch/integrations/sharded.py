@@ -45,16 +45,28 @@ MIB = 1 << 20
 
 
 class Unit(NamedTuple):
-    """A unit of FSDP2's: the module, and of its trained parameters the names and the shards as its buffer has them."""
+    """A unit of FSDP2's.
+
+    module    that fully_shard() was given
+    trained   whether each of its parameters was when replicate() was called
+    shards    of those that were, by name, as its buffer has them; none if all were frozen
+    """
 
     label: str
     module: FSDPModule
+    trained: Sequence[bool]
     shards: Mapping[str, torch.Tensor]
 
     @property
     def numel(self) -> int:
         """Elements of the buffer, if every parameter has a gradient."""
         return sum(shard.numel() for shard in self.shards.values())
+
+    def is_whole(self, buffer: torch.Tensor) -> bool:
+        """Whether ``buffer`` has the gradients of ``shards``, all of them, and of nothing else."""
+        (group, *_) = parameter_groups(self.module)
+        # The size alone does not tell: a parameter that was frozen since may be as large as one that was unfrozen.
+        return buffer.numel() == self.numel and _trained(group) == self.trained
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> "Replication":
@@ -121,14 +133,15 @@ class Replication:
             if name in self._shards
         }
         self._units, self._exchanges, self._inside = units, exchanges, inside
-        self._device = next(iter(units[0].shards.values())).device
+        self._device = next(iter(self._shards.values())).device
         self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas, siblings)
         # Also when the interpreter ends: a thread that is inside a collective then would abort it.
         self._release = weakref.finalize(self, self._lanes.close)
         self._lanes.grow(1)
         self._scaler: Scaler | None = None
         self._compared = False
-        self._last: dict[str, tuple[int, torch.dtype]] = {}  # in the last step: elements and dtype by unit
+        # In the last step, by unit: elements, dtype, and whether they were those of all parameters that are known.
+        self._last: dict[str, tuple[int, torch.dtype, bool]] = {}
         self._partial: dict[str, torch.Tensor] = {}  # sums of this node that wait for set_requires_all_reduce(True)
         # A stream of ours: FSDP2 would run the hook on the one that reduces inside the node, which then waited for it.
         stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
@@ -180,8 +193,7 @@ class Replication:
         """Numbers for a logger: what this rank sent to other nodes in the last step, and what float32 would be."""
         sent_nbytes = 0
         for unit in (unit for unit in self._units if unit.label in self._last):
-            numel, dtype = self._last[unit.label]
-            whole = numel == unit.numel
+            numel, dtype, whole = self._last[unit.label]
             sent_nbytes += (
                 self._exchanges.sent_nbytes(list(unit.shards), dtype) if whole else self._dense_nbytes(numel, dtype)
             )
@@ -190,15 +202,15 @@ class Replication:
 
     def explain(self) -> str:
         """What is sent between the nodes, and what waits to be sent."""
-        metrics = self.metrics()
+        metrics, trained = self.metrics(), sum(bool(unit.shards) for unit in self._units)
         lines = [
-            f"anabranch: {len(self._units)} units between {self.node_count} nodes, by {self._exchanges.kind}.",
+            f"anabranch: {trained} units between {self.node_count} nodes, by {self._exchanges.kind}.",
             f"This rank sends {metrics['sent_nbytes'] / MIB:.3f} MiB to other nodes in a step; all of it in float32 "
             f"would be {metrics['dense_nbytes'] / MIB:.3f} MiB.",
         ]
         for unit in self._units:
-            numel, _ = self._last.get(unit.label, (unit.numel, None))
-            if numel != unit.numel:
+            numel, _, whole = self._last.get(unit.label, (0, None, True))
+            if not whole:
                 why = (
                     "some of its parameters had no gradient"
                     if numel < unit.numel
@@ -258,7 +270,9 @@ class Replication:
             self._last.clear()
             self._exchanges.begin_step(self._scaler)
             self._exchanges.end_with_this_backward()  # unless that of the model's output will end it
-        steps = self._steps(unit, buffer, lane.group)
+        whole = unit.is_whole(buffer)
+        # Else FSDP2 does not say which parameters have no gradient.
+        steps = self._steps(unit, buffer, lane.group) if whole else dense(buffer, lane.group, lane.group.size())
         if buffer.is_cuda:
             record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it
             for work in steps:
@@ -266,7 +280,7 @@ class Replication:
         else:
             kind = self._exchanges.kind_of(buffer.dtype)
             lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()
-        self._last[unit.label] = buffer.numel(), buffer.dtype
+        self._last[unit.label] = buffer.numel(), buffer.dtype, whole
 
     def _joins_partial(self, unit: Unit, buffer: torch.Tensor) -> bool:
         """Whether to average now: what waits has joined ``buffer``; else ``buffer`` waits, and gradients get zeros."""
@@ -298,8 +312,6 @@ class Replication:
         self._compared = True
 
     def _steps(self, unit: Unit, buffer: torch.Tensor, group: Group) -> Steps:
-        if buffer.numel() != unit.numel:  # some parameters have no gradient, and FSDP2 does not say which
-            return dense(buffer, group, group.size())
         names = list(unit.shards)
         if self._scaler is None:
             return self._exchanges.steps(names, buffer, group, None)
@@ -378,12 +390,17 @@ def _units(model: nn.Module) -> list[Unit]:
                         f"{names[one.sharded_param]} is offloaded to the CPU, and its gradient is averaged on the GPU: "
                         "call fully_shard() without CPUOffloadPolicy"
                     )
+                if one.sharded_param.is_meta:
+                    raise ValueError(
+                        f"{names[one.sharded_param]} is on the meta device, and has no values that nodes could share: "
+                        "call model.to_empty(device=...) and initialise it first, then replicate(model, mesh)"
+                    )
                 sharded.add(one.sharded_param)
                 if one.sharded_param.requires_grad:
                     shards[names[one.sharded_param]] = _shard(names[one.sharded_param], one)
-            if shards:
-                units.append(Unit(f"the unit {path}" if path else "the root unit", module, shards))
-    if sharded and not units:
+            # Also where all are frozen: they may be trained later.
+            units.append(Unit(f"the unit {path}" if path else "the root unit", module, _trained(group), shards))
+    if sharded and not any(unit.shards for unit in units):
         raise ValueError(
             f"none of the {len(sharded)} parameters of the model is trained, so that nothing would be sent between "
             "nodes: call replicate() when requires_grad is True for those that will be"
@@ -408,6 +425,11 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
         check_parts("torch", TESTED, state, ("_fsdp_param_group",))
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(state._fsdp_param_groups)
+
+
+def _trained(group: Any) -> list[bool]:
+    """Of each parameter of a group of FSDP2's, whether it is trained now."""
+    return [one.sharded_param.requires_grad for one in group.fsdp_params]
 
 
 def is_finalized_by_hand(module: FSDPModule) -> bool:
