@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 import anabranch as ab
@@ -93,6 +93,28 @@ def accumulated_and_clipped(rank: int) -> bool:
 
 def test_accumulation_and_clipping_are_those_of_hsdp() -> None:
     assert all(on_ranks(accumulated_and_clipped, 4))
+
+
+def divided_otherwise(rank: int) -> list[bool]:
+    """Gradients divided by a number of the user's, such as 1 for sums, beside stock HSDP; the last by int8, roughly."""
+    mesh = two_nodes()
+    found = []
+    for factor, compress in ((1.0, None), (4.0, None), (6.0, None), (1.0, "int8")):
+        models: list[Any] = [model_of(mesh["shard"]), model_of(mesh)]
+        ab.replicate(models[0], mesh, compress=compress)
+        for model in models:
+            for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+                unit.set_force_sum_reduction_for_comms(True)  # Gloo cannot multiply in a message
+                unit.set_gradient_divide_factor(factor)
+            model(batch_of(0)).square().mean().backward()
+        ours, stock = ([p.grad.to_local() for p in model.parameters()] for model in models)
+        near = 1e-6 if compress is None else 0.05
+        found.append(all((a - b).norm() <= near * b.norm() for a, b in zip(ours, stock, strict=True)))
+    return found
+
+
+def test_gradients_are_divided_as_under_hsdp() -> None:
+    assert on_ranks(divided_otherwise, 4) == [[True] * 4] * 4
 
 
 KINDS: list[tuple[Any, float]] = [("bf16", 1e-2), ("int8", 2e-2), ("int4", 0.2), (oktopk(), 0.5)]

@@ -39,7 +39,14 @@ TESTED = "2.13.0"
 SEAMS = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}
 # What FSDP2 keeps of a unit, of those parameters of a unit that are alike, and of a parameter.
 STATE_PARTS = ("_state_ctx",)
-GROUP_PARTS = ("mesh_info", "_all_reduce_hook", "_is_hsdp", "all_reduce_grads", "fsdp_params")
+GROUP_PARTS = (
+    "mesh_info",
+    "_all_reduce_hook",
+    "_is_hsdp",
+    "all_reduce_grads",
+    "fsdp_params",
+    "gradient_divide_factor",
+)
 PARAMETER_PARTS = ("mp_policy", "offload_to_cpu", "padded_sharded_param_size", "sharded_param")
 MIB = 1 << 20
 
@@ -280,6 +287,9 @@ class Replication:
         else:
             kind = self._exchanges.kind_of(buffer.dtype)
             lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()
+        (own, *_) = parameter_groups(unit.module)
+        if own.gradient_divide_factor is not None:  # set_gradient_divide_factor(): HSDP adds between nodes then
+            buffer *= self.node_count
         self._last[unit.label] = buffer.numel(), buffer.dtype, whole
 
     def _joins_partial(self, unit: Unit, buffer: torch.Tensor) -> bool:
