@@ -175,3 +175,29 @@ def _small(folder: str, nodes: int, saves: bool) -> None:
 def test_shards_of_one_element_are_loaded(tmp_path: Path) -> None:
     on_ranks(small_saved, 2, str(tmp_path / "checkpoint"))
     on_ranks(small_loaded, 2, str(tmp_path / "checkpoint"))
+
+
+def frozen_since(rank: int, folder: str, compress: Any) -> list[bool]:
+    """A block is frozen when a checkpoint is loaded, and trained again when the next one is; what waits then."""
+    mesh = two_nodes()
+    runs = [model_of(mesh["shard"]) for _ in range(4)]
+    runs[1][1].requires_grad_(False)
+    replications = [ab.replicate(model, mesh, compress=compress) for model in runs]
+    train(runs[0], range(4))
+    save({"model": runs[0].state_dict(), "comm": ab.ReplicationState(replications[0])}, checkpoint_id=f"{folder}-0")
+    for model, replication, saved_at in zip(runs[1:], replications[1:], ("-0", "-1", "-0"), strict=True):
+        path = f"{folder}{saved_at}"
+        load({"model": model.state_dict(), "comm": ab.ReplicationState(replication, path)}, checkpoint_id=path)
+        if model is runs[1]:
+            state = {"model": model.state_dict(), "comm": ab.ReplicationState(replication)}
+            save(state, checkpoint_id=f"{folder}-1")
+    waiting = [replication.state_dict()["residuals"] for replication in replications]
+    waits = bool(waiting[2]["1.up.weight"].any())
+    for model in runs:
+        train(model, range(4, 8))
+    return [waits, same(waiting[2], waiting[0]), same(weights(runs[3]), weights(runs[0]))]
+
+
+@pytest.mark.parametrize("compress", [oktopk(), "int4"], ids=["oktopk", "int4"])
+def test_what_waits_for_a_block_that_is_frozen_is_kept_in_checkpoints(compress: Any, tmp_path: Path) -> None:
+    assert on_ranks(frozen_since, 4, str(tmp_path / "checkpoint"), compress) == [[True] * 3] * 4

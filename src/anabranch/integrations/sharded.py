@@ -10,7 +10,7 @@ hook averages that shard among the ranks that have the same one in other nodes. 
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,14 +39,7 @@ TESTED = "2.13.0"
 SEAMS = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}
 # What FSDP2 keeps of a unit, of those parameters of a unit that are alike, and of a parameter.
 STATE_PARTS = ("_state_ctx",)
-GROUP_PARTS = (
-    "mesh_info",
-    "_all_reduce_hook",
-    "_is_hsdp",
-    "all_reduce_grads",
-    "fsdp_params",
-    "gradient_divide_factor",
-)
+GROUP_PARTS = ("mesh_info", "_all_reduce_hook", "_is_hsdp", "all_reduce_grads", "fsdp_params", "gradient_divide_factor")
 PARAMETER_PARTS = ("mp_policy", "offload_to_cpu", "padded_sharded_param_size", "sharded_param")
 MIB = 1 << 20
 
@@ -57,12 +50,14 @@ class Unit(NamedTuple):
     module    that fully_shard() was given
     trained   whether each of its parameters was when replicate() was called
     shards    of those that were, by name, as its buffer has them; none if all were frozen
+    frozen    likewise of the others
     """
 
     label: str
     module: FSDPModule
     trained: Sequence[bool]
     shards: Mapping[str, torch.Tensor]
+    frozen: Mapping[str, torch.Tensor]
 
     @property
     def numel(self) -> int:
@@ -92,7 +87,8 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
     check_same_over("the sharded model", [described(settings), *lines], mesh)
     for parameter in model.parameters():
         dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
-    exchanges = OneKindExchanges(settings, _joined(units), nodes, skipped=partial(_scaler_skips, model, inside))
+    trained, frozen = _joined(unit.shards for unit in units), _joined(unit.frozen for unit in units)
+    exchanges = OneKindExchanges(settings, trained, nodes, frozen, partial(_scaler_skips, model, inside))
     # A line between nodes for each rank of a node; where these are all ranks, they can make groups together.
     siblings = mesh.mesh.t().tolist() if mesh.mesh.numel() == dist.get_world_size() else []
     return Replication(model, units, exchanges, nodes, inside, siblings)
@@ -117,7 +113,8 @@ class Replication:
     """The exchange of one sharded model between nodes; ``replicate`` makes it.
 
     node         and ``node_count``, ``shard``, ``shard_count``: where this rank is
-    parameters   those that are averaged, by name
+    parameters   by name, those with a state to save: all that are averaged, and frozen ones whose state was loaded
+    known        all of the model's
 
     ``siblings``: as in ``clone_group``, of the group ``nodes``.
     """
@@ -133,14 +130,12 @@ class Replication:
     ) -> None:
         self.node, self.node_count = nodes.rank(), nodes.size()
         self.shard, self.shard_count = inside.rank(), inside.size()
-        self._shards = _joined(units)
-        self.parameters: dict[str, DTensor] = {
-            name: parameter  # type: ignore[misc]
-            for name, parameter in model.named_parameters()
-            if name in self._shards
-        }
+        trained = _joined(unit.shards for unit in units)
+        self._shards = {**trained, **_joined(unit.frozen for unit in units)}
+        self.known: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
+        self.parameters = {name: parameter for name, parameter in self.known.items() if name in trained}
         self._units, self._exchanges, self._inside = units, exchanges, inside
-        self._device = next(iter(self._shards.values())).device
+        self._device = next(iter(trained.values())).device
         self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas, siblings)
         # Also when the interpreter ends: a thread that is inside a collective then would abort it.
         self._release = weakref.finalize(self, self._lanes.close)
@@ -172,13 +167,18 @@ class Replication:
             raise RuntimeError("load_state_dict() of a Replication after steps were made: load before the first")
         self._exchanges.load_state_dict(*states)
 
+    def save_also(self, names: Collection[str]) -> None:
+        """From now on the state of these parameters is saved, too: all ranks of a node must save the same entries."""
+        kept = {*self.parameters, *names}
+        self.parameters = {name: parameter for name, parameter in self.known.items() if name in kept}
+
     def padded(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         """A flat shard of this parameter, with zeros at its end so that all ranks have shards of one size."""
         return pad(shard, (0, self._shards[name].numel() - shard.numel()))
 
     def padding(self, name: str) -> int:
         """How many zeros that are, at the end of this rank's shard."""
-        return self._shards[name].numel() - self.parameters[name].to_local().numel()
+        return self._shards[name].numel() - self.known[name].to_local().numel()
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -364,8 +364,8 @@ def _scaler_skips(model: nn.Module, inside: Group) -> bool:
     return _any_rank(~all_finite(*shards).to(device), inside)
 
 
-def _joined(units: Sequence[Unit]) -> dict[str, torch.Tensor]:
-    return {name: shard for unit in units for name, shard in unit.shards.items()}
+def _joined(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: shard for part in parts for name, shard in part.items()}
 
 
 def _units(model: nn.Module) -> list[Unit]:
@@ -392,7 +392,7 @@ def _units(model: nn.Module) -> list[Unit]:
                     f"{path or 'the model'} has an all-reduce hook already: close() the Replication or the Watch of "
                     "this model first, and call ab.watch() after ab.replicate()"
                 )
-            shards = {}
+            shards, frozen = {}, {}
             for one in group.fsdp_params:
                 check_parts("torch", TESTED, one, PARAMETER_PARTS)
                 if one.offload_to_cpu:
@@ -408,8 +408,11 @@ def _units(model: nn.Module) -> list[Unit]:
                 sharded.add(one.sharded_param)
                 if one.sharded_param.requires_grad:
                     shards[names[one.sharded_param]] = _shard(names[one.sharded_param], one)
+                else:
+                    frozen[names[one.sharded_param]] = torch.empty(1).expand(one.padded_sharded_param_size)
             # Also where all are frozen: they may be trained later.
-            units.append(Unit(f"the unit {path}" if path else "the root unit", module, _trained(group), shards))
+            label = f"the unit {path}" if path else "the root unit"
+            units.append(Unit(label, module, _trained(group), shards, frozen))
     if sharded and not any(unit.shards for unit in units):
         raise ValueError(
             f"none of the {len(sharded)} parameters of the model is trained, so that nothing would be sent between "
