@@ -369,9 +369,9 @@ def _joined(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tens
 
 
 def _units(model: nn.Module) -> list[Unit]:
-    """The units that FSDP2 made of the model, each with its trained parameters in the order of its buffer."""
+    """The units that FSDP2 made of the model; ValueError if not all gradients would be averaged by them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    units, sharded, seen = [], set[nn.Parameter](), set[int]()
+    units, seen = list[Unit](), set[int]()
     for path, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -379,56 +379,59 @@ def _units(model: nn.Module) -> list[Unit]:
         check_parts("torch", TESTED, module._get_fsdp_state(), STATE_PARTS)
         for group in parameter_groups(module):
             check_parts("torch", TESTED, group, GROUP_PARTS)
-            if id(group) in seen:  # the modules of fully_shard([one, other]) have one unit
-                continue
+            if id(group) not in seen:  # the modules of fully_shard([one, other]) have one unit
+                units.append(_unit(path, module, group, names))
             seen.add(id(group))
-            if group._is_hsdp:
-                raise ValueError(
-                    f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "
-                    'nodes itself, in full: give fully_shard() the inner dimension, mesh=mesh["shard"]'
-                )
-            if group._all_reduce_hook not in (None, no_average):
-                raise ValueError(
-                    f"{path or 'the model'} has an all-reduce hook already: close() the Replication or the Watch of "
-                    "this model first, and call ab.watch() after ab.replicate()"
-                )
-            shards, frozen = {}, {}
-            for one in group.fsdp_params:
-                check_parts("torch", TESTED, one, PARAMETER_PARTS)
-                if one.offload_to_cpu:
-                    raise ValueError(
-                        f"{names[one.sharded_param]} is offloaded to the CPU, and its gradient is averaged on the GPU: "
-                        "call fully_shard() without CPUOffloadPolicy"
-                    )
-                if one.sharded_param.is_meta:
-                    raise ValueError(
-                        f"{names[one.sharded_param]} is on the meta device, and has no values that nodes could share: "
-                        "call model.to_empty(device=...) and initialise it first, then replicate(model, mesh)"
-                    )
-                sharded.add(one.sharded_param)
-                if one.sharded_param.requires_grad:
-                    shards[names[one.sharded_param]] = _shard(names[one.sharded_param], one)
-                else:
-                    frozen[names[one.sharded_param]] = torch.empty(1).expand(one.padded_sharded_param_size)
-            # Also where all are frozen: they may be trained later.
-            label = f"the unit {path}" if path else "the root unit"
-            units.append(Unit(label, module, _trained(group), shards, frozen))
-    if sharded and not any(unit.shards for unit in units):
-        raise ValueError(
-            f"none of the {len(sharded)} parameters of the model is trained, so that nothing would be sent between "
-            "nodes: call replicate() when requires_grad is True for those that will be"
-        )
+    sharded = {name for unit in units for name in (*unit.shards, *unit.frozen)}
     if not units:
         raise ValueError(
             'the model has no unit that is trained: call fully_shard(block, mesh=mesh["shard"]) for its blocks and for '
             "itself first, then replicate(model, mesh)"
         )
-    if alone := [name for parameter, name in names.items() if parameter not in sharded]:
+    if not any(unit.shards for unit in units):
+        raise ValueError(
+            f"none of the {len(sharded)} parameters of the model is trained, so that nothing would be sent between "
+            "nodes: call replicate() when requires_grad is True for those that will be"
+        )
+    if alone := [name for name in names.values() if name not in sharded]:
         raise ValueError(
             f"{alone[0]} is in no unit of fully_shard(), and would not be averaged between nodes: call "
             'fully_shard(model, mesh=mesh["shard"]) for the whole model, too'
         )
     return units
+
+
+def _unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter, str]) -> Unit:
+    """A unit, its parameters in the order of its buffer; also if all are frozen: they may be trained later."""
+    if group._is_hsdp:
+        raise ValueError(
+            f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "
+            'nodes itself, in full: give fully_shard() the inner dimension, mesh=mesh["shard"]'
+        )
+    if group._all_reduce_hook not in (None, no_average):
+        raise ValueError(
+            f"{path or 'the model'} has an all-reduce hook already: close() the Replication or the Watch of "
+            "this model first, and call ab.watch() after ab.replicate()"
+        )
+    shards, frozen = {}, {}
+    for one in group.fsdp_params:
+        check_parts("torch", TESTED, one, PARAMETER_PARTS)
+        name = names[one.sharded_param]
+        if one.offload_to_cpu:
+            raise ValueError(
+                f"{name} is offloaded to the CPU, and its gradient is averaged on the GPU: call fully_shard() without "
+                "CPUOffloadPolicy"
+            )
+        if one.sharded_param.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, and has no values that nodes could share: call "
+                "model.to_empty(device=...) and initialise it first, then replicate(model, mesh)"
+            )
+        if one.sharded_param.requires_grad:
+            shards[name] = _shard(name, one)
+        else:
+            frozen[name] = torch.empty(1).expand(one.padded_sharded_param_size)
+    return Unit(f"the unit {path}" if path else "the root unit", module, _trained(group), shards, frozen)
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
