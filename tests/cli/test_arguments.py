@@ -26,7 +26,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_bundled_trace_by_name(bundle: Path) -> None:
     assert list(bundled_traces()) == ["small"]
     assert arguments.trace("small").meta["model"] == "bundled"
-    assert isinstance(arguments.noun("small"), Trace)
+    assert isinstance(arguments.content("small"), Trace)
 
 
 def test_a_file_wins_over_a_bundled_name_and_a_folder_does_not(bundle: Path, tmp_path: Path) -> None:

@@ -80,6 +80,13 @@ def test_show_says_what_a_cached_plan_is(
     assert document["content"] == json.loads(path.read_text()) and document["summary"]["gain"] == CHOICE.gain
 
 
+def test_show_knows_a_cached_plan_however_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = filled(tmp_path)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(document.items()))))
+    assert json_of(capsys, "show", str(path))["content"] == document
+
+
 def test_show_of_a_broken_one_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = filled(tmp_path)
     path.write_bytes(path.read_bytes()[:500])

@@ -189,11 +189,11 @@ def wrong(batch, device):
 """
 
 
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str = OWN) -> str:
     """The name of a module of the user's, in the working directory."""
     monkeypatch.chdir(tmp_path)
     name = f"own_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(OWN, "utf-8")
+    (tmp_path / f"{name}.py").write_text(program, "utf-8")
     return name
 
 
@@ -205,6 +205,91 @@ def test_a_model_of_ones_own(
     held = {way: modes["lean"]["kinds"]["activations"] for way, modes in ways.items()}
     assert held["offload"] < held["recompute"] < held["keep"] / 3  # of six blocks one is there at a time
     assert ways["recompute"]["ddp"] == ways["keep"]["ddp"]
+
+
+WRONG = """
+import torch
+from torch import nn
+
+def linear(device):
+    return nn.Linear(6, 4, device=device)
+
+def inputs(batch, device):
+    return torch.ones(batch, 6, device=device)
+
+def asks_nothing():
+    return linear("cpu"), lambda model: model(inputs(8, "cpu")).sum()
+
+def raises(batch, device):
+    raise KeyError("data")
+
+def leaves(batch, device):
+    raise SystemExit(0)
+
+def model_alone(batch, device):
+    return linear(device)
+
+def loss_asks(batch, device):
+    return linear(device), lambda model, inputs: model(inputs).sum()
+
+def no_loss(batch, device):
+    return linear(device), lambda model: print(end="")
+
+def not_one_number(batch, device):
+    return linear(device), lambda model: model(inputs(batch, device))
+
+def asks_for_values(batch, device):
+    return linear(device), lambda model: model(inputs(batch, device)).sum().item()
+
+def inputs_elsewhere(batch, device):
+    return linear(device), lambda model: model(inputs(batch, "cpu")).sum()
+
+def model_elsewhere(batch, device):
+    return linear("cpu"), lambda model: model(inputs(batch, "cpu")).sum()
+
+def frozen(batch, device):
+    return linear(device).requires_grad_(False), lambda model: model(inputs(batch, device)).sum()
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise TypeError("a bug")
+
+def backward_fails(batch, device):
+    return linear(device), lambda model: Wrong.apply(model(inputs(batch, device))).sum()
+
+def one_batch_alone(batch, device):
+    return linear(device), lambda model: model(inputs(batch, device)).view(4, 4).sum()
+"""
+WRONG_USES = [
+    ("asks_nothing", "cannot be called as asks_nothing(batch, device): too many positional arguments; expected one"),
+    ("raises", "py:15: 'data'; expected module:function, where function(batch, device) returns a model and its loss"),
+    ("leaves", "leaves(4, 'meta') raised SystemExit at "),
+    ("model_alone", "returned (Linear), expected (model, loss)"),
+    ("loss_asks", "its loss cannot be called as loss(model): missing a required argument: 'inputs'"),
+    ("no_loss", "its loss is a NoneType, expected a tensor of one element"),
+    ("not_one_number", "its loss is a Tensor of shape [4, 4], expected a tensor of one element"),
+    ("asks_for_values", "Tensor.item() cannot be called on meta tensors; expected one that runs on the device that"),
+    ("inputs_elsewhere", "its loss of a model on 'meta' raised RuntimeError at "),
+    ("model_elsewhere", "weight of its model is on cpu, expected on meta, the device that model_elsewhere was given"),
+    ("frozen", "its loss depends on no parameter that requires a gradient"),
+    ("backward_fails", "its backward raised TypeError at "),
+    ("one_batch_alone", "shape '[4, 4]' is invalid for input of size 32; expected one that runs"),
+]
+
+
+@pytest.mark.parametrize(("name", "says"), WRONG_USES)
+def test_what_ones_own_function_does_wrong_is_one_error(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = own(tmp_path, monkeypatch, WRONG)
+    asked = ["memory", "--model", f"{module}:{name}", "--batch-size", "4", "--within", "1GiB"]
+    error = error_of(capsys, *asked)
+    assert f"{module}:{name}: " in error and says in error
 
 
 def test_a_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,26 @@ def not_a_step():
 def asks():
     return setup()[0], lambda model: model(torch.ones(5, 6)).sum().backward()
 
+def raises():
+    raise RuntimeError("no data\\nhere")
+
+def configured(options):
+    return setup()
+
+def leaves():
+    raise SystemExit(0)
+
+def step_fails():
+    model = nn.Linear(6, 4)
+    return model, lambda: model(torch.ones(5, 7)).sum().backward()
+
+def data_ends():
+    model, batches = nn.Linear(6, 4), iter([torch.ones(5, 6)] * 3)
+    return model, lambda: model(next(batches)).sum().backward()
+
+def other_model():
+    return nn.Linear(6, 4), setup()[1]
+
 def frozen():
     model, step = setup()
     return model.requires_grad_(False), lambda: model(torch.ones(5, 6))
@@ -50,9 +70,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(PROGRAM)
     (tmp_path / "beside.py").write_text("calls = []\n")
     (tmp_path / "broken.py").write_text("import no_such_library\n")
+    (tmp_path / "wrong.py").write_text("def setup(:\n")
+    (tmp_path / "program.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("mine", "beside", "broken"):
+    for name in ("mine", "beside", "broken", "wrong", "program"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -94,6 +116,10 @@ def test_json_and_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("absent:setup", "cannot import 'absent' (No module named 'absent'); expected a function of yours"),
         ("broken:setup", "cannot import 'broken' (No module named 'no_such_library')"),
         (":setup", "cannot import ''"),
+        (".mine:setup", "importing '.mine' raised TypeError: "),
+        ("wrong:setup", "importing 'wrong' raised SyntaxError: invalid syntax (wrong.py, line 1); expected a function"),
+        ("program:setup", "program.py:2: 0; expected a function of yours"),
+        ("sys:absent", "no function 'absent' in sys (not there)"),
         ("mine:absent", "no function 'absent' in"),
         ("mine:", "no function ''"),
         ("mine:number", "'number' is of type int"),
@@ -101,6 +127,12 @@ def test_json_and_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("mine:not_a_model", "returned (int, function), expected (model, step)"),
         ("mine:not_a_step", "returned (Sequential, int), expected (model, step)"),
         ("mine:asks", "its step cannot be called as step(): missing a required argument: 'model'"),
+        ("mine:raises", "mine.py:28: no data here; expected a function that returns (model, step); call it in Python"),
+        ("mine:configured", "cannot be called as configured(): missing a required argument: 'options'; expected one"),
+        ("mine:leaves", "leaves() raised SystemExit at "),
+        ("mine:step_fails", "shapes cannot be multiplied (5x7 and 6x4); expected one that runs a forward and a back"),
+        ("mine:data_ends", "its step() raised StopIteration at "),
+        ("mine:other_model", "no step was recorded: run forward and backward of this very model"),
         ("mine:frozen", "no parameter requires a gradient"),
         ("resnet51", "resnet51: expected a function of yours as module:function, such as train:setup, or one of goog"),
     ],

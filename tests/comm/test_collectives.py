@@ -85,7 +85,7 @@ def test_without_a_memory_nothing_is_kept_and_no_state_can_be_loaded() -> None:
     collectives.load_state_dict({}, {})
     assert (collectives.state_dict(), collectives.summary(), collectives.loaded()) == ({}, [], [])
     assert collectives.residual_state(MIXED.buckets[0]) is None
-    with pytest.raises(ValueError, match="holds the state of a compression, and this DataParallel has none"):
+    with pytest.raises(ValueError, match="holds the state of a compression, and this model has none"):
         collectives.load_state_dict({}, {"residuals": {}})
     collectives.close()
 

@@ -79,7 +79,7 @@ def without(rank: int, folder: str) -> None:
     load_rank_files(wrapped(ab.OkTopk(density=0.1)), Path(folder) / "nothing")
     assert "training goes on without residuals" in messages[0]
 
-    with pytest.raises(ValueError, match="this DataParallel has none"):
+    with pytest.raises(ValueError, match="this model has none"):
         load_rank_files(wrapped(None), Path(folder) / "sparse")
     dist.barrier()
     lost = Path(folder) / "sparse" / "anabranch_rank1.pt"

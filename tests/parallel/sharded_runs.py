@@ -78,6 +78,11 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
 
 
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether these shards are the same bits."""
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
 def oktopk(density: float = 0.1, **options: Any) -> ab.OkTopk:
     return ab.OkTopk(density=density, warmup_steps=0, deterministic=True, **options)
 

@@ -1,31 +1,32 @@
 """ab.replicate: two nodes of two ranks, a model that FSDP2 shards inside each; between them every kind of exchange."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import anabranch as ab
 from anabranch.comm.lanes import Lanes
 from anabranch.integrations import sharded
-from parallel.sharded_runs import batch_of, groups_of, model_of, oktopk, refused, train, two_nodes, weights, without
+from parallel.sharded_runs import (
+    batch_of,
+    groups_of,
+    model_of,
+    oktopk,
+    same,
+    train,
+    two_nodes,
+    weights,
+)
 from ranks import on_ranks
 
 STEPS = range(5)
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
 def dense_and_hsdp(rank: int) -> bool:
@@ -94,6 +95,28 @@ def test_accumulation_and_clipping_are_those_of_hsdp() -> None:
     assert all(on_ranks(accumulated_and_clipped, 4))
 
 
+def divided_otherwise(rank: int) -> list[bool]:
+    """Gradients divided by a number of the user's, such as 1 for sums, beside stock HSDP; the last by int8, roughly."""
+    mesh = two_nodes()
+    found = []
+    for factor, compress in ((1.0, None), (4.0, None), (6.0, None), (1.0, "int8")):
+        models: list[Any] = [model_of(mesh["shard"]), model_of(mesh)]
+        ab.replicate(models[0], mesh, compress=compress)
+        for model in models:
+            for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+                unit.set_force_sum_reduction_for_comms(True)  # Gloo cannot multiply in a message
+                unit.set_gradient_divide_factor(factor)
+            model(batch_of(0)).square().mean().backward()
+        ours, stock = ([p.grad.to_local() for p in model.parameters()] for model in models)
+        near = 1e-6 if compress is None else 0.05
+        found.append(all((a - b).norm() <= near * b.norm() for a, b in zip(ours, stock, strict=True)))
+    return found
+
+
+def test_gradients_are_divided_as_under_hsdp() -> None:
+    assert on_ranks(divided_otherwise, 4) == [[True] * 4] * 4
+
+
 KINDS: list[tuple[Any, float]] = [("bf16", 1e-2), ("int8", 2e-2), ("int4", 0.2), (oktopk(), 0.5)]
 
 
@@ -157,29 +180,6 @@ def conserved(rank: int, compress: Any) -> list[float]:
 def test_nothing_is_lost_between_nodes(compress: Any) -> None:
     for off in on_ranks(conserved, 4, compress):
         assert max(off) < 1e-5
-
-
-def resumed(rank: int) -> bool:
-    mesh = two_nodes()
-    whole = model_of(mesh["shard"])
-    ab.replicate(whole, mesh, compress=oktopk())
-    train(whole, range(10))
-    first = model_of(mesh["shard"])
-    replication = ab.replicate(first, mesh, compress=oktopk())
-    train(first, range(6))
-    state, kept = replication.state_dict(), weights(first)
-    replication.close()
-    second = model_of(mesh["shard"], seed=3)
-    with torch.no_grad():
-        for name, parameter in second.named_parameters():
-            parameter.to_local().copy_(kept[name])  # type: ignore[attr-defined]
-    ab.replicate(second, mesh, compress=oktopk()).load_state_dict(state)
-    train(second, range(6, 10))
-    return same(weights(second), weights(whole))
-
-
-def test_a_resumed_run_is_as_if_it_had_not_been_stopped() -> None:
-    assert all(on_ranks(resumed, 4))
 
 
 def not_finite(rank: int, compress: Any, scaled: bool) -> dict[str, Any]:
@@ -259,56 +259,6 @@ def test_the_dtype_of_gradients_is_known_before_a_step() -> None:
             assert known == buffer
 
 
-def finalized_by_hand(rank: int) -> str:
-    mesh = two_nodes()
-    model: Any = model_of(mesh["shard"])
-    ab.replicate(model, mesh, compress="int8")
-    model.set_manual_backward_finalization(True)
-    with pytest.raises(RuntimeError) as caught:
-        train(model, range(1))
-    return str(caught.value)
-
-
-@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="newer torch has it")
-def test_a_backward_that_ends_by_hand_is_refused() -> None:
-    for said in on_ranks(finalized_by_hand, 2):
-        assert "set_manual_backward_finalization(True) and ab.replicate() do not work together" in said
-
-
-def broken_off(rank: int, block: int) -> tuple[str, int]:
-    """What forward says after a backward that an error has ended before this block, and the steps that were counted.
-
-    Before the last block nothing was sent yet; before the first, all others are.
-    """
-    mesh = two_nodes()
-    model = model_of(mesh["shard"])
-    replication = ab.replicate(model, mesh, compress=oktopk())
-    train(model, range(2))
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise ArithmeticError("a bug in backward")
-
-    def trouble(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
-        output.register_hook(fail)
-
-    handle = model[block].register_forward_hook(trouble)
-    with pytest.raises(ArithmeticError):
-        train(model, [2])
-    handle.remove()
-    with torch.no_grad():
-        model(batch_of(3))
-    with pytest.raises(RuntimeError) as caught:
-        train(model, [3])
-    replication.close()
-    return str(caught.value), replication.state_dict()["steps_trained"]
-
-
-@pytest.mark.parametrize("block", [1, 3])
-def test_no_step_follows_a_backward_that_was_broken_off(block: int) -> None:
-    for said, steps in on_ranks(broken_off, 4, block):
-        assert "was broken off by an error" in said and "load the last checkpoint" in said and steps == 2
-
-
 class PartlyUsed(nn.Module):
     """Three blocks, of which it uses two."""
 
@@ -367,186 +317,6 @@ def test_a_unit_whose_parameters_were_unfrozen_later_is_named() -> None:
         assert 0 < whole["sent_nbytes"] < counted["sent_nbytes"] < whole["dense_nbytes"]
 
 
-def refusals(rank: int) -> list[str]:
-    mesh = two_nodes()
-    loose = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
-    fully_shard(loose[0], mesh=mesh["shard"])
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-    watched, twice = model_of(mesh["shard"]), model_of(mesh["shard"])
-    first = [ab.replicate(model, mesh) for model in (watched, twice)]
-    ab.watch(watched)
-    frozen = model_of(mesh["shard"]).requires_grad_(False)
-    wide = model_of(mesh["shard"])
-    wide[0].weight.grad_dtype = torch.float64
-    attempts: list[tuple[nn.Module, Any, Any]] = [
-        (watched, mesh, None),
-        (twice, mesh, None),
-        (nn.Linear(7, 7), mesh, None),
-        (frozen, mesh, None),
-        (model_of(mesh), mesh, None),
-        (loose, mesh, None),
-        (model_of(mesh["shard"]), flat, None),
-        (model_of(mesh["replicate"]), mesh, None),
-        (model_of(mesh["shard"]), mesh, "auto"),
-        (model_of(mesh["shard"]), mesh, "int9"),
-        (wide, mesh, None),
-        (model_of(mesh["shard"]), mesh, "int8" if rank < 2 else "int4"),
-    ]
-    said = []
-    for model, given, compress in attempts:
-        with pytest.raises((ValueError, ab.DisagreementError)) as caught:
-            ab.replicate(model, given, compress=compress)
-        said.append(str(caught.value))
-    first[1].close()
-    ab.replicate(twice, mesh)
-    return said
-
-
-def test_what_cannot_work_is_refused_with_a_sentence() -> None:
-    expected = [
-        "has an all-reduce hook already: close() the Replication or the Watch",
-        "has an all-reduce hook already: close() the Replication or the Watch",
-        "has no unit that is trained: call fully_shard",
-        "none of the 20 parameters of the model is trained, so that nothing would be sent between nodes",
-        "sharded over a mesh of two dimensions",
-        "1.weight is in no unit",
-        "mesh has 1 dimension: expected two",
-        "is sharded among ranks",
-        "every unit travels by one kind",
-        "int9",
-        "0.weight is torch.float32 and its grad_dtype is torch.float64",
-        "not the same on all ranks",
-    ]
-    for said in on_ranks(refusals, 4):
-        for text, words in zip(said, expected, strict=True):
-            assert words in text
-
-
-def without_a_part(rank: int, part: str) -> str:
-    mesh = two_nodes()
-    model = without(model_of(mesh["shard"]), part)
-    return refused(lambda: ab.replicate(model, mesh))
-
-
-PARTS = (*sharded.STATE_PARTS, *sharded.GROUP_PARTS, *sharded.PARAMETER_PARTS)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_another_torch_is_refused_by_name(part: str) -> None:
-    for said in on_ranks(without_a_part, 2, part):
-        assert "anabranch does not fit torch" in said and f" has no {part}; it is tested with" in said
-
-
-def saved(rank: int, folder: str, compress: Any) -> dict[str, torch.Tensor]:
-    """Train and save; the sums of the residuals of both nodes, whole parameters by name."""
-    mesh = two_nodes()
-    model = model_of(mesh["shard"])
-    replication = ab.replicate(model, mesh, compress=compress)
-    train(model, range(6))
-    save({"model": model.state_dict(), "comm": ab.ReplicationState(replication)}, checkpoint_id=folder)
-    whole = sums(replication, mesh)
-    train(model, range(6, 10))
-    return {**whole, **{f"weight of {name}": weight for name, weight in weights(model).items()}}
-
-
-def sums(replication: ab.Replication, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """The sum over the nodes of what waits for each parameter, whole."""
-    found = {}
-    residuals = replication.state_dict()["residuals"]
-    for name, parameter in replication.parameters.items():
-        local = parameter.to_local()
-        waiting = residuals.get(name, torch.zeros(local.numel()))[: local.numel()].clone().view(local.shape)
-        dist.all_reduce(waiting, group=mesh.get_group(0))
-        shard = DTensor.from_local(
-            waiting, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-        )
-        found[name] = shard.full_tensor()
-    return found
-
-
-def loaded(rank: int, folder: str, nodes: int, compress: Any) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("replicate", "shard"))
-    model = model_of(mesh["shard"], seed=5)
-    replication = ab.replicate(model, mesh, compress=compress)
-    weights_read = model.state_dict()
-    comm = ab.ReplicationState(replication, folder)
-    load({"model": weights_read, "comm": comm}, checkpoint_id=folder)
-    model.load_state_dict(weights_read)
-    whole = sums(replication, mesh)
-    train(model, range(6, 10))
-    return {**whole, **{f"weight of {name}": weight for name, weight in weights(model).items()}}
-
-
-SIZES = [(nodes, ranks, oktopk()) for nodes, ranks in [(2, 4), (4, 4), (2, 2), (1, 2), (3, 3)]]
-
-
-@pytest.mark.parametrize(("nodes", "ranks", "compress"), [*SIZES, (2, 4, "int4"), (4, 4, "int4"), (1, 2, "int4")])
-def test_a_checkpoint_is_loaded_by_other_nodes_of_other_sizes(
-    nodes: int, ranks: int, compress: Any, tmp_path: Path
-) -> None:
-    folder = str(tmp_path / "checkpoint")
-    before = on_ranks(saved, 4, folder, compress)
-    after = on_ranks(loaded, ranks, folder, nodes, compress)
-    names = [name for name in before[0] if not name.startswith("weight of ")]
-    assert any(before[0][name].any() for name in names)
-    for name in names:
-        torch.testing.assert_close(after[0][name], before[0][name], rtol=0, atol=1e-6)
-    if (nodes, ranks) == (2, 4):
-        assert all(same(one, other) for one, other in zip(before, after, strict=True)), "bit by bit"
-
-
-def went_on(rank: int, folder: str) -> bool:
-    """From a checkpoint, as the run that has written it does."""
-    mesh = two_nodes()
-    runs = [model_of(mesh["shard"]) for _ in range(2)]
-    first, second = (ab.replicate(model, mesh, compress="int4") for model in runs)
-    train(runs[0], range(4))
-    save({"model": runs[0].state_dict(), "comm": ab.ReplicationState(first)}, checkpoint_id=folder)
-    read = runs[1].state_dict()
-    load({"model": read, "comm": ab.ReplicationState(second, folder)}, checkpoint_id=folder)
-    for model in runs:
-        train(model, range(4, 10))
-    return same(weights(runs[0]), weights(runs[1]))
-
-
-def test_rounding_errors_in_padding_are_saved(tmp_path: Path) -> None:
-    """Blocks of int4 reach from a shard's last value into the zeros behind it."""
-    assert all(on_ranks(went_on, 4, str(tmp_path / "checkpoint")))
-
-
-def other_checkpoint(rank: int, folder: str) -> str:
-    mesh = two_nodes()
-    model = model_of(mesh["shard"])
-    replication = ab.replicate(model, mesh, compress=oktopk())
-    save({"model": model.state_dict()}, checkpoint_id=folder)
-    with pytest.raises(ValueError) as caught:
-        load({"comm": ab.ReplicationState(replication, folder)}, checkpoint_id=folder)
-    return str(caught.value)
-
-
-def test_a_checkpoint_without_the_state_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    for said in on_ranks(other_checkpoint, 4, str(tmp_path / "checkpoint")):
-        assert "has no entry anabranch/node" in said
-
-
-def not_everywhere(rank: int, folder: str) -> str:
-    mesh = two_nodes()
-    model = model_of(mesh["shard"])
-    replication = ab.replicate(model, mesh, compress=oktopk())
-    save({"comm": ab.ReplicationState(replication)}, checkpoint_id=folder)
-    saved_at = f"{folder}-of-another-host" if rank == 3 else folder
-    with pytest.raises((ab.DisagreementError, OSError)) as caught:
-        load({"comm": ab.ReplicationState(replication, saved_at)}, checkpoint_id=folder)
-    return str(caught.value)
-
-
-def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(tmp_path: Path) -> None:
-    *others, last = on_ranks(not_everywhere, 4, str(tmp_path / "checkpoint"))
-    assert "checkpoint-of-another-host" in last
-    for said in others:
-        assert "reading the checkpoint failed on ranks 3, and not here" in said
-
-
 class OneNan(torch.autograd.Function):
     """The identity, with a gradient that is not finite."""
 
@@ -598,32 +368,6 @@ def skipped_in_half_precision(rank: int) -> float:
 
 def test_a_skipped_step_in_half_precision_puts_back_what_was_sent() -> None:
     assert max(on_ranks(skipped_in_half_precision, 4)) < 1e-3
-
-
-def small_saved(rank: int, folder: str) -> None:
-    """A model with shards of one element on two ranks."""
-    _small(folder, 2, saves=True)
-
-
-def small_loaded(rank: int, folder: str) -> None:
-    _small(folder, 1, saves=False)
-
-
-def _small(folder: str, nodes: int, saves: bool) -> None:
-    mesh = init_device_mesh("cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("replicate", "shard"))
-    model = nn.Linear(24, 2)
-    fully_shard(model, mesh=mesh["shard"])
-    replication = ab.replicate(model, mesh, compress=oktopk())
-    if saves:
-        model(torch.randn(4, 24)).square().mean().backward()
-        save({"comm": ab.ReplicationState(replication)}, checkpoint_id=folder)
-    else:
-        load({"comm": ab.ReplicationState(replication, folder)}, checkpoint_id=folder)
-
-
-def test_shards_of_one_element_are_loaded(tmp_path: Path) -> None:
-    on_ranks(small_saved, 2, str(tmp_path / "checkpoint"))
-    on_ranks(small_loaded, 2, str(tmp_path / "checkpoint"))
 
 
 def lanes_of(rank: int) -> list[Any]:

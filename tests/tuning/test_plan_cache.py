@@ -22,7 +22,6 @@ from anabranch.tuning.plan_cache import (
     Entry,
     PlanCache,
     default_folder,
-    is_cached_plan,
     plan_cache,
 )
 from samples import RINGS
@@ -420,10 +419,3 @@ def test_only_files_of_the_cache_are_listed(tmp_path: Path) -> None:
         (tmp_path / name).write_text("mine")
     assert PlanCache(tmp_path).files() == [path]
     assert PlanCache(tmp_path / "nowhere").files() == []
-
-
-def test_a_cached_plan_is_known_by_its_first_line(tmp_path: Path) -> None:
-    assert is_cached_plan(written(tmp_path))
-    ab.save(TRACE, tmp_path / "trace.json")
-    for other in (tmp_path / "trace.json", tmp_path, tmp_path / "nowhere", "n" * 5000, "\0"):
-        assert not is_cached_plan(other)

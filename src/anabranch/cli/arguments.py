@@ -11,13 +11,24 @@ import typer
 
 from anabranch.cli import network_text
 from anabranch.errors import FileError
-from anabranch.files import Noun, bundled_traces, load, load_bundled_trace
+from anabranch.files import (
+    KINDS,
+    Noun,
+    bundled_traces,
+    load,
+    load_bundled_trace,
+    opened,
+    parse_json,
+    read_bytes,
+    validated,
+)
 from anabranch.network import Network
 from anabranch.network_presets import PRESETS, NetworkRange
 from anabranch.plan import Plan
 from anabranch.sharded import ShardedTrace, ShardingPlan
-from anabranch.sharded.files import load_any
+from anabranch.sharded.files import FORMATS
 from anabranch.trace import Trace
+from anabranch.tuning.plan_cache import FORMAT, Entry
 
 LEAST_RANKS = 2  # with a link between them
 NO_COMPRESSION = "none"  # as the value of --compress
@@ -98,12 +109,20 @@ def plan(path: Path) -> Plan:
     return noun
 
 
-def noun(text: str) -> Noun | ShardedTrace | ShardingPlan:
+def content(text: str) -> Noun | ShardedTrace | ShardingPlan | Entry:
     """What a file holds, the bundled trace of this name, or the network that the text means."""
     described = network_text.is_description(text) or text.partition(":")[0] in PRESETS
     if described:
         return network(text)
-    return load_any(text) if _is_file(text) else _file_or_bundled(text)
+    if not _is_file(text):
+        return _file_or_bundled(text)
+    found = read_bytes(Path(text))
+    classes = {**KINDS, **{name: cls for cls, name in FORMATS.items()}}
+    kind, fields = opened(parse_json(found, text), text, [*classes, FORMAT])
+    if kind == FORMAT:
+        return Entry.of(found, text)
+    noun: Noun | ShardedTrace | ShardingPlan = validated(classes[kind], fields, text)
+    return noun
 
 
 def _file_or_bundled(text: str) -> Noun:

@@ -152,27 +152,32 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Race DDP with every setting and hook against DataParallel on one model and network; predicted beside measured."""
-    _check_workloads(model, trace, compiled, bool(sharded), channels_last)
-    if own_caches and not compiled:
-        raise ValueError("--own-caches is about what torch has compiled: it needs --compile")
+    _check_workloads(model, trace, compiled, own_caches, bool(sharded), channels_last)
     check_free([report, plot], force)
     _check_folders([report, plot])
     form = plot_format(plot)
-    sizes, counts, kinds = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes), list(dict.fromkeys(compress or ()))
+    sizes, counts = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes)
+    kinds, ways = list(dict.fromkeys(compress or ())), list(dict.fromkeys(sharded or ()))
     traces = [(text, arguments.trace(text)) for text in trace or ()]
-
-    from anabranch.bench.compress import compression
     from anabranch.bench.run import Settings
     from anabranch.bench.workload import replay_workload, zoo_workload
 
-    ways = list(dict.fromkeys(sharded or ()))
-    for way in ways:
-        way_of(way)  # refuses what it does not know
-    for kind in kinds:
-        compression(kind)  # refuses what it does not know
-    steps = (num_iters, num_batches_per_iter, num_warmup_batches, profile_steps)
+    _check_known(ways, kinds)
     settings = Settings(
-        *steps, sizes, counts, kinds, only or (), compiled, ways, skip or (), own_caches, search_steps, hold_after
+        iters=num_iters,
+        batches=num_batches_per_iter,
+        warmup=num_warmup_batches,
+        profile_steps=profile_steps,
+        sizes_mib=sizes,
+        lanes=counts,
+        compress=kinds,
+        only=only or (),
+        compiled=compiled,
+        sharded=ways,
+        skip=skip or (),
+        own_caches=own_caches,
+        search_steps=search_steps,
+        hold_after=hold_after,
     )
     settings.check_skipped()
     device = join(backend, on_gpu=bool(model))
@@ -221,7 +226,12 @@ def _run(workloads: "Sequence[Workload]", settings: "Settings", outputs: _Output
 
 
 def _check_workloads(
-    model: Sequence[str] | None, trace: Sequence[str] | None, compiled: bool, sharded: bool, channels_last: bool
+    model: Sequence[str] | None,
+    trace: Sequence[str] | None,
+    compiled: bool,
+    own_caches: bool,
+    sharded: bool,
+    channels_last: bool,
 ) -> None:
     if not model and not trace:
         raise ValueError("nothing to run: give --model resnet50, or --trace resnet50 where there is no GPU")
@@ -238,8 +248,20 @@ def _check_workloads(
             f"--channels-last and --trace {trace[0]}: a replayed trace has no images whose layout could change; give "
             "--model, or leave --channels-last out"
         )
+    if own_caches and not compiled:
+        raise ValueError("--own-caches is about what torch has compiled: it needs --compile")
     if "RANK" not in os.environ:
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
+
+
+def _check_known(ways: Sequence[str], kinds: Sequence[str]) -> None:
+    """ValueError for a value of --sharded or --compress that is not known."""
+    from anabranch.bench.compress import compression
+
+    for way in ways:
+        way_of(way)
+    for kind in kinds:
+        compression(kind)
 
 
 def _check_folders(paths: Sequence[Path | None]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from anabranch.alpha_beta import TwoLevel
-from anabranch.cli import arguments, network_text, user_function
+from anabranch.cli import arguments, network_text, own_model
 from anabranch.cli.output import JsonOption, print_json, show_tables
 from anabranch.files import bundled_traces
 from anabranch.kinds import COMPRESSED, DENSE
@@ -67,7 +67,6 @@ class Precision(StrEnum):
     pure_bf16 = "pure-bf16"
 
 
-EXAMPLE = "module:function, where function(batch, device) returns a model and its loss as a function of the model"
 ModelOption = Annotated[
     str,
     typer.Option(
@@ -171,7 +170,8 @@ def memory(
     node = _ranks_per_node(ranks_per_node, links, sharded or ())
     setting = Setting(ranks, asked.density, buckets, clips, options=OkTopk(wire=asked.wire), ranks_per_node=node)
     estimator = estimator_of(model, optimizer, activations, plan, precision)
-    footprints = estimator.footprints(batch_size, setting, modes)
+    with own_model.backward_errors(model):
+        footprints = estimator.footprints(batch_size, setting, modes)
     measured = _measured(model, batch_size, optimizer, activations, setting, modes, precision) if measure else {}
     assumptions = [*estimator.assumptions, *asked.assumptions, *_about(setting, sharded or ())]
     batches, chosen = dict.fromkeys(footprints, batch_size), dict[str, "Footprint"]()
@@ -179,8 +179,7 @@ def memory(
         batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
         chosen, more = _chosen(model, batch_size, optimizer, precision, asked.exchanges, setting, limit_nbytes)
         assumptions += [*_limits(batches), *more]
-    throughput = links and _throughputs(trace or model, links, batches, setting, estimator.activations_of)
-    speeds, more = throughput or (None, [])
+    speeds, more = _throughputs(trace or model, links, batches, setting, estimator.activations_of)
     assumptions += more
     document = MemoryDocument(
         model=model,
@@ -333,9 +332,7 @@ def _build_at(model: str, precision: Precision) -> "BuildAt":
 def _made_at(model: str) -> "BuildAt":
     """By batch, what makes the model. A function of the user's own is looked up once."""
     if ":" in model:
-        function = user_function.load_function(model, EXAMPLE)
-        second = "loss): a torch module and a function of it"
-        return lambda batch: lambda device: user_function.check_returned(model, function(batch, device), second)
+        return own_model.build_at(model)
     from anabranch.bench.memory import zoo_build
 
     return partial(zoo_build, model)
@@ -411,9 +408,15 @@ def _measured(
 
 
 def _throughputs(
-    name: str, network: "Network", batches: Mapping[str, int], setting: "Setting", activations_of: Callable[[str], str]
-) -> tuple[dict[str, float], list[str]]:
-    """Samples per second by mode and what they assume; no numbers for a model without a trace."""
+    name: str,
+    network: "Network | None",
+    batches: Mapping[str, int],
+    setting: "Setting",
+    activations_of: Callable[[str], str],
+) -> tuple[dict[str, float] | None, list[str]]:
+    """Samples per second by mode and what they assume; None without a network, none for a model without a trace."""
+    if network is None:
+        return None, []
     if name not in bundled_traces() and not Path(name).is_file():
         return {}, [f"no throughput: anabranch brings no trace of {name}; record one, and give it by --trace"]
     from anabranch.estimate.throughput import ASSUMPTIONS, throughputs

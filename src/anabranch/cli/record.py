@@ -62,10 +62,7 @@ def record(
         given = {"--device": device, "--precision": precision}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{wrong[0]} is for named models: your own function decides that for {what}")
-        model, step = user_function.check_returned(
-            what, user_function.load_function(what, EXAMPLE)(), "step): a torch module and a function"
-        )
-        user_function.check_call(what, "step", step)
+        model, step = _own(what)
         noted: Mapping[str, Scalar] = {} if batch is None else {"batch": batch}
         meta: Mapping[str, Scalar] = {"model": type(model).__name__, "recorded_from": what, **noted}
     else:
@@ -86,6 +83,22 @@ def record(
         print_json({"command": "record", **figures.trace_figures(trace), "written": str(output)})
     else:
         show_tables(tables.trace_report(trace), f"Written to {output}.")
+
+
+def _own(what: str) -> "tuple[nn.Module, Callable[[], object]]":
+    """The model and the step that the user's own function makes."""
+    function, name = user_function.load_function(what, EXAMPLE), what.partition(":")[2]
+    user_function.check_call(what, name, function)
+    with user_function.one_error(what, f"{name}()", "a function that returns (model, step)"):
+        made = function()
+    model, step = user_function.check_returned(what, made, "step): a torch module and a function")
+    user_function.check_call(what, "step", step)
+
+    def one_step() -> None:
+        with user_function.one_error(what, "its step()", "one that runs a forward and a backward, however often"):
+            step()
+
+    return model, one_step
 
 
 def _named(

@@ -1,7 +1,6 @@
 """anabranch show: the content of a trace, network, plan, timeline or cached plan, or of a sharded trace or plan."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +14,7 @@ from anabranch.plan import Plan
 from anabranch.sharded import ShardedTrace, ShardingPlan
 from anabranch.sharded import files as sharded_files
 from anabranch.trace import Trace
-from anabranch.tuning.plan_cache import Entry, is_cached_plan
+from anabranch.tuning.plan_cache import Entry
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,14 +33,13 @@ def show(file: FileArgument, as_json: JsonOption = False) -> None:
     """Show a trace, network, plan or timeline; with --json its summary and its content."""
     from anabranch.report import figures, tables
 
-    if is_cached_plan(file):
-        entry = Entry.read(Path(file))
+    noun = arguments.content(file)
+    if isinstance(noun, Entry):
         if as_json:
-            print_json({"command": "show", "summary": choice_figures(entry), "content": json.loads(entry.text())})
+            print_json({"command": "show", "summary": choice_figures(noun), "content": json.loads(noun.text())})
         else:
-            show_tables(*_cached_report(entry))
+            show_tables(*_cached_report(noun))
         return
-    noun = arguments.noun(file)
     if isinstance(noun, ShardedTrace | ShardingPlan):
         if as_json:
             content = json.loads(sharded_files.dumps(noun))

@@ -1,14 +1,24 @@
-"""A function of the user's own, named on the command line as module:function."""
+"""A function of the user's own, named on the command line as module:function.
+
+Whatever it does wrong is one error that names it: main() prints a ValueError as a line.
+"""
 
 import inspect
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
+
+import anabranch
 
 if TYPE_CHECKING:
     from torch import nn
+
+MOST_LETTERS = 300  # of what somebody else's error says
 
 
 def load_function(what: str, expected: str) -> Callable[..., Any]:
@@ -19,19 +29,34 @@ def load_function(what: str, expected: str) -> Callable[..., Any]:
         module = import_module(module_name)
     except (ImportError, ValueError) as error:  # ValueError: an empty name
         raise ValueError(f"{what}: cannot import {module_name!r} ({error}); expected {expected}") from error
+    except (Exception, SystemExit) as error:  # a module may do anything as it is imported
+        raise ValueError(f"{what}: importing {module_name!r} {_raised(error)}; expected {expected}") from error
     found: Any = getattr(module, name, None)
     if not callable(found):
         seen = f"its {name!r} is of type {type(found).__name__}" if found is not None else "not there"
-        raise ValueError(f"{what}: no function {name!r} in {module.__file__} ({seen}); expected {expected}")
+        where = getattr(module, "__file__", None) or module_name
+        raise ValueError(f"{what}: no function {name!r} in {where} ({seen}); expected {expected}")
     return found  # type: ignore[no-any-return]
 
 
-def check_call(what: str, name: str, call: Callable[..., Any]) -> None:
-    """Refuse a function that needs arguments before it is called; a builtin without a signature is accepted."""
+@contextmanager
+def one_error(what: str, doing: str, expected: str) -> Iterator[None]:
+    """A context for calls of the user's code: what is raised in it is one ValueError, which says where that was."""
     try:
-        inspect.signature(call).bind()
+        yield
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{what}: {doing} {_raised(error)}; expected {expected}; call it in Python for the whole traceback"
+        ) from error
+
+
+def check_call(what: str, name: str, call: Callable[..., Any], *arguments: str) -> None:
+    """Refuse a function that cannot be called with these arguments; a builtin without a signature is accepted."""
+    try:
+        inspect.signature(call).bind(*arguments)
     except TypeError as error:
-        raise ValueError(f"{what}: its {name} cannot be called as {name}(): {error}; expected one that can") from error
+        called = f"{name}({', '.join(arguments)})"
+        raise ValueError(f"{what}: its {name} cannot be called as {called}: {error}; expected one that can") from error
     except ValueError:
         pass
 
@@ -44,3 +69,18 @@ def check_returned(what: str, made: Any, second: str) -> "tuple[nn.Module, Calla
         return made
     kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
     raise ValueError(f"{what}: returned ({kinds}), expected (model, {second}")
+
+
+def _raised(error: BaseException) -> str:
+    """What was raised, where in the user's own files, and what it says, as the middle of a sentence."""
+    said = " ".join(str(error).split())
+    said = f": {said[:MOST_LETTERS]}{'…' * (len(said) > MOST_LETTERS)}" if said else ""
+    return f"raised {type(error).__name__}{_place(error)}{said}"
+
+
+def _place(error: BaseException) -> str:
+    """The last line of a traceback that is neither Python's, nor of an installed library, nor ours."""
+    paths = sysconfig.get_paths()
+    others = ("<", *(paths[name] for name in ("stdlib", "purelib", "platlib")), str(Path(anabranch.__file__).parent))
+    own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -226,8 +226,8 @@ class Collectives:
             self._memory.load_state_dict(*states)
         elif any(states):
             raise ValueError(
-                "the checkpoint holds the state of a compression, and this DataParallel has none: make it with the "
-                "compress= that the checkpoint was written with, or leave the state out"
+                "the checkpoint holds the state of a compression, and this model has none: give it the compress= "
+                "that the checkpoint was written with, or leave the state out"
             )
 
     def loaded(self) -> list[str]:

@@ -10,7 +10,7 @@ hook averages that shard among the ranks that have the same one in other nodes. 
 """
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,22 +39,36 @@ TESTED = "2.13.0"
 SEAMS = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}
 # What FSDP2 keeps of a unit, of those parameters of a unit that are alike, and of a parameter.
 STATE_PARTS = ("_state_ctx",)
-GROUP_PARTS = ("mesh_info", "_all_reduce_hook", "_is_hsdp", "all_reduce_grads", "fsdp_params")
+GROUP_PARTS = ("mesh_info", "_all_reduce_hook", "_is_hsdp", "all_reduce_grads", "fsdp_params", "gradient_divide_factor")
 PARAMETER_PARTS = ("mp_policy", "offload_to_cpu", "padded_sharded_param_size", "sharded_param")
 MIB = 1 << 20
 
 
 class Unit(NamedTuple):
-    """A unit of FSDP2's: the module, and of its trained parameters the names and the shards as its buffer has them."""
+    """A unit of FSDP2's.
+
+    module    that fully_shard() was given
+    trained   whether each of its parameters was when replicate() was called
+    shards    of those that were, by name, as its buffer has them; none if all were frozen
+    frozen    likewise of the others
+    """
 
     label: str
     module: FSDPModule
+    trained: Sequence[bool]
     shards: Mapping[str, torch.Tensor]
+    frozen: Mapping[str, torch.Tensor]
 
     @property
     def numel(self) -> int:
         """Elements of the buffer, if every parameter has a gradient."""
         return sum(shard.numel() for shard in self.shards.values())
+
+    def is_whole(self, buffer: torch.Tensor) -> bool:
+        """Whether ``buffer`` has the gradients of ``shards``, all of them, and of nothing else."""
+        (group, *_) = parameter_groups(self.module)
+        # The size alone does not tell: a parameter that was frozen since may be as large as one that was unfrozen.
+        return buffer.numel() == self.numel and _trained(group) == self.trained
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> "Replication":
@@ -73,7 +87,8 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
     check_same_over("the sharded model", [described(settings), *lines], mesh)
     for parameter in model.parameters():
         dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
-    exchanges = OneKindExchanges(settings, _joined(units), nodes, skipped=partial(_scaler_skips, model, inside))
+    trained, frozen = _joined(unit.shards for unit in units), _joined(unit.frozen for unit in units)
+    exchanges = OneKindExchanges(settings, trained, nodes, frozen, partial(_scaler_skips, model, inside))
     # A line between nodes for each rank of a node; where these are all ranks, they can make groups together.
     siblings = mesh.mesh.t().tolist() if mesh.mesh.numel() == dist.get_world_size() else []
     return Replication(model, units, exchanges, nodes, inside, siblings)
@@ -98,7 +113,8 @@ class Replication:
     """The exchange of one sharded model between nodes; ``replicate`` makes it.
 
     node         and ``node_count``, ``shard``, ``shard_count``: where this rank is
-    parameters   those that are averaged, by name
+    parameters   by name, those with a state to save: all that are averaged, and frozen ones whose state was loaded
+    known        all of the model's
 
     ``siblings``: as in ``clone_group``, of the group ``nodes``.
     """
@@ -114,21 +130,20 @@ class Replication:
     ) -> None:
         self.node, self.node_count = nodes.rank(), nodes.size()
         self.shard, self.shard_count = inside.rank(), inside.size()
-        self._shards = _joined(units)
-        self.parameters: dict[str, DTensor] = {
-            name: parameter  # type: ignore[misc]
-            for name, parameter in model.named_parameters()
-            if name in self._shards
-        }
+        trained = _joined(unit.shards for unit in units)
+        self._shards = {**trained, **_joined(unit.frozen for unit in units)}
+        self.known: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
+        self.parameters = {name: parameter for name, parameter in self.known.items() if name in trained}
         self._units, self._exchanges, self._inside = units, exchanges, inside
-        self._device = next(iter(units[0].shards.values())).device
+        self._device = next(iter(trained.values())).device
         self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas, siblings)
         # Also when the interpreter ends: a thread that is inside a collective then would abort it.
         self._release = weakref.finalize(self, self._lanes.close)
         self._lanes.grow(1)
         self._scaler: Scaler | None = None
         self._compared = False
-        self._last: dict[str, tuple[int, torch.dtype]] = {}  # in the last step: elements and dtype by unit
+        # In the last step, by unit: elements, dtype, and whether they were those of all parameters that are known.
+        self._last: dict[str, tuple[int, torch.dtype, bool]] = {}
         self._partial: dict[str, torch.Tensor] = {}  # sums of this node that wait for set_requires_all_reduce(True)
         # A stream of ours: FSDP2 would run the hook on the one that reduces inside the node, which then waited for it.
         stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
@@ -152,13 +167,18 @@ class Replication:
             raise RuntimeError("load_state_dict() of a Replication after steps were made: load before the first")
         self._exchanges.load_state_dict(*states)
 
+    def save_also(self, names: Collection[str]) -> None:
+        """From now on the state of these parameters is saved, too: all ranks of a node must save the same entries."""
+        kept = {*self.parameters, *names}
+        self.parameters = {name: parameter for name, parameter in self.known.items() if name in kept}
+
     def padded(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         """A flat shard of this parameter, with zeros at its end so that all ranks have shards of one size."""
         return pad(shard, (0, self._shards[name].numel() - shard.numel()))
 
     def padding(self, name: str) -> int:
         """How many zeros that are, at the end of this rank's shard."""
-        return self._shards[name].numel() - self.parameters[name].to_local().numel()
+        return self._shards[name].numel() - self.known[name].to_local().numel()
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -180,8 +200,7 @@ class Replication:
         """Numbers for a logger: what this rank sent to other nodes in the last step, and what float32 would be."""
         sent_nbytes = 0
         for unit in (unit for unit in self._units if unit.label in self._last):
-            numel, dtype = self._last[unit.label]
-            whole = numel == unit.numel
+            numel, dtype, whole = self._last[unit.label]
             sent_nbytes += (
                 self._exchanges.sent_nbytes(list(unit.shards), dtype) if whole else self._dense_nbytes(numel, dtype)
             )
@@ -190,15 +209,15 @@ class Replication:
 
     def explain(self) -> str:
         """What is sent between the nodes, and what waits to be sent."""
-        metrics = self.metrics()
+        metrics, trained = self.metrics(), sum(bool(unit.shards) for unit in self._units)
         lines = [
-            f"anabranch: {len(self._units)} units between {self.node_count} nodes, by {self._exchanges.kind}.",
+            f"anabranch: {trained} units between {self.node_count} nodes, by {self._exchanges.kind}.",
             f"This rank sends {metrics['sent_nbytes'] / MIB:.3f} MiB to other nodes in a step; all of it in float32 "
             f"would be {metrics['dense_nbytes'] / MIB:.3f} MiB.",
         ]
         for unit in self._units:
-            numel, _ = self._last.get(unit.label, (unit.numel, None))
-            if numel != unit.numel:
+            numel, _, whole = self._last.get(unit.label, (0, None, True))
+            if not whole:
                 why = (
                     "some of its parameters had no gradient"
                     if numel < unit.numel
@@ -258,7 +277,9 @@ class Replication:
             self._last.clear()
             self._exchanges.begin_step(self._scaler)
             self._exchanges.end_with_this_backward()  # unless that of the model's output will end it
-        steps = self._steps(unit, buffer, lane.group)
+        whole = unit.is_whole(buffer)
+        # Else FSDP2 does not say which parameters have no gradient.
+        steps = self._steps(unit, buffer, lane.group) if whole else dense(buffer, lane.group, lane.group.size())
         if buffer.is_cuda:
             record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it
             for work in steps:
@@ -266,7 +287,10 @@ class Replication:
         else:
             kind = self._exchanges.kind_of(buffer.dtype)
             lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()
-        self._last[unit.label] = buffer.numel(), buffer.dtype
+        (own, *_) = parameter_groups(unit.module)
+        if own.gradient_divide_factor is not None:  # set_gradient_divide_factor(): HSDP adds between nodes then
+            buffer *= self.node_count
+        self._last[unit.label] = buffer.numel(), buffer.dtype, whole
 
     def _joins_partial(self, unit: Unit, buffer: torch.Tensor) -> bool:
         """Whether to average now: what waits has joined ``buffer``; else ``buffer`` waits, and gradients get zeros."""
@@ -298,8 +322,6 @@ class Replication:
         self._compared = True
 
     def _steps(self, unit: Unit, buffer: torch.Tensor, group: Group) -> Steps:
-        if buffer.numel() != unit.numel:  # some parameters have no gradient, and FSDP2 does not say which
-            return dense(buffer, group, group.size())
         names = list(unit.shards)
         if self._scaler is None:
             return self._exchanges.steps(names, buffer, group, None)
@@ -342,14 +364,14 @@ def _scaler_skips(model: nn.Module, inside: Group) -> bool:
     return _any_rank(~all_finite(*shards).to(device), inside)
 
 
-def _joined(units: Sequence[Unit]) -> dict[str, torch.Tensor]:
-    return {name: shard for unit in units for name, shard in unit.shards.items()}
+def _joined(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: shard for part in parts for name, shard in part.items()}
 
 
 def _units(model: nn.Module) -> list[Unit]:
-    """The units that FSDP2 made of the model, each with its trained parameters in the order of its buffer."""
+    """The units that FSDP2 made of the model; ValueError if not all gradients would be averaged by them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    units, sharded, seen = [], set[nn.Parameter](), set[int]()
+    units, seen = list[Unit](), set[int]()
     for path, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -357,48 +379,59 @@ def _units(model: nn.Module) -> list[Unit]:
         check_parts("torch", TESTED, module._get_fsdp_state(), STATE_PARTS)
         for group in parameter_groups(module):
             check_parts("torch", TESTED, group, GROUP_PARTS)
-            if id(group) in seen:  # the modules of fully_shard([one, other]) have one unit
-                continue
+            if id(group) not in seen:  # the modules of fully_shard([one, other]) have one unit
+                units.append(_unit(path, module, group, names))
             seen.add(id(group))
-            if group._is_hsdp:
-                raise ValueError(
-                    f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "
-                    'nodes itself, in full: give fully_shard() the inner dimension, mesh=mesh["shard"]'
-                )
-            if group._all_reduce_hook not in (None, no_average):
-                raise ValueError(
-                    f"{path or 'the model'} has an all-reduce hook already: close() the Replication or the Watch of "
-                    "this model first, and call ab.watch() after ab.replicate()"
-                )
-            shards = {}
-            for one in group.fsdp_params:
-                check_parts("torch", TESTED, one, PARAMETER_PARTS)
-                if one.offload_to_cpu:
-                    raise ValueError(
-                        f"{names[one.sharded_param]} is offloaded to the CPU, and its gradient is averaged on the GPU: "
-                        "call fully_shard() without CPUOffloadPolicy"
-                    )
-                sharded.add(one.sharded_param)
-                if one.sharded_param.requires_grad:
-                    shards[names[one.sharded_param]] = _shard(names[one.sharded_param], one)
-            if shards:
-                units.append(Unit(f"the unit {path}" if path else "the root unit", module, shards))
-    if sharded and not units:
-        raise ValueError(
-            f"none of the {len(sharded)} parameters of the model is trained, so that nothing would be sent between "
-            "nodes: call replicate() when requires_grad is True for those that will be"
-        )
+    sharded = {name for unit in units for name in (*unit.shards, *unit.frozen)}
     if not units:
         raise ValueError(
             'the model has no unit that is trained: call fully_shard(block, mesh=mesh["shard"]) for its blocks and for '
             "itself first, then replicate(model, mesh)"
         )
-    if alone := [name for parameter, name in names.items() if parameter not in sharded]:
+    if not any(unit.shards for unit in units):
+        raise ValueError(
+            f"none of the {len(sharded)} parameters of the model is trained, so that nothing would be sent between "
+            "nodes: call replicate() when requires_grad is True for those that will be"
+        )
+    if alone := [name for name in names.values() if name not in sharded]:
         raise ValueError(
             f"{alone[0]} is in no unit of fully_shard(), and would not be averaged between nodes: call "
             'fully_shard(model, mesh=mesh["shard"]) for the whole model, too'
         )
     return units
+
+
+def _unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter, str]) -> Unit:
+    """A unit, its parameters in the order of its buffer; also if all are frozen: they may be trained later."""
+    if group._is_hsdp:
+        raise ValueError(
+            f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "
+            'nodes itself, in full: give fully_shard() the inner dimension, mesh=mesh["shard"]'
+        )
+    if group._all_reduce_hook not in (None, no_average):
+        raise ValueError(
+            f"{path or 'the model'} has an all-reduce hook already: close() the Replication or the Watch of "
+            "this model first, and call ab.watch() after ab.replicate()"
+        )
+    shards, frozen = {}, {}
+    for one in group.fsdp_params:
+        check_parts("torch", TESTED, one, PARAMETER_PARTS)
+        name = names[one.sharded_param]
+        if one.offload_to_cpu:
+            raise ValueError(
+                f"{name} is offloaded to the CPU, and its gradient is averaged on the GPU: call fully_shard() without "
+                "CPUOffloadPolicy"
+            )
+        if one.sharded_param.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, and has no values that nodes could share: call "
+                "model.to_empty(device=...) and initialise it first, then replicate(model, mesh)"
+            )
+        if one.sharded_param.requires_grad:
+            shards[name] = _shard(name, one)
+        else:
+            frozen[name] = torch.empty(1).expand(one.padded_sharded_param_size)
+    return Unit(f"the unit {path}" if path else "the root unit", module, _trained(group), shards, frozen)
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
@@ -408,6 +441,11 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
         check_parts("torch", TESTED, state, ("_fsdp_param_group",))
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(state._fsdp_param_groups)
+
+
+def _trained(group: Any) -> list[bool]:
+    """Of each parameter of a group of FSDP2's, whether it is trained now."""
+    return [one.sharded_param.requires_grad for one in group.fsdp_params]
 
 
 def is_finalized_by_hand(module: FSDPModule) -> bool:

@@ -61,12 +61,12 @@ class ReplicationState(Stateful):
         here, saved = self._replication, self._saved
         if saved is None:
             raise ValueError("ReplicationState was made to save: give it saved_at=, the checkpoint's path, to load")
-        states = []
+        states, found = [], set[str]()
         for node, shard in saved.numbers_for(here):
             entries = {"numbers": state_dict[f"{self._name}/node{node}/shard{shard}/numbers"]}
             for kind in TENSORS:
                 padding = state_dict.get(f"{self._name}/node{node}/shard{shard}/padding/{kind}")
-                for name in here.parameters:
+                for name in here.known:  # also frozen ones: what waits for them is kept
                     if (read := state_dict.get(f"{self._name}/node{node}/{kind}/{name}")) is not None:
                         assert isinstance(read, DTensor)
                         shard_read = here.padded(name, read.to_local().flatten())
@@ -74,10 +74,12 @@ class ReplicationState(Stateful):
                             own, padding = padding.tensor_split([here.padding(name)])
                             shard_read[len(shard_read) - len(own) :] = own
                         entries[f"{kind}/{name}"] = shard_read
+                        found.add(name)
             state = unpacked(entries, f"{self._name}/node{node}")
             # Regions and thresholds belong to shards of the old size.
             states.append(state if saved.is_like(here) or not state else {**state, "buckets": []})
         here.load_state_dict(*states)
+        here.save_also(found)
 
     def _own_entries(self) -> dict[str, torch.Tensor]:
         here = self._replication
@@ -121,7 +123,7 @@ class ReplicationState(Stateful):
                     wanted[f"{self._name}/node{node}/shard{shard}/padding/{kind}"] = torch.empty(entry.size)
         for node in layout.nodes_for(here):
             for kind in TENSORS:
-                for name, parameter in here.parameters.items():
+                for name, parameter in here.known.items():
                     if f"{layout.prefix}/node{node}/{kind}/{name}" in saved:
                         empty = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
                         wanted[f"{self._name}/node{node}/{kind}/{name}"] = empty

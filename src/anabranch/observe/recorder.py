@@ -119,7 +119,7 @@ class Recorder(StepObserver):
         steps = self._complete()
         if not steps:
             raise ValueError(
-                "no step was recorded: run forward and backward of the module while the recorder is entered"
+                "no step was recorded: run forward and backward of this very model in every step, while it is recorded"
             )
         ready = np.array([self._ready_s(step) for step in steps])
         forward = [self._clock.elapsed_s(step.forward, step.backward) for step in steps]

@@ -15,7 +15,7 @@ from anabranch.quantised.cost_model import exchange_of as quantised_exchange
 from anabranch.scaling.result import Kind
 from anabranch.scaling.sweep import Planner
 from anabranch.sparse.cost_model import exchange_of as sparse_exchange
-from anabranch.sparse.naming import DENSITIES, KIND, density_of, given_density, kind_of, split_wire
+from anabranch.sparse.naming import DENSITIES, KIND, density_of, given_density, kind_of, split_wire, with_wire
 from anabranch.sparse.options import OkTopk
 from anabranch.sparse.sizes import ENTRY_NBYTES, Precision
 from anabranch.trace import TensorSpec, Trace
@@ -79,8 +79,7 @@ class Compression(NamedTuple):
     @property
     def collectives(self) -> list[str]:
         """The names of ``kinds`` in the buckets of a plan and in the costs of a network."""
-        wire = f":{self.wire}" * (self.wire != "fp32")
-        return [kind + wire + BETWEEN_NODES * self.between_nodes for kind in self.kinds]
+        return [with_wire(kind, self.wire) + BETWEEN_NODES * self.between_nodes for kind in self.kinds]
 
     def planner(self, dense: Sequence[str]) -> Planner:
         """The planner that chooses among these kinds; the gradients named ``dense`` travel so."""

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from anabranch.files import (
-    KINDS,
     VERSION,
-    Noun,
     json_text,
     opened,
     parse_json,
@@ -38,15 +36,6 @@ def loads(cls: type[Sharded], text: bytes, where: str) -> Sharded:
     """The trace or plan in a JSON text; ``where`` names its origin in errors."""
     _, content = opened(parse_json(text, where), where, (FORMATS[cls],))
     found: Sharded = validated(cls, content, where)
-    return found
-
-
-def load_any(path: str | os.PathLike[str]) -> Noun | ShardedTrace | ShardingPlan:
-    """Whatever a file holds: a trace, network, plan or timeline, or one of both; FileError if it is neither."""
-    where = str(path)
-    classes = {**KINDS, **{name: cls for cls, name in FORMATS.items()}}
-    kind, content = opened(parse_json(read_bytes(Path(path)), where), where, classes)
-    found: Noun | ShardedTrace | ShardingPlan = validated(classes[kind], content, where)
     return found
 
 

@@ -13,8 +13,13 @@ DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)  # the densities that OkTopk(density="a
 
 
 def kind_of(density: float, wire: Precision = "fp32") -> str:
-    """The name of a sparse collective of this density; "fp32", the default of wires, is not named."""
-    return f"{KIND}:{density:g}" + f":{wire}" * (wire != "fp32")
+    """The name of a sparse collective of this density."""
+    return with_wire(f"{KIND}:{density:g}", wire)
+
+
+def with_wire(name: str, wire: Precision) -> str:
+    """The name of a kind with how it sends values; "fp32", the default of wires, is not named."""
+    return name if wire == "fp32" else f"{name}:{wire}"
 
 
 def split_wire(name: str, unnamed: Precision = "fp32") -> tuple[str, Precision]:

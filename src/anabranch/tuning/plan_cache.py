@@ -225,17 +225,6 @@ def default_folder(variables: Mapping[str, str] = os.environ) -> Path | None:
     return base / "anabranch" / "plans"
 
 
-def is_cached_plan(path: Folder) -> bool:
-    """Whether a file says in its first line that it is of a plan cache; its content may still be broken."""
-    try:
-        if not S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 (answers for any name); reading a pipe would use it up
-            return False
-        with open(path, "rb") as file:  # noqa: PTH123
-            return f'"format": "{FORMAT}"'.encode() in file.read(100)
-    except (OSError, ValueError):
-        return False
-
-
 def _check_key(found: CacheKey, expected: CacheKey, where: str) -> None:
     """FileError unless both keys are the same; it names the first difference."""
     for what, one, other in (
