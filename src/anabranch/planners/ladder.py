@@ -259,7 +259,7 @@ class _Part:
 
     def _bound(self, limit_s: float) -> "_Bound":
         """The bound at prices around the one that bounds the error of all groups best."""
-        scale = max(1, self._errors[-1]) * self._numel[-1] / (limit_s or 1.0)
+        scale = max(1, self._errors[-1]) * self._numel[-1] / max(limit_s, 1e-12)  # a step may take no time
         coarse = scale * np.geomspace(1e-6, 1e3, PRICES[0])
         least = self._least_sums(coarse)
         at = int(np.argmax(least[:, 0] - coarse * limit_s))
