@@ -185,8 +185,8 @@ class _Part:
         """
         limit_s = max(limit_s, self._fastest_s) * ROUNDING
         latest, bound = self._latest(limit_s), self._bound(limit_s)
-        most = MOST_STATES // 2 if self._delays.any() else MOST_STATES  # with delays more stay unbeaten, which takes time
-        most = max(2, most // (len(self) + 1))
+        # With delays more states stay unbeaten, and to compare them takes more time.
+        most = max(2, (MOST_STATES // 2 if self._delays.any() else MOST_STATES) // (len(self) + 1))
         states = self._states(latest, bound, min(FEW_STATES, most))
         if not quick:
             states = self._states(latest, bound, most, self._least_error(states, limit_s))
