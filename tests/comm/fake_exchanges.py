@@ -8,6 +8,7 @@ import torch
 from anabranch import Bucket, Plan
 from anabranch.comm.collectives import ResidualState
 from anabranch.comm.dense import dense
+from anabranch.comm.error_samples import Velocity
 from anabranch.comm.exchange import Collective, Group, Steps, Traffic
 
 
@@ -68,8 +69,8 @@ class FakeMemory:
         self.calls.append(f"residual_state {bucket.names[0]}")
         return None
 
-    def averages_gradients(self, kind: str) -> bool:
-        return not self.keeps_residual(kind)
+    def velocity(self, bucket: Bucket) -> Velocity | None:
+        return None
 
     def on_step_end(self) -> None:
         self.calls.append("on_step_end")

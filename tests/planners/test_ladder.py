@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,6 +96,31 @@ def test_with_delays_it_is_mostly_the_least_lossy_and_always_in_time() -> None:
     assert exact >= 0.95 * seeds
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_what_cannot_lead_to_a_smaller_error_is_not_looked_at_and_nothing_is_lost(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(2000 + seed)
+    trace = random_trace(chance, 20) if seed else load_bundled_trace("vgg16")
+    told = network(10 ** chance.uniform(-1, 2), 10 ** chance.uniform(-5, -3))
+    found = total_error(trace, least_lossy(trace, told, ERRORS))
+    monkeypatch.setattr(ladder, "_most_promising", lambda least, most, known: np.arange(len(least)))
+    assert found == total_error(trace, least_lossy(trace, told, ERRORS))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet50"])
+def test_where_states_are_left_out_the_error_is_near_that_of_all_of_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = load_bundled_trace(name)
+    errors = {kind: ERRORS[kind] for kind in ("dense", *fidelity.ladder())}
+    networks = [priced(Network.ring(4, 5e-6, 8e-9 / rate), errors) for rate in (5, 10, 25)]
+    found = [error_of_plan(trace, least_lossy(trace, told, errors)) for told in networks]
+    monkeypatch.setattr(ladder, "MOST_STATES", 10**6)
+    for told, error in zip(networks, found, strict=True):
+        assert error <= error_of_plan(trace, least_lossy(trace, told, errors)) * 1.01
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_a_faster_network_never_gets_a_lossier_plan(seed: int) -> None:
     chance = random.Random(1000 + seed)
@@ -119,11 +145,12 @@ def test_on_recorded_models_and_real_prices_a_faster_network_gets_no_lossier_pla
     for rate in (1, 2, 5, 10, 25, 40, 100, 400):
         told = priced(Network.ring(16, 30e-6, 8e-9 / rate), errors)
         found.append(error_of_plan(trace, least_lossy(trace, told, errors)))
-    # Not quite: layouts change with the rate, and of more than 128 gradients neighbours are merged before the search.
-    # Of 2,520 steps to a faster network (4, 8 and 16 ranks, 5 and 30 µs, 0.5 to 400 Gbit/s) 38 made a plan lossier, by
-    # 0.57 % of its error at most: bert-base on 16 ranks, 30 µs, from 28 to 43 Gbit/s.
+    # Not quite: layouts change with the rate, so that the least lossy plan in time itself is not monotone. With vgg16,
+    # where the search is exact, it is lossier by 0.19 % at 25 than at 10 Gbit/s; no other of these steps has 0.02 %.
+    # Of 2,520 steps to a faster network (4, 8 and 16 ranks, 5 and 30 µs, 0.5 to 400 Gbit/s) 36 made a plan lossier, by
+    # 0.57 % of its error at most: bert-base on 16 ranks, 30 µs, from 28 to 43 Gbit/s, whose gradients are merged first.
     for slower, faster in itertools.pairwise(found):
-        assert faster <= slower * 1.006
+        assert faster <= slower * (1.002 if name == "vgg16" else 1.0002)
     assert found[-1] < found[0]
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from anabranch import Curve, Network, Plan, TensorSpec, Trace, planners
 from anabranch.tuning.candidates import MIXED, candidates, lower_bound_step_s, predicted_s
 from anabranch.tuning.options import TuningOptions
@@ -93,7 +95,7 @@ def test_before_a_mix_the_fastest_plan_of_one_kind_is_offered() -> None:
 
 
 def test_a_kind_that_no_gradient_may_use_is_not_offered_before_a_mix() -> None:
-    """As bf16 of a model in bfloat16: its plan would be a dense one in another name, and the most faithful of all."""
+    """As bf16 of a model in float16: its plan would be a dense one in another name, and the most faithful of all."""
     rates = {"dense": 5e-10, "bf16": 3e-10, "int8": 1.5e-10}
     hidden = Network(4, {kind: Curve.linear(1e-6, rate) for kind, rate in rates.items()}, SHARED.contention)
     no_bf16 = {"bf16": frozenset(tensor.name for tensor in TRACE.tensors)}
@@ -101,6 +103,17 @@ def test_a_kind_that_no_gradient_may_use_is_not_offered_before_a_mix() -> None:
     assert [label for label, _ in candidates(asked, TRACE, hidden)] == ["optimal, int8", MIXED, "optimal"]
     only_bf16 = replace(asked, kinds=("bf16",))
     assert [label for label, _ in candidates(only_bf16, TRACE, hidden)] == [MIXED, "optimal"]
+
+
+@pytest.mark.parametrize("planner", ["optimal", "by_bytes"])
+def test_a_kind_that_no_gradient_may_use_is_not_offered_alone(planner: str) -> None:
+    curves = {"dense": Curve.linear(1e-6, 5e-9), "bf16": Curve.linear(1e-6, 3e-9)}
+    network = Network(4, curves, SHARED.contention)
+    no_bf16 = {"bf16": frozenset(tensor.name for tensor in TRACE.tensors)}
+    asked = replace(options(planner, lanes=1, compress="bf16"), excluded=no_bf16)
+    assert [label for label, _ in candidates(asked, TRACE, network)] == [planner]
+    some = replace(asked, excluded={"bf16": frozenset({TRACE.tensors[0].name})})
+    assert [label for label, _ in candidates(some, TRACE, network)] == [f"{planner}, bf16", planner]
 
 
 def test_a_planner_of_ones_own() -> None:

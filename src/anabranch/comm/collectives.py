@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from anabranch.comm.error_samples import ErrorSamples
+from anabranch.comm.error_samples import ErrorSamples, Velocity
 from anabranch.comm.exchange import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.kinds import DENSE
 from anabranch.plan import Bucket, Plan
@@ -82,8 +82,8 @@ class ExchangeMemory(Protocol):
         """The residual of this bucket; None if its exchange has none."""
         ...
 
-    def averages_gradients(self, kind: str) -> bool:
-        """Whether exchanges of this kind average gradients, and residuals where they have them; not velocities."""
+    def velocity(self, bucket: Bucket) -> Velocity | None:
+        """What exchanges of this bucket average in place of gradients; None if they average gradients."""
         ...
 
     def on_step_end(self) -> None:
@@ -160,10 +160,10 @@ class Collectives:
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         exchange = self._family(bucket.collective).steps(bucket, buffer, group, divisor)
-        kind = bucket.collective
-        if kind == DENSE or (self._memory is not None and not self._memory.averages_gradients(kind)):
+        if bucket.collective == DENSE:
             return exchange
-        return self._errors.watched(exchange, bucket, buffer, group, divisor, self.residual_state(bucket))
+        velocity = None if self._memory is None else self._memory.velocity(bucket)
+        return self._errors.watched(exchange, bucket, buffer, group, divisor, self.residual_state(bucket), velocity)
 
     @property
     def max_ctas(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,13 @@ class WithResidual(Protocol):
     residual: torch.Tensor
 
 
+class Velocity(NamedTuple):
+    """A rank sends decay · values + (1 − decay) · gradients in place of gradients; float32, on their device."""
+
+    values: torch.Tensor
+    decay: float
+
+
 @dataclass
 class _Samples:
     """Of one bucket: its place among the buckets, its exchanges so far, and the sums of its samples."""
@@ -34,8 +41,9 @@ class _Samples:
 class ErrorSamples:
     """Relative errors of averages, by the names in a bucket.
 
-    The exact average is that of what ranks offer: their gradients, and their residuals where these are kept. It is the
-    same whether gradients wait in the buffer, or were added to the residual as they came (Lean).
+    The exact average is that of what ranks offer: their gradients, or velocities where these are sent, and their
+    residuals where these are kept. It is the same whether gradients wait in the buffer, or were added to the residual
+    as they came (Lean).
 
     Every rank samples the same buckets in the same steps, because all count the same exchanges. Buckets take turns.
     """
@@ -51,14 +59,18 @@ class ErrorSamples:
         group: Group,
         divisor: float,
         state: WithResidual | None = None,
+        velocity: Velocity | None = None,
     ) -> Steps:
-        """The exchange of a bucket, sampled if that is due. It averages the buffer and the residual of ``state``."""
+        """The exchange of a bucket, sampled if that is due. It averages the buffer and the residual of ``state``.
+
+        With ``velocity``, as it is before the exchange, that takes the place of the buffer.
+        """
         samples = self._samples.setdefault(bucket.names, _Samples(len(self._samples)))
         samples.exchanges += 1
         number, wait = divmod(samples.exchanges - FIRST - samples.place, PERIOD)
         if wait or number < 0:
             return exchange
-        return self._sampled(exchange, samples, number, buffer, group, divisor, state)
+        return self._sampled(exchange, samples, number, buffer, group, divisor, state, velocity)
 
     def relative_errors(self) -> Mapping[tuple[str, ...], float]:
         """The size of the error relative to the exact average, by bucket; waits for the device."""
@@ -88,10 +100,13 @@ class ErrorSamples:
         group: Group,
         divisor: float,
         state: WithResidual | None,
+        velocity: Velocity | None,
     ) -> Steps:
         start = number % -(-buffer.numel() // SLICE_NUMEL) * SLICE_NUMEL
         part = buffer.view(-1)[start:][:SLICE_NUMEL]
         exact = part.to(torch.float32, copy=True)
+        if velocity is not None:
+            exact.mul_(1 - velocity.decay).add_(velocity.values[start:][:SLICE_NUMEL], alpha=velocity.decay)
         if state is not None:
             exact += state.residual[start:][:SLICE_NUMEL]
         yield from dense(exact, group, divisor)

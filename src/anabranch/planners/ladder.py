@@ -17,9 +17,11 @@ can have travelled at t with error e, and leads to
     (max(t, r[j]) + T_k(S[j] − S[i]),  e + error_k · elements)      for every later j and every kind k.
 
 Of the states of one i only those matter that no other one beats in both numbers, and of those only the ones that can
-still finish in time, which a pass from the end tells (``_latest``). Up to a dozen gradients that is exact. Beyond
-``MOST_STATES`` states are thinned out (on the 148 gradients of GPT-2 the error was up to 4 % above that of 30 times as
-many), and beyond ``MOST_GRADIENTS`` neighbouring gradients are merged.
+still finish in time, which a pass from the end tells (``_latest``), and with a smaller error than a plan that is known:
+a quick search finds that plan, and ``_Bound`` tells how small the error of the rest can be at best. Mostly that is
+exact. Where more than ``MOST_STATES`` are left, those that promise the smallest error stay: on five recorded models
+and 64 networks the error was 0.01 % above that of an exact search on average, and 0.5 % at most. Beyond
+``MOST_GRADIENTS`` neighbouring gradients are merged.
 
 Where sending a message delays the gradients after it (``Network.delays``), a state has the delays D of its messages,
 too, and r[j] + D takes the place of r[j]. Kept are those that no other one beats in error and in t, D or t + D: good,
@@ -48,7 +50,9 @@ from anabranch.trace import TensorSpec, Trace
 FREE = 0.01  # share of the computing time by which a step may end later for a smaller error
 MERGED = 0.001  # the same, for fewer messages
 MOST_GRADIENTS = 128  # more are merged with their neighbours before the search
-MOST_STATES = 2048  # of all gradients together
+MOST_STATES = 25_600  # of all gradients together
+FEW_STATES = 16  # of each gradient, in the quick search
+PRICES = 12, 24  # of a second, to find the range that matters, and within it
 ROUNDING = 1 + 1e-12
 HURRIES = 6  # attempts to make parts that were planned apart finish together in time
 
@@ -69,7 +73,7 @@ def least_lossy(
     forbidden = {kind: frozenset(names) for kind, names in (excluded or {}).items() if kind in errors}
     computing_s = trace.forward_s + trace.backward_s
     arrangements = _arrangements(trace, network, errors, forbidden, MERGED * computing_s)
-    fastest = [_joined(trace, [part.within(0.0) for part in parts]) for parts in arrangements]
+    fastest = [_joined(trace, [part.within(0.0, quick=True) for part in parts]) for parts in arrangements]
     for kind in errors:
         if not forbidden.get(kind):
             fastest.append(optimal(trace, network, collective=kind))
@@ -112,6 +116,29 @@ class _States(NamedTuple):
     by: Ints
 
 
+class _Bound(NamedTuple):
+    """How small the error of the last groups can be at best, if they are to finish in time.
+
+    Let messages that start at t cost c seconds in all, and have the error e. They finish in time only if
+    c ≤ limit − t, so for every price p of a second, e ≥ e + p · c − p · (limit − t), and e + p · c is no less than
+    that of the shortest path. That holds for any price; the highest of the bounds counts.
+
+    prices    some prices of a second, in error
+    sums      for each price and i, the least sum of (error + price · cost) over messages with the groups from i on
+    limit_s   by when they have to finish
+    """
+
+    prices: Floats
+    sums: Floats
+    limit_s: float
+
+    def least_error(self, i: int, starts_s: Floats) -> Floats:
+        """The bound for the groups from i on, for messages that start at these instants."""
+        bounds = self.sums[:, i, None] - self.prices[:, None] * (self.limit_s - starts_s)
+        rounding = (ROUNDING - 1) * float(self.prices.max()) * self.limit_s
+        return np.asarray(np.maximum(bounds.max(axis=0) - rounding, 0.0))
+
+
 class _Part:
     """Gradients that can share buckets, with the kinds that they may use, the most faithful first.
 
@@ -126,6 +153,7 @@ class _Part:
         self._kinds = sorted(errors, key=errors.__getitem__)
         self._errors = np.array([errors[kind] for kind in self._kinds], dtype=np.int64)
         self._ready = np.array([0.0, *(group[-1].ready_s for group in self._groups)])
+        self._next_ready = np.append(self._ready[1:], 0.0)
         self._numel = np.cumsum([0, *(sum(t.numel for t in group) for group in self._groups)])
         # _costs[kind, i, j]: of one message with the groups i … j−1
         self._costs = np.stack([self._cost_table(network.curve(kind), kind) for kind in self._kinds])
@@ -150,12 +178,20 @@ class _Part:
             earliest[j], late[j] = ends[kind, i], delays[kind, i]
         return float(max(earliest[-1], self._ready[-1] + late[-1]))
 
-    def within(self, limit_s: float) -> list[Choice]:
-        """The buckets with the smallest error that finish by ``limit_s``, or as early as any do."""
+    def within(self, limit_s: float, quick: bool = False) -> list[Choice]:
+        """The buckets with the smallest error that finish by ``limit_s``, or as early as any do.
+
+        A quick search finishes as early, with a larger error.
+        """
         limit_s = max(limit_s, self._fastest_s) * ROUNDING
-        states = self._states(self._latest(limit_s))
+        latest, bound = self._latest(limit_s), self._bound(limit_s)
+        # With delays more states stay unbeaten, and to compare them takes more time.
+        most = max(2, (MOST_STATES // 2 if self._delays.any() else MOST_STATES) // (len(self) + 1))
+        states = self._states(latest, bound, min(FEW_STATES, most))
+        if not quick:
+            states = self._states(latest, bound, most, self._least_error(states, limit_s))
         if len(self) not in states.owner:  # with delays, states that could have finished in time may have been dropped
-            states = self._states(np.full(len(self) + 1, inf))
+            states = self._states(np.full(len(self) + 1, inf), bound, most)
         at = self._least_lossy(states, limit_s)
         finish_s = max(states.times[at], self._ready[-1] + states.late[at])
         messages = []
@@ -168,9 +204,8 @@ class _Part:
             for low, high, kind in self._merged(messages[::-1], min(max(limit_s, finish_s), finish_s + self._merging_s))
         ]
 
-    def _states(self, latest: Floats) -> "_States":
-        """The states of all prefixes that may still finish in time."""
-        most = max(2, MOST_STATES // (len(self) + 1))
+    def _states(self, latest: Floats, bound: "_Bound", most: int, known: float = inf) -> "_States":
+        """The states of all prefixes that may still finish in time, with an error of at most ``known``."""
         none, nothing = np.zeros(1), np.zeros(1, np.int64)
         found = _States(none, none, nothing, nothing, nothing - 1, nothing - 1)
         delays = self._delays[:, None]
@@ -184,11 +219,19 @@ class _Part:
             times = np.maximum(found.times[state], self._ready[j] + found.late[state]) + costs[kind, start]
             late = found.late[state] + self._delays[kind]
             totals = found.totals[state] + self._errors[kind] * (self._numel[j] - self._numel[start])
-            some = np.flatnonzero(times <= latest[j])
-            kept = some[_unbeaten(times[some], late[some], totals[some], most)]
+            some = np.flatnonzero((times <= latest[j]) & (totals <= known))
+            some = some[_unbeaten(times[some], late[some], totals[some])]
+            least = totals[some] + bound.least_error(j, np.maximum(times[some], self._next_ready[j] + late[some]))
+            kept = some[_most_promising(least, most, known)]
             new = _States(times[kept], late[kept], totals[kept], np.full(len(kept), j), state[kept], kind[kept])
             found = _States(*(np.append(old, more) for old, more in zip(found, new, strict=True)))
         return found
+
+    def _least_error(self, states: "_States", limit_s: float) -> float:
+        """The smallest error of all gradients that finish by ``limit_s``; infinite if none do."""
+        last = states.owner == len(self)
+        in_time = np.maximum(states.times[last], self._ready[-1] + states.late[last]) <= limit_s
+        return float(min(states.totals[last][in_time], default=inf))
 
     def _least_lossy(self, states: "_States", limit_s: float) -> int:
         """The state of all gradients with the smallest error that finishes by ``limit_s``, or the first to finish."""
@@ -215,6 +258,26 @@ class _Part:
             late_s += self._delays[kind]
         return float(max(end_s, self._ready[-1] + late_s))
 
+    def _bound(self, limit_s: float) -> "_Bound":
+        """The bound at prices around the one that bounds the error of all groups best."""
+        scale = max(1, self._errors[-1]) * self._numel[-1] / max(limit_s, 1e-12)  # a step may take no time
+        coarse = scale * np.geomspace(1e-6, 1e3, PRICES[0])
+        least = self._least_sums(coarse)
+        at = int(np.argmax(least[:, 0] - coarse * limit_s))
+        fine = coarse[at] * np.geomspace(0.05, 20, PRICES[1])
+        return _Bound(np.append(coarse, fine), np.vstack([least, self._least_sums(fine)]), limit_s)
+
+    def _least_sums(self, prices: Floats) -> Floats:
+        """For each price and i, the least sum of (error + price · cost) over messages with the groups from i on."""
+        numel = np.maximum(self._numel[None, :] - self._numel[:, None], 0)
+        one = np.full((len(prices), *numel.shape), inf)  # of one message
+        for error, costs in zip(self._errors, self._costs, strict=True):
+            np.minimum(one, error * numel + prices[:, None, None] * costs, out=one)
+        sums = np.zeros((len(prices), len(self) + 1))
+        for i in range(len(self) - 1, -1, -1):
+            sums[:, i] = (one[:, i, i + 1 :] + sums[:, i + 1 :]).min(axis=1)
+        return sums
+
     def _latest(self, limit_s: float) -> Floats:
         """For each i, the latest instant by which the groups before it must have travelled to finish in time."""
         latest = np.full(len(self) + 1, -inf)
@@ -232,23 +295,31 @@ def _least_before(rows: Floats) -> Floats:
     return np.asarray(np.minimum.accumulate(np.vstack([first, rows[:-1]]), axis=0))
 
 
-def _unbeaten(times: Floats, late: Floats, errors: Ints, most: int) -> Ints:
-    """Indices of the states that no other one beats in error and in time; at most ``most`` for each kind of time."""
-    kept = _front(times, errors, most)
+def _unbeaten(times: Floats, late: Floats, errors: Ints) -> Ints:
+    """Indices of the states that no other one beats in error and in time, the earliest first."""
+    kept = _front(times, errors)
     if late.any():
-        kept = np.unique(np.concatenate([kept, _front(late, errors, most), _front(times + late, errors, most)]))
+        kept = np.unique(np.concatenate([kept, _front(late, errors), _front(times + late, errors)]))
+        kept = kept[np.argsort(times[kept], kind="stable")]
     return kept
 
 
-def _front(times: Floats, errors: Ints, most: int) -> Ints:
-    """Indices of the states that no other one beats in both numbers, the earliest first; at most ``most`` of them."""
+def _front(times: Floats, errors: Ints) -> Ints:
+    """Indices of the states that no other one beats in both numbers, the earliest first."""
     order = np.lexsort((errors, times))
     ordered = errors[order]
     smallest = np.minimum.accumulate(ordered)
-    kept: Ints = np.append(order[:1], order[1:][ordered[1:] < smallest[:-1]])
+    return np.asarray(np.append(order[:1], order[1:][ordered[1:] < smallest[:-1]]))
+
+
+def _most_promising(least: Floats, most: int, known: float) -> Ints:
+    """Indices of at most ``most`` states, those whose error can be smallest, and is not above ``known`` for certain."""
+    kept = np.flatnonzero(least <= known)
     if len(kept) <= most:
         return kept
-    return np.asarray(kept[np.linspace(0, len(kept) - 1, most).round().astype(np.int64)])
+    # The first, the earliest, always stays: what finishes in time may be left to it.
+    others = kept[1:][np.argsort(least[kept[1:]], kind="stable")[: most - 1]]
+    return np.sort(np.append(kept[0], others))
 
 
 def _seconds(curve: Curve, nbytes: Ints) -> Floats:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from anabranch.comm.collectives import ResidualState
 from anabranch.comm.dense import all_finite
+from anabranch.comm.error_samples import Velocity
 from anabranch.comm.exchange import Group
 from anabranch.plan import Bucket, Plan
 from anabranch.quantised.block_format import STORED, BlockFormat
@@ -77,8 +78,9 @@ class ResidualMemory:
     def residual_state(self, bucket: Bucket) -> BucketState | None:
         return self.bucket_state(bucket) if self.keeps_residual(bucket.collective) else None
 
-    def averages_gradients(self, kind: str) -> bool:
-        return self.momentum.decay == 0.0 or not self.keeps_residual(kind)
+    def velocity(self, bucket: Bucket) -> Velocity | None:
+        state = self.residual_state(bucket)
+        return None if state is None else self.momentum.velocity(state)
 
     def on_step_end(self) -> None:
         """Under a loss scaler, which skips a step if any gradient is not finite: put back what was sent in it.

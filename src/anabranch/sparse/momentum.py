@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from anabranch.comm.dense import SUMMABLE_BELOW
+from anabranch.comm.error_samples import Velocity
 from anabranch.comm.exchange import Steps, record_stream
 from anabranch.sparse.state import BucketState
 
@@ -42,6 +43,10 @@ class Momentum:
         if self._rounds:
             sent |= gradient != 0  # where any rank's value was sent; and everywhere, where gradients are NaN
         velocity.masked_fill_(sent | ~(velocity.abs() < SUMMABLE_BELOW), 0.0)
+
+    def velocity(self, state: BucketState) -> Velocity | None:
+        """The velocity of a bucket; None without momentum."""
+        return None if self.decay == 0.0 else Velocity(self._velocity(state), self.decay)
 
     def rescale(self, ratio: float) -> None:
         """From now on gradients are ``ratio`` times as large: scale all velocities to match."""

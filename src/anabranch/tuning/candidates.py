@@ -54,7 +54,11 @@ def _on_one_and_several_lanes(
 def _compressed(
     options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy, plain: tuple[str, Plan]
 ) -> list[tuple[str, Plan]]:
-    """The plans with compressed buckets, if ``compress`` was given."""
+    """The plans with compressed buckets, if ``compress`` was given; a mix may have none.
+
+    Other plans count only with a compressed bucket: that for bf16 of a model in float16 would be a dense plan in
+    another name, with buckets for the price of bf16.
+    """
     if not options.kinds:
         return []
     if options.mixes:
@@ -69,8 +73,13 @@ def _compressed(
     if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
         excluded = options.excluded.get(kind, frozenset())
         rounded = f"{plain[0]}, {kind}", _with_dense(planners.using(plain[1], kind), excluded)
-        return _on_one_and_several_lanes(rounded, kind, options, trace, network, policy)
-    return _of_one_kind(kind, options, trace, network, policy)
+        return _with_compressed(_on_one_and_several_lanes(rounded, kind, options, trace, network, policy))
+    return _with_compressed(_of_one_kind(kind, options, trace, network, policy))
+
+
+def _with_compressed(plans: list[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
+    """Those of the plans that have a compressed bucket."""
+    return [(label, plan) for label, plan in plans if any(is_compressed(bucket.collective) for bucket in plan.buckets)]
 
 
 def _of_one_kind(
@@ -89,11 +98,10 @@ def _fastest_of_one_kind(
 ) -> list[tuple[str, Plan]]:
     """Of the plans of one kind the one that is predicted to end first; of those that end with it, the most faithful.
 
-    None if no gradient may use any kind. Plans without a compressed bucket do not count, such as that for bf16 of a
-    model whose gradients are in bfloat16 anyway.
+    None if no gradient may use any kind. Plans without a compressed bucket do not count.
     """
-    plans = [found for kind in options.kinds for found in _of_one_kind(kind, options, trace, network, policy)]
-    plans = [(label, plan) for label, plan in plans if any(is_compressed(bucket.collective) for bucket in plan.buckets)]
+    every = [found for kind in options.kinds for found in _of_one_kind(kind, options, trace, network, policy)]
+    plans = _with_compressed(every)
     ends_s = [predicted_s(trace, plan, network) for _, plan in plans]
     soonest_s = min(ends_s, default=0.0) * (1 + FREE)
     in_time = [
