@@ -15,7 +15,7 @@ from anabranch.fidelity import LADDER, by_fidelity, error_of, error_of_plan
 from anabranch.files import bundled_traces, load_bundled_trace
 from anabranch.plan import Bucket
 from anabranch.planners import ladder
-from anabranch.planners.ladder import FREE, MERGED, least_lossy
+from anabranch.planners.ladder import FREE, MERGED, least_lossy, slack_s
 from anabranch.scaling.compression import priced
 from anabranch.sim import finish_s
 
@@ -59,7 +59,7 @@ def total_error(trace: Trace, plan: Plan, errors: Mapping[str, int] = ERRORS) ->
 
 
 def limit_s(trace: Trace, best_s: float) -> float:
-    return (best_s + FREE * (trace.forward_s + trace.backward_s)) * (1 + 1e-9)
+    return (best_s + slack_s(trace, best_s)) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -130,10 +130,18 @@ def test_a_faster_network_never_gets_a_lossier_plan(seed: int) -> None:
         total_error(trace, least_lossy(trace, network(rate, alpha_s), ERRORS))
         for rate in (0.1, 0.3, 1, 2, 5, 10, 17, 25, 40, 100, 400, 1e4)
     ]
-    # Layouts change with the rate, too, so this cannot be proven: three of 21,000 steps to a faster network made a plan
-    # lossier, by less than 2e-5 of its error, all of them below 0.3 Gbit/s (docs/design.md).
     for slower, faster in itertools.pairwise(errors):
-        assert faster <= slower * (1 + 1e-4)
+        assert faster <= slower
+
+
+def test_the_slack_is_one_percent_of_computing_at_most_and_grows_with_the_rate() -> None:
+    trace = random_trace(random.Random(3), 12)
+    computing_s = trace.forward_s + trace.backward_s
+    slacks = [slack_s(trace, best_s) for best_s in (10.0, 1.0, 2 * trace.backward_s, trace.backward_s)]
+    assert slacks == sorted(slacks) and slacks[-1] == pytest.approx(FREE * computing_s)
+    doubled_s = slack_s(trace, 2 * computing_s - trace.forward_s)  # a step that takes twice as long as computing
+    assert doubled_s == pytest.approx(FREE * computing_s / 4)
+    assert slack_s(Trace((TensorSpec("t", 1, 4, 0.0),), 0.0), 0.0) == 0.0
 
 
 @pytest.mark.parametrize("least", ["int4", "oktopk:0.01"])
@@ -145,12 +153,10 @@ def test_on_recorded_models_and_real_prices_a_faster_network_gets_no_lossier_pla
     for rate in (1, 2, 5, 10, 25, 40, 100, 400):
         told = priced(Network.ring(16, 30e-6, 8e-9 / rate), errors)
         found.append(error_of_plan(trace, least_lossy(trace, told, errors)))
-    # Not quite: layouts change with the rate, so that the least lossy plan in time itself is not monotone. With vgg16,
-    # where the search is exact, it is lossier by 0.19 % at 25 than at 10 Gbit/s; no other of these steps has 0.02 %.
-    # Of 2,520 steps to a faster network (4, 8 and 16 ranks, 5 and 30 µs, 0.5 to 400 Gbit/s) 36 made a plan lossier, by
-    # 0.57 % of its error at most: bert-base on 16 ranks, 30 µs, from 28 to 43 Gbit/s, whose gradients are merged first.
+    # Gradients of large models are merged before the search, and not every state is kept: of 2,520 steps to a faster
+    # network (4, 8 and 16 ranks, 5 and 30 µs, 0.5 to 400 Gbit/s) 8 made a plan lossier, by 2.5e-5 of its error at most.
     for slower, faster in itertools.pairwise(found):
-        assert faster <= slower * (1.002 if name == "vgg16" else 1.0002)
+        assert faster <= slower * (1 + 5e-5)
     assert found[-1] < found[0]
 
 

@@ -1,14 +1,15 @@
 """The least lossy plan that costs no time: for each bucket the most faithful kind of exchange that stays hidden.
 
 Among all plans of consecutive buckets on one lane, each bucket sent by any of the given kinds, let ``best`` be the step
-that finishes first. The plan returned is the one with the smallest error among those that finish at most ``FREE`` of
-the computing time (forward and backward) later than ``best``; among equals, the one that finishes first, with
-neighbours of one kind merged where that takes no more than ``MERGED`` of the computing time. The error of a plan is
-the sum over its buckets of (elements × error of the kind), with errors from ``fidelity.error_of``.
+that finishes first. The plan returned is the one with the smallest error among those that finish within the slack after
+``best``; among equals, the one that finishes first, with neighbours of one kind merged where that takes no more than
+``MERGED`` of the computing time. The error of a plan is the sum over its buckets of (elements × error of the kind),
+with errors from ``fidelity.error_of``.
 
-``FREE`` counts in computing time, which no network changes, and not in steps: on a slow network 1 % of a step pays for
-splitting off small gradients to send them exactly, which a faster one no longer affords. Then the faster network would
-get the lossier plan.
+The slack is ``FREE`` of the computing time C (forward and backward), times (C / best)²: 1 % of computing where the
+network is no limit, and less the longer the best step takes. So it grows with the rate of the network. Were it 1 % of C
+everywhere, or of the step, a slow network could afford what a faster one cannot, such as to wait for a large bucket,
+and the faster network would get the lossier plan.
 
 It is a search for the shortest path with two costs. With r[i] the instant at which gradient i is ready, S[i] the bytes
 of the first i gradients, and T_k the cost of a message of kind k, a state (t, e) of i says that the first i gradients
@@ -47,7 +48,7 @@ from anabranch.planners.merge import optimal
 from anabranch.sim import finish_s
 from anabranch.trace import TensorSpec, Trace
 
-FREE = 0.01  # share of the computing time by which a step may end later for a smaller error
+FREE = 0.01  # share of the computing time by which a step may end later for a smaller error, at most
 MERGED = 0.001  # the same, for fewer messages
 MOST_GRADIENTS = 128  # more are merged with their neighbours before the search
 MOST_STATES = 25_600  # of all gradients together
@@ -63,7 +64,7 @@ Ints = NDArray[np.int64]
 def least_lossy(
     trace: Trace, network: Network, errors: Mapping[str, int], excluded: Mapping[str, Collection[str]] | None = None
 ) -> Plan:
-    """The plan with the smallest error that finishes at most ``FREE`` later than the fastest one.
+    """The plan with the smallest error that finishes within the slack (``slack_s``) after the fastest one.
 
     ``errors`` gives the kinds to choose from, "dense" among them, and their errors. ``excluded`` names, by kind,
     the gradients that must not use it.
@@ -78,7 +79,8 @@ def least_lossy(
         if not forbidden.get(kind):
             fastest.append(optimal(trace, network, collective=kind))
     best = min(fastest, key=lambda plan: finish_s(trace, plan, network))
-    limit_s = finish_s(trace, best, network) + FREE * computing_s
+    best_s = finish_s(trace, best, network)
+    limit_s = best_s + slack_s(trace, best_s)
     found = [_in_time(trace, network, parts, limit_s) for parts in arrangements]
     numels = {tensor.name: tensor.numel for tensor in trace.tensors}
 
@@ -88,6 +90,13 @@ def least_lossy(
 
     in_time = [plan for plan in fastest if finish_s(trace, plan, network) <= limit_s]
     return min([*in_time, *(plan for plan in found if plan is not None)], key=rank)
+
+
+def slack_s(trace: Trace, best_s: float) -> float:
+    """By how much a step may end later than the fastest one, which ends ``best_s`` after the start of backward."""
+    computing_s = trace.forward_s + trace.backward_s
+    step_s = trace.forward_s + best_s
+    return FREE * computing_s * (computing_s / step_s) ** 2 if step_s else 0.0
 
 
 class Choice(NamedTuple):
