@@ -5,10 +5,10 @@
 
 Every contestant trains its own copy of the model. A step is forward and backward; the time is that of the slowest rank.
 Ratios are medians over rounds of the ratio to a unit per block in the same round. Predicted are steps of the recorded
-model on the measured network, corrected by what a unit per block took in the trial (but its own); the record is of a
-unit per block alone. "MiB at most" is predicted, of gathered
-parameters, gradients and buffers; "MiB of a step" is what a GPU's allocator had at most beyond what lies between steps,
-with activations.
+model on the measured network, times what a unit per block took in the trial for each simulated second (so that its own
+is that measurement); the record is of a unit per block alone. "MiB at most" is predicted, of gathered parameters,
+gradients and buffers; "MiB of a step" is what a GPU's allocator had at most beyond what lies between steps, with
+activations.
 """
 
 import argparse

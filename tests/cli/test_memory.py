@@ -262,6 +262,12 @@ class Wrong(torch.autograd.Function):
 def backward_fails(batch, device):
     return linear(device), lambda model: Wrong.apply(model(inputs(batch, device))).sum()
 
+def detached(batch, device):
+    return linear(device), lambda model: model(inputs(batch, device)).detach().sum()
+
+def backward_fails_on_many(batch, device):
+    return linear(device), lambda model: (lambda y: (y if batch < 9 else Wrong.apply(y)).sum())(model(inputs(batch, device)))
+
 def one_batch_alone(batch, device):
     return linear(device), lambda model: model(inputs(batch, device)).view(4, 4).sum()
 """
@@ -276,7 +282,9 @@ WRONG_USES = [
     ("asks_for_values", "Tensor.item() cannot be called on meta tensors; expected one that runs on the device that"),
     ("inputs_elsewhere", "its loss of a model on 'meta' raised RuntimeError at "),
     ("model_elsewhere", "weight of its model is on cpu, expected on meta, the device that model_elsewhere was given"),
-    ("frozen", "its loss depends on no parameter that requires a gradient"),
+    ("frozen", "no parameter of its model requires a gradient, expected a model that is trained"),
+    ("detached", "its loss depends on no parameter that requires a gradient"),
+    ("backward_fails_on_many", "its backward raised TypeError at "),
     ("backward_fails", "its backward raised TypeError at "),
     ("one_batch_alone", "shape '[4, 4]' is invalid for input of size 32; expected one that runs"),
 ]

@@ -28,15 +28,18 @@ def whole_unit_unfrozen(rank: int, compress: Any) -> list[Any]:
     near = all(
         torch.allclose(weight, weights(models[1])[name], atol=1e-3) for name, weight in weights(models[0]).items()
     )
-    return [same(weights(models[0]), weights(models[1])), near, said, replication.explain()]
+    metrics = replication.metrics()
+    sent, dense = metrics["sent_nbytes"], metrics["dense_nbytes"]
+    return [same(weights(models[0]), weights(models[1])), near, said, replication.explain(), sent, dense]
 
 
 @pytest.mark.parametrize("compress", [None, "int8"])
 def test_a_unit_that_was_frozen_as_a_whole_is_averaged_when_it_is_trained(compress: Any) -> None:
-    for equal, near, before, after in on_ranks(whole_unit_unfrozen, 4, compress):
+    for equal, near, before, after, sent, dense in on_ranks(whole_unit_unfrozen, 4, compress):
         assert near and (equal or compress)
         assert "3 units between 2 nodes" in before and "exactly" not in before
         assert "the unit 2 travelled exactly in the last step" in after and "parameters were unfrozen since" in after
+        assert sent <= dense
 
 
 def trained_in_turn(rank: int, compress: Any) -> tuple[float, bool, str]:

@@ -55,7 +55,7 @@ def test_small_blocks_are_merged_and_kept(nodes: int, ranks: int, compress: str 
     one = found[0]
     assert one["units"] < 6 and one["kept"] and one["kind"] == (compress or "dense")
     assert one["planned"] == (len(one["text"].split("The planned units are used.")) == 2)
-    assert "predicted" in one["text"] and "measured" in one["text"]
+    assert "ms simulated" in one["text"] and "measured" in one["text"]
 
 
 def test_a_bound_on_memory_is_kept() -> None:
@@ -110,7 +110,7 @@ def test_predictions_follow_what_a_unit_per_block_took() -> None:
     untried = ab.FoundSharding(default, default, planned, trace, links)
     assert [untried.predicted_s(plan) for plan in simulated_s] == list(simulated_s.values())
     tried = replace(untried, default_s=1.2 * simulated_s[default], fastest_s=1.0)
-    assert tried.predicted_s(default) == simulated_s[default]
+    assert tried.predicted_s(default) == pytest.approx(tried.default_s)
     assert tried.predicted_s(planned) == pytest.approx(1.2 * simulated_s[planned])
 
 

@@ -1,6 +1,7 @@
 """DataParallel with Ok-Topk: nothing is lost, ranks agree, states survive, and it is kept only where it is faster."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,31 @@ def tuned_run(rank: int, density: float | str, scenario: str) -> dict[str, Any]:
     parallel.close()
     return {"computed": computed, "applied": applied, "residuals": residual, "explained": explained,
             "kinds": sorted(kinds), "steps": steps}  # fmt: skip
+
+
+def waited_for(rank: int, warmup_steps: int, most: int) -> str:
+    """What is said of a search that may take ``most`` steps, where sparse messages wait for longer than that."""
+    model = GivenGradients()
+    network = ab.Network(2, {"dense": ab.Curve.linear(1e-3, 1e-6), "oktopk:0.05": ab.Curve.linear(1e-3, 5e-8)})
+    policy = replace(SCENARIOS["keeps the plan"], max_search_steps=most)
+    options = ab.OkTopk(density=0.05, warmup_steps=warmup_steps)
+    parallel = ab.DataParallel(model, compress=options, network=network, profile_steps=2, policy=policy)
+    for step in range(warmup_steps + 60):
+        model.zero_grad()
+        parallel(*gradients(step, rank)).backward()
+    said = parallel.explain()
+    parallel.close()
+    return said
+
+
+def test_steps_in_which_sparse_messages_wait_are_not_those_of_the_search() -> None:
+    for said in on_ranks(waited_for, 2, 90, 40):
+        assert "oktopk:0.05" in said.split("layout", 1)[1].split("Plan", 1)[0], said
+
+
+def test_a_search_that_may_take_no_steps_says_so() -> None:
+    for said in on_ranks(waited_for, 2, 0, 1):
+        assert "had taken its 1 steps (max_search_steps)" in said and "waits for communication" not in said, said
 
 
 @pytest.mark.parametrize(("density", "end"), [(0.05, "goes back"), ("auto", "goes back"), (0.05, "keeps the plan")])

@@ -121,8 +121,16 @@ def test_where_states_are_left_out_the_error_is_near_that_of_all_of_them(
         assert error <= error_of_plan(trace, least_lossy(trace, told, errors)) * 1.01
 
 
+def test_with_delays_a_longer_search_is_never_worse_than_the_quick_one() -> None:
+    trace = load_bundled_trace("resnet50")
+    errors = {kind: ERRORS[kind] for kind in ("dense", *fidelity.ladder("oktopk:0.01"))}
+    told = priced(Network.ring(8, 3e-5, 8e-9 / 40), errors)
+    told = replace(told, delays={kind: (place % 3) * 2e-4 for place, kind in enumerate(errors)})
+    assert error_of_plan(trace, least_lossy(trace, told, errors)) < 0.004  # 0.022, without what the quick one finds
+
+
 @pytest.mark.parametrize("seed", range(100))
-def test_a_faster_network_never_gets_a_lossier_plan(seed: int) -> None:
+def test_at_these_rates_a_faster_network_gets_no_lossier_plan(seed: int) -> None:
     chance = random.Random(1000 + seed)
     trace = random_trace(chance, 12)
     alpha_s = 10 ** chance.uniform(-5, -3)
@@ -130,6 +138,8 @@ def test_a_faster_network_never_gets_a_lossier_plan(seed: int) -> None:
         total_error(trace, least_lossy(trace, network(rate, alpha_s), ERRORS))
         for rate in (0.1, 0.3, 1, 2, 5, 10, 17, 25, 40, 100, 400, 1e4)
     ]
+    # In smaller steps it does now and then: 17 of 26,313 steps by a factor of 1.2 made the plan lossier, by 0.22 % of
+    # its error at most, most of them below 0.5 Gbit/s. The layout changes with the rate, too, so nothing is proven.
     for slower, faster in itertools.pairwise(errors):
         assert faster <= slower
 

@@ -25,6 +25,7 @@ from anabranch.network import ALL_GATHER, REDUCE_SCATTER
 SAME_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own check is for programs that forgot to set a device
 SHARED_FILES = Path("/dev/shm")
 ROOM = 2  # a window that is too small gets so many times what is asked for
+ALIGNED = 16  # bytes: parts of a window begin at a multiple, whatever is stored in them
 
 
 class Window(Protocol):
@@ -68,11 +69,13 @@ class CpuWindow:
         if group.rank() == 0:
             with path.open("wb") as file:
                 file.truncate(size)
-        self.barrier()
-        whole = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        self.barrier()
-        if group.rank() == 0:
-            path.unlink()  # the ranks have mapped it
+        try:
+            self.barrier()
+            whole = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            self.barrier()
+        finally:
+            if group.rank() == 0:
+                path.unlink()  # the ranks have mapped it, or one has failed
         self.parts = list(whole.split(nbytes))
 
     def barrier(self) -> None:
@@ -114,7 +117,7 @@ class HostMemory:
         """A window in which every rank's part begins with its tensor."""
         nbytes = tensor.nbytes
         if self._window is None or self._window.parts[0].numel() < nbytes:
-            self._window = self._new_window(ROOM * nbytes)
+            self._window = self._new_window(-(-ROOM * nbytes // ALIGNED) * ALIGNED)
         own = self._window.parts[self._group.rank()]
         own[:nbytes].view(tensor.dtype).copy_(tensor.flatten())
         self._window.barrier()
@@ -137,13 +140,22 @@ class _Allocates:
         return torch.empty(size, dtype=dtype, device=device)
 
 
+def _check_in_order(async_op: bool) -> None:
+    if async_op:
+        raise ValueError("async_op is True: expected False, as FSDP2 calls its collectives by default")
+
+
 class Gather(_Allocates):
     """FSDP2's all-gather."""
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Group,  # noqa: ARG002 - FSDP2 names it
+        async_op: bool = False,
     ) -> None:
-        assert not async_op and group.size() > 1  # FSDP2 orders gathers by its own streams
+        _check_in_order(async_op)
         self._memory.gather(output_tensor, input_tensor)
 
 
@@ -154,11 +166,11 @@ class ReduceScatter(_Allocates):
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        group: Group,
+        group: Group,  # noqa: ARG002 - FSDP2 names it
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        assert not async_op and group.size() > 1
+        _check_in_order(async_op)
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"op is {op}: expected SUM or AVG, which FSDP2 uses without set_gradient_divide_factor()")
         self._memory.reduce_scatter(output_tensor, input_tensor, average=op == dist.ReduceOp.AVG)

@@ -43,8 +43,8 @@ ChannelsLastOption = Annotated[
     bool,
     typer.Option(
         "--channels-last",
-        help="Weights and images of every contestant in torch.channels_last; for --model of images. Compiled "
-        "convolutional networks then convert nothing where their graphs are cut.",
+        help="Weights and images of every contestant in torch.channels_last; for --model of images. Not "
+        "for ranks that share a GPU.",
     ),
 ]
 WarmupOption = Annotated[int, typer.Option(min=0, help="Steps before each turn, not counted.")]

@@ -170,17 +170,17 @@ def memory(
     node = _ranks_per_node(ranks_per_node, links, sharded or ())
     setting = Setting(ranks, asked.density, buckets, clips, options=OkTopk(wire=asked.wire), ranks_per_node=node)
     estimator = estimator_of(model, optimizer, activations, plan, precision)
+    assumptions = [*asked.assumptions, *_about(setting, sharded or ())]
     with own_model.backward_errors(model):
         footprints = estimator.footprints(batch_size, setting, modes)
-    measured = _measured(model, batch_size, optimizer, activations, setting, modes, precision) if measure else {}
-    assumptions = [*estimator.assumptions, *asked.assumptions, *_about(setting, sharded or ())]
-    batches, chosen = dict.fromkeys(footprints, batch_size), dict[str, "Footprint"]()
-    if limit_nbytes is not None:
-        batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
-        chosen, more = _chosen(model, batch_size, optimizer, precision, asked.exchanges, setting, limit_nbytes)
-        assumptions += [*_limits(batches), *more]
+        measured = _measured(model, batch_size, optimizer, activations, setting, modes, precision) if measure else {}
+        batches, chosen = dict.fromkeys(footprints, batch_size), dict[str, "Footprint"]()
+        if limit_nbytes is not None:
+            batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
+            chosen, more = _chosen(model, batch_size, optimizer, precision, asked.exchanges, setting, limit_nbytes)
+            assumptions += [*_limits(batches), *more]
+    assumptions = [*estimator.assumptions, *assumptions]
     speeds, more = _throughputs(trace or model, links, batches, setting, estimator.activations_of)
-    assumptions += more
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
@@ -188,7 +188,7 @@ def memory(
         density=setting.density,
         optimizer=optimizer.value,
         activations=activations.value,
-        assumptions=tuple(assumptions),
+        assumptions=(*assumptions, *more),
         modes={mode: _mode(footprint, measured.get(mode)) for mode, footprint in (footprints | chosen).items()},
         within_nbytes=limit_nbytes,
         largest_batch=batches if limit_nbytes is not None else None,

@@ -38,6 +38,8 @@ def build_at(what: str) -> "BuildAt":
                     f"{what}: {key} of its model is on {parameter.device}, expected on {device}, the device that "
                     f"{name} was given: make the model in it, with device=device"
                 )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(f"{what}: no parameter of its model requires a gradient, expected a model that is trained")
         user_function.check_call(what, "loss", loss, "model")
         return model, partial(_loss, what, loss, device)
 

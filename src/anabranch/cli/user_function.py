@@ -81,6 +81,11 @@ def _raised(error: BaseException) -> str:
 def _place(error: BaseException) -> str:
     """The last line of a traceback that is neither Python's, nor of an installed library, nor ours."""
     paths = sysconfig.get_paths()
-    others = ("<", *(paths[name] for name in ("stdlib", "purelib", "platlib")), str(Path(anabranch.__file__).parent))
-    own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    others = [*(Path(paths[name]) for name in ("stdlib", "purelib", "platlib")), Path(anabranch.__file__).parent]
+    own = [
+        frame
+        for frame in extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<")
+        and not any(Path(frame.filename).is_relative_to(other) for other in others)
+    ]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -64,11 +64,15 @@ class Unit(NamedTuple):
         """Elements of the buffer, if every parameter has a gradient."""
         return sum(shard.numel() for shard in self.shards.values())
 
+    def trains_others(self) -> bool:
+        """Whether parameters were frozen or unfrozen since replicate() was called."""
+        (group, *_) = parameter_groups(self.module)
+        return _trained(group) != self.trained
+
     def is_whole(self, buffer: torch.Tensor) -> bool:
         """Whether ``buffer`` has the gradients of ``shards``, all of them, and of nothing else."""
-        (group, *_) = parameter_groups(self.module)
         # The size alone does not tell: a parameter that was frozen since may be as large as one that was unfrozen.
-        return buffer.numel() == self.numel and _trained(group) == self.trained
+        return buffer.numel() == self.numel and not self.trains_others()
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> "Replication":
@@ -204,14 +208,16 @@ class Replication:
             sent_nbytes += (
                 self._exchanges.sent_nbytes(list(unit.shards), dtype) if whole else self._dense_nbytes(numel, dtype)
             )
-        dense_nbytes = sum(self._dense_nbytes(unit.numel, torch.float32) for unit in self._units)
+        numels = [max(unit.numel, self._last[unit.label][0] if unit.label in self._last else 0) for unit in self._units]
+        dense_nbytes = sum(self._dense_nbytes(numel, torch.float32) for numel in numels)
         return {"sent_nbytes": sent_nbytes, "dense_nbytes": dense_nbytes}
 
     def explain(self) -> str:
         """What is sent between the nodes, and what waits to be sent."""
         metrics, trained = self.metrics(), sum(bool(unit.shards) for unit in self._units)
         lines = [
-            f"anabranch: {trained} units between {self.node_count} nodes, by {self._exchanges.kind}.",
+            f"anabranch: {trained} {'unit' if trained == 1 else 'units'} between {self.node_count} nodes, "
+            f"by {self._exchanges.kind}.",
             f"This rank sends {metrics['sent_nbytes'] / MIB:.3f} MiB to other nodes in a step; all of it in float32 "
             f"would be {metrics['dense_nbytes'] / MIB:.3f} MiB.",
         ]
@@ -219,13 +225,13 @@ class Replication:
             numel, _, whole = self._last.get(unit.label, (0, None, True))
             if not whole:
                 why = (
-                    "some of its parameters had no gradient"
-                    if numel < unit.numel
-                    else "parameters were unfrozen since: close() this Replication, and call ab.replicate() again"
+                    "parameters were unfrozen since, or frozen: close() this Replication, and call ab.replicate() again"
+                    if unit.trains_others()
+                    else "some of its parameters had no gradient"
                 )
                 lines.append(
-                    f"{unit.label} travelled exactly in the last step, with {numel} elements and not the {unit.numel} "
-                    f"that were trained when ab.replicate() was called: {why}."
+                    f"{unit.label} travelled exactly in the last step, {numel} elements for the {unit.numel} that were "
+                    f"trained when ab.replicate() was called: {why}."
                 )
         return "\n".join([*lines, *self._exchanges.collectives.summary()])
 

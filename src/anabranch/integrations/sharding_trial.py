@@ -73,11 +73,11 @@ class FoundSharding:
     def predicted_s(self, plan: ShardingPlan) -> float:
         """Seconds of a step by this plan: simulated, times what a unit per block took for each simulated second.
 
-        The simulator does not know what slows all plans alike, such as computing beside messages. Without a trial, and
-        for a unit per block itself, as simulated.
+        The simulator does not know what slows all plans alike, such as computing beside messages. So for a unit per
+        block it is what the trial measured. Without a trial, as simulated; ``explain()`` has both.
         """
         simulated_s = step_s(self.trace, plan, self.links)
-        if self.default_s is None or plan == self.default:
+        if self.default_s is None:
             return simulated_s
         return simulated_s * self.default_s / step_s(self.trace, self.default, self.links)
 
@@ -91,7 +91,7 @@ class FoundSharding:
             measured = "not tried" if measured_s is None else f"{measured_s * 1e3:.1f} ms measured"
             mib = peak_nbytes(self.trace, plan) / (1 << 20)
             lines.append(
-                f"{name}: {plan.described()}, {mib:.0f} MiB at most: {predicted_s * 1e3:.1f} ms predicted, {measured}."
+                f"{name}: {plan.described()}, {mib:.0f} MiB at most: {predicted_s * 1e3:.1f} ms simulated, {measured}."
             )
         if self.ungrouped:
             lines.append(f"Units have one block each: {self.ungrouped}.")
@@ -235,7 +235,7 @@ def measure_links(
     largest = max(1 << 20, min(LARGEST_NBYTES, largest_nbytes))
 
     def network(group: Group, collectives: Mapping[str, Collective], beside: Group | None = None) -> Network:
-        return measure([group], device, largest, MEASURING_S, {"dense": dense, **collectives}, 4, beside)
+        return measure([group], device, largest, MEASURING_S, {"dense": dense, **collectives}, growth=4, beside=beside)
 
     overlaps = device.type == "cuda"
     if mesh.ndim == 1:

@@ -68,7 +68,8 @@ def measure(
     every rank must call it with the same other arguments at the same point.
 
     ``beside``: a group of this rank and of ranks that measure networks of their own at the same time, over the same
-    links. They start every message together, as they will in training, so that each gets its share of the links.
+    links. They start every message together, as they will in training, so that each gets its share of the links. The
+    two kinds of groups must form a grid, as those of a mesh do.
     """
     if largest_nbytes < 2 * SMALLEST_NBYTES:
         largest_nbytes = 2 * SMALLEST_NBYTES

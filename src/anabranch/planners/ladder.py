@@ -9,7 +9,7 @@ with errors from ``fidelity.error_of``.
 The slack is ``FREE`` of the computing time C (forward and backward), times (C / best)²: 1 % of computing where the
 network is no limit, and less the longer the best step takes. So it grows with the rate of the network. Were it 1 % of C
 everywhere, or of the step, a slow network could afford what a faster one cannot, such as to wait for a large bucket,
-and the faster network would get the lossier plan.
+and the faster network would get the lossier plan. It still does now and then: docs/design.md has the counts.
 
 It is a search for the shortest path with two costs. With r[i] the instant at which gradient i is ready, S[i] the bytes
 of the first i gradients, and T_k the cost of a message of kind k, a state (t, e) of i says that the first i gradients
@@ -198,7 +198,10 @@ class _Part:
         most = max(2, (MOST_STATES // 2 if self._delays.any() else MOST_STATES) // (len(self) + 1))
         states = self._states(latest, bound, min(FEW_STATES, most))
         if not quick:
-            states = self._states(latest, bound, most, self._least_error(states, limit_s))
+            known = self._least_error(states, limit_s)
+            more = self._states(latest, bound, most, known)
+            # With delays, what the quick search found may be dropped where more states compete.
+            states = more if self._least_error(more, limit_s) <= known else states
         if len(self) not in states.owner:  # with delays, states that could have finished in time may have been dropped
             states = self._states(np.full(len(self) + 1, inf), bound, most)
         at = self._least_lossy(states, limit_s)

@@ -22,7 +22,8 @@ CAPTION = (
 )
 ERROR = (
     "Error: the expected squared error of a step's averages, relative to them. One kind travels by the exact plan; of "
-    "several, the least lossy plan that ends at most 1 % of the computing time after the fastest is taken"
+    "several, the least lossy plan is taken that ends at most 1 % of the computing time after the fastest, or less "
+    "where the network is slow"
 )
 Column = tuple[str, Callable[[ComparedPlanner], str]]  # its header, and the cell of a row
 

@@ -4,7 +4,8 @@ A bucket's flat buffer is its parameters one after another. A residual belongs t
 the plan changes, residuals move to the new buckets by name, exactly. Regions belong to the bucket, and a new bucket
 balances its own.
 
-A piece may come from another stream than the one that reads it last, so whoever drops one records the stream.
+A piece may come from another stream than the one that reads it last, so whoever drops one that a stream may
+still read records the stream.
 """
 
 import logging
@@ -224,6 +225,7 @@ class SparseState:
         for name, piece in kept.items():
             if name in self.unbucketed:
                 self.unbucketed[name].add_(piece.to(self.unbucketed[name].device))
+                record_stream(piece)
             else:
                 self.unbucketed[name] = piece
 
@@ -348,7 +350,7 @@ class SparseState:
             state.hold(())
             self._step = max(self._step, state.step)
             self.unbucketed.update((name, piece.clone()) for name, piece in state.pieces(state.current()).items())
-            record_stream(state.residual)
+            record_stream(state.residual, *([] if state.packed is None else [state.packed.message]))
 
     def _built(self, names: tuple[str, ...], numels: tuple[int, ...]) -> BucketState:
         form, numel = self._form, sum(numels)

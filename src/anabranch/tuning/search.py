@@ -121,10 +121,14 @@ class Search:
 
     def timed(self, label: str, plan: Plan | None, count: int | None = None) -> Schedule[Trial]:
         """Time the layout in force; its step time is the one that plans must beat. A search begins with this."""
-        self._began_at = self._runner.timer.steps_done
+        self.begin_again()
         self._best = yield from self._live.timed(label, plan, count)
         self.trials = [self._best]
         return self._best
+
+    def begin_again(self) -> None:
+        """The steps of the search before do not count any more (``max_search_steps``)."""
+        self._began_at = self._runner.timer.steps_done
 
     def profiled(self, label: str, plan: Plan | None, count: int) -> Schedule[Trial]:
         """The same, and record the trace."""
@@ -158,7 +162,11 @@ class Search:
         # No plan can gain more than the time that the layout's own buckets leave exposed.
         running = self.best
         share = running.exposed_s / running.step_s if running.plan is None else math.inf
-        return "" if self.goes_on(share) else f"only {share:.1%} of a step waits for communication"
+        if self.goes_on(share):
+            return ""
+        if self._decide(self._is_over()):
+            return f"the search was ended, or had taken its {self._policy.max_search_steps} steps (max_search_steps)"
+        return f"only {share:.1%} of a step waits for communication"
 
     def goes_on(self, gain: float = math.inf) -> bool:
         """Whether the search goes on, given the gain to expect: rank 0 finds it large enough, and has steps left.
@@ -206,7 +214,9 @@ class Search:
         kinds = [kind for kind in self._warm_up_kinds(options) if kind in self.network.curves]
         yield from self.run(replace(options, kinds=tuple(kinds)))
         self._enter(f"running {self.best.label} while training warms up")
-        yield from steps(self._collectives.warmup_steps - self._runner.timer.steps_done)
+        waited = self._collectives.warmup_steps - self._runner.timer.steps_done
+        yield from steps(waited)
+        self._began_at += waited  # steps of training, not of the search
 
     def run(self, options: TuningOptions) -> Schedule[None]:
         """Try candidates on one lane, which shows the cost of messages; then on several, which shows their contention;

@@ -363,6 +363,7 @@ class Tuner:
         if not self._as_rank_0(kept.doubtful and kept.plan is not None):
             return
         yield from self._watched(CONFIRM_AFTER_CHECKS * self._policy.drift_check_steps)
+        self._search.begin_again()
         if not self._search.goes_on():
             return
         yield from self._search.win_again(kept)
