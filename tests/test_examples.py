@@ -173,9 +173,9 @@ def test_the_sharded_example_finds_a_plan_and_has_the_same_losses(tmp_path: Path
     program = (EXAMPLES / "sharded.py", "--compress", "none", "--steps", "6")
     losses, _ = losses_under_torchrun(2, tmp_path, *program)
     planned, out = losses_under_torchrun(2, tmp_path, *program, "--plan", tmp_path / "plan.json")
-    assert "A unit per block: 4 units" in out and "ms predicted" in out
+    assert "A unit per block: 4 units" in out and "ms simulated" in out
     again, out = losses_under_torchrun(2, tmp_path, *program, "--plan", tmp_path / "plan.json")
-    assert "ms predicted" not in out
+    assert "ms simulated" not in out
     assert planned == again == losses
 
 
