@@ -70,7 +70,7 @@ def contestant(
     else:
         model = sharded(build(), mesh["shard"], keep)
     if host is not None and name != SHARDED:
-        host.carry(model)
+        host.apply_to(model)
     if name in KINDS:
         ab.replicate(model, mesh, compress=KINDS[name])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

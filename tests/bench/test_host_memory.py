@@ -61,7 +61,7 @@ def trained(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("hsdp", "bf16", "int8"):
         models: list[nn.Module] = [model_of(mesh if name == "hsdp" else mesh["shard"]) for _ in range(2)]
-        host.carry(models[1])
+        host.apply_to(models[1])
         replications = [ab.replicate(model, mesh, compress=name) for model in models if name != "hsdp"]
         found[name] = [train(model, range(5)) for model in models]
         for replication in replications:

@@ -284,7 +284,7 @@ class Program:
         """Links inside a host that are copies in the memory of its GPU, beside those of the process group."""
         host = FastHost(self.mesh.get_group(1), self.device)
         models = [self.sharded(self.mesh) for _ in range(2)]
-        host.carry(models[1])
+        host.apply_to(models[1])
         losses = [self.train(model, range(8)) for model in models]
         self.step_unwaited(models[1])
         inside = self.mesh.get_group(1)

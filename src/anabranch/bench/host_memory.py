@@ -185,7 +185,7 @@ class FastHost:
     def __init__(self, group: Group, device: torch.device) -> None:
         self._gathers, self._reductions = HostMemory(group, device), HostMemory(group, device)
 
-    def carry(self, model: nn.Module) -> None:
+    def apply_to(self, model: nn.Module) -> None:
         """Let this model's gathers and reduce-scatters take these links; after ``fully_shard``, on every rank."""
         for unit in model.modules():
             if isinstance(unit, FSDPModule):

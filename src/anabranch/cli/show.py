@@ -33,30 +33,30 @@ def show(file: FileArgument, as_json: JsonOption = False) -> None:
     """Show a trace, network, plan or timeline; with --json its summary and its content."""
     from anabranch.report import figures, tables
 
-    noun = arguments.content(file)
-    if isinstance(noun, Entry):
+    found = arguments.content(file)
+    if isinstance(found, Entry):
         if as_json:
-            print_json({"command": "show", "summary": choice_figures(noun), "content": json.loads(noun.text())})
+            print_json({"command": "show", "summary": choice_figures(found), "content": json.loads(found.text())})
         else:
-            show_tables(*_cached_report(noun))
+            show_tables(*_cached_report(found))
         return
-    if isinstance(noun, ShardedTrace | ShardingPlan):
+    if isinstance(found, ShardedTrace | ShardingPlan):
         if as_json:
-            content = json.loads(sharded_files.dumps(noun))
-            print_json({"command": "show", "summary": _sharded_figures(noun), "content": content})
+            content = json.loads(sharded_files.dumps(found))
+            print_json({"command": "show", "summary": _sharded_figures(found), "content": content})
         else:
-            show_tables(_sharded_report(noun))
+            show_tables(_sharded_report(found))
         return
-    if isinstance(noun, Trace):
-        summary, report = figures.trace_figures(noun), tables.trace_report(noun)
-    elif isinstance(noun, Network):
-        summary, report = figures.network_figures(noun), tables.network_report(noun)
-    elif isinstance(noun, Plan):
-        summary, report = figures.plan_figures(noun), tables.plan_report(noun)
+    if isinstance(found, Trace):
+        summary, report = figures.trace_figures(found), tables.trace_report(found)
+    elif isinstance(found, Network):
+        summary, report = figures.network_figures(found), tables.network_report(found)
+    elif isinstance(found, Plan):
+        summary, report = figures.plan_figures(found), tables.plan_report(found)
     else:
-        summary, report = figures.timeline_figures(noun), tables.timeline_report(noun)
+        summary, report = figures.timeline_figures(found), tables.timeline_report(found)
     if as_json:
-        print_json({"command": "show", "summary": summary, "content": json.loads(dumps(noun))})
+        print_json({"command": "show", "summary": summary, "content": json.loads(dumps(found))})
     else:
         show_tables(report)
 
@@ -85,14 +85,14 @@ def _cached_report(entry: Entry) -> "list[RenderableType]":
     return [tables.facts("Cached plan, for the next start of this training", pairs), *plan]
 
 
-def _sharded_figures(noun: ShardedTrace | ShardingPlan) -> dict[str, float]:
-    if isinstance(noun, ShardedTrace):
-        return {"blocks": len(noun), "nbytes": noun.nbytes, "compute_s": noun.compute_s}
-    freed = sum(unit.reshard for unit in noun.units)
-    return {"units": len(noun), "blocks": len(noun.names), "freed": freed, "prefetch": noun.prefetch}
+def _sharded_figures(found: ShardedTrace | ShardingPlan) -> dict[str, float]:
+    if isinstance(found, ShardedTrace):
+        return {"blocks": len(found), "nbytes": found.nbytes, "compute_s": found.compute_s}
+    freed = sum(unit.reshard for unit in found.units)
+    return {"units": len(found), "blocks": len(found.names), "freed": freed, "prefetch": found.prefetch}
 
 
-def _sharded_report(noun: ShardedTrace | ShardingPlan) -> "RenderableType":
+def _sharded_report(found: ShardedTrace | ShardingPlan) -> "RenderableType":
     """The blocks of a sharded trace with what they weigh and compute, or the units of a plan."""
     from rich.console import Group
     from rich.text import Text
@@ -100,26 +100,26 @@ def _sharded_report(noun: ShardedTrace | ShardingPlan) -> "RenderableType":
     from anabranch.report.formatting import count, label, seconds, size, time_scale
     from anabranch.report.tables import add_rows, columns, facts, meta_pairs
 
-    if isinstance(noun, ShardingPlan):
-        pairs: list[tuple[str, str | Text]] = [("units", noun.described())]
+    if isinstance(found, ShardingPlan):
+        pairs: list[tuple[str, str | Text]] = [("units", found.described())]
         table = columns(
             "Units", "#", "blocks", "after forward", "first", "last", left=["after forward", "first", "last"]
         )
         rows = (
             [str(i), str(len(u.names)), "freed" if u.reshard else "kept", label(u.names[0]), label(u.names[-1])]
-            for i, u in enumerate(noun.units)
+            for i, u in enumerate(found.units)
         )
-        return Group(facts("Sharding plan", pairs), Text(), add_rows(table, rows, len(noun), "unit"))
+        return Group(facts("Sharding plan", pairs), Text(), add_rows(table, rows, len(found), "unit"))
     pairs = [
-        ("blocks", f"{count(len(noun), 'block')}, {size(noun.nbytes)} with {size(noun.rest_nbytes)} in none"),
-        ("computing", f"{seconds(noun.compute_s)}; of it {seconds(noun.update_s)} for the update"),
-        *meta_pairs(noun.meta),
+        ("blocks", f"{count(len(found), 'block')}, {size(found.nbytes)} with {size(found.rest_nbytes)} in none"),
+        ("computing", f"{seconds(found.compute_s)}; of it {seconds(found.update_s)} for the update"),
+        *meta_pairs(found.meta),
     ]
-    scale = time_scale(block.backward_s for block in noun.blocks)
+    scale = time_scale(block.backward_s for block in found.blocks)
     headers = ["parameters", "gradients", f"forward, {scale.unit}", f"backward, {scale.unit}", "block"]
     table = columns("Blocks", *headers, left=["block"])
     rows = (
         [size(b.nbytes), size(b.gradient_nbytes), scale(b.forward_s), scale(b.backward_s), label(b.name)]
-        for b in noun.blocks
+        for b in found.blocks
     )
-    return Group(facts("Sharded trace", pairs), Text(), add_rows(table, rows, len(noun), "block"))
+    return Group(facts("Sharded trace", pairs), Text(), add_rows(table, rows, len(found), "block"))
