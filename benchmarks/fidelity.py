@@ -14,6 +14,9 @@ that all ranks have. Contestants:
     oktopk:0.01,momentum=0.9    … with momentum before it is sent; the optimizer has none
     oktopk:0.01,start=0.25      … with a density that falls from this one over the next 1000 steps, or over=2000
     oktopk:0.01,lr=2            … with twice the learning rate
+    oktopk:0.01,dense=300       … with so many dense steps before it, in place of 100
+    oktopk:0.01,momentum=0.9,optimizer=yes
+                                … and the optimizer has momentum for what travels dense: vectors, and the first steps
     plan:FILE                   the plan in a file, such as one that compress="auto" chose; its name is the file's
 
 A learning rate rises over the first 100 steps and falls along a cosine to a tenth.
@@ -38,6 +41,7 @@ from anabranch.quantised.exchange import exchange as quantised_exchange
 from anabranch.sparse.momentum import Momentum
 from anabranch.sparse.naming import density_of
 from anabranch.sparse.oktopk import exchange as sparse_exchange
+from anabranch.sparse.optimizer_momentum import share_momentum
 from anabranch.sparse.state import BucketState
 
 RANKS = 4
@@ -57,6 +61,8 @@ class Contestant:
     start: float | None = None
     decay_steps: int = DECAY_STEPS
     lr: float = 1.0  # times the task's
+    dense_steps: int = WARMUP_STEPS
+    keeps_momentum: bool = False  # the optimizer, as by share_momentum()
     plan: ab.Plan | None = None
 
     @classmethod
@@ -71,9 +77,20 @@ class Contestant:
             return cls(path.stem, "", plan=plan)
         if kind != "dense" and kind not in FORMATS and density_of(kind) is None:
             raise ValueError(f"contestant is {text!r}: expected dense, {', '.join(FORMATS)}, oktopk:DENSITY, plan:FILE")
+        if given.get("optimizer") == "yes" and "momentum" not in given:
+            raise ValueError(f"contestant is {text!r}: optimizer=yes needs momentum=, or sparse gradients have none")
         start = float(given["start"]) if "start" in given else None
-        decay_steps, lr = int(given.get("over", DECAY_STEPS)), float(given.get("lr", 1.0))
-        return cls(text, kind, given.get("residual") != "no", float(given.get("momentum", 0.0)), start, decay_steps, lr)
+        return cls(
+            text,
+            kind,
+            residual=given.get("residual") != "no",
+            momentum=float(given.get("momentum", 0.0)),
+            start=start,
+            decay_steps=int(given.get("over", DECAY_STEPS)),
+            lr=float(given.get("lr", 1.0)),
+            dense_steps=int(given.get("dense", WARMUP_STEPS)),
+            keeps_momentum=given.get("optimizer") == "yes",
+        )
 
     def buckets(self, model: torch.nn.Module) -> list[tuple[tuple[str, ...], str]]:
         """Names and kind of each bucket. Vectors never travel sparse."""
@@ -98,7 +115,7 @@ class Bucket:
     def average(self, world: VirtualWorld, step: int) -> torch.Tensor:
         """What every rank applies."""
         density = density_of(self._kind)
-        if self._kind == "dense" or (density is not None and step < WARMUP_STEPS):
+        if self._kind == "dense" or (density is not None and step < self._contestant.dense_steps):
             return self._rows.mean(dim=0)
         if density is None:
             form = FORMATS[self._kind]
@@ -167,7 +184,7 @@ class Gradients:
 def curve(task: Task, contestant: Contestant, steps: int) -> Iterator[dict[str, Any]]:
     """Points every few steps."""
     model, world = task.model, VirtualWorld(RANKS)
-    optimizer = task.optimizer(has_momentum=not contestant.momentum)
+    optimizer = task.optimizer(has_momentum=not contestant.momentum or contestant.keeps_momentum)
     first_lr = optimizer.param_groups[0]["lr"] * contestant.lr
     named = contestant.buckets(model)
     order = [model.get_parameter(name) for names, _ in named for name in names]
@@ -178,6 +195,9 @@ def curve(task: Task, contestant: Contestant, steps: int) -> Iterator[dict[str, 
     sizes = [sum(model.get_parameter(name).numel() for name in names) for names, _ in named]
     buckets = [Bucket(contestant, part, kind) for part, (_, kind) in zip(rows.split(sizes, 1), named, strict=True)]
     gradients = Gradients(task)
+    if contestant.keeps_momentum:
+        sparse = [model.get_parameter(name) for names, kind in named if density_of(kind) is not None for name in names]
+        share_momentum(optimizer, lambda: sparse if step >= contestant.dense_steps else [])
     begun, train_loss = perf_counter(), torch.zeros((), device=rows.device)
     for step in range(steps + 1):
         if step % task.every == 0:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from anabranch.comm.collectives import Collectives
 from anabranch.comm.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
@@ -26,6 +27,7 @@ from anabranch.lean.options import Lean
 from anabranch.lean_parallel import LeanDataParallel
 from anabranch.network import Network
 from anabranch.plan import Plan
+from anabranch.sparse.optimizer_momentum import check_shareable, share_momentum
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.switches import timeline_path, write_timeline
@@ -177,6 +179,18 @@ class DataParallel(Tuned, ExtensibleDDP):
         join = "\nInside join() nothing is planned, since ranks that have run out of inputs could not take part."
         return super().explain() + (join if self._inside_join else "")
 
+    def share_momentum(self, optimizer: Optimizer) -> None:
+        """With ``OkTopk(momentum=...)``: let an Adam, AdamW or SGD of torch have its own momentum, as it has for DDP.
+
+        It then applies what arrives as velocities without momentum, and takes its own of all other gradients: of
+        vectors, and of all while training warms up or DDP's own buckets run. Call it once, after both were made; a copy
+        of the optimizer needs another call.
+        """
+        check_shareable(optimizer)
+        collectives, owner = self._collectives, weakref.ref(self)
+        if collectives is not None and any(map(collectives.sends_velocities, collectives.kinds)):
+            share_momentum(optimizer, lambda: _velocities(owner()))
+
     def close(self) -> None:
         """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
         if self._tuner is not None:
@@ -267,6 +281,16 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = "it is a copy"
         self._alone = False  # the copy may be in a process group of several ranks
         self.require_backward_grad_sync = True
+
+
+def _velocities(model: DataParallel | None) -> list[nn.Parameter]:
+    """The parameters whose gradients of the last step are averages of velocities."""
+    tuner = model._tuner if model is not None else None
+    if tuner is None or (plan := tuner.runner.plan_in_force) is None:
+        return []
+    sends_velocities = tuner.collectives.sends_velocities
+    names = [name for bucket in plan.buckets if sends_velocities(bucket.collective) for name in bucket.names]
+    return [parameter for name in names if (parameter := tuner.runner.parameters.get(name)) is not None]
 
 
 def _is_alone(group: dist.ProcessGroup) -> bool:

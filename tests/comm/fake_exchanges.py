@@ -69,6 +69,9 @@ class FakeMemory:
         self.calls.append(f"residual_state {bucket.names[0]}")
         return None
 
+    def sends_velocities(self, kind: str) -> bool:
+        return False
+
     def velocity(self, bucket: Bucket) -> Velocity | None:
         return None
 

@@ -1,5 +1,6 @@
 """Accelerate with anabranch, on real ranks and with the real package: trains, resumes and unwraps as with DDP."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,33 @@ def arguments_arrive(rank: int) -> None:
 
 def test_arguments_of_both_and_the_scaler_reach_the_wrapper() -> None:
     on_ranks(arguments_arrive, 2)
+
+
+def without_momentum(rank: int, model_first: bool, momentum: float) -> set[tuple[bool, bool]]:
+    """For each parameter, whether it is a matrix, and whether it has momentum in the optimizer."""
+    options = options_of("oktopk")
+    helper = accelerator(rank, {**options, "compress": replace(options["compress"], momentum=momentum)})
+    module = gpt2()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    if model_first:
+        model, prepared = helper.prepare(module, optimizer)
+    else:
+        prepared, model = helper.prepare(optimizer, module)
+    for batch in list(helper.prepare(batches_of_4()))[:3]:
+        helper.backward(model(**batch).loss)
+        prepared.step()
+        prepared.zero_grad()
+    found = {(p.dim() > 1, bool(optimizer.state[p]["exp_avg"].any())) for p in module.parameters()}
+    helper.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_the_optimizer_shares_momentum_with_sparse_gradients_by_itself(model_first: bool) -> None:
+    for momentum in (0.9, 0.0):
+        for found in on_ranks(without_momentum, 2, model_first, momentum, timeout_s=120):
+            assert (False, True) in found
+            assert ((True, True) in found) == (momentum == 0)
 
 
 # Refusals: one sentence each.

@@ -98,6 +98,24 @@ def test_one_rank_trains_without_sending_anything() -> None:
     assert on_ranks(alone, 1, timeout_s=IMPORTS_S) == [[BATCHES, 2 * BATCHES]]
 
 
+def without_momentum(rank: int, momentum: float) -> list[bool]:
+    """Whether each matrix has no momentum in the optimizer, once it has travelled sparse."""
+    pl = lightning(rank)
+    chosen = sparse(momentum=momentum)
+    trainer, module = fit(pl, strategy(**chosen), 1)
+    (optimizer,) = trainer.optimizers
+    names = [name for bucket in chosen["plan"].buckets if ":" in bucket.collective for name in bucket.names]
+    assert names
+    return [not optimizer.state[module.get_parameter(name)]["momentum_buffer"].any() for name in names]
+
+
+def test_the_optimizer_shares_momentum_with_sparse_gradients_by_itself() -> None:
+    """Lightning's steps have closures, which make the gradients."""
+    for momentum in (0.5, 0.0):
+        for found in on_ranks(without_momentum, 2, momentum, timeout_s=IMPORTS_S):
+            assert set(found) == {momentum > 0}
+
+
 # ------------------------------------------------------------------------------------------------- checkpoints
 
 

@@ -1,6 +1,7 @@
 """Transformers' Trainer with anabranch, on real ranks and with the real package: as with DDP, by one added line."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,20 @@ def test_evaluating_first_leaves_ranks_together(tmp_path: Path) -> None:
     """The stock Trainer makes no DDP after that: its ranks train apart, and nothing says so."""
     first, second = on_ranks(evaluated_first, 2, str(tmp_path))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def matrices_with_momentum(rank: int, folder: str, momentum: float) -> int:
+    options = options_of("oktopk")
+    compress = replace(options["compress"], momentum=momentum)
+    made = trainer(rank, folder, {**options, "compress": compress}, max_steps=4)
+    made.train()
+    state = getattr(made.optimizer, "optimizer", made.optimizer).state
+    return sum(bool(state[p]["exp_avg"].any()) for p in made.model.parameters() if p.dim() > 1)
+
+
+def test_the_optimizer_shares_momentum_with_sparse_gradients_by_itself(tmp_path: Path) -> None:
+    assert on_ranks(matrices_with_momentum, 2, str(tmp_path), 0.9, timeout_s=120) == [0, 0]
+    assert min(on_ranks(matrices_with_momentum, 2, str(tmp_path), 0.0, timeout_s=120)) > 0
 
 
 # Checkpoints.

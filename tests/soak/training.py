@@ -48,6 +48,8 @@ class Training:
         self.model = self._wrap()
         lean = configuration.lean is not None and not control
         self.optimizer = self.model.optimizer if lean else self._optimizer(self.module.parameters())
+        if not lean and not control:
+            self.model.share_momentum(self.optimizer)  # which changes nothing without OkTopk(momentum=...)
 
     def _wrap(self) -> Any:
         own = self.configuration

@@ -14,11 +14,10 @@ from torch import nn
 
 from anabranch import Bucket, Curve, DataParallel, Network, Plan, simulate
 from anabranch.ddp.reducer import reduced_parameters
-from anabranch.planners.ladder import FREE
 from anabranch.tuning import search
 from anabranch.tuning.comparison import Comparison, Verdict
 from anabranch.tuning.live_trials import LiveTrials
-from anabranch.tuning.trial import StepTimes, Trial, allowed_loss
+from anabranch.tuning.trial import PRICE_OF_FIDELITY, StepTimes, Trial, allowed_loss
 from ddp.inspection import layout_in_force
 from parallel.twins import (
     SCENARIOS,
@@ -141,11 +140,11 @@ def test_what_fidelity_may_cost_does_not_add_up_and_never_loses_to_ddp() -> None
         return Trial("", plan, (StepTimes(step_s, 0.0, step_s),), ())
 
     own, fastest, slower = trial(0.2, ""), trial(0.1), trial(0.1005)
-    assert allowed_loss(fastest, [own, fastest]) == pytest.approx(-FREE)
+    assert allowed_loss(fastest, [own, fastest]) == pytest.approx(-PRICE_OF_FIDELITY)
     # after one such step only the rest of it is left
     assert allowed_loss(slower, [own, fastest, slower]) == pytest.approx(1 - 0.101 / 0.1005)
     assert allowed_loss(fastest, [trial(0.1004, ""), fastest]) == pytest.approx(-0.004)
-    assert allowed_loss(fastest, [fastest]) == pytest.approx(-FREE)
+    assert allowed_loss(fastest, [fastest]) == pytest.approx(-PRICE_OF_FIDELITY)
 
 
 def doubtful_run(rank: int, again: Verdict) -> dict[str, Any]:

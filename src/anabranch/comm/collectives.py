@@ -82,6 +82,10 @@ class ExchangeMemory(Protocol):
         """The residual of this bucket; None if its exchange has none."""
         ...
 
+    def sends_velocities(self, kind: str) -> bool:
+        """Whether exchanges of this kind average velocities in place of gradients."""
+        ...
+
     def velocity(self, bucket: Bucket) -> Velocity | None:
         """What exchanges of this bucket average in place of gradients; None if they average gradients."""
         ...
@@ -195,6 +199,10 @@ class Collectives:
     def residual_state(self, bucket: Bucket) -> ResidualState | None:
         """The residual of this bucket; None if its exchange has none."""
         return None if self._memory is None else self._memory.residual_state(bucket)
+
+    def sends_velocities(self, kind: str) -> bool:
+        """Whether exchanges of this kind average velocities in place of gradients."""
+        return self._memory is not None and self._memory.sends_velocities(kind)
 
     def on_step_end(self) -> None:
         """Call this when all gradients of a step are averaged, on all ranks."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from anabranch.integrations.wrappers import Wrapper
 from anabranch.lean_parallel import LeanDataParallel
 from anabranch.parallel import DataParallel
 from anabranch.seams import check_seams, unsupported
+from anabranch.sparse.optimizer_momentum import not_shareable
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -79,6 +80,7 @@ class Wrappers:
         self._accelerator = accelerator
         self.options = options
         self._made: WeakValueDictionary[int, Wrapper] = WeakValueDictionary()  # by id of the module inside
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()  # prepared ones that can share momentum
         self.on_wrap: Callable[[Wrapper], None] | None = None  # called with each new wrapper
         self._stock = {name: getattr(accelerator, name) for name in SEAMS}
         for name in SEAMS:
@@ -112,8 +114,7 @@ class Wrappers:
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """The optimizer, prepared by Accelerate; under Lean only the model's own."""
         leans = [wrapper for wrapper in self._made.values() if isinstance(wrapper, LeanDataParallel)]
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        of_lean = any(id(parameter) in held for lean in leans for parameter in lean.parameters())
+        of_lean = any(_trains(optimizer, lean) for lean in leans)
         known = (getattr(optimizer, "optimizer", optimizer), optimizer)  # one that was prepared before has ours inside
         memory = self.options.get("memory")
         ours = [*(lean.optimizer for lean in leans), *([] if memory is None else [memory.optimizer])]
@@ -123,7 +124,13 @@ class Wrappers:
                 "backward, by the optimizer of Lean(optimizer=...): give that this optimizer, or a function; then "
                 "prepare the model first, and model.optimizer"
             )
-        return self._stock["prepare_optimizer"](optimizer, device_placement=device_placement)
+        prepared = self._stock["prepare_optimizer"](optimizer, device_placement=device_placement)
+        own = getattr(prepared, "optimizer", prepared)
+        if not_shareable(own) is None and own not in self._optimizers:  # others must have no momentum beside OkTopk's
+            self._optimizers.add(own)
+            for wrapper in self._made.values():
+                _share_momentum(wrapper, own)
+        return prepared
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The user's model without wrappers."""
@@ -205,6 +212,8 @@ class Wrappers:
         if scaler is not None:
             wrapper.follow(scaler)
         self._made[id(wrapper.module)] = wrapper
+        for optimizer in self._optimizers:
+            _share_momentum(wrapper, optimizer)
         if self.on_wrap is not None:
             self.on_wrap(wrapper)
         return wrapper
@@ -223,6 +232,18 @@ class Wrappers:
         for index, module in enumerate(modules):
             if (wrapper := self.of(module)) is not None:
                 yield wrapper, f"anabranch_{index}" if index else "anabranch"
+
+
+def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether the optimizer has a parameter of this model."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in held for parameter in model.parameters())
+
+
+def _share_momentum(wrapper: Wrapper, optimizer: torch.optim.Optimizer) -> None:
+    """If the optimizer trains this model. Either may be prepared first."""
+    if isinstance(wrapper, DataParallel) and _trains(optimizer, wrapper):
+        wrapper.share_momentum(optimizer)
 
 
 @contextmanager

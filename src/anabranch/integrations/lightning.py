@@ -29,6 +29,7 @@ from anabranch.lean_parallel import LeanDataParallel
 from anabranch.observe.loggers import CURVES
 from anabranch.observe.metrics import Metrics
 from anabranch.parallel import DataParallel
+from anabranch.sparse.optimizer_momentum import not_shareable
 
 WHAT = "anabranch.integrations.lightning"
 TESTED = ("2.4", "2.5", "2.6")  # versions of Lightning
@@ -141,6 +142,10 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             self.model.follow(scaler)
+        if isinstance(self.model, DataParallel):
+            for optimizer in self.optimizers:
+                if not_shareable(optimizer) is None:  # others must have no momentum beside OkTopk(momentum=...)
+                    self.model.share_momentum(optimizer)
         if self.model.process_group.size() > 1 and not trainer.barebones:  # a barebones Trainer logs nothing
             self.model.log_to(self._metrics)
 

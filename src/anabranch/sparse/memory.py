@@ -14,6 +14,7 @@ from anabranch.comm.exchange import Group
 from anabranch.plan import Bucket, Plan
 from anabranch.quantised.block_format import STORED, BlockFormat
 from anabranch.sparse.momentum import Momentum
+from anabranch.sparse.naming import density_of
 from anabranch.sparse.residual_flush import Applied, ResidualFlush
 from anabranch.sparse.residual_monitor import SAMPLE_PERIOD, residual_grows
 from anabranch.sparse.saved_state import check_saved
@@ -78,9 +79,11 @@ class ResidualMemory:
     def residual_state(self, bucket: Bucket) -> BucketState | None:
         return self.bucket_state(bucket) if self.keeps_residual(bucket.collective) else None
 
+    def sends_velocities(self, kind: str) -> bool:
+        return self.momentum.decay > 0 and density_of(kind) is not None
+
     def velocity(self, bucket: Bucket) -> Velocity | None:
-        state = self.residual_state(bucket)
-        return None if state is None else self.momentum.velocity(state)
+        return self.momentum.velocity(self.bucket_state(bucket)) if self.sends_velocities(bucket.collective) else None
 
     def on_step_end(self) -> None:
         """Under a loss scaler, which skips a step if any gradient is not finite: put back what was sent in it.

@@ -18,7 +18,8 @@ class OkTopk:
     warmup_steps        first steps in which all values are sent, rounded where that is faster, because early gradients
                         change too fast to be delayed. A plan that the user gives runs from the first step on
     start_density       density right after warm-up, from which it falls geometrically over ``decay_steps``
-    momentum            of each rank's own gradients, before they are sent, such as 0.9: then give the optimizer none
+    momentum            of each rank's own gradients, before they are sent, such as 0.9: then call
+                        ``model.share_momentum(optimizer)``, or give the optimizer none
     threshold_period    steps between exact thresholds in an exact exchange; in between they are sampled
     region_period       steps between re-balanced regions
     wire                how values are sent: "fp32" (8 bytes a value with its position), "bf16" (4) or "int8" (3, and a

@@ -10,6 +10,7 @@ from anabranch.kinds import DENSE, EVERY_ELEMENT
 from anabranch.network import Network
 from anabranch.plan import Plan
 from anabranch.planners.compressed import compressed
+from anabranch.planners.fewer_messages import with_fewer_messages
 from anabranch.planners.ladder import FREE, least_lossy
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.sim.iteration import messages
@@ -17,6 +18,7 @@ from anabranch.trace import Trace
 from anabranch.tuning.calibration import as_recorded
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
+from anabranch.tuning.trial import PRICE_OF_FIDELITY
 
 MIXED = "as faithful as is hidden"
 
@@ -64,6 +66,7 @@ def _compressed(
     if options.mixes:
         errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
         mixed = least_lossy(trace, network, errors, options.excluded)
+        mixed = with_fewer_messages(trace, network, mixed, errors, options.excluded)
         # Before it the plan that it has to be as fast as. Only live steps show what many messages cost, and how much
         # full ones slow computing, while they are transferred: also where all is predicted to be hidden in full.
         transfers = _transfers_s(trace, mixed, network) > FREE * (trace.forward_s + trace.backward_s)
@@ -103,7 +106,7 @@ def _fastest_of_one_kind(
     every = [found for kind in options.kinds for found in _of_one_kind(kind, options, trace, network, policy)]
     plans = _with_compressed(every)
     ends_s = [predicted_s(trace, plan, network) for _, plan in plans]
-    soonest_s = min(ends_s, default=0.0) * (1 + FREE)
+    soonest_s = min(ends_s, default=0.0) * (1 + PRICE_OF_FIDELITY)
     in_time = [
         (error_of_plan(trace, plan), end_s, index)
         for index, ((_, plan), end_s) in enumerate(zip(plans, ends_s, strict=True))

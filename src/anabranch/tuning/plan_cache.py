@@ -15,7 +15,7 @@ from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 from stat import S_ISREG
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from anabranch.checks import STRICT, check_positive, check_seconds
 from anabranch.errors import FileError, PlanError
@@ -142,8 +142,12 @@ class Entry:
     @classmethod
     def of(cls, text: bytes, where: str) -> "Entry":
         """The entry in the content of a file; FileError if it holds anything else. ``where`` is named in errors."""
-        _, content = opened(parse_json(text, where), where, (FORMAT,))
-        choice = content.get("choice")
+        return cls.of_fields(opened(parse_json(text, where), where, (FORMAT,))[1], where)
+
+    @classmethod
+    def of_fields(cls, found: Mapping[str, Any], where: str) -> "Entry":
+        """The entry in the fields of a parsed file; FileError if they hold anything else."""
+        content, choice = dict(found), found.get("choice")
         if isinstance(choice, dict):
             nouns = {name: choice[name] for name in NOUNS if choice.get(name) is not None}
             bare = {name: opened(noun, f"{where}: {name}", (name,))[1] for name, noun in nouns.items()}

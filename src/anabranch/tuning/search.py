@@ -19,7 +19,6 @@ from anabranch.network import Network
 from anabranch.observe.measure import WARM_UP, noise_note
 from anabranch.observe.recorder import Recorder, order_note
 from anabranch.plan import Plan
-from anabranch.planners.ladder import FREE
 from anabranch.sim import undelayed
 from anabranch.trace import Trace
 from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
@@ -33,7 +32,7 @@ from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import PlanRunner
-from anabranch.tuning.trial import Trial, allowed_loss
+from anabranch.tuning.trial import PRICE_OF_FIDELITY, Trial, allowed_loss
 from anabranch.tuning.warm_up import warm_up_kinds
 
 log = logging.getLogger("anabranch")
@@ -234,8 +233,8 @@ class Search:
         expected = expected_gain(trace, plan, before, self.network, self._policy)
         simulated = simulated_gain(trace, plan, before.plan, self.network)
         more_faithful = error_of_layout(trace, plan) < error_of_layout(trace, before.plan)
-        if more_faithful and expected >= -FREE:
-            expected += FREE + self._policy.min_predicted_gain
+        if more_faithful and expected >= -PRICE_OF_FIDELITY:
+            expected += PRICE_OF_FIDELITY + self._policy.min_predicted_gain
         if any(trial.plan == plan for trial in self.trials) or not self.goes_on(expected):
             return
         self._enter(f"trying {label}")
