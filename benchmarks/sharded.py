@@ -3,8 +3,9 @@ r"""Steps of a transformer that FSDP2 shards inside nodes: stock HSDP and ``ab.r
     anabranch lab --hosts 2 --ranks-per-host 2 --rate 10gbit --backend nccl -- \
         python -m benchmarks.sharded --inside memory
 
-Inside a host, messages pass its loopback, or with ``--inside memory`` they are copies in memory, for all contestants:
-slower and faster than the links of a real node (``anabranch.bench.host_memory``).
+Inside a host, messages pass its loopback, or with ``--inside memory`` they are copies in memory: slower and faster than
+the links of a real node (``anabranch.bench.host_memory``). FSDP2 with a shard on every rank, whose messages go around
+all hosts, passes loopbacks in both.
 
 Every contestant trains its own copy of the model. A step is forward, backward and an SGD update; the time is that of
 the slowest rank. Ratios are medians over rounds of the ratio to HSDP in the same round.
@@ -215,7 +216,8 @@ def main() -> None:
         print(f"# A sharded transformer of {numel / 1e6:.0f} million parameters\n")
         print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')},")
         print(f"batch {options.batch} × {LENGTH}; {len(rounds)} rounds of {options.steps} steps each, in turns; "
-              f"inside a host: {options.inside}."
+              f"inside a host: {options.inside}"
+              f"{f' (but for {SHARDED}: {LOOPBACK})' if host is not None and SHARDED in steps else ''}."
               f"{' All but HSDP keep parameters after forward.' if options.keep else ''}\n")  # fmt: skip
         print("| | ms per step | from – to | predicted | HSDP / it |\n|---|---:|---:|---:|---:|")
         for name in steps:

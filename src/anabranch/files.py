@@ -90,9 +90,10 @@ def document_of(noun: Noun) -> dict[str, Any]:
     """A noun as the JSON document of its file."""
     kind = next((name for name, cls in KINDS.items() if isinstance(noun, cls)), None)
     if kind is None:
-        raise ValueError(
-            f"cannot save a {type(noun).__name__}: expected a {', '.join(c.__name__ for c in KINDS.values())}"
-        )
+        found, expected = type(noun).__name__, ", ".join(cls.__name__ for cls in KINDS.values())
+        # By name, since the module of these two imports this one.
+        hint = "; save it with ab.sharded.save" if found in ("ShardedTrace", "ShardingPlan") else ""
+        raise ValueError(f"cannot save a {found}: expected a {expected}{hint}")
     content = _plain(noun)
     if isinstance(noun, Network) and not noun.delays:
         del content["delays"]  # a field that came later: without it, older programs can read the file

@@ -40,7 +40,10 @@ def benchmark(rank: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     compiled_bench.BACKEND = "aot_eager"
     skip = (f"{OURS}, int8",)
-    settings = Settings(2, 2, 1, 2, (), (), ("int8",), ("nothing else",), compiled=True, skip=skip)
+    settings = Settings(
+        iters=2, batches=2, warmup=1, profile_steps=2, sizes_mib=(), lanes=(), compress=("int8",),
+        only=("nothing else",), compiled=True, skip=skip,
+    )  # fmt: skip
     said: list[str] = []
     found = run(Workload("net", 8, "img", torch.device("cpu"), build), settings, said.append)
     return {

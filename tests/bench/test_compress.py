@@ -164,7 +164,9 @@ def whole(rank: int) -> list[str]:
     tensors = [ab.TensorSpec(f"layer{i}.weight", 3000 + 10 * i, 4, 0.001 * (i + 1)) for i in range(3)]
     workload = replay_workload("tiny", ab.Trace(tuple(tensors), 0.001))
     wires = ["bf16", *(f"{name}:0.1" for name in OTHERS)]
-    settings = Settings(1, 1, 0, 2, [1], [2], wires, ["none"])
+    settings = Settings(
+        iters=1, batches=1, warmup=0, profile_steps=2, sizes_mib=[1], lanes=[2], compress=wires, only=["none"]
+    )
     found = run(workload, settings, lambda _: None)
     assert all(row.step_s > 0 and row.sent_nbytes is None for row in found.rows)
     return [row.name for row in found.rows]

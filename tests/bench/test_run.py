@@ -189,8 +189,9 @@ def test_sequences_have_no_channels() -> None:
 
 def unmeasured(rank: int) -> str:
     bench_run.THOROUGH = ab.TuningPolicy(min_predicted_gain=2.0, obvious_gain=2.0)  # nothing is worth a measurement
+    settings = bench_run.Settings(iters=1, batches=1, warmup=0, profile_steps=2)
     with pytest.raises(RuntimeError) as caught:
-        bench_run.run(replay_workload("tiny", tiny()), bench_run.Settings(1, 1, 0, 2), lambda _: None)
+        bench_run.run(replay_workload("tiny", tiny()), settings, lambda _: None)
     return str(caught.value)
 
 

@@ -3,10 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import anabranch as ab
+from anabranch.cli import arguments
 from anabranch.cli.main import main
 from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, PlanCache
 from cli.nouns import HOSTILE, error_of, json_of, measured, small_trace
@@ -78,6 +80,18 @@ def test_show_says_what_a_cached_plan_is(
     assert plan is None or plan.fingerprint in out
     document = json_of(capsys, "show", str(path))
     assert document["content"] == json.loads(path.read_text()) and document["summary"]["gain"] == CHOICE.gain
+
+
+def test_a_cached_plan_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, parse, parsed = filled(tmp_path), json.loads, []
+
+    def counting(text: str, **options: Any) -> Any:
+        parsed.append(text)
+        return parse(text, **options)
+
+    monkeypatch.setattr(json, "loads", counting)
+    assert arguments.content(str(path)) == Entry(KEY, CHOICE)
+    assert parsed == [path.read_text()]
 
 
 def test_show_knows_a_cached_plan_however_it_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,33 @@ def test_wrong_use_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[st
     assert "--help" in error_of(capsys, *argv)
 
 
+@pytest.mark.parametrize("verb", ["compare", "plan", "simulate"])
+def test_a_network_and_a_trace_are_given_once(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [verb, "--trace", trace_file(tmp_path), "--network", RING]
+    words = error_of(capsys, *argv, "--network=10gbe:ranks=8")
+    assert words == f"--network is given 2 times: expected once; run anabranch {verb} once for each\n"
+    assert "--trace is given 3 times" in error_of(capsys, *argv, "--trace", "resnet50", "--trace", "gpt2")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*argv, "--network", RING, "--help"]) == 0
+    capsys.readouterr()
+    assert main([*argv, "--json", "--json"]) == 0  # a flag says the same again
+    if verb == "plan":
+        capsys.readouterr()
+        assert main([*argv, "--planner", "per_tensor", "--planner", "single"]) == 0  # the last one counts
+        told = capsys.readouterr().out
+        assert main([*argv, "--planner", "single"]) == 0 and told == capsys.readouterr().out
+
+
+def test_options_behind_a_program_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    program = ["missing.py", "--compress", "a", "--compress", "b"]
+    assert "missing.py: no such file" in error_of(capsys, "run", "--compress", "int8", *program)
+    assert "--compress is given 2 times" in error_of(
+        capsys, "run", "--compress", "int8", "--compress", "int4", *program
+    )
+
+
 def test_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(text: str) -> None:
         raise KeyboardInterrupt

@@ -10,13 +10,15 @@ from xml.etree import ElementTree
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from anabranch import Network, Plan, Trace, planners, save
+from anabranch import Network, Plan, Trace, fidelity, planners, save
 from anabranch.bench import zoo
 from anabranch.cli import network_text
 from anabranch.cli.main import main
 from anabranch.cli.memory import Activations, Optimizer, estimator_of
 from anabranch.footprint.account import Setting
-from anabranch.planners.ladder import FREE
+from anabranch.kinds import COMPRESSED
+from anabranch.planners.ladder import FREE, least_lossy
+from anabranch.report.comparison import MEANING
 from anabranch.scaling.compression import priced
 from anabranch.scaling.result import Scaling
 from anabranch.scaling.sweep import Compute, sweep
@@ -46,7 +48,7 @@ def test_points_are_what_the_library_says(
         document = json_of(capsys, *argv)
         here: dict[str, Any] = {"network_name": RING, "scaling": basis, "compute": Compute(**given)}
         expected = sweep(small_trace(), network_text.network(RING), [4, 16, 64], chosen, **here)
-        assert document["points"] == [asdict(point) for point in expected]
+        assert document["points"] == [{**asdict(point), "error": 0.0} for point in expected]  # all of them are dense
         assert {key: document[key] for key in given} == given
         (tmp_path / "trace.json").unlink()
 
@@ -293,6 +295,27 @@ def test_auto_and_packed_values_are_priced_also_on_lean(tmp_path: Path, capsys: 
         assert steps["oktopk:0.2:bf16", size] == steps["lean:0.2:bf16", size] < steps["oktopk:0.2", size]
     kinds = {strategy["name"]: strategy["kind"] for strategy in document["strategies"]}
     assert (kinds["auto"], kinds["lean:auto"]) == ("quantised", "lean")
+
+
+def test_how_lossy_plans_are_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ways = ["auto", "int8", "oktopk:0.2:bf16", "auto@nodes"]
+    document = sparse(tmp_path, capsys, *ways)
+    found = {(p["planner"], p["world_size"]): p["error"] for p in document["points"]}
+    trace, errors = small_trace(), dict.fromkeys(ways, "")
+    for size in (4, 16, 64):
+        here = priced(network_text.network(RING).at(size), COMPRESSED)
+        made = least_lossy(trace, here, fidelity.ERRORS)
+        assert found["auto", size] == found["auto@nodes", size] == fidelity.error_of_plan(trace, made) > 0
+        assert (
+            found["optimal", size] == 0 and 0 < found["oktopk:0.2:bf16", size] <= fidelity.error_of("oktopk:0.2") / 1e6
+        )
+        errors = {way: f"{errors[way]}, {found[way, size]:.2g} at {size} ranks" for way in ways}
+    assert len({found["auto", size] for size in (4, 16, 64)}) == 3
+    (tmp_path / "trace.json").unlink()
+    asked = [word for way in ways for word in ("--compress", way)]
+    assert main(["scale", "--trace", trace_file(tmp_path), "--network", RING, *FEW, *asked]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"Error, {MEANING}: auto {errors['auto'][2:]}; int8 {found['int8', 4]:.2g}" in out
 
 
 def test_between_nodes_it_is_a_price_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,9 @@ from anabranch.cli.main import main
 from anabranch.files import Noun, dumps
 from anabranch.sharded import Block, ShardedTrace, ShardingPlan, Unit
 from anabranch.sharded import files as sharded_files
-from cli.nouns import HOSTILE, RING, json_of, measured, small_trace
+from cli.nouns import HOSTILE, RING, error_of, json_of, measured, small_trace
+from report.demos import demo
+from report.run_files import as_json, run_folder
 
 NETWORK = Network.ring(16, 50e-6, 8e-10)
 PLAN = plan(small_trace(), NETWORK, "asc")
@@ -120,3 +122,28 @@ def test_a_broken_sharding_plan_is_refused_by_field(
     path.write_text(json.dumps({"format": "sharding_plan", "version": 1, **content}))
     assert main(["show", str(path)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("metrics.jsonl", "40 lines of a training"), ("losses.jsonl", "40 lines of a training"),
+        ("window.json", "step 4 of 2 ranks"), ("scale.json", "scaling"), ("memory.json", "memory"),
+        ("bench.json", "benchmark"), ("compare.json", "comparison of planners"), ("demo.json", "demo"),
+    ],
+)  # fmt: skip
+def test_what_report_draws_is_sent_there(
+    file: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_folder(tmp_path) / file
+    if kind == "demo":
+        path.write_text(json.dumps(as_json(demo())))
+    words = error_of(capsys, "show", str(path))
+    assert words == f"{path}: holds what show does not print ({kind}); draw it with: anabranch report {path}\n"
+
+
+@pytest.mark.parametrize("content", ['{"command": "demo"}', '{"step": 1}\n{', '{"step": "one"}\n', "{}", ""])
+def test_what_report_cannot_read_is_not(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "demo.json"
+    path.write_text(content)
+    assert "draw it with" not in error_of(capsys, "show", str(path))

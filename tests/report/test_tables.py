@@ -130,6 +130,17 @@ def test_the_star_of_a_scaling_row_is_the_best_of_all_planners() -> None:
     assert table.count("* 50.0") == 1 and "asc 50.0" in table
 
 
+def test_errors_are_said_by_size_where_they_differ() -> None:
+    names = {name: dict.fromkeys((4, 16, 64, 1024), 0.1) for name in ("by_bytes", "int8", "auto")}
+    scaling = scaling_of(names, quantised=["int8", "auto"])
+    assert "Error" not in rendered(scaling_report(scaling), 80)  # as in files of older versions
+    errors = {"by_bytes": (0.0,) * 4, "int8": (81e-6,) * 4, "auto": (0.0, 81e-6, 80.9e-6, 0.0225)}
+    sizes = scaling.world_sizes
+    told = [replace(p, error=errors[p.planner][sizes.index(p.world_size)]) for p in scaling.points]
+    shown = " ".join(rendered(scaling_report(replace(scaling, points=tuple(told))), 80).split())
+    assert "them: int8 8.1e-05; auto 0 at 4 ranks, 8.1e-05 at 16 to 64 ranks, 0.022 at 1,024 ranks." in shown
+
+
 def test_gantt_columns() -> None:
     compute = (Span("compute", "forward", -1.0, 0.0), Span("compute", "backward", 0.0, 2.0))
     lanes = (Span("lane 0", "a", 1.0, 2.0), Span("lane 0", "b", 3.0, 4.0), Span("lane 1", "c", 2.0, 2.0))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import anabranch as ab
 from anabranch import FileError, PlanError
 from anabranch.sharded import Block, ShardedTrace, ShardingPlan, Unit, load, save
 
@@ -77,3 +78,15 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, old: str, new: str, words
 def test_a_plan_in_words() -> None:
     assert ShardingPlan.per_block(["a", "b"]).described() == "2 units, 2 freed after forward, 1 gathered ahead"
     assert ShardingPlan.from_cuts(["a", "b"], []).described() == "1 unit, 0 freed after forward, 1 gathered ahead"
+
+
+def test_the_wrong_save_names_the_right_one(tmp_path: Path) -> None:
+    nouns: list[Any] = [TRACE, ShardingPlan.per_block(["a"])]
+    for noun in nouns:
+        words = f"cannot save a {type(noun).__name__}: expected a Trace, .*; save it with ab.sharded.save"
+        with pytest.raises(ValueError, match=words):
+            ab.save(noun, tmp_path / "noun.json")
+    plan: Any = ab.Plan((ab.Bucket(("a",)),))
+    with pytest.raises(ValueError, match=r"cannot save a Plan: .* or ShardingPlan; for others there is ab\.save"):
+        ab.sharded.save(plan, tmp_path / "noun.json")
+    assert not list(tmp_path.iterdir())

@@ -57,7 +57,7 @@ from anabranch.version import __version__
 MAX_TUNING_STEPS = 1000  # tuning usually takes 45 to 120
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)  # fourteen fields: by position nobody could read them
 class Settings:
     """How long to measure, and which contestants.
 

@@ -20,6 +20,7 @@ from anabranch.files import (
     opened,
     parse_json,
     read_bytes,
+    refused,
     validated,
 )
 from anabranch.network import Network
@@ -118,11 +119,29 @@ def content(text: str) -> Noun | ShardedTrace | ShardingPlan | Entry:
         return _file_or_bundled(text)
     found = read_bytes(Path(text))
     classes = {**KINDS, **{name: cls for cls, name in FORMATS.items()}}
-    kind, fields = opened(parse_json(found, text), text, [*classes, FORMAT])
+    try:
+        kind, fields = opened(parse_json(found, text), text, [*classes, FORMAT])
+    except FileError:
+        if (drawn := _drawn_by_report(found, text)) is not None:
+            raise drawn from None
+        raise
     if kind == FORMAT:
-        return Entry.of(found, text)
+        return Entry.of_fields(fields, text)
     noun: Noun | ShardedTrace | ShardingPlan = validated(classes[kind], fields, text)
     return noun
+
+
+def _drawn_by_report(found: bytes, text: str) -> FileError | None:
+    """The error about a file that anabranch report draws and nothing prints; None if report cannot read it either."""
+    from anabranch.report.runs.reading import Runs, parse_file
+
+    runs = Runs()
+    try:
+        runs.add(text, parse_file(found, text))
+    except FileError:
+        return None
+    ((_, kind),) = runs.files
+    return refused(text, f"holds what show does not print ({kind}); draw it with: anabranch report {text}")
 
 
 def _file_or_bundled(text: str) -> Noun:

@@ -1,7 +1,6 @@
 """anabranch compare: every planner side by side, and the plan for every way to compress."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -17,8 +16,8 @@ from anabranch.scaling.compression import (
     AUTO,
     CompressedStrategies,
     Compression,
+    as_sent,
     compressed_strategies,
-    kind_of_bucket,
 )
 from anabranch.sim import finish_s, lower_bound_s
 from anabranch.sim import simulate as predict
@@ -110,7 +109,7 @@ def _row(
     timeline = predict(trace, made, network)
     bound_s = lower_bound_s(trace, network, made.lanes)
     low_s, high_s = (trace.forward_s + finish_s(trace, made, at) for at in around) if around else (None, None)
-    sent = replace(made, buckets=tuple(replace(b, collective=kind_of_bucket(b.collective)) for b in made.buckets))
+    sent = as_sent(made)
     return ComparedPlanner(
         name=one.name,
         planner=one.planner,

@@ -2,9 +2,11 @@
 
 import os
 import sys
-from typing import Annotated, cast
+from collections import Counter
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand, TyperOption
 from typer.main import get_command
 
 from anabranch.cli.bench import bench
@@ -33,6 +35,28 @@ FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 1
 # name for one of the subclasses is there in all.
 _ClickException = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 
+
+GIVEN_ONCE = {"network", "trace", "compress"}  # who gives two of them expects both to count
+
+
+class Verb(TyperCommand):
+    """A command that refuses a second network, trace or compression where it takes one: the first would be ignored.
+
+    Of other options the last one counts, as elsewhere: scripts put their user's after their own.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any, since it is a context of typer's own click
+        given = list(args)  # parsing empties the list
+        rest = super().parse_args(ctx, args)  # --help and other wrong use come first
+        _, _, found = self.make_parser(ctx).parse_args(args=given)
+        for option, times in Counter(found).items():
+            if times > 1 and isinstance(option, TyperOption) and option.name in GIVEN_ONCE and not option.multiple:
+                raise ValueError(
+                    f"{option.opts[-1]} is given {times} times: expected once; run {ctx.command_path} once for each"
+                )
+        return rest
+
+
 app = typer.Typer(
     name="anabranch",
     help="Plan how gradients travel in data-parallel training, and predict what that costs at any number of GPUs.",
@@ -51,7 +75,7 @@ for panel, verbs in {
     for verb in verbs:
         settings = RUNS_A_PROGRAM if verb in (lab, run) else None
         name = verb.__name__.strip("_").replace("_", "-")
-        app.command(name, rich_help_panel=panel, context_settings=settings)(verb)
+        app.command(name, cls=Verb, rich_help_panel=panel, context_settings=settings)(verb)
 
 
 def _version(wanted: bool) -> None:

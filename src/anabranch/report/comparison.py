@@ -10,6 +10,7 @@ from anabranch.report.documents import CompareDocument, ComparedPlanner
 from anabranch.report.figures import ratio
 from anabranch.report.formatting import factor, percent, plain, time_scale
 from anabranch.report.tables import columns
+from anabranch.scaling.result import ScalePoint
 
 PLANNER_NAMES = (
     "per_tensor: every gradient by itself (WFBP); single: one message after backward; by_bytes: torch DDP's default "
@@ -20,10 +21,10 @@ CAPTION = (
     "* best. Speed-up: iteration against by_bytes. Above bound: how much later than the earliest finish conceivable on "
     f"that many lanes. {PLANNER_NAMES}"
 )
+MEANING = "the expected squared error of a step's averages, relative to them"
 ERROR = (
-    "Error: the expected squared error of a step's averages, relative to them. One kind travels by the exact plan; of "
-    "several, the least lossy plan is taken that ends at most 1 % of the computing time after the fastest, or less "
-    "where the network is slow"
+    f"Error: {MEANING}. One kind travels by the exact plan; of several, the least lossy plan is taken that ends at "
+    "most 1 % of the computing time after the fastest, or less where the network is slow"
 )
 Column = tuple[str, Callable[[ComparedPlanner], str]]  # its header, and the cell of a row
 
@@ -61,7 +62,7 @@ def about_compressed(found: CompareDocument) -> str:
     return f"{ERROR}. {'Shares of the values: ' if said else ''}{''.join(f'{one}. ' for one in said)}".rstrip()
 
 
-def error(row: ComparedPlanner) -> str:
+def error(row: ComparedPlanner | ScalePoint) -> str:
     """The error of a plan, in two digits."""
     return "-" if row.error is None else f"{row.error:.2g}"
 

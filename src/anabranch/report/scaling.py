@@ -1,11 +1,13 @@
 """Scaling tables: who is best at each world size on each network, and what every strategy reaches."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from anabranch.report.comparison import MEANING, error
 from anabranch.report.formatting import Scale, factor, label, percent, plain, time_scale
 from anabranch.report.tables import columns
 from anabranch.scaling.answer import BestAtSize, Gain, best_at_sizes, has_dense
@@ -39,7 +41,7 @@ def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[Ren
     for row in found:
         cells = [f"{row.world_size:,}", _banded(row.ddp, scale), *_best_cells(row.dense, row.ddp, scale)]
         table.add_row(*map(Text, cells))
-    return [table, Text(), *_compressed_winners(found, network, scale)]
+    return [table, Text(), *_compressed_winners(found, network, scale), *_errors(scaling, curves)]
 
 
 def _compressed_winners(found: Sequence[BestAtSize], network: NetworkUsed, scale: Scale) -> list[RenderableType]:
@@ -56,6 +58,24 @@ def _compressed_winners(found: Sequence[BestAtSize], network: NetworkUsed, scale
         cells = [cell for point in points for cell in _best_cells(point, row.dense, scale)]
         table.add_row(*map(Text, [f"{row.world_size:,}", *cells]))
     return [table, Text()]
+
+
+def _errors(scaling: Scaling, curves: Curves) -> list[RenderableType]:
+    """How lossy the plan of every strategy with compressed buckets is, in a line; nothing where no error is known."""
+    said = []
+    for strategy in scaling.strategies:
+        points = curves[strategy.name].values()
+        if strategy.sends == "dense" or any(point.error is None for point in points):
+            continue
+        alike = [(shown, [point.world_size for point in some]) for shown, some in groupby(points, error)]
+        where = [shown + (f" at {_sizes(sizes)}" if len(alike) > 1 else "") for shown, sizes in alike]
+        said.append(f"{label(strategy.name).plain} {', '.join(where)}")
+    return [Text(plain(f"Error, {MEANING}: {'; '.join(said)}.")), Text()] if said else []
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """4 ranks, or 4 to 64 ranks."""
+    return " to ".join(f"{size:,}" for size in dict.fromkeys((sizes[0], sizes[-1]))) + " ranks"
 
 
 def _best_cells(point: ScalePoint, other: ScalePoint, scale: Scale) -> list[str]:

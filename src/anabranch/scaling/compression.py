@@ -1,7 +1,7 @@
 """Strategies with compressed buckets: their planners, the cost of their buckets at any world size, the assumptions."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from anabranch.exchange_cost import BETWEEN_NODES, Exchange
 from anabranch.fidelity import error_of, ladder
 from anabranch.kinds import COMPRESSED, DENSE
 from anabranch.network import Network
+from anabranch.plan import Plan
 from anabranch.planners.compressed import compressed_if_faster
 from anabranch.planners.ladder import least_lossy
 from anabranch.quantised.cost_model import exchange_of as quantised_exchange
@@ -136,6 +137,11 @@ def priced(network: Network, kinds: Iterable[str]) -> Network:
 def kind_of_bucket(collective: str) -> str:
     """The kind that a bucket of a live plan names, which has neither the wire nor the "@nodes" of a price."""
     return split_wire(collective.removesuffix(BETWEEN_NODES))[0]
+
+
+def as_sent(plan: Plan) -> Plan:
+    """The plan as a live one names its kinds: ``kind_of_bucket`` of every bucket."""
+    return replace(plan, buckets=tuple(replace(b, collective=kind_of_bucket(b.collective)) for b in plan.buckets))
 
 
 def sent_nbytes(kind: str, tensors: Sequence[TensorSpec], ranks: int) -> int | None:

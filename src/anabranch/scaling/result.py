@@ -20,7 +20,8 @@ class ScalePoint:
     ``iteration_low_s`` and ``iteration_high_s`` are the same plan's step on the network of lowest and of highest cost
     in the band; both are ``iteration_s`` where no spread is known. ``exposed_s`` is what communication adds to compute
     time. ``speedup`` is throughput relative to one rank working alone on the trace as recorded; ``efficiency`` is
-    speedup/world_size. ``samples_per_s`` counts all ranks; None if the trace does not say its batch.
+    speedup/world_size. ``samples_per_s`` counts all ranks; None if the trace does not say its batch. ``error`` is that
+    of the plan (``fidelity.error_of_plan``); None where there is no plan of buckets, and in older files.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -37,6 +38,7 @@ class ScalePoint:
     speedup: float
     efficiency: float
     samples_per_s: float | None = None
+    error: float | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

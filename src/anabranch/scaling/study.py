@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 from anabranch.alpha_beta import AlphaBeta, TwoLevel
+from anabranch.fidelity import error_of_plan
 from anabranch.network import Network
 from anabranch.network_presets import NetworkRange
 from anabranch.scaling.answer import answer
-from anabranch.scaling.compression import Compression, compressed_strategies
+from anabranch.scaling.compression import Compression, as_sent, compressed_strategies
 from anabranch.scaling.line_up import configured_planner
 from anabranch.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
 from anabranch.scaling.sharding import Sharding
@@ -127,6 +128,7 @@ class _Study:
             recorded_batch=recorded,
             pricing=compressed.priced,
             runners=runners,
+            error_of=lambda trace, plan: error_of_plan(trace, as_sent(plan)),
         )
         found = []
         for point in steps:

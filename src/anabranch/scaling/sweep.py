@@ -15,16 +15,18 @@ from anabranch.trace import Trace
 
 
 class Ran(NamedTuple):
-    """What a strategy did at one world size: its buckets and lanes, and its step on each of the networks."""
+    """What a strategy did at one world size: its buckets and lanes, its step on each of the networks, and its error."""
 
     buckets: int
     lanes: int
     steps_s: list[float]
+    error: float | None = None
 
 
 Planner = Callable[[Trace, Network], Plan]
 Runner = Callable[[Trace, Trace, Sequence[Network]], Ran]  # the quiet trace, the real one, the networks
 Pricing = Callable[[Network], Network]
+ErrorOf = Callable[[Trace, Plan], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def sweep(
     recorded_batch: int | None = None,
     pricing: Pricing | None = None,
     runners: Mapping[str, Runner] | None = None,
+    error_of: ErrorOf | None = None,
 ) -> Iterator[ScalePoint]:
     """Every planner at every world size, on ``network`` carried to that size; a point as soon as it is known.
 
@@ -82,6 +85,7 @@ def sweep(
     plan then runs with jitter and stragglers, on ``network`` and on each of ``around``: the shortest and the longest of
     these steps are the band. ``pricing`` adds the costs of further collectives to a network of any world size.
     ``runners`` are strategies that have no plan of buckets; their points come behind those of the planners.
+    ``error_of`` says how lossy a plan is; without it, points do not say that.
     """
     if scaling not in ("weak", "strong"):
         raise ValueError(f"scaling is {scaling!r}: expected 'weak' or 'strong'")
@@ -91,7 +95,9 @@ def sweep(
         slowest = slowest_ranks(
             trace, world_sizes, compute.jitter, compute.stragglers, compute.straggler_factor, compute.seed
         )
-    strategies = {name: partial(_planned, planner) for name, planner in planners.items()} | dict(runners or {})
+    strategies = {name: partial(_planned, planner, error_of) for name, planner in planners.items()} | dict(
+        runners or {}
+    )
     for world_size in world_sizes:
         networks = [_priced(other.at(world_size), pricing) for other in (network, *around)]
         scaled: dict[float, tuple[Trace, Trace]] = {}
@@ -101,19 +107,20 @@ def sweep(
             if factor not in scaled:
                 scaled[factor] = (trace.scaled(factor), slowest.get(world_size, trace).scaled(factor))
             quiet, real = scaled[factor]
-            buckets, lanes, steps = run(quiet, real, networks)
+            buckets, lanes, steps, error = run(quiet, real, networks)
             done = total if scaling == "strong" else total * world_size  # recorded batches per step, by all ranks
             speedup = done * alone_s / steps[0] if steps[0] else float(world_size)
             samples = done * recorded_batch / steps[0] if recorded_batch and steps[0] else None
             yield ScalePoint(
                 network_name, name, world_size, buckets, lanes, steps[0], min(steps), max(steps),
-                steps[0] - real.forward_s - real.backward_s, speedup, speedup / world_size, samples,
+                steps[0] - real.forward_s - real.backward_s, speedup, speedup / world_size, samples, error,
             )  # fmt: skip
 
 
-def _planned(planner: Planner, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
+def _planned(planner: Planner, error_of: ErrorOf | None, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
     plan = planner(quiet, networks[0])
-    return Ran(len(plan), plan.lanes, [real.forward_s + finish_s(real, plan, at) for at in networks])
+    steps_s = [real.forward_s + finish_s(real, plan, at) for at in networks]
+    return Ran(len(plan), plan.lanes, steps_s, None if error_of is None else error_of(quiet, plan))
 
 
 def _priced(network: Network, pricing: Pricing | None) -> Network:

@@ -49,4 +49,7 @@ def save(noun: ShardedTrace | ShardingPlan, path: str | os.PathLike[str], force:
 
 def dumps(noun: ShardedTrace | ShardingPlan) -> str:
     """The content of a file; floats read back the same."""
+    if type(noun) not in FORMATS:
+        expected = " or ".join(cls.__name__ for cls in FORMATS)
+        raise ValueError(f"cannot save a {type(noun).__name__}: expected a {expected}; for others there is ab.save")
     return json_text({"format": FORMATS[type(noun)], "version": VERSION, **asdict(noun)})
