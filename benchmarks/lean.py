@@ -49,7 +49,7 @@ from benchmarks.lean_batches import (
     predicted_nbytes,
     timed,
 )
-from benchmarks.restarting import board, joined, supervised, why, worker_place, working
+from benchmarks.restarting import board, group_store, joined, supervised, why, worker_place, working
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # not exported to type checkers
 
@@ -426,7 +426,8 @@ def work(given: argparse.Namespace, jobs: Sequence[Job], store: TCPStore) -> Non
     """Run rows on this rank, one after another."""
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
-    dist.init_process_group("nccl" if ON_GPU else "gloo")
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("nccl" if ON_GPU else "gloo", store=group_store(store), rank=rank, world_size=ranks)
     store.set("device", torch.cuda.get_device_name() if ON_GPU else "CPU")
 
     def run(number: int) -> str:

@@ -13,29 +13,36 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # not exported to type checkers
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # not exported to type checkers
 
 FIRST, ATTEMPT = "BENCHMARK_FIRST_JOB", "BENCHMARK_ATTEMPT"  # in the environment of a worker
-PORTS_ABOVE = 17  # of the launcher's port: where the supervisors' store listens; workers have those behind it
 POLL_S = 0.1
 KILLED_S = 60.0  # for a worker that was killed to end, and for other supervisors to leave
 LONG = timedelta(hours=1)
 
 
 def board() -> TCPStore:
-    """In a supervisor: the store in which ranks write what they find."""
-    host, ranks = os.environ["MASTER_ADDR"], int(os.environ["WORLD_SIZE"])
-    return TCPStore(host, _board_port(), ranks, os.environ["RANK"] == "0", LONG)
+    """In a supervisor: the store in which ranks write what they find.
+
+    It is torchrun's own, else one of rank 0 at the port that the launcher left for it: any other port may be in use.
+    """
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = os.environ["RANK"] == "0" and not of_torchrun
+    return TCPStore(*_address(), int(os.environ["WORLD_SIZE"]), serves, LONG)
 
 
 def joined() -> TCPStore:
     """One more connection to the store: of a worker, or of another thread of a supervisor."""
-    return TCPStore(os.environ["MASTER_ADDR"], _board_port(), None, False, LONG)
+    return TCPStore(*_address(), None, False, LONG)
 
 
-def _board_port() -> int:
-    place = worker_place()
-    return int(os.environ["MASTER_PORT"]) + (PORTS_ABOVE if place is None else -1 - place[1])
+def _address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def group_store(store: TCPStore) -> PrefixStore:
+    """In a worker: for the process group of its attempt, which must not find the addresses of workers before it."""
+    return PrefixStore(f"group/{os.environ[ATTEMPT]}", store)
 
 
 def worker_place() -> tuple[int, int] | None:
@@ -122,7 +129,5 @@ def _note(store: TCPStore, job: int, attempt: int, reason: str) -> None:
 
 
 def _started(command: Sequence[str], first: int, attempt: int) -> "subprocess.Popen[bytes]":
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    port = int(os.environ["MASTER_PORT"]) + PORTS_ABOVE + 1 + attempt
-    environment |= {"MASTER_PORT": str(port), FIRST: str(first), ATTEMPT: str(attempt)}
+    environment = {**os.environ, FIRST: str(first), ATTEMPT: str(attempt)}
     return subprocess.Popen([sys.executable, *command], env=environment)
