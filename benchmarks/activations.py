@@ -17,10 +17,10 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from anabranch.activations.blocks import blocks_of
-from anabranch.activations.policy import Activations, ManagedActivations
-from anabranch.activations.speeds import measure_link
-from anabranch.bench.zoo import model_and_step
+from anabranch.lean.activations.blocks import blocks_of
+from anabranch.lean.activations.policy import Activations, ManagedActivations
+from anabranch.lean.activations.speeds import measure_link
+from anabranch.tools.bench.zoo import model_and_step
 
 WARM, ROUNDS = 6, 10  # the mix is chosen after two steps
 GIB = 1 << 30

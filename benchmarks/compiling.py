@@ -109,11 +109,11 @@ def _timed(way: str, process: "subprocess.Popen[str]") -> dict[str, float]:
 
 def compiled(model: str, batch: int | None, way: str, channels_last: bool) -> dict[str, float]:
     """Compile a model in one of these ways; parts, seconds of the first step, and of a later one."""
-    from anabranch.bench.compiled import CountingBackend, start_compiler
-    from anabranch.bench.zoo import model_and_loss
-    from anabranch.cli.user_function import load_function
-    from anabranch.compiled.graphs import CompiledGraphs
+    from anabranch.ddp.compiled.graphs import CompiledGraphs
     from anabranch.ddp.reducer import compiled_as_ddp
+    from anabranch.tools.bench.compiled import CountingBackend, start_compiler
+    from anabranch.tools.bench.zoo import model_and_loss
+    from anabranch.tools.cli.user_function import load_function
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if ":" in model:

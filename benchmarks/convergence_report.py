@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from anabranch.report.plot import COLOURS, MARKERS, figure_bytes
+from anabranch.tools.report.plot import COLOURS, MARKERS, figure_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from anabranch.demo.text import CharTransformer
+from anabranch.tools.demo.text import CharTransformer
 
 CORPUS_NBYTES = 4 << 20
 HELD_OUT = 10  # every tenth file is for validation: whole files, so that no passage is half known

@@ -3,7 +3,7 @@
     python -m benchmarks.convergence_variants --task char --contestant oktopk:0.01,via=update --steps 1000 \\
         --output variants.jsonl
 
-The exchange is the library's own (``anabranch.sparse``), on ranks that share one process; every rank's gradient is
+The exchange is the library's own (``anabranch.exchange.sparse``), on ranks that share one process; every rank's gradient is
 computed by itself. Contestants are those of ``convergence.py`` and may add:
 
 via=gradient   what is sent is the gradient, and the optimizer sees the averages: the library's way
@@ -30,11 +30,11 @@ from benchmarks.convergence import Contestant
 from benchmarks.convergence_tasks import TASKS, Task, anneal
 
 import anabranch as ab
-from anabranch.bench.virtual import VirtualWorld
-from anabranch.quantised.block_format import STORED
-from anabranch.sparse.oktopk import exchange
-from anabranch.sparse.packed_residual import PackedResidual
-from anabranch.sparse.state import BucketState
+from anabranch.exchange.residuals.packing import PackedResidual
+from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.sparse.oktopk import exchange
+from anabranch.tools.bench.virtual import VirtualWorld
+from anabranch.values.kinds.block_format import STORED
 
 RANKS = 4
 BETA1, BETA2, EPS, DECAY = 0.9, 0.999, 1e-8, 0.01  # AdamW's

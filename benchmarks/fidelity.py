@@ -4,7 +4,7 @@
     python -m benchmarks.fidelity_report curves.jsonl --times times.jsonl --output benchmarks/fidelity_...
 
 Every rank's gradient is computed by itself, on its own batch; then the buckets of a plan are exchanged by the same
-kernels and the same steps as between real ranks (``anabranch.bench.virtual``), and one optimizer applies the averages
+kernels and the same steps as between real ranks (``anabranch.tools.bench.virtual``), and one optimizer applies the averages
 that all ranks have. Contestants:
 
     dense                       float32
@@ -35,14 +35,14 @@ import torch
 from benchmarks.fidelity_tasks import TASKS, Task
 
 import anabranch as ab
-from anabranch.bench.virtual import VirtualWorld
-from anabranch.quantised.block_format import FORMATS
-from anabranch.quantised.exchange import exchange as quantised_exchange
-from anabranch.sparse.momentum import Momentum
-from anabranch.sparse.naming import density_of
-from anabranch.sparse.oktopk import exchange as sparse_exchange
-from anabranch.sparse.optimizer_momentum import share_momentum
-from anabranch.sparse.state import BucketState
+from anabranch.exchange.quantised.exchange import exchange as quantised_exchange
+from anabranch.exchange.residuals.momentum import Momentum
+from anabranch.exchange.residuals.optimizer_momentum import share_momentum
+from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.sparse.oktopk import exchange as sparse_exchange
+from anabranch.tools.bench.virtual import VirtualWorld
+from anabranch.values.kinds.block_format import FORMATS
+from anabranch.values.kinds.sparse_names import density_of
 
 RANKS = 4
 WARMUP_STEPS = 100  # of the learning rate, and of OkTopk

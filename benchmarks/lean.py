@@ -54,10 +54,10 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # not exported to type checkers
 
 import anabranch as ab
-from anabranch.activations.policy import Mode
-from anabranch.bench import trainings
-from anabranch.bench.trainings import TrainingSetup
-from anabranch.footprint.account import DDP, LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8, NAIVE, WAYS
+from anabranch.lean.activations.policy import Mode
+from anabranch.planning.memory.account import DDP, LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8, NAIVE, WAYS
+from anabranch.tools.bench import trainings
+from anabranch.tools.bench.trainings import TrainingSetup
 
 GIB = 1 << 30
 SHRUNK = 0.9  # of a batch that was out of memory

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 import anabranch as ab
-from anabranch.activations.recompute import recompute
-from anabranch.bench.memory import Build, compressed_plan, drain, in_bfloat16, release_memory, settle, zoo_build
-from anabranch.bench.zoo import SEQUENCES
-from anabranch.cli.user_function import load_function
-from anabranch.estimate.largest_batch import MAX_BATCH, largest_batch
-from anabranch.estimate.probe import Loss, probe
-from anabranch.footprint import account
-from anabranch.footprint.account import DDP, WAYS, Setting, modes_of
-from anabranch.footprint.step_profile import StepProfile
+from anabranch.lean.activations.recompute import recompute
+from anabranch.planning.memory import account
+from anabranch.planning.memory.account import DDP, WAYS, Setting, modes_of
+from anabranch.planning.memory.step_profile import StepProfile
+from anabranch.tools.bench.memory import Build, compressed_plan, drain, in_bfloat16, release_memory, settle, zoo_build
+from anabranch.tools.bench.zoo import SEQUENCES
+from anabranch.tools.cli.user_function import load_function
+from anabranch.tools.predict.memory.largest_batch import MAX_BATCH, largest_batch
+from anabranch.tools.predict.memory.probe import Loss, probe
 
 ON_GPU = torch.cuda.is_available()  # a CPU is enough to try everything but the measured memory
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 import torch
 import torch.distributed as dist
 
-from anabranch.bench.memory import OPTIMIZERS, peak, runnable_modes, world, zoo_build
-from anabranch.estimate.probe import probe
-from anabranch.footprint.account import KINDS, Setting, predict
+from anabranch.planning.memory.account import KINDS, Setting, predict
+from anabranch.tools.bench.memory import OPTIMIZERS, peak, runnable_modes, world, zoo_build
+from anabranch.tools.predict.memory.probe import probe
 
 SUBJECTS = ("resnet152:64", "vgg16:64", "bert-large:8", "gpt2:8")
 MIB, GIB = 2**20, 2**30

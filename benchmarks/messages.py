@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.exchange import all_gather, issued
+from anabranch.exchange.contracts import all_gather, issued
 from anabranch.observe.environment import lab_note
-from anabranch.quantised.cost_model import Region
+from anabranch.planning.quantised_prices import Region
 
 MIB = 1 << 20
 ROUNDS = 9

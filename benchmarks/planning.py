@@ -11,9 +11,9 @@ from time import perf_counter
 import numpy as np
 
 import anabranch as ab
-from anabranch.planners import PLANNERS
-from anabranch.scaling.sweep import sweep
-from anabranch.sim import finish_s
+from anabranch.planning import PLANNERS
+from anabranch.planning.simulator import finish_s
+from anabranch.tools.predict.scaling.sweep import sweep
 
 KIB = 1 << 10
 

@@ -14,8 +14,8 @@ from time import perf_counter
 
 import torch
 
-from anabranch.quantised.block_format import FORMATS, BlockFormat, Kept
-from anabranch.quantised.exchange import steps_for
+from anabranch.exchange.quantised.exchange import steps_for
+from anabranch.values.kinds.block_format import FORMATS, BlockFormat, Kept
 
 RANKS = 4
 TIMES = 20

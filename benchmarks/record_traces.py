@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from anabranch.bench.zoo import MODELS, model_and_step, trace_meta
-from anabranch.files import save
 from anabranch.observe.recorder import record
+from anabranch.tools.bench.zoo import MODELS, model_and_step, trace_meta
+from anabranch.values.files import save
 
 BF16 = ("resnet50-bf16", "bert-base-bf16", "gpt2-bf16", "bert-large-bf16")
 

@@ -53,11 +53,11 @@ from benchmarks.search_cost_training import (
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.bench.workload import Workload, replay_workload, zoo_workload
-from anabranch.bench.zoo import MODELS
-from anabranch.cli import arguments
-from anabranch.cli.ranks import join
 from anabranch.observe.environment import lab_note
+from anabranch.tools.bench.workload import Workload, replay_workload, zoo_workload
+from anabranch.tools.bench.zoo import MODELS
+from anabranch.tools.cli import arguments
+from anabranch.tools.cli.ranks import join
 
 DDP = "DDP"
 VARIANTS = ("dense", "bf16", "oktopk")  # of DataParallel

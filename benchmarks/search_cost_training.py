@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import anabranch as ab
-from anabranch.bench.workload import Workload
-from anabranch.bench.zoo import Step
+from anabranch.tools.bench.workload import Workload
+from anabranch.tools.bench.zoo import Step
 
 SETTLED = ("running", "no longer planning", "not planning", "stopped planning", "No plan")
 WARMING_UP = "while training warms up"  # the choice is still to come

@@ -8,12 +8,12 @@ from statistics import median
 import torch
 import triton
 
-from anabranch.bench.virtual import VirtualWorld
-from anabranch.sparse import triton_exchange
-from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import ENTRY_NBYTES, Precision, Sizes
-from anabranch.sparse.state import BucketState
-from anabranch.sparse.triton_exchange import TritonStep
+from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.sparse import triton_exchange
+from anabranch.exchange.sparse.triton_exchange import TritonStep
+from anabranch.tools.bench.virtual import VirtualWorld
+from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES, Precision, Sizes
 
 RANKS, DENSITY, DIVISOR, LIMIT = 4, 0.01, 4.0, 1e38
 

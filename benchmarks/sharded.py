@@ -4,7 +4,7 @@ r"""Steps of a transformer that FSDP2 shards inside nodes: stock HSDP and ``ab.r
         python -m benchmarks.sharded --inside memory
 
 Inside a host, messages pass its loopback, or with ``--inside memory`` they are copies in memory: slower and faster than
-the links of a real node (``anabranch.bench.host_memory``). FSDP2 with a shard on every rank, whose messages go around
+the links of a real node (``anabranch.tools.bench.host_memory``). FSDP2 with a shard on every rank, whose messages go around
 all hosts, passes loopbacks in both.
 
 Every contestant trains its own copy of the model. A step is forward, backward and an SGD update; the time is that of
@@ -31,11 +31,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import anabranch as ab
-from anabranch.bench.host_memory import FastHost
-from anabranch.integrations.mesh import over_mesh
-from anabranch.integrations.sharding_trial import measure_links
-from anabranch.lab.environment import LAB
+from anabranch.fsdp.mesh import over_mesh
+from anabranch.fsdp.trial import measure_links
 from anabranch.observe.measure import SHARDED as SHARDED_COLLECTIVES
+from anabranch.tools.bench.host_memory import FastHost
+from anabranch.tools.lab.environment import LAB
 
 HSDP, SHARDED, COMPUTING = "HSDP", "FSDP2, a shard on every rank", "nothing between nodes"
 KEPT = "HSDP, kept after forward"

@@ -29,8 +29,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.bench.zoo import IMAGES, SEQUENCES, Loss, model_and_loss
-from anabranch.lab.environment import LAB
+from anabranch.tools.bench.zoo import IMAGES, SEQUENCES, Loss, model_and_loss
+from anabranch.tools.lab.environment import LAB
 
 MIB = 1 << 20
 DDP, COMPUTING, PER_BLOCK = "DDP", "computing alone", "FSDP2, a unit per block"

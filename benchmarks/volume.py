@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 import anabranch as ab
-from anabranch.bench.baselines import BASELINES, ExchangeFunction
-from anabranch.bench.virtual import VirtualWorld
-from anabranch.sparse.exact import exact_exchange
-from anabranch.sparse.fixed import fixed_exchange
-from anabranch.sparse.options import OkTopk
-from anabranch.sparse.sizes import ENTRY_NBYTES
-from anabranch.sparse.state import BucketState
+from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.sparse.exact import exact_exchange
+from anabranch.exchange.sparse.fixed import fixed_exchange
+from anabranch.tools.bench.baselines import BASELINES, ExchangeFunction
+from anabranch.tools.bench.virtual import VirtualWorld
+from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES
 
 PERIODS = OkTopk()  # its defaults: exact thresholds every 32 steps, new regions every 64
 OURS: dict[str, ExchangeFunction] = {

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch
-from anabranch.demo.text import CharTransformer, StandardLibrary
+from anabranch.tools.demo.text import CharTransformer, StandardLibrary
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import anabranch
-from anabranch.integrations.lightning import AnabranchStrategy
+from anabranch.frameworks.lightning import AnabranchStrategy
 
 TRAINED_ON = 1500  # of 1797 images; the rest is for validation
 BATCH = 25  # images per rank and step

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 
 import anabranch as ab
-from anabranch.demo.text import CharTransformer, StandardLibrary
+from anabranch.tools.demo.text import CharTransformer, StandardLibrary
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def _mark(item: pytest.Function) -> None:
     fixtures = [definitions[-1] for definitions in item._fixtureinfo.name2fixturedefs.values()]
     if "browser" in item.fixturenames or _reaches_subprocess([item.function, *(fixture.func for fixture in fixtures)]):
         item.add_marker("slow")
-    if item.path.parent == TESTS / "lab":  # a lab looks at all processes and network devices of the machine
+    if item.path.parent == TESTS / "tools" / "lab":  # a lab looks at all processes and network devices of the machine
         item.add_marker(pytest.mark.xdist_group("lab"))
     elif any(fixture.scope == "module" for fixture in fixtures):  # made once, not once per worker
         item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from anabranch import AlphaBeta, Contention, Network, Span, TensorSpec
-from anabranch.files import Noun, dumps
+from anabranch.values.files import Noun, dumps
 from shorthand import bucket_of, plan_of, timeline_of, trace_of
 
 TRACE = trace_of(

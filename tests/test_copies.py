@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from anabranch import Network, Plan, TensorSpec, Timeline, Trace, planners, simulate
+from anabranch import Network, Plan, TensorSpec, Timeline, Trace, simulate
+from anabranch import planning as planners
 
 TRACE = Trace((TensorSpec("a", 3, 4, 0.5), TensorSpec("b", 5, 4, 0.75)), 0.25, {"model": "tiny"})
 NETWORK = Network.ring(4, 1e-5, 1e-9)

@@ -24,7 +24,7 @@ from torch import nn
 from typer.main import get_command
 
 import anabranch as ab
-from anabranch.cli.main import app, main
+from anabranch.tools.cli.main import app, main
 from ranks import on_ranks
 
 ROOT = Path(__file__).parents[1]

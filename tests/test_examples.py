@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import anabranch as ab
-from anabranch.demo.text import CHARACTERS, CharTransformer
+from anabranch.tools.demo.text import CHARACTERS, CharTransformer
 from ranks import on_ranks
 from torchrun import DEADLINE_S, KILLER, aborted_at_its_end, torchrun
 

@@ -17,11 +17,10 @@ from importlib.metadata import PathDistribution, distribution, distributions
 from pathlib import Path
 
 import pytest
+from benchmarks.papers import laysa
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-
-from anabranch.reproduce import laysa
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "anabranch"

@@ -9,10 +9,13 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from anabranch import planners, sharded
-from anabranch.alpha_beta import AlphaBeta, TwoLevel
-from anabranch.curve import Curve, CurvePoint
-from anabranch.errors import (
+from anabranch import planning as planners
+from anabranch.fsdp import planning as sharded
+from anabranch.fsdp.planning import ShardedTrace, ShardingPlan
+from anabranch.planning import plan
+from anabranch.planning.simulator import simulate
+from anabranch.values.curve import Curve, CurvePoint
+from anabranch.values.errors import (
     AnabranchError,
     CollectiveError,
     DisagreementError,
@@ -23,34 +26,32 @@ from anabranch.errors import (
     PlanError,
     UpdateError,
 )
-from anabranch.files import load, save
-from anabranch.network import Contention, Network
-from anabranch.plan import Bucket, Plan
-from anabranch.planners import plan
-from anabranch.sharded import ShardedTrace, ShardingPlan
-from anabranch.sim import simulate
-from anabranch.timeline import Span, Timeline
-from anabranch.trace import TensorSpec, Trace
-from anabranch.version import __version__
+from anabranch.values.files import load, save
+from anabranch.values.links import AlphaBeta, TwoLevel
+from anabranch.values.network import Contention, Network
+from anabranch.values.plan import Bucket, Plan
+from anabranch.values.timeline import Span, Timeline
+from anabranch.values.trace import TensorSpec, Trace
+from anabranch.values.version import __version__
 
 if _TYPE_CHECKING:
-    from anabranch.activations.policy import Activations
-    from anabranch.auto import Auto
-    from anabranch.integrations.comm_hooks import CommHookState, oktopk_hook, quantised_hook
-    from anabranch.integrations.distributed_checkpoint import CommState
-    from anabranch.integrations.sharded import Replication, replicate
-    from anabranch.integrations.sharded_checkpoint import ReplicationState
-    from anabranch.integrations.sharded_watch import Watch, watch
-    from anabranch.integrations.sharding import block_names, shard
-    from anabranch.integrations.sharding_trial import FoundSharding, find_sharding
+    from anabranch.frameworks.comm_hooks import CommHookState, oktopk_hook, quantised_hook
+    from anabranch.frameworks.distributed_checkpoint import CommState
+    from anabranch.frameworks.replication_checkpoint import ReplicationState
+    from anabranch.fsdp.replicate import Replication, replicate
+    from anabranch.fsdp.shard import block_names, shard
+    from anabranch.fsdp.trial import FoundSharding, find_sharding
+    from anabranch.fsdp.watch import Watch, watch
+    from anabranch.lean.activations.policy import Activations
     from anabranch.lean.options import Lean
-    from anabranch.lean_parallel import LeanDataParallel
+    from anabranch.lean.parallel import LeanDataParallel
     from anabranch.observe.loggers import JsonLines, Progress, TensorBoard, WandB
     from anabranch.observe.metrics import Logger, Metrics
     from anabranch.parallel import DataParallel
-    from anabranch.quantised.options import Quantised
-    from anabranch.sparse.options import OkTopk
     from anabranch.tuning.policy import TuningPolicy
+    from anabranch.values.kinds.auto import Auto
+    from anabranch.values.kinds.oktopk import OkTopk
+    from anabranch.values.kinds.quantised import Quantised
 
 __all__ = [
     "Activations",
@@ -115,33 +116,33 @@ __all__ = [
 
 # Imported on first use, since they import torch, which planning does not need.
 _WITH_TORCH = {
-    "Activations": "anabranch.activations.policy",
-    "Auto": "anabranch.auto",
-    "CommHookState": "anabranch.integrations.comm_hooks",
-    "CommState": "anabranch.integrations.distributed_checkpoint",
+    "Activations": "anabranch.lean.activations.policy",
+    "Auto": "anabranch.values.kinds.auto",
+    "CommHookState": "anabranch.frameworks.comm_hooks",
+    "CommState": "anabranch.frameworks.distributed_checkpoint",
     "DataParallel": "anabranch.parallel",
-    "FoundSharding": "anabranch.integrations.sharding_trial",
+    "FoundSharding": "anabranch.fsdp.trial",
     "JsonLines": "anabranch.observe.loggers",
     "Lean": "anabranch.lean.options",
-    "LeanDataParallel": "anabranch.lean_parallel",
+    "LeanDataParallel": "anabranch.lean.parallel",
     "Logger": "anabranch.observe.metrics",
     "Metrics": "anabranch.observe.metrics",
-    "OkTopk": "anabranch.sparse.options",
+    "OkTopk": "anabranch.values.kinds.oktopk",
     "Progress": "anabranch.observe.loggers",
-    "Quantised": "anabranch.quantised.options",
-    "Replication": "anabranch.integrations.sharded",
-    "ReplicationState": "anabranch.integrations.sharded_checkpoint",
+    "Quantised": "anabranch.values.kinds.quantised",
+    "Replication": "anabranch.fsdp.replicate",
+    "ReplicationState": "anabranch.frameworks.replication_checkpoint",
     "TensorBoard": "anabranch.observe.loggers",
     "TuningPolicy": "anabranch.tuning.policy",
     "WandB": "anabranch.observe.loggers",
-    "Watch": "anabranch.integrations.sharded_watch",
-    "block_names": "anabranch.integrations.sharding",
-    "find_sharding": "anabranch.integrations.sharding_trial",
-    "oktopk_hook": "anabranch.integrations.comm_hooks",
-    "quantised_hook": "anabranch.integrations.comm_hooks",
-    "replicate": "anabranch.integrations.sharded",
-    "shard": "anabranch.integrations.sharding",
-    "watch": "anabranch.integrations.sharded_watch",
+    "Watch": "anabranch.fsdp.watch",
+    "block_names": "anabranch.fsdp.shard",
+    "find_sharding": "anabranch.fsdp.trial",
+    "oktopk_hook": "anabranch.frameworks.comm_hooks",
+    "quantised_hook": "anabranch.frameworks.comm_hooks",
+    "replicate": "anabranch.fsdp.replicate",
+    "shard": "anabranch.fsdp.shard",
+    "watch": "anabranch.fsdp.watch",
 }
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from anabranch.cli.main import main
+from anabranch.tools.cli.main import main
 
 sys.exit(main())

@@ -16,24 +16,32 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
-from anabranch.comm.model import model_parts
-from anabranch.compiled.graphs import CompiledGraphs, python_reducer_reason
-from anabranch.compression import Compress, Settings, collectives_for, described, keeps_residuals, name_of, settings_of
+from anabranch.ddp.compiled.graphs import CompiledGraphs, python_reducer_reason
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.compression import (
+    Compress,
+    Settings,
+    collectives_for,
+    described,
+    keeps_residuals,
+    name_of,
+    settings_of,
+)
+from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
+from anabranch.exchange.parameters import model_parts
+from anabranch.exchange.residuals.optimizer_momentum import check_shareable, share_momentum
 from anabranch.lean.options import Lean
-from anabranch.lean_parallel import LeanDataParallel
-from anabranch.network import Network
-from anabranch.plan import Plan
-from anabranch.sparse.optimizer_momentum import check_shareable, share_momentum
+from anabranch.lean.parallel import LeanDataParallel
+from anabranch.lean.wrapping import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.switches import timeline_path, write_timeline
 from anabranch.tuning.tuned import CLOSED, Tuned
 from anabranch.tuning.tuner import Agree
-from anabranch.wrapping import check_outermost, check_unwrapped, dtensor_reason
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
 
 log = logging.getLogger("anabranch")
 
@@ -48,7 +56,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     plans, every rank builds the same buckets, and the plan is kept if live steps, in turns, show that it is faster than
     DDP. If not, DDP's own buckets stay. When the step time drifts, rank 0 searches again, within a budget.
 
-    planner: a name from ``anabranch.planners`` or a function (trace, network) -> Plan.
+    planner: a name from ``anabranch.planning`` or a function (trace, network) -> Plan.
     plan: run this plan, or the plan in this file, whatever its step time. network: use this instead of measuring.
     lanes: the maximum number of simultaneous messages; None tries two if the measurement predicts a gain.
     compress: "bf16" and "int8" round what is sent, and add in float32; "int4" also keeps its rounding errors for the

@@ -2,7 +2,7 @@
 
 import sys
 
-from anabranch.cli.main import main
+from anabranch.tools.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["run", *sys.argv[1:]]))

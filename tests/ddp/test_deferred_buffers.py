@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import DataParallel
-from anabranch.comm.groups import clone_group
-from anabranch.comm.lanes import Lanes
 from anabranch.ddp.deferred_buffers import DeferredBuffers
+from anabranch.exchange.groups import clone_group
+from anabranch.exchange.lanes import Lanes
 from parallel.twins import WIDTH, batch, plain_train, ring, scatter
 from ranks import on_ranks
 

@@ -9,15 +9,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, Plan
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.dense import DenseExchanges
-from anabranch.comm.lanes import Lane, Lanes
-from anabranch.comm.launcher import BucketLauncher
 from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import Reduction, reduced_parameters, relayout
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.dense import DenseExchanges
+from anabranch.exchange.lanes import Lane, Lanes
+from anabranch.exchange.launcher import BucketLauncher
+from anabranch.exchange.quantised.exchanges import QuantisedExchanges
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepTimer
-from anabranch.quantised.exchanges import QuantisedExchanges
 from parallel.twins import WIDTH, batch, bits
 from ranks import on_ranks
 

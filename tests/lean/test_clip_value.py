@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_value_
 
 import anabranch as ab
 from lean.test_clipping import lean_of
-from lean.test_lean_parallel import OPTIMIZERS, made, tokens
+from lean.test_parallel import OPTIMIZERS, made, tokens
 from ranks import on_ranks
 
 LIMIT = 1e-3  # below some elements of all gradients

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.errors import UpdateError
 from anabranch.lean.held_updates import NonzeroValues
-from lean.test_lean_parallel import OPTIMIZERS, made, planned, tokens
+from anabranch.values.errors import UpdateError
+from lean.test_parallel import OPTIMIZERS, made, planned, tokens
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients
 from ranks import on_ranks
 

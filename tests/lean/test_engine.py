@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
-from anabranch.errors import CollectiveError
+from anabranch.values.errors import CollectiveError
 from ranks import on_ranks
 
 WIDTH = 16

@@ -15,7 +15,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where it is run as a program
 
 from gpu import ON_GPU
-from lean.test_lean_parallel import side_by_side
+from lean.test_parallel import side_by_side
 
 pytestmark = ON_GPU
 DEADLINE_S = 180.0

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, swa_utils
 
 import anabranch as ab
-from lean.test_lean_parallel import OPTIMIZERS, Tied, made, tokens
+from lean.test_parallel import OPTIMIZERS, Tied, made, tokens
 from ranks import on_ranks
 
 STEPS = 6

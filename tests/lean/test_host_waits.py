@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.activations.cost_model import HostLink
+from anabranch.lean.activations.cost_model import HostLink
 from anabranch.lean.host_waits import HostBucket, predicted_wait_s
 
 FAST = HostLink(1e30, 1e30)

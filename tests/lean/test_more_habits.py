@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, swa_utils
 
 import anabranch as ab
-from anabranch.activations.solver import BudgetError
+from anabranch.lean.activations.solver import BudgetError
 from lean.test_habits import STEPS, adamw, adapted, same_weights, train, wrapped
-from lean.test_lean_parallel import WIDTH, made, planned, tokens
+from lean.test_parallel import WIDTH, made, planned, tokens
 from ranks import on_ranks
 
 Pair = list[tuple[Any, Any]]  # ours and stock DDP, each with its optimizer

@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import anabranch as ab
-from anabranch.activations.cost_model import Action, BlockCosts
-from anabranch.estimate.estimator import ActivationMode, MemoryEstimator
-from anabranch.estimate.probe import Build, Loss, probe
-from anabranch.footprint import account
-from anabranch.footprint.account import LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8, Setting
+from anabranch.lean.activations.cost_model import Action, BlockCosts
 from anabranch.lean.within import Storage, WithinBudget
+from anabranch.planning.memory import account
+from anabranch.planning.memory.account import LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8, Setting
+from anabranch.tools.predict.memory.estimator import ActivationMode, MemoryEstimator
+from anabranch.tools.predict.memory.probe import Build, Loss, probe
 from ranks import on_ranks
 
 WIDTH, ROWS, LAYERS, RANKS, DENSITY = 128, 2048, 12, 2, 0.1  # an activation has a MiB: smaller ones are not counted

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.estimate.probe import optimizer_memory
 from anabranch.lean.optimizer_memory import memory_of
+from anabranch.tools.predict.memory.probe import optimizer_memory
 
 SGD, ADAMW = partial(torch.optim.SGD, lr=0.1), torch.optim.AdamW
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

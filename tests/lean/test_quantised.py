@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.kinds import COMPRESSED
+from anabranch.values.kinds.names import COMPRESSED
 from parallel.twins import bits
 from ranks import on_ranks
 

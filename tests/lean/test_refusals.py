@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.errors import CollectiveError
+from anabranch.values.errors import CollectiveError
 from ranks import on_ranks
 
 WIDTH = 16

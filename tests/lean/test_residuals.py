@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.comm import error_samples
+from anabranch.exchange import error_samples
 from ranks import on_ranks
 
 ROWS, COLUMNS = 6, 20

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 import anabranch as ab
+from exchange.residuals.test_packing import STEP
 from lean.test_slots import STEPS, Chain, add_to, batch, options, planned
 from ranks import on_ranks
-from sparse.test_packed_residual import STEP
 
 
 def conserved(rank: int, residuals: Any, kind: str) -> float:

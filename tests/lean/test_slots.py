@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anabranch as ab
-from activations.lazy_copies import LazyCopies
-from anabranch.footprint.slots import ring_nbytes
 from anabranch.lean import engine, residuals
 from anabranch.lean.slots import FreshSlots, Slot, SlotRing
 from anabranch.lean.update import BucketUpdater
+from anabranch.planning.memory.slots import ring_nbytes
+from lean.activations.lazy_copies import LazyCopies
 from ranks import on_ranks
 
 WIDTH = 16

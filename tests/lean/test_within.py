@@ -15,14 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anabranch as ab
-from activations.naive_solver import chains, every_choice, links, moves, played_extra_s, played_peak
-from anabranch.activations import policy
-from anabranch.activations.cost_model import RECOMPUTED, Action, BlockCosts, HostLink
-from anabranch.activations.solver import BudgetError, choose_with_windows, smallest_budget
-from anabranch.activations.speeds import SpeedMeter, Speeds
-from anabranch.footprint.account import FRAGMENTATION, OKTOPK, Setting, Way
-from anabranch.footprint.step_profile import OptimizerMemory, allocated_nbytes
-from anabranch.kinds import DENSE
+from anabranch.lean.activations import policy
+from anabranch.lean.activations.cost_model import RECOMPUTED, Action, BlockCosts, HostLink
+from anabranch.lean.activations.solver import BudgetError, choose_with_windows, smallest_budget
+from anabranch.lean.activations.speeds import SpeedMeter, Speeds
 from anabranch.lean.host_waits import HostBucket
 from anabranch.lean.within import (
     ALIKE,
@@ -35,6 +31,10 @@ from anabranch.lean.within import (
     choose_within,
     gradients_of,
 )
+from anabranch.planning.memory.account import FRAGMENTATION, OKTOPK, Setting, Way
+from anabranch.planning.memory.step_profile import OptimizerMemory, allocated_nbytes
+from anabranch.values.kinds.names import DENSE
+from lean.activations.naive_solver import chains, every_choice, links, moves, played_extra_s, played_peak
 from lean.test_host_waits import naive_wait_s
 from ranks import on_ranks
 

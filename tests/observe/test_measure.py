@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from anabranch import Network
-from anabranch.comm.exchange import Group
-from anabranch.comm.groups import clone_group
-from anabranch.compression import probe_of
-from anabranch.files import dumps
-from anabranch.network import ALL_GATHER, REDUCE_SCATTER
+from anabranch.exchange.compression import probe_of
+from anabranch.exchange.contracts import Group
+from anabranch.exchange.groups import clone_group
 from anabranch.observe import measure as module
 from anabranch.observe.clock import HostClock
 from anabranch.observe.environment import NETWORK_NOTE
 from anabranch.observe.measure import measure
+from anabranch.values.files import dumps
+from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER
 from ranks import on_ranks
 
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anabranch import Trace
-from anabranch.bench.zoo import IMAGES, MODELS, SEQUENCES, model_and_loss, model_and_step, trace_meta
-from anabranch.files import dumps, loads
 from anabranch.observe.clock import HostClock
 from anabranch.observe.recorder import Recorder, record
 from anabranch.observe.step_timer import StepTimer
+from anabranch.tools.bench.zoo import IMAGES, MODELS, SEQUENCES, model_and_loss, model_and_step, trace_meta
+from anabranch.values.files import dumps, loads
 
 INPUT = torch.randn(3, 8)
 

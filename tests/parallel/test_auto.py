@@ -10,8 +10,8 @@ from torch import nn
 
 import anabranch as ab
 from anabranch import Network
-from anabranch.comm import error_samples
-from anabranch.fidelity import LADDER, error_of
+from anabranch.exchange import error_samples
+from anabranch.values.kinds.fidelity import LADDER, error_of
 from parallel.twins import SCENARIOS, batch, bits, plain_train, steps
 from ranks import on_ranks
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch import Network, planners
+from anabranch import Network
+from anabranch import planning as planners
 from parallel.models import Doubles
 from parallel.twins import Feature, batch, bits, dtypes_of, mlp, plain_train, scatter, steps, twins
 from ranks import on_ranks

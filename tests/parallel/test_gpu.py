@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.dense import DenseExchanges
-from anabranch.comm.lanes import Lanes, Message
-from anabranch.comm.launcher import BucketLauncher
-from anabranch.compression import probe_of
 from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import reduced_parameters, relayout
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.compression import probe_of
+from anabranch.exchange.dense import DenseExchanges
+from anabranch.exchange.lanes import Lanes, Message
+from anabranch.exchange.launcher import BucketLauncher
 from anabranch.observe.clock import CudaClock
 from anabranch.observe.measure import measure
 from anabranch.observe.recorder import record

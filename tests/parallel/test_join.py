@@ -83,7 +83,7 @@ def halved_by_those_who_remain(rank: int, collective: str, divide: bool) -> list
 
 
 def _bf16(plan: Any) -> Any:
-    from anabranch import planners
+    from anabranch import planning as planners
 
     return planners.using(plan, "bf16")
 

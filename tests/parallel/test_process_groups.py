@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel, Lean, Network, OkTopk
-from anabranch.errors import DisagreementError
+from anabranch.values.errors import DisagreementError
 from parallel.twins import (
     SCENARIOS,
     batch,

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
-from anabranch.errors import CollectiveError
+from anabranch.values.errors import CollectiveError
 from parallel.given_gradients import fresh, one_step, two_buckets
 from parallel.twins import (
     SCENARIOS,

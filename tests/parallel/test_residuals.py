@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.sparse.residual_monitor import ResidualSample
+from anabranch.exchange.residuals.monitor import ResidualSample
 from parallel.given_gradients import (
     COLUMNS,
     ROWS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import anabranch as ab
-from anabranch.comm.dense import all_finite
+from anabranch.exchange.dense import all_finite
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients
 from ranks import on_ranks
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import anabranch as ab
-from anabranch.sparse.naming import DENSITIES, kind_of
 from anabranch.tuning.comparison import Verdict
 from anabranch.tuning.live_trials import LiveTrials
+from anabranch.values.kinds.sparse_names import DENSITIES, kind_of
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
 from parallel.twins import SCENARIOS
 from ranks import on_ranks

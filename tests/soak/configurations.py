@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anabranch import OkTopk
-from anabranch.planners import PLANNERS
+from anabranch.planning import PLANNERS
 
 Style = Literal["plain", "accumulate", "branches", "join"]
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from anabranch.errors import LabError
-from anabranch.lab.cluster import Cluster
-from anabranch.lab.hosts import Host, linked_hosts
-from anabranch.lab.namespaces import inside
-from anabranch.lab.preflight import check
+from anabranch.tools.lab.cluster import Cluster
+from anabranch.tools.lab.hosts import Host, linked_hosts
+from anabranch.tools.lab.namespaces import inside
+from anabranch.tools.lab.preflight import check
+from anabranch.values.errors import LabError
 from soak.case import Case
 from soak.journal import Event, Journal
 

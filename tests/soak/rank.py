@@ -293,7 +293,7 @@ def _where(error: BaseException) -> str:
 
 
 def _enter(namespace: str, interface: str) -> None:
-    from anabranch.lab import namespaces
+    from anabranch.tools.lab import namespaces
 
     descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
     namespaces._call("setns", descriptor, namespaces.CLONE_NEWNET)

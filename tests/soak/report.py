@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from anabranch.version import __version__
+from anabranch.values.version import __version__
 from soak.campaign import Result
 from soak.faults import ROWS, TIMEOUT_S
 from soak.judge import BAD, GOOD

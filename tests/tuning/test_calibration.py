@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import Bucket, Curve, Network, Plan, Span, TensorSpec, Timeline, Trace
-from anabranch.comm.groups import default_group
-from anabranch.sim import finish_s
+from anabranch.exchange.groups import default_group
+from anabranch.planning.simulator import finish_s
 from anabranch.tuning.calibration import (
     END_NOTE,
     FACTORS,

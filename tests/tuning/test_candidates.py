@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from anabranch import Curve, Network, Plan, TensorSpec, Trace, planners
+from anabranch import Curve, Network, Plan, TensorSpec, Trace
+from anabranch import planning as planners
 from anabranch.tuning.candidates import MIXED, candidates, lower_bound_step_s, predicted_s
 from anabranch.tuning.options import TuningOptions
 

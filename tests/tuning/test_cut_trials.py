@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from anabranch import Network, Plan, TensorSpec, Trace, planners
+from anabranch import Network, Plan, TensorSpec, Trace
+from anabranch import planning as planners
 from anabranch.tuning.cut_trials import CutTrials
 from anabranch.tuning.graph_cuts import parts_of_ddp, step_in_parts_s
 from anabranch.tuning.live_trials import LiveTrials

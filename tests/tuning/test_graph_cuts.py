@@ -6,7 +6,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from anabranch import Bucket, Network, Plan, TensorSpec, Trace, planners
+from anabranch import Bucket, Network, Plan, TensorSpec, Trace
+from anabranch import planning as planners
 from anabranch.tuning.candidates import predicted_s
 from anabranch.tuning.graph_cuts import MOST_PARTS, Parts, needed_parts, parts_of, step_in_parts_s
 

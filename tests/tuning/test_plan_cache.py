@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import anabranch as ab
-from anabranch import files
 from anabranch.tuning.plan_cache import (
     CachedChoice,
     CacheKey,
@@ -24,10 +23,11 @@ from anabranch.tuning.plan_cache import (
     default_folder,
     plan_cache,
 )
+from anabranch.values import files
 from samples import RINGS
 from shorthand import bucket_of, plan_of, trace_of
 from strategies import networks, plans_of, traces, words
-from test_malformed_files import HOSTILE, damaged
+from values.test_malformed_files import HOSTILE, damaged
 
 TRACE = trace_of([ab.TensorSpec("a", 12, 4, 0.1), ab.TensorSpec("b", 3, 4, 0.1 + 0.2)], 1 / 3, {"model": "Net"})
 CHOICE = CachedChoice(

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import Bucket, DisagreementError, Plan
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.dense import DenseExchanges
-from anabranch.comm.exchange import BucketExchange
-from anabranch.comm.launcher import BucketLauncher
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import BucketExchange
+from anabranch.exchange.dense import DenseExchanges
+from anabranch.exchange.launcher import BucketLauncher
 from anabranch.tuning.runner import PlanRunner
-from comm.fake_exchanges import EighthsExchanges, FakeMemory
+from exchange.fake_exchanges import EighthsExchanges, FakeMemory
 from ranks import on_ranks
 
 BOTH = Plan((Bucket(("weight", "bias")),))

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import anabranch as ab
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.dense import DenseExchanges
-from anabranch.lab import environment as lab_environment
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.dense import DenseExchanges
 from anabranch.observe import environment
+from anabranch.tools.lab import environment as lab_environment
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.plan_cache import CachedChoice, CacheKey, PlanCache
 from anabranch.tuning.training_cache import TrainingCache, agree_on_cached, hardware_lines, key_lines, version_lines

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch._C._distributed_c10d import GradBucket
 
-from anabranch.comm.lanes import Lane
-from anabranch.comm.launcher import BucketLauncher
+from anabranch.exchange.lanes import Lane
+from anabranch.exchange.launcher import BucketLauncher
 
 
 class PlanHook:

@@ -9,10 +9,6 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.lanes import Lane
-from anabranch.comm.launcher import BucketLauncher
-from anabranch.comm.model import trained_only
 from anabranch.ddp.deferred_buffers import DeferredBuffers
 from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import (
@@ -24,6 +20,10 @@ from anabranch.ddp.reducer import (
     reduced_parameters,
     relayout,
 )
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.lanes import Lane
+from anabranch.exchange.launcher import BucketLauncher
+from anabranch.exchange.parameters import trained_only
 
 log = logging.getLogger("anabranch")
 

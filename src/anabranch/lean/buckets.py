@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.comm.collectives import ResidualState
-from anabranch.comm.dense import SUMMABLE_BELOW, all_finite
-from anabranch.comm.exchange import BucketExchange, Group, Steps, issued, record_stream
-from anabranch.comm.flat import shaped
+from anabranch.exchange.collectives import ResidualState
+from anabranch.exchange.contracts import BucketExchange, Group, Steps, issued, record_stream
+from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
+from anabranch.exchange.flat import shaped
 from anabranch.lean.optimizers import BucketOptimizer
 from anabranch.lean.residuals import ResidualStore
 from anabranch.lean.update import BucketUpdater
-from anabranch.plan import Bucket
+from anabranch.values.plan import Bucket
 
 CHUNK_NUMEL = 4 << 20  # elements added to a residual at a time; a temporary tensor of this size is needed
 

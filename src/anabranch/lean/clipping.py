@@ -11,7 +11,7 @@ from math import inf
 import torch
 from torch import nn
 
-from anabranch.comm.exchange import record_stream
+from anabranch.exchange.contracts import record_stream
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.launcher import BucketLauncher
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.launcher import BucketLauncher
 from anabranch.lean.buckets import LiveBucket, UpdatingExchange
 from anabranch.lean.frozen import FrozenAgreement
 from anabranch.lean.optimizers import BucketOptimizers

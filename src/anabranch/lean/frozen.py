@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.comm.agree import from_all_ranks
-from anabranch.comm.exchange import Group, issued
-from anabranch.errors import CollectiveError, DisagreementError
+from anabranch.exchange.agree import from_all_ranks
+from anabranch.exchange.contracts import Group, issued
+from anabranch.values.errors import CollectiveError, DisagreementError
 
 
 class FrozenAgreement:

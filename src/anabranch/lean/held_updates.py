@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch.comm.exchange import record_stream
+from anabranch.exchange.contracts import record_stream
 from anabranch.lean.optimizers import BucketOptimizer
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from anabranch.activations.cost_model import HostLink
-from anabranch.footprint.slots import SLOTS
+from anabranch.lean.activations.cost_model import HostLink
+from anabranch.planning.memory.slots import SLOTS
 
 
 class HostBucket(NamedTuple):

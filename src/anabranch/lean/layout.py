@@ -5,11 +5,10 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import nn
 
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.exchange import Group
-from anabranch.comm.launcher import BucketLauncher
-from anabranch.comm.model import ignored_names, trained_only
-from anabranch.footprint.account import ResidualPlacement
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Group
+from anabranch.exchange.launcher import BucketLauncher
+from anabranch.exchange.parameters import ignored_names, trained_only
 from anabranch.lean.buckets import LiveBucket, UpdatingExchange
 from anabranch.lean.engine import Engine
 from anabranch.lean.frozen import FrozenAgreement
@@ -18,7 +17,8 @@ from anabranch.lean.options import Lean
 from anabranch.lean.residuals import DeviceResiduals, HostResiduals, ResidualStore, RoundedResiduals
 from anabranch.lean.update import BucketUpdater
 from anabranch.observe.step_timer import StepObserver
-from anabranch.plan import Plan
+from anabranch.planning.memory.account import ResidualPlacement
+from anabranch.values.plan import Plan
 
 
 class LeanLayout(StepObserver):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from anabranch.footprint.step_profile import OptimizerMemory, allocated_nbytes
 from anabranch.lean.optimizers import STEP_HOOKS
+from anabranch.planning.memory.step_profile import OptimizerMemory, allocated_nbytes
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> OptimizerMemory:

@@ -8,10 +8,10 @@ from typing import Any, get_args
 
 import torch
 
-from anabranch.activations.policy import Activations, Mode
-from anabranch.footprint.account import ResidualPlacement
+from anabranch.lean.activations.policy import Activations, Mode
 from anabranch.lean.clipping import Clipping
-from anabranch.quantities import size_nbytes
+from anabranch.planning.memory.account import ResidualPlacement
+from anabranch.values.quantities import size_nbytes
 
 KEPT = Activations(mode="keep")
 GIVEN_CLASSES = "torch.optim."  # where classes are defined whose optimizers can be taken over

@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.futures import Future
 
-from anabranch.activations.host_copies import CopyDone, copies_for
-from anabranch.comm.collectives import ResidualState
+from anabranch.exchange.collectives import ResidualState
+from anabranch.lean.activations.host_copies import CopyDone, copies_for
 from anabranch.lean.slots import FreshSlots, Slot, SlotRing
 
 

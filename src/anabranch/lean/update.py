@@ -17,12 +17,12 @@ from threading import Lock
 import torch
 from torch import nn
 
-from anabranch.comm.dense import all_finite
-from anabranch.comm.exchange import Steps, record_stream
-from anabranch.errors import UpdateError
+from anabranch.exchange.contracts import Steps, record_stream
+from anabranch.exchange.dense import all_finite
 from anabranch.lean.clipping import Clipping, StepNorm
 from anabranch.lean.held_updates import HeldUpdate
 from anabranch.lean.optimizers import BucketOptimizer
+from anabranch.values.errors import UpdateError
 
 
 @dataclass(frozen=True)

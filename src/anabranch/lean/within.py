@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from anabranch.activations.blocks import END, REST, blocks_of
-from anabranch.activations.cost_model import RECOMPUTED, Action, BlockCosts, HostLink, in_use, predict
-from anabranch.activations.solver import BudgetError, Choice, choose, choose_with_windows, smallest_budget
-from anabranch.activations.speeds import Speeds
-from anabranch.footprint import account
-from anabranch.footprint.account import (
+from anabranch.lean.activations.blocks import END, REST, blocks_of
+from anabranch.lean.activations.cost_model import RECOMPUTED, Action, BlockCosts, HostLink, in_use, predict
+from anabranch.lean.activations.solver import BudgetError, Choice, choose, choose_with_windows, smallest_budget
+from anabranch.lean.activations.speeds import Speeds
+from anabranch.lean.host_waits import HostBucket, predicted_wait_s
+from anabranch.planning.memory import account
+from anabranch.planning.memory.account import (
     FRAGMENTATION,
     Footprint,
     Moment,
@@ -32,8 +33,13 @@ from anabranch.footprint.account import (
     residual_nbytes,
     residuals_by_bucket,
 )
-from anabranch.footprint.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile, allocated_nbytes
-from anabranch.lean.host_waits import HostBucket, predicted_wait_s
+from anabranch.planning.memory.step_profile import (
+    MemoryUse,
+    OptimizerMemory,
+    ReadyGradient,
+    StepProfile,
+    allocated_nbytes,
+)
 
 ALIKE = 0.005  # share of the computing time by which ways may differ and count as equally fast
 # What copies to the host must be faster than what does not by more than this share of the computing time. Other copies

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.exchange import Group
+from anabranch.exchange.contracts import Group
 from anabranch.observe.clock import Clock
 
 PING_ROUNDS = 25

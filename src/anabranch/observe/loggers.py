@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from anabranch.extras import require
 from anabranch.observe.metrics import Metrics
+from anabranch.values.extras import require
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from anabranch.checks import Scalar
-from anabranch.comm.agree import agree_on, wire_device
-from anabranch.comm.dense import dense
-from anabranch.comm.exchange import Collective, Group, Steps, issued
-from anabranch.comm.exchange import all_gather as issue_all_gather
-from anabranch.network import ALL_GATHER, REDUCE_SCATTER, Contention, Network
+from anabranch.exchange.agree import agree_on, wire_device
+from anabranch.exchange.contracts import Collective, Group, Steps, issued
+from anabranch.exchange.contracts import all_gather as issue_all_gather
+from anabranch.exchange.dense import dense
 from anabranch.observe.clock import Clock, clock_for
 from anabranch.observe.environment import network_note
+from anabranch.values.checks import Scalar
+from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER, Contention, Network
 
 SMALLEST_NBYTES = 1 << 10
 LARGEST_NBYTES = 64 << 20

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from anabranch.observe.clock import Clock
 from anabranch.observe.step_timer import StepMarks
-from anabranch.plan import Plan, bucket_label
-from anabranch.timeline import COMPUTE, Span, Timeline
+from anabranch.values.plan import Plan, bucket_label
+from anabranch.values.timeline import COMPUTE, Span, Timeline
 
 
 class BucketTimes(NamedTuple):

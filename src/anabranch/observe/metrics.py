@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.dense import dense_traffic
-from anabranch.comm.exchange import Traffic
+from anabranch.exchange.contracts import Traffic
+from anabranch.exchange.dense import dense_traffic
 from anabranch.observe.clock import HostClock
 from anabranch.observe.measured_timeline import timeline_of
 from anabranch.observe.step_context import CurrentStep, StepContext
 from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer
-from anabranch.plan import Bucket, Plan
+from anabranch.values.plan import Bucket, Plan
 
 log = logging.getLogger("anabranch")
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from anabranch.observe.clock_sync import ClockAlignment
-from anabranch.plan import bucket_label
+from anabranch.values.plan import bucket_label
 
 COMPUTE, GRADIENTS, FIRST_LANE = 0, 1, 2  # tracks of a process
 INSIDE, BETWEEN = 1, 2  # those of a sharded model, beside computing

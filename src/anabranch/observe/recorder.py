@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from anabranch.checks import Scalar
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer, tensors_in
-from anabranch.trace import TensorSpec, Trace
+from anabranch.values.checks import Scalar
+from anabranch.values.trace import TensorSpec, Trace
 
 
 def record(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from anabranch.plan import Plan
+from anabranch.values.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.exchange import Group
+from anabranch.exchange.contracts import Group
 from anabranch.observe.measured_timeline import bucket_times
 from anabranch.observe.step_context import CurrentStep
 from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer
 from anabranch.observe.window_file import WindowFile
-from anabranch.plan import Plan
+from anabranch.values.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.agree import check_same, from_rank_0
-from anabranch.comm.exchange import Group
-from anabranch.errors import FileError
-from anabranch.files import write_text
+from anabranch.exchange.agree import check_same, from_rank_0
+from anabranch.exchange.contracts import Group
 from anabranch.observe.clock import Clock
 from anabranch.observe.clock_sync import ClockAlignment, HostAnchor, Offset, clock_offsets
 from anabranch.observe.perfetto import perfetto_document
+from anabranch.values.errors import FileError
+from anabranch.values.files import write_text
 
 log = logging.getLogger("anabranch")
 

@@ -7,9 +7,9 @@ from threading import Thread
 
 import torch.distributed as dist
 
-from anabranch.comm.agree import agree_on, from_rank_0
-from anabranch.comm.exchange import Group
-from anabranch.plan import Plan
+from anabranch.exchange.agree import agree_on, from_rank_0
+from anabranch.exchange.contracts import Group
+from anabranch.values.plan import Plan
 
 Candidates = list[tuple[str, Plan]]
 

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from anabranch.comm.agree import agree_on
-from anabranch.comm.exchange import Group
-from anabranch.curve import Curve
-from anabranch.fidelity import is_compressed
-from anabranch.kinds import DENSE
-from anabranch.network import Contention, Network
-from anabranch.plan import Plan
-from anabranch.sim import finish_s
-from anabranch.timeline import Timeline
-from anabranch.trace import Trace
+from anabranch.exchange.agree import agree_on
+from anabranch.exchange.contracts import Group
+from anabranch.planning.simulator import finish_s
 from anabranch.tuning.trial import Trial
+from anabranch.values.curve import Curve
+from anabranch.values.kinds.fidelity import is_compressed
+from anabranch.values.kinds.names import DENSE
+from anabranch.values.network import Contention, Network
+from anabranch.values.plan import Plan
+from anabranch.values.timeline import Timeline
+from anabranch.values.trace import Trace
 
 FACTORS = (0.8, 2.0)  # plausible changes of the cost per byte; outside this range something else was measured
 LARGE = 10  # a message that takes so many times its start-up costs what its bytes do

@@ -3,22 +3,22 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from anabranch import planners
-from anabranch.errors import NetworkError
-from anabranch.fidelity import error_of, error_of_plan, is_compressed
-from anabranch.kinds import DENSE, EVERY_ELEMENT
-from anabranch.network import Network
-from anabranch.plan import Plan
-from anabranch.planners.compressed import compressed
-from anabranch.planners.fewer_messages import with_fewer_messages
-from anabranch.planners.ladder import FREE, least_lossy
-from anabranch.sim import finish_s, lower_bound_s
-from anabranch.sim.iteration import messages
-from anabranch.trace import Trace
+from anabranch import planning as planners
+from anabranch.planning.compressed import compressed
+from anabranch.planning.fewer_messages import with_fewer_messages
+from anabranch.planning.ladder import FREE, least_lossy
+from anabranch.planning.simulator import finish_s, lower_bound_s
+from anabranch.planning.simulator.iteration import messages
 from anabranch.tuning.calibration import as_recorded
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 from anabranch.tuning.trial import PRICE_OF_FIDELITY
+from anabranch.values.errors import NetworkError
+from anabranch.values.kinds.fidelity import error_of, error_of_plan, is_compressed
+from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
 
 MIXED = "as faithful as is hidden"
 

@@ -11,14 +11,14 @@ that is plausible: graphs that stay cut finely shall not be slower than under co
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from anabranch.network import Network
-from anabranch.plan import Plan
-from anabranch.trace import Trace
 from anabranch.tuning.candidates import predicted_s
 from anabranch.tuning.graph_cuts import Graphs, Parts, needed_parts, one_each, parts_of_ddp, step_in_parts_s
 from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.trial import Trial
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
 
 MOST_CUT_SHARE = 0.02  # of a step: twice what a cut is taken to cost
 FEWER_CUTS = 0.02  # share of a step by which fewer cuts may look slower: noise, since they can hardly be

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from anabranch.network import Network
 from anabranch.observe.measure import POOR_SPREAD
-from anabranch.plan import Plan
-from anabranch.trace import Trace
 from anabranch.tuning.calibration import share_of_recorded
 from anabranch.tuning.candidates import lower_bound_step_s, prediction_s, unmerged_s
 from anabranch.tuning.comparison import step_noise
 from anabranch.tuning.trial import Trial
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
 
 MIB = 1 << 20
 TEXT_COLUMNS = (0, 1, 9)  # of the table of trials

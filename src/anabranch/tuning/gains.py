@@ -2,13 +2,13 @@
 
 from math import inf
 
-from anabranch.fidelity import error_of_plan
-from anabranch.network import Network
-from anabranch.plan import Plan
-from anabranch.trace import Trace
 from anabranch.tuning.candidates import prediction_s
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.trial import Trial
+from anabranch.values.kinds.fidelity import error_of_plan
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
 
 
 def simulated_gain(trace: Trace, plan: Plan | None, best: Plan | None, network: Network) -> float:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from anabranch import planners
-from anabranch.network import Network
-from anabranch.plan import Plan
-from anabranch.sim.iteration import messages, schedule
-from anabranch.trace import Trace
+from anabranch import planning as planners
+from anabranch.planning.simulator.iteration import messages, schedule
 from anabranch.tuning.calibration import as_recorded
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
 
 LATE = "all gradients come at the end of backward, as when the whole model is one compiled graph"
 MOST_PARTS = 16  # about as many as graphs are cut into at most; all of them are compared pair by pair

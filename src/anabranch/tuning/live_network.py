@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from anabranch.comm.agree import agree_on
-from anabranch.comm.collectives import Collectives
-from anabranch.network import Network
+from anabranch.exchange.agree import agree_on
+from anabranch.exchange.collectives import Collectives
 from anabranch.observe.measure import LARGEST_NBYTES, measure
-from anabranch.plan import Plan
-from anabranch.trace import Trace
 from anabranch.tuning.calibration import calibrate, computed_faster, slowest_rank
 from anabranch.tuning.candidates import prediction_s
 from anabranch.tuning.runner import PlanRunner
 from anabranch.tuning.trial import Trial
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
 
 SMALLEST_LARGEST_NBYTES = 1 << 16
 MEASUREMENT_S = (0.1, 2.0)  # shortest, longest

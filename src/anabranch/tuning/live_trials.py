@@ -8,12 +8,12 @@ from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
-from anabranch.plan import Plan
 from anabranch.tuning.budget import SearchBudget
 from anabranch.tuning.comparison import Comparison, Verdict, compare
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import PlanRunner
 from anabranch.tuning.trial import StepTimes, Trial
+from anabranch.values.plan import Plan
 
 T = TypeVar("T")
 Schedule = Generator[None, None, T]  # one yield per averaged step

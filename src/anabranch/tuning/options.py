@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.comm.agree import agree_on, check_same, from_rank_0, same_on_all_ranks
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.exchange import Group
-from anabranch.errors import FileError, NetworkError, PlanError
-from anabranch.files import load
-from anabranch.network import Network
-from anabranch.plan import MAX_LANES, Plan
-from anabranch.planners import PLANNERS
-from anabranch.trace import Trace
+from anabranch.exchange.agree import agree_on, check_same, from_rank_0, same_on_all_ranks
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Group
+from anabranch.planning import PLANNERS
 from anabranch.tuning.switches import TURNED_OFF, is_off
+from anabranch.values.errors import FileError, NetworkError, PlanError
+from anabranch.values.files import load
+from anabranch.values.network import Network
+from anabranch.values.plan import MAX_LANES, Plan
+from anabranch.values.trace import Trace
 
 Planner = Callable[[Trace, Network], Plan]
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, ClassVar
 
-from anabranch.checks import STRICT, check_positive, check_seconds
-from anabranch.errors import FileError, PlanError
-from anabranch.files import (
+from anabranch.values.checks import STRICT, check_positive, check_seconds
+from anabranch.values.errors import FileError, PlanError
+from anabranch.values.files import (
     VERSION,
     brief,
     document_of,
@@ -31,9 +31,9 @@ from anabranch.files import (
     validated,
     write_bytes,
 )
-from anabranch.network import Network
-from anabranch.plan import Plan
-from anabranch.trace import Trace
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
 
 log = logging.getLogger("anabranch")
 

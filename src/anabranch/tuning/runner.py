@@ -6,14 +6,14 @@ from typing import Any, Protocol
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.agree import all_or_none, check_same
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.exchange import BucketExchange, Group
-from anabranch.comm.lanes import Lanes
-from anabranch.comm.launcher import BucketLauncher
+from anabranch.exchange.agree import all_or_none, check_same
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import BucketExchange, Group
+from anabranch.exchange.lanes import Lanes
+from anabranch.exchange.launcher import BucketLauncher
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import StepTimer
-from anabranch.plan import Plan
+from anabranch.values.plan import Plan
 
 
 class Layout(Protocol):

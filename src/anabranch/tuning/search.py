@@ -13,14 +13,11 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
-from anabranch.comm.agree import agree_on, latest_over_ranks, true_on_all_ranks
-from anabranch.comm.collectives import Collectives
-from anabranch.network import Network
+from anabranch.exchange.agree import agree_on, latest_over_ranks, true_on_all_ranks
+from anabranch.exchange.collectives import Collectives
 from anabranch.observe.measure import WARM_UP, noise_note
 from anabranch.observe.recorder import Recorder, order_note
-from anabranch.plan import Plan
-from anabranch.sim import undelayed
-from anabranch.trace import Trace
+from anabranch.planning.simulator import undelayed
 from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
 from anabranch.tuning.budget import SearchBudget
 from anabranch.tuning.candidates import candidates
@@ -34,6 +31,9 @@ from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import PlanRunner
 from anabranch.tuning.trial import PRICE_OF_FIDELITY, Trial, allowed_loss
 from anabranch.tuning.warm_up import warm_up_kinds
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
 
 log = logging.getLogger("anabranch")
 

@@ -5,11 +5,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from anabranch.comm.agree import from_rank_0
-from anabranch.comm.exchange import Group
-from anabranch.errors import FileError
-from anabranch.files import save
-from anabranch.timeline import Timeline
+from anabranch.exchange.agree import from_rank_0
+from anabranch.exchange.contracts import Group
+from anabranch.values.errors import FileError
+from anabranch.values.files import save
+from anabranch.values.timeline import Timeline
 
 log = logging.getLogger("anabranch")
 

@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.comm.agree import from_all_ranks, from_rank_0, true_on_all_ranks
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.exchange import Group
-from anabranch.comm.model import model_parts
-from anabranch.errors import PlanError
-from anabranch.files import dumps
-from anabranch.network import Network
+from anabranch.exchange.agree import from_all_ranks, from_rank_0, true_on_all_ranks
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Group
+from anabranch.exchange.parameters import model_parts
 from anabranch.observe.environment import lab_note, network_note
 from anabranch.observe.recorder import described_input
-from anabranch.plan import Plan
-from anabranch.trace import Trace
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, PlanCache, log, plan_cache
-from anabranch.version import __version__
+from anabranch.values.errors import PlanError
+from anabranch.values.files import dumps
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
+from anabranch.values.version import __version__
 
 Check = Callable[[CachedChoice], None]
 

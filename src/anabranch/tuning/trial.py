@@ -9,8 +9,8 @@ from typing import NamedTuple
 from anabranch.observe.clock import Clock
 from anabranch.observe.measured_timeline import timeline_of
 from anabranch.observe.step_timer import StepMarks
-from anabranch.plan import Plan
-from anabranch.timeline import Timeline
+from anabranch.values.plan import Plan
+from anabranch.values.timeline import Timeline
 
 # Share of a step by which a more faithful plan may be slower. The planner's own (``ladder.FREE``) is a share of the
 # computing time; trials compare whole steps.

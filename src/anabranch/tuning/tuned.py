@@ -11,15 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.comm.collectives import Collectives, Scaler
-from anabranch.comm.groups import keep_all_groups
-from anabranch.files import brief
-from anabranch.network import Network
+from anabranch.exchange.collectives import Collectives, Scaler
+from anabranch.exchange.groups import keep_all_groups
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
-from anabranch.plan import Plan
-from anabranch.timeline import Timeline
-from anabranch.trace import Trace
 from anabranch.tuning.explain import explanation
 from anabranch.tuning.graph_cuts import Graphs
 from anabranch.tuning.options import TuningOptions
@@ -27,6 +22,11 @@ from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout
 from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.tuner import Agree, Tuner
+from anabranch.values.files import brief
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.timeline import Timeline
+from anabranch.values.trace import Trace
 
 log = logging.getLogger("anabranch")
 

@@ -15,15 +15,11 @@ from time import perf_counter
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from anabranch.comm.agree import agree_on, from_rank_0, number_of_rank_0, true_on_all_ranks
-from anabranch.comm.collectives import Collectives
-from anabranch.comm.exchange import Group
-from anabranch.errors import CollectiveError
-from anabranch.network import Network
+from anabranch.exchange.agree import agree_on, from_rank_0, number_of_rank_0, true_on_all_ranks
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Group
 from anabranch.observe.environment import network_note
 from anabranch.observe.step_context import StepContext
-from anabranch.plan import Plan
-from anabranch.trace import Trace
 from anabranch.tuning.budget import SearchBudget
 from anabranch.tuning.comparison import drift
 from anabranch.tuning.drift_watch import DriftWatch
@@ -38,6 +34,10 @@ from anabranch.tuning.switches import timeline_path, write_timeline
 from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.trial import Trial
 from anabranch.tuning.warm_up import may_run
+from anabranch.values.errors import CollectiveError
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
 
 log = logging.getLogger("anabranch")
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from anabranch.comm.collectives import Collectives
-from anabranch.plan import Plan
+from anabranch.exchange.collectives import Collectives
+from anabranch.values.plan import Plan
 
 WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still waits for its warm-up: it delays nothing
 

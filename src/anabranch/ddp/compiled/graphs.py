@@ -1,0 +1,298 @@
+"""The graphs that torch.compile has made of one model: where each is cut, and what stands in the way."""
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from types import CodeType
+from typing import Any
+
+from torch import fx, nn
+
+from anabranch.ddp.compiled.cuts import Cuts, GraphShape, cuts_for, fine_cuts, is_connected
+from anabranch.ddp.compiled.graph_shape import has_dynamic_shapes, shape_of
+
+Compiled = Callable[..., Any]
+# Compiles a graph in parts, given its inputs; at first inside torch's own compilation, ``again`` outside of it.
+CompileParts = Callable[[fx.GraphModule, Cuts, Sequence[Any], bool], Compiled]
+Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in order
+
+CUT_MODE = "ddp_optimizer"  # of torch's compiler: it cuts graphs for DDP
+DYNAMIC_SHAPES = (
+    "a graph has dynamic shapes, so it stays as it is: cut for the plan that there was when torch compiled it, or else "
+    "by bytes, as for DDP; inputs of one shape, or torch.compile(dynamic=False), let the plan cut it"
+)
+SEVERAL_MODULES = (
+    "one graph serves several modules, as where blocks are compiled one by one (their gradients leave block by block) "
+    "or where two models have one class: it stays cut as it was for the first"
+)
+IN_PLACE = (
+    "a graph cannot be cut, since operations in place (x += y) connect it from end to end: torch cuts it by bytes; "
+    "writing x = x + y lets the plan cut it"
+)
+
+_WRAPPED: "weakref.WeakSet[CompiledGraphs]" = weakref.WeakSet()
+
+
+class CompiledGraphs:
+    """The compiled graphs of one model whose gradients these parameters get.
+
+    At first graphs are cut finely, so that recorded times show when gradients could leave. ``cut_for`` has them
+    compiled again, in the next forward. Nothing here communicates: on another rank graphs may be cut otherwise.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._nbytes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._parts: Parts | None = None
+        self._settled = False
+        self._notes: dict[str, None] = {}  # in the order in which they were found
+        self._graphs: list[weakref.ref[CutGraph]] = []  # weak: torch drops graphs that it compiles anew
+        self._installed = False
+        self._codes: set[CodeType] = set()  # of the forward methods of the module's parts
+        self.round = 0  # counts the changes of ``_parts``
+        self.compiled_s: list[float] = []  # seconds of compiling, by round
+        self._forward_done_s: float | None = None  # when a forward was compiled whose step has not ended
+
+    @property
+    def cuts_graphs(self) -> bool:
+        """Whether there is a plan to cut for, or may be one."""
+        return bool(self._names) and not (self._settled and self._parts is None)
+
+    def install(self, module: nn.Module) -> None:
+        """Have torch ask this object where to cut the graphs of this module, should it compile them.
+
+        Call it in each forward: torch imports its compiler in the first one.
+        """
+        self._forward_done_s = None  # of a step whose end nobody saw, such as one of several that are accumulated
+        if self._installed:
+            return
+        self._installed = True
+        self._codes = _forward_codes(module)
+        try:
+            from anabranch.ddp.compiled.cutter import forget_graphs, install
+
+            install()
+            # Torch keeps graphs by the code of forward(): it would use those it made before the module was wrapped,
+            # which are not cut. Models that were wrapped before, of the same classes, keep theirs.
+            forget_graphs(self._codes.difference(*(other._codes for other in _WRAPPED if other._alive)))
+        except (ImportError, RuntimeError) as error:
+            self.note(f"torch cuts graphs by bytes, and not where buckets end, since {error}")
+        _WRAPPED.add(self)
+
+    def close(self) -> None:
+        """The wrapper is closed: torch shall not use its graphs for the next wrapper of this module."""
+        _WRAPPED.discard(self)
+
+    # Called by torch, through cutter.py.
+
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], compile_parts: CompileParts) -> Compiled | None:
+        """The compiled graph, to be called instead of it; None if torch shall cut it by itself."""
+        if not self.cuts_graphs:
+            return None
+        names = [self._names.get(id(value)) for value in inputs]
+        shape = shape_of(graph.graph, names, self._nbytes)
+        model_nbytes = sum(self._nbytes.values())
+        if is_connected(shape, model_nbytes):
+            self.note(IN_PLACE)
+            return None
+        if not shape.first_use:
+            return None
+        fine = fine_cuts(shape, model_nbytes)
+        is_dynamic = bool(fine) and has_dynamic_shapes(graph.graph)
+        if is_dynamic:
+            self.note(DYNAMIC_SHAPES)
+            self._settle_like(shape)  # torch has compiled them anew, for all shapes
+            if self._parts is None:
+                return None  # fine cuts would stay for good, whatever they cost
+        sample = names.index(next(iter(shape.first_use)))
+        made = CutGraph(self, graph, shape, fine, sample, inputs, compile_parts)
+        if self._settled or is_dynamic:
+            made.settle()
+        self._graphs.append(weakref.ref(made))
+        return made
+
+    def cuts(self, shape: GraphShape, fine: Cuts) -> Cuts:
+        """Where a graph is to be cut now; ``fine``: where it may be."""
+        return fine if self._parts is None else cuts_for(self._parts, shape, fine)
+
+    def _settle_like(self, shape: GraphShape) -> None:
+        """Keep the cuts of graphs with the same parameters."""
+        for graph in self._alive:
+            if graph.shape.first_use.keys() == shape.first_use.keys():
+                graph.settle()
+
+    def note(self, obstacle: str) -> None:
+        """Remember what stands in the way of the plan, for explain()."""
+        self._notes[obstacle] = None
+
+    def note_compiled(self, seconds: float) -> None:
+        """Add to the time that compiling has taken in this round."""
+        self.compiled_s += [0.0] * (self.round + 1 - len(self.compiled_s))
+        self.compiled_s[self.round] += seconds
+        self._forward_done_s = perf_counter()
+
+    # Called by the tuner.
+
+    @property
+    def parts(self) -> Parts | None:
+        """What graphs are cut for; None: as finely as at first."""
+        return self._parts
+
+    @property
+    def can_change(self) -> bool:
+        """Whether there is a graph that can be compiled again."""
+        return any(graph.can_change for graph in self._alive)
+
+    def cuts_for(self, parts: Parts | None) -> int:
+        """How many cuts there are in all graphs if they are cut for these parts; None: as finely as at first."""
+        return sum(
+            len(graph.fine if parts is None else cuts_for(parts, graph.shape, graph.fine)) for graph in self._alive
+        )
+
+    def step_ended(self) -> None:
+        """A step has ended: torch compiles backward when it first runs, so the rest of the step counts, too."""
+        if self._forward_done_s is not None:
+            self.compiled_s[-1] += perf_counter() - self._forward_done_s
+            self._forward_done_s = None
+
+    def would_change(self, parts: Parts) -> bool:
+        """Whether ``cut_for`` would have a graph compiled again."""
+        return any(graph.can_change and graph.cuts != cuts_for(parts, graph.shape, graph.fine) for graph in self._alive)
+
+    def cut_for(self, parts: Parts | None) -> None:
+        """Let these gradients leave together, part by part, from the next forward on; None: as finely as at first."""
+        self._parts = parts
+        self.round += 1
+
+    def settle(self) -> None:
+        """Keep the cuts in force for good: what was compiled for others is dropped."""
+        self._settled = True
+        for graph in self._alive:
+            graph.settle()
+
+    def note_late(self, what: str) -> None:
+        """All gradients came at the end of backward: remember why, or ``what`` if nobody knows, for explain()."""
+        is_cut = any(graph.cuts for graph in self._alive)  # then they came late by chance, or the model is odd
+        if not self._notes and not is_cut:
+            self.note(_uncut_reason() or what)
+
+    def lines(self) -> list[str]:
+        """For explain(): how graphs are cut, what compiling took, and what stands in the way of the plan."""
+        lines = []
+        if graphs := self._alive:
+            parts = sum(len(graph.cuts) + 1 for graph in graphs)
+            *seconds, last = [f"{took_s:.1f} s" for took_s in self.compiled_s if took_s]
+            took = f"{', '.join(seconds)} and {last}" if seconds else last
+            finely = "finely" if self._settled else "finely, to see when gradients could leave"
+            where = finely if self._parts is None else "where buckets end"
+            lines.append(
+                f"Compiled: {len(graphs)} graph{'s' * (len(graphs) > 1)} in {parts} part{'s' * (parts > 1)}, cut "
+                f"{where}. Compiling took {took}, with the step in which it happened."
+            )
+        elif (reason := _uncut_reason()) and _has_compiled():
+            self.note(reason)
+        return [*lines, *(f"Compiled: {note}." for note in self._notes)]
+
+    @property
+    def _alive(self) -> list["CutGraph"]:
+        return [graph for reference in self._graphs if (graph := reference()) is not None]
+
+
+def _forward_codes(module: nn.Module) -> set[CodeType]:
+    """The code of each forward method in a module that torch may compile."""
+    kinds = {type(part) for part in module.modules() if not type(part).__module__.startswith("torch.")}
+    return {kind.forward.__code__ for kind in kinds if hasattr(kind.forward, "__code__")}
+
+
+def python_reducer_reason() -> str:
+    """Why nothing can be planned if DDP is wrapped now: it would have a reducer in Python; empty if it would not."""
+    mode = _optimize_ddp_mode()
+    return f'torch._dynamo.config.optimize_ddp is "{mode}", so DDP averages without buckets' if "python" in mode else ""
+
+
+def _optimize_ddp_mode() -> str:
+    """What torch's compiler does for DDP; its default where a program has not imported it."""
+    utils = _dynamo_utils()
+    return utils.get_optimize_ddp_mode() if utils is not None else CUT_MODE
+
+
+def _uncut_reason() -> str:
+    """Why torch asks nobody where to cut; empty if it does."""
+    mode = _optimize_ddp_mode()
+    if mode == CUT_MODE:
+        return ""
+    return (
+        f'torch._dynamo.config.optimize_ddp is "{mode}", so torch cuts no graph of a compiled model, and all gradients '
+        "come at the end of backward; leave it at True"
+    )
+
+
+def _has_compiled() -> bool:
+    """Whether torch has compiled any graph in this process."""
+    utils = _dynamo_utils()
+    return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
+
+
+def _dynamo_utils() -> Any:
+    """The compiler's module that knows; None where a program has not imported the compiler."""
+    return sys.modules.get("torch._dynamo.utils")
+
+
+class CutGraph:
+    """A graph compiled in parts; call it as the graph. When its cuts change, the next call compiles it again."""
+
+    def __init__(
+        self,
+        owner: CompiledGraphs,
+        graph: fx.GraphModule,
+        shape: GraphShape,
+        fine: Cuts,
+        sample: int,
+        inputs: Sequence[Any],
+        compile_parts: CompileParts,
+    ) -> None:
+        self.shape = shape
+        self.fine = fine
+        self.cuts = owner.cuts(shape, fine)
+        self._owner = owner
+        self._graph: fx.GraphModule | None = graph  # None once it stays as it is
+        self._compile_parts = compile_parts
+        self._sample = sample  # the place among the inputs of one parameter
+        self._sample_id = id(inputs[sample])
+        self._round = owner.round
+        self._run = self._timed(inputs, again=False)
+        self._compiled = {self.cuts: self._run}
+
+    @property
+    def can_change(self) -> bool:
+        """Whether it can be compiled again."""
+        return self._graph is not None
+
+    def settle(self) -> None:
+        """Stay as it is."""
+        self._graph = None
+        self._compiled.clear()
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._graph is not None:
+            if id(inputs[self._sample]) != self._sample_id:
+                self._owner.note(SEVERAL_MODULES)
+                self.settle()
+            elif self._round != self._owner.round:
+                self._change(inputs)
+        return self._run(*inputs)
+
+    def _change(self, inputs: Sequence[Any]) -> None:
+        self._round = self._owner.round
+        self.cuts = self._owner.cuts(self.shape, self.fine)
+        if self.cuts not in self._compiled:
+            self._compiled[self.cuts] = self._timed(inputs, again=True)
+        self._run = self._compiled[self.cuts]
+
+    def _timed(self, inputs: Sequence[Any], again: bool) -> Compiled:
+        assert self._graph is not None
+        began_s = perf_counter()
+        compiled = self._compile_parts(self._graph, self.cuts, inputs, again)
+        self._owner.note_compiled(perf_counter() - began_s)
+        return compiled

@@ -1,0 +1,104 @@
+"""The contract of an exchange: how the gradients of one bucket become their average on every rank.
+
+An exchange is a generator. Each step issues one asynchronous operation and yields its work. The lane that runs the
+exchange makes sure that the work is done (Gloo), or ordered on the stream (NCCL), before it asks for the next step. So
+no exchange ever waits inside a future's callback, where Gloo hangs.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from anabranch.values.plan import Bucket
+
+Group = dist.ProcessGroup
+Steps = Iterator[dist.Work]
+Collective = Callable[[torch.Tensor, Group, float], Steps]  # (buffer, group, divisor)
+
+
+class Traffic(NamedTuple):
+    """Bytes that one rank sends and receives for a bucket, and the share of its elements that is exchanged.
+
+    Computed from sizes, for rings and direct messages; headers and repeated packets are not counted.
+    """
+
+    sent_nbytes: int
+    received_nbytes: int
+    density: float
+
+
+class BucketExchange(Protocol):
+    """Exchanges buckets of a plan, each by the kind that the bucket names."""
+
+    def on_side_stream(self, kind: str) -> bool:
+        """Whether this kind computes before it sends, so that on a GPU it should start on a stream of its own."""
+        ...
+
+    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        """The exchange of one bucket in one step.
+
+        Leaves in ``buffer`` the sum over the ranks of what each offered, divided by ``divisor``, with the same bits on
+        all ranks; what a rank did not offer is in its residual. Called once per bucket and step, on every rank in the
+        same order.
+        """
+        ...
+
+
+class ExchangeFamily(BucketExchange, Protocol):
+    """Exchanges of one algorithm, such as all dense ones, or Ok-Topk at several densities.
+
+    kinds   the kinds to measure and to plan with
+    """
+
+    kinds: tuple[str, ...]
+
+    def handles(self, kind: str) -> bool:
+        """Whether a kind of this name belongs to this family."""
+        ...
+
+    def supports(self, kind: str, dtype: torch.dtype) -> bool:
+        """Whether a bucket of this dtype may name this kind."""
+        ...
+
+    def sends_little(self, kind: str) -> bool:
+        """Whether this kind sends a fourth of the bytes, or less."""
+        ...
+
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
+        """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""
+        ...
+
+    def probe(self, kind: str) -> Collective:
+        """An exchange of this kind for timing. It belongs to no bucket and does not touch the model's residuals."""
+        ...
+
+    def close(self) -> None:
+        """Drop all references to process groups; exchanges that follow find their groups anew."""
+        ...
+
+
+def all_gather(output: torch.Tensor, part: torch.Tensor, group: Group, async_op: bool = True) -> dist.Work | None:
+    """Start an all-gather of equal parts into one tensor; torch 2.13 renamed the function that does it."""
+    operation = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = operation(output, part, group=group, async_op=async_op)
+    return work
+
+
+def issued(work: dist.Work | None, what: str = "a bucket") -> dist.Work:
+    """The work of an asynchronous operation; torch returns None on a rank that is not in the group."""
+    if work is None:
+        raise RuntimeError(f"this rank is not a member of the process group on which it was to send {what}")
+    return work
+
+
+def record_stream(*tensors: torch.Tensor) -> None:
+    """Keep the allocator from reusing the memory of these tensors before the current stream has finished with it.
+
+    The first step of an exchange may run on the caller's stream and the rest on the lane's, and torch's allocator knows
+    only the stream on which a tensor was allocated.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

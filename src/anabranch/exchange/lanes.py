@@ -1,0 +1,272 @@
+"""Lanes: each sends one message at a time over its process group, in the order in which messages were submitted.
+
+For CPU tensors a lane is a thread that waits for each collective; on NCCL it is a CUDA stream that waits. Either way
+every collective of a lane is issued from one place in one order, and none from a future's callback: there, Gloo's own
+threads would wait for themselves, and ranks would issue in different orders.
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from anabranch.exchange.contracts import Group, Steps
+from anabranch.exchange.groups import clone_group, destroy_clone, keep_groups, timeout_of
+from anabranch.values.errors import CollectiveError, UpdateError
+from anabranch.values.plan import MAX_LANES
+
+MAX_KEPT_WORKS = 64
+# Time for Gloo's threads to release the last tensors: a thread that does so while the interpreter ends aborts it.
+RELEASE_GRACE_S = 0.05
+# Time for lanes to end their last message. A program that ends in the middle of a step waits as long.
+CLOSE_S = 3.0
+
+
+class Message(NamedTuple):
+    """An exchange to run: its steps, the tensor that will hold its result, and its name in errors.
+
+    on_end           called with the works of the exchange: when they are done on a host lane, when they are issued on a
+                     stream lane
+    on_side_stream   the exchange computes before it sends; a stream lane runs that beside the caller's computation
+    """
+
+    steps: Steps
+    result: torch.Tensor
+    label: str
+    on_end: Callable[[list[dist.Work]], None] | None = None
+    on_side_stream: bool = False
+
+
+class Lane(Protocol):
+    """Sends one message after another over one process group."""
+
+    group: Group
+
+    def submit(self, message: Message) -> Future[torch.Tensor]:
+        """Run an exchange after those already submitted; the future holds its result when it is done."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """End the lane; False if it is still inside a collective after that time."""
+        ...
+
+
+class HostLane:
+    """A daemon thread that runs exchanges and waits for them. After one has failed it starts no other."""
+
+    def __init__(self, group: Group, name: str, failures: list[str]) -> None:
+        self.group = group
+        # What went wrong, shared by all lanes of a model: after the first, no lane starts anything. Not as exceptions:
+        # one that is raised in a backward pass refers to that pass, and by it to DDP's reducer, which owns the hook
+        # that owns the lanes. Python cannot free such a ring.
+        self._failures = failures
+        self._queue: queue.SimpleQueue[tuple[Message, Future[torch.Tensor]] | None] = queue.SimpleQueue()
+        # Gloo's own threads must not hold the last reference to a work: releasing it as the interpreter ends aborts.
+        self._kept_works: deque[dist.Work] = deque(maxlen=MAX_KEPT_WORKS)
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, message: Message) -> Future[torch.Tensor]:
+        if self._failures:
+            raise CollectiveError(self._failures[0])
+        done: Future[torch.Tensor] = Future()
+        # DDP's reducer cannot read an exception that was set on a future, but it can read one raised in then().
+        readable = done.then(lambda future: future.wait())
+        self._queue.put((message, done))
+        return readable
+
+    def close(self, timeout_s: float) -> bool:
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():  # it is, if this thread ran the garbage collector
+            self._thread.join(timeout_s)
+        ended = not self._thread.is_alive()
+        if ended:  # a closed model that is still referenced must not hold the group's connections
+            self._kept_works.clear()
+            del self.group
+        return ended
+
+    def _loop(self) -> None:
+        while (job := self._queue.get()) is not None:
+            message, done = job
+            try:
+                self._run(message)
+            except BaseException as error:
+                done.set_exception(error)  # type: ignore[arg-type]
+            else:
+                done.set_result(message.result)
+            del job, message, done  # so that the last bucket is freed while get() blocks
+
+    def _run(self, message: Message) -> None:
+        if self._failures:
+            raise CollectiveError(self._failures[0])
+        started_s = monotonic()
+        works = []
+        try:
+            for work in message.steps:
+                works.append(work)
+                self._kept_works.append(work)
+                work.wait()
+        except Exception as error:
+            other_rank = "Another rank has died, stalled or left this step: look for the first error among all ranks. "
+            self._failures.append(
+                f"{message.label} did not get through after {monotonic() - started_s:.1f} s: {error}. "
+                f"{'' if isinstance(error, UpdateError) else other_rank}This rank starts no further collective"
+            )
+            raise CollectiveError(self._failures[-1]) from error
+        if message.on_end is not None:
+            message.on_end(works)
+
+
+class StreamLane:
+    """A side stream on which exchanges run, or that waits for them; the host never waits.
+
+    An exchange that computes runs on the side stream from its first step to its last (see ``GroupCommunicator``). One
+    that only sends is issued from the caller's stream and runs on the group's own, so that the communicator can start
+    the next message at once; nothing is put on the side stream but the wait for its end, not even an event: with few
+    hardware queues (under MPS, or CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can delay the computation behind
+    it.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group = group
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def submit(self, message: Message) -> Future[torch.Tensor]:
+        works = [] if message.on_side_stream else [next(message.steps)]
+        if message.on_side_stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for work in works:
+                work.wait()  # the stream waits; the host does not
+            for work in message.steps:
+                works.append(work)
+                work.wait()
+            if message.on_end is not None:
+                message.on_end(works)
+            done: Future[torch.Tensor] = Future(devices=[self._device])
+            done.set_result(message.result)
+        return done
+
+    def close(self, timeout_s: float) -> bool:  # noqa: ARG002
+        return True
+
+
+class Lanes:
+    """The lanes of one model and its control group, created when they are first needed; the user's group is cloned.
+
+    A host lane issues from its own thread, at no fixed point of the program, so it needs a group of its own: on the
+    user's group, a loss that the program all-reduces after backward could be paired with a bucket. A stream lane issues
+    from the caller's thread, and the first one uses the user's group, as DDP does. With
+    ``max_ctas`` lanes have communicators of their own that run on so many multiprocessors each: less data needs fewer,
+    and NCCL's blocks occupy theirs while they wait for the network, so a full all-to-all would take multiprocessors
+    away from backward. ``siblings``, for a group of only some ranks: as in ``clone_group``.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        max_ctas: int | None = None,
+        siblings: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._max_ctas = max_ctas
+        self._siblings = siblings
+        self._own_groups: list[Group] = []
+        self._control: Group | None = None
+        self._closed = False
+        self._lanes: list[Lane] = []
+        self._failures: list[str] = []  # empty on NCCL, where torch's own watchdog reports failures
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def __getitem__(self, index: int) -> Lane:
+        return self._lanes[index]
+
+    @property
+    def control(self) -> Group:
+        """A group of the same ranks for small messages in host memory. The first use is collective."""
+        if self._closed:
+            raise RuntimeError("the lanes of this DataParallel were closed: wrap the module again")
+        if self._control is None:
+            self._control = clone_group(self._group, "gloo", "anabranch control")
+            self._own_groups.append(self._control)
+        return self._control
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """The process group of each lane."""
+        return [lane.group for lane in self._lanes]
+
+    def check(self) -> None:
+        """Raise the error that stopped a lane, if one did."""
+        if self._failures:
+            raise CollectiveError(self._failures[0])
+
+    @property
+    def max_lanes(self) -> int:
+        """How many lanes there can be: one for an NCCL group of some ranks, unless all others make siblings of it."""
+        is_alone = dist.get_world_size(self._group) < dist.get_world_size() and not self._siblings
+        return 1 if is_alone and self._device.type == "cuda" else MAX_LANES
+
+    def grow(self, count: int) -> None:
+        """Create lanes until there are ``count``. Collective: every rank of the group calls it at the same point."""
+        if count > self.max_lanes:
+            raise RuntimeError(
+                f"{count} lanes were asked for, and this process group can have {self.max_lanes}: use fewer lanes"
+            )
+        while len(self._lanes) < count:
+            number = len(self._lanes)
+            if self._device.type == "cuda":
+                shared = number == 0 and (self._max_ctas is None or self.max_lanes == 1)
+                group = self._group if shared else self._new_group(number)
+                self._lanes.append(StreamLane(group, self._device))
+            else:
+                self._lanes.append(HostLane(self._new_group(number), f"anabranch-lane-{number}", self._failures))
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """End the threads, all within this time, and destroy the groups that were created here."""
+        self._closed = True
+        deadline_s = monotonic() + timeout_s
+        ended = [lane.close(max(0.0, deadline_s - monotonic())) for lane in self._lanes]
+        sleep(RELEASE_GRACE_S)
+        groups = self._own_groups
+        # Drop the references to groups now: their threads cannot end once the interpreter is shutting down.
+        self._own_groups = []
+        self._control = None
+        self._lanes = []
+        # A group whose collective has not ended would block until its timeout, now or when the interpreter ends.
+        if not all(ended):
+            keep_groups(groups)
+            return
+        for group in groups:
+            destroy_clone(group)
+
+    def _new_group(self, number: int) -> Group:
+        on_gpu = self._device.type == "cuda"
+        backend = dist.get_backend(self._group) if on_gpu else "gloo"
+        options = None
+        if on_gpu and self._max_ctas is not None:
+            options = _options(self._max_ctas, timeout_of(self._group))
+        group = clone_group(self._group, backend, f"anabranch lane {number}", options, self._siblings)
+        self._own_groups.append(group)
+        return group
+
+
+def _options(max_ctas: int, timeout: timedelta | None) -> Any:
+    """Options of an NCCL communicator that runs on so many multiprocessors."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    if timeout is not None:
+        options._timeout = timeout  # torch warns if it differs from the group's
+    return options

@@ -1,0 +1,61 @@
+"""The bucket launcher: starts each bucket of one plan by its exchange, on its lane."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from anabranch.exchange.contracts import BucketExchange
+from anabranch.exchange.lanes import Lane, Lanes, Message
+from anabranch.values.plan import Bucket, Plan
+
+EndMarker = Callable[[list[dist.Work]], None]
+
+
+class BucketLauncher:
+    """Launches the buckets of ``plan`` in plan order; every rank launches in the same order.
+
+    mark_bucket    called with the bucket's index at each launch; returns a function to call with the works at the end,
+                   or None if this bucket is not timed
+    before_first   called before the first bucket of each step
+    divisor        returns the number by which sums are divided; None for the world size (it differs under join())
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        lanes: Lanes,
+        exchange: BucketExchange,
+        mark_bucket: Callable[[int], EndMarker | None],
+        before_first: Callable[[], None] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.lanes = lanes
+        self.divisor: Callable[[], int] | None = None
+        self._exchange = exchange
+        self._mark_bucket = mark_bucket
+        self._before_first = before_first
+        self._world_size = dist.get_world_size(lanes[0].group)
+        self._routes = [self._route(index, bucket) for index, bucket in enumerate(plan.buckets)]
+
+    def launch(self, index: int, buffer: torch.Tensor) -> Future[torch.Tensor]:
+        """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average."""
+        if index == 0 and self._before_first is not None:
+            self._before_first()
+        bucket, lane, label, on_side_stream = self._routes[index]
+        divisor = self.divisor() if self.divisor is not None else self._world_size
+        steps = self._exchange.steps(bucket, buffer, lane.group, divisor)
+        return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), on_side_stream))
+
+    def close(self) -> None:
+        """Drop the lanes, whose last works hold memory; nothing can be launched any more."""
+        self._routes = []
+
+    def _route(self, index: int, bucket: Bucket) -> tuple[Bucket, Lane, str, bool]:
+        """What does not change between steps: the bucket, its lane, its name in errors, whether on a side stream."""
+        label = (
+            f"bucket {index} of {len(self.plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
+            f"{bucket.collective} on lane {bucket.lane})"
+        )
+        return bucket, self.lanes[bucket.lane], label, self._exchange.on_side_stream(bucket.collective)

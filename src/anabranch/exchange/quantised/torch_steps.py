@@ -1,0 +1,148 @@
+"""The steps of a quantised exchange in torch operations: on CPUs, and as the twin of the Triton kernels.
+
+Each function computes, bit by bit, what the kernel of the same name does, but for the payload of NaN.
+"""
+
+import torch
+
+from anabranch.exchange.quantised.stochastic import random_bits, uniform
+from anabranch.values.kinds.block_format import FINITE, NAN_BITS, NEGLIGIBLE, BlockFormat, Kept
+
+
+def quantise(
+    values: torch.Tensor, residual: torch.Tensor | None, ranks: int, form: BlockFormat, seed: int | None = None
+) -> torch.Tensor:
+    """The messages to all owners, one row each: this rank's values, with its residual added, in the given format.
+
+    ``seed``: of stochastic rounding; None rounds to the nearest.
+    """
+    region = form.region_numel(len(values), ranks)
+    dtype = torch.float32 if form.scaled or seed is not None else torch.bfloat16  # then this copy is the rounding
+    padded = torch.empty(ranks * region, dtype=dtype, device=values.device)
+    padded[: len(values)] = values if residual is None else values.float() + residual
+    padded[len(values) :] = 0.0
+    return _rounded(_rotated(padded.view(ranks, region), form), form, seed)
+
+
+def reduce(
+    received: torch.Tensor, divisor: float, form: BlockFormat, with_error: bool, seed: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This owner's message to everyone; ``with_error`` also the error that its rounding has made in the average.
+
+    ``received`` has the messages of all ranks, one row each. They are added in the order of ranks.
+    """
+    average = torch.zeros(1, form.region_of(received), dtype=torch.float32, device=received.device)
+    for row in received:
+        average += _unrounded(row[None], form, 1.0 / divisor)
+    message = _rounded(average, form, seed)
+    return message[0], _rotated(average - _unrounded(message, form), form)[0] if with_error else None
+
+
+def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat, kept: Kept | None = None) -> None:
+    """``buffer`` ← the averages in the messages of all owners, one row each.
+
+    With a residual, it becomes what this rank offered and did not send, and what rounding as owner has left. If any
+    average is not finite then all become NaN, so that nobody applies a part, and the residual stays as it was.
+    """
+    average = _decoded(gathered, form, len(buffer))
+    if form.scaled:  # scales were rounded up: the largest values would overflow
+        limit = torch.finfo(buffer.dtype).max
+        average = average.clamp(-limit, limit)
+    if kept is not None:
+        region = form.region_of(gathered)
+        poisoned = ~average.isfinite().all()
+        left = buffer.float() + kept.residual - _decoded(kept.sent, form, len(buffer))
+        mine = left[kept.owner * region : (kept.owner + 1) * region]
+        mine += kept.rounding_error[: len(mine)] * kept.divisor
+        kept.residual.copy_(torch.where(poisoned, kept.residual, left))
+        average = torch.where(poisoned, torch.nan, average)
+    buffer.copy_(average)
+
+
+def _decoded(messages: torch.Tensor, form: BlockFormat, numel: int) -> torch.Tensor:
+    """The first ``numel`` values of these messages."""
+    return _rotated(_unrounded(messages, form), form).view(-1)[:numel]
+
+
+def _rotated(regions: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """The Walsh-Hadamard transform of every block, where the format has one; it is its own inverse."""
+    if not form.rotates:
+        return regions
+    values = regions.reshape(-1, form.block) * form.rotation_scale  # first, so that sums do not overflow
+    for _ in range(form.block.bit_length() - 1):  # sums of neighbours first, then their differences
+        left, right = values[:, ::2], values[:, 1::2]
+        values = torch.cat([left + right, left - right], dim=1)
+    return values.view(regions.shape)
+
+
+def _rounded(regions: torch.Tensor, form: BlockFormat, seed: int | None) -> torch.Tensor:
+    """Messages of these values, a region in each row, which are rotated where the format says so."""
+    if not form.scaled:
+        return _as_bfloat16(regions, seed).view(torch.uint8)
+    blocks = regions.view(len(regions), -1, form.block)
+    largest = blocks.abs().amax(dim=2)
+    finite = largest <= FINITE  # neither infinite nor NaN
+    scales = _scales(torch.where(finite & (largest >= NEGLIGIBLE), largest, 0.0), form, by_chance=seed is not None)
+    wide = scales.float()
+    inverses = torch.where(wide > 0, 1.0 / wide, 0.0)
+    bits = torch.where(finite, scales.view(torch.int16), NAN_BITS)  # torch makes NaNs of various bits
+    scaled = torch.where(finite[:, :, None], blocks, 0.0) * inverses[:, :, None]
+    integers = torch.round(scaled) if seed is None else _by_chance(scaled, form.most, seed)
+    payload = _packed(integers.to(torch.int8).view(len(regions), -1), form)
+    return torch.cat([payload, bits.view(torch.uint8)], dim=1)
+
+
+def _unrounded(messages: torch.Tensor, form: BlockFormat, factor: float = 1.0) -> torch.Tensor:
+    """The values in these messages, times ``factor``, a region in each row; rotated where the format says so."""
+    if not form.scaled:
+        values = messages.view(torch.bfloat16)
+        return values if factor == 1.0 else values.float().mul_(factor)
+    region = form.region_of(messages)
+    payload, scales = messages.tensor_split([form.integers_nbytes(region)], dim=1)
+    wide = scales.contiguous().view(torch.bfloat16).float() * factor
+    integers = _unpacked(payload, form).view(len(messages), -1, form.block)
+    return (integers * wide[:, :, None]).view(len(messages), region)
+
+
+def _as_bfloat16(values: torch.Tensor, seed: int | None) -> torch.Tensor:
+    """Values in bfloat16: to the nearest, or random bits are added before the lower half is cut off."""
+    if seed is None:
+        return values.to(torch.bfloat16)
+    bits = (values.view(torch.int32) + (random_bits(values, seed) & 0xFFFF)) >> 16
+    return torch.where(values.isnan(), NAN_BITS, bits).to(torch.int16).view(torch.bfloat16)
+
+
+def _scales(largest: torch.Tensor, form: BlockFormat, by_chance: bool) -> torch.Tensor:
+    """The scales of blocks with these largest magnitudes, in bfloat16; 0 of a block of zeros."""
+    if form.binary_scales:  # the exponent of largest / most, rounded up: most is just below a power of two
+        exponent = ((largest.view(torch.int32) + (1 << (25 - form.bits)) - 1) >> 23) - (form.bits - 2)
+        return torch.where(largest > 0, (exponent << 23).view(torch.float32), 0.0).to(torch.bfloat16)
+    exact = largest * (1.0 / form.most)
+    return _up_to_bfloat16(exact) if by_chance else exact.to(torch.bfloat16)
+
+
+def _up_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
+    """Values from 0 on, rounded up, so that no value over its scale exceeds the largest integer."""
+    return ((values.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _by_chance(values: torch.Tensor, most: int, seed: int) -> torch.Tensor:
+    """An integer beside each value: the upper one with the probability of the part behind the point."""
+    low = values.floor()
+    return (low + (uniform(values, seed) < values - low)).clamp(-most, most)  # 1 / scale may be a bit too large
+
+
+def _packed(integers: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """Bytes of int8 values: two of 4 bits in each byte, the first one in the lower half."""
+    if form.bits == 8:
+        return integers.view(torch.uint8)
+    shifted = (integers + 8).view(torch.uint8)
+    return shifted[:, ::2] | (shifted[:, 1::2] << 4)
+
+
+def _unpacked(payload: torch.Tensor, form: BlockFormat) -> torch.Tensor:
+    """The int8 values in these bytes, as float32."""
+    if form.bits == 8:
+        return payload.view(torch.int8).float()
+    halves = torch.stack([payload & 15, payload >> 4], dim=2).view(len(payload), -1)
+    return halves.float() - 8.0

@@ -1,0 +1,1 @@
+"""Residuals: what was not sent in a step and is added to the next one."""

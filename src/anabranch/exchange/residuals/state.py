@@ -1,0 +1,398 @@
+"""The state of a rank's sparse buckets between steps: residuals by parameter name, regions by bucket.
+
+A bucket's flat buffer is its parameters one after another. A residual belongs to its parameter, not to the bucket: when
+the plan changes, residuals move to the new buckets by name, exactly. Regions belong to the bucket, and a new bucket
+balances its own.
+
+A piece may come from another stream than the one that reads it last, so whoever drops one that a stream may
+still read records the stream.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import torch
+
+from anabranch.exchange.contracts import record_stream
+from anabranch.exchange.residuals.checkpoint import VERSION
+from anabranch.exchange.residuals.monitor import SAMPLE_PERIOD, ResidualMonitor
+from anabranch.exchange.residuals.packing import PackedResidual
+from anabranch.exchange.sparse import regions
+from anabranch.values.kinds.block_format import BlockFormat
+
+log = logging.getLogger("anabranch")
+
+
+@dataclass
+class BucketState:
+    """One bucket on one rank. All tensors are on the device.
+
+    residual               float32: what this rank accumulated and has not sent, one parameter after another; empty
+                           while it is ``packed``
+    boundaries             int64 [P+1]: divide the bucket into regions
+    threshold_bias         float32 scalar: log of this owner's threshold over that of its own share
+    step                   sparse steps so far
+    fresh                  regions were never balanced; the same on every rank
+    residual_monitor       norms of the residual over time, where they are recorded
+    held                   residuals of frozen parameters by name; they are 0 in ``residual``
+    accumulates_in_place   gradients are added to the residual as they come. The gradient's memory is then zeros, and an
+                           owner may add its sums there.
+    packed                 the residual between exchanges, where it is stored rounded; else None
+
+    Of the last step, for reports: ``local_threshold`` and ``global_threshold``, and how many values passed, ``offered``
+    by this rank and ``applied`` by all owners together.
+    """
+
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    residual: torch.Tensor
+    boundaries: torch.Tensor
+    threshold_bias: torch.Tensor
+    step: int = 0
+    fresh: bool = True
+    residual_monitor: ResidualMonitor | None = None
+    accumulates_in_place: bool = False
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    packed: PackedResidual | None = None
+    local_threshold: torch.Tensor = field(init=False)
+    global_threshold: torch.Tensor = field(init=False)
+    offered: torch.Tensor = field(init=False)
+    applied: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.local_threshold = torch.zeros((), dtype=torch.float32, device=self.residual.device)
+        self.global_threshold = self.local_threshold.clone()
+        self.offered = torch.zeros((), dtype=torch.int32, device=self.residual.device)
+        self.applied = self.offered.clone()
+
+    @classmethod
+    def of(
+        cls, residual: torch.Tensor, ranks: int, names: Sequence[str] = ("",), numels: Sequence[int] = ()
+    ) -> "BucketState":
+        """A fresh state around a residual; as one parameter, if no names are given."""
+        zero = torch.zeros((), dtype=torch.float32, device=residual.device)
+        numels = tuple(numels or [len(residual)])
+        boundaries = regions.uniform(sum(numels), ranks, residual.device)
+        return cls(tuple(names), numels, residual, boundaries, zero)
+
+    def pieces(self, residual: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """The residual of each parameter, as views; of ``residual``, or of what is unpacked."""
+        whole = self.residual if residual is None else residual
+        return dict(zip(self.names, whole.split(list(self.numels)), strict=True))
+
+    def unpack(self, target: torch.Tensor) -> None:
+        """Read a packed residual into ``target``, which is the residual until ``pack()``."""
+        assert self.packed is not None
+        self.packed.read(target)
+        self.residual = target
+
+    def pack(self) -> None:
+        """Round the residual, and drop it in float32."""
+        assert self.packed is not None
+        self.packed.write(self.residual, self.step, self.names)
+        self.residual = self.residual.new_empty(0)
+
+    def store_as(self, form: BlockFormat | None, rank: int) -> None:
+        """From now on the residual is stored in this format between exchanges; None: as it is, on the device."""
+        whole = self.current().to(self.boundaries.device)
+        self.packed = None if form is None else PackedResidual.zeros(len(whole), form, rank, whole.device)
+        self.residual = whole
+        if self.packed is not None:
+            self.pack()
+
+    def current(self) -> torch.Tensor:
+        """The residual in float32, to be read only; between two exchanges, or in the middle of one."""
+        if self.packed is None or len(self.residual):
+            return self.residual
+        return self.packed.read(self.residual.new_empty(sum(self.numels)))
+
+    @contextmanager
+    def whole(self) -> Iterator[torch.Tensor]:
+        """The residual in float32, to be changed between two exchanges."""
+        if self.packed is not None:
+            self.unpack(self.residual.new_empty(sum(self.numels)))
+        try:
+            yield self.residual
+        finally:
+            if self.packed is not None:
+                self.pack()
+
+    def hold(self, names: Collection[str]) -> None:
+        """Hold the residuals of these parameters, and put those of all others back; between two exchanges."""
+        if self.held.keys() == set(names):
+            return
+        with self.whole():
+            for name, piece in self.pieces().items():
+                if name in names and name not in self.held:
+                    self.held[name] = piece.clone()
+                    piece.zero_()
+                elif name not in names and name in self.held:
+                    piece.add_(held := self.held.pop(name))
+                    record_stream(held)
+
+    def record_norms(self, gradient: torch.Tensor) -> None:
+        """Record the norms of the residual and of this step's gradient, whole or part by part, if a sample is due."""
+        if self.residual_monitor is not None:
+            self.residual_monitor.record(self.step, gradient, self.residual)
+
+
+class SparseState:
+    """The state of all sparse buckets of one model on one rank.
+
+    unbucketed      residuals of parameters that are in no sparse bucket now
+    flushing        residuals added to gradients whose average is not yet known to be finite
+    scale           loss scale of the residuals, once ``rescale`` has been called
+    loaded          description of the loaded checkpoint, line by line; must be the same on all ranks
+    loaded_states   the loaded states that became this rank's
+
+    ``form``: how residuals are rounded between exchanges; None: not at all.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device | None = None,
+        sample_period: int = SAMPLE_PERIOD,
+        form: BlockFormat | None = None,
+    ) -> None:
+        self._form = form
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.unbucketed: dict[str, torch.Tensor] = {}
+        self.flushing: dict[str, torch.Tensor] = {}
+        self.scale: float | None = None
+        self.loaded = ["nothing"]
+        self.loaded_states: list[Mapping[str, Any]] = []
+        self._sample_period = sample_period
+        self._buckets: dict[tuple[str, ...], BucketState] = {}
+        self._settings: dict[
+            tuple[str, ...], Mapping[str, Any]
+        ] = {}  # loaded regions of buckets that were not used yet
+        self._step = 0  # the most steps of any former bucket: a new one continues the schedules
+
+    def bucket(self, names: Sequence[str], numels: Sequence[int]) -> BucketState:
+        """The state of the bucket of these parameters, in this order.
+
+        A new bucket takes the residuals of its parameters from the buckets that had them. Residuals of other parameters
+        of those buckets become unbucketed. All ranks must ask for the same buckets in the same order.
+        """
+        key, sizes = tuple(names), tuple(numels)
+        known = self._buckets.get(key)
+        if known is not None and known.numels == sizes:
+            return known
+        if known is not None:
+            raise ValueError(
+                f"the parameters of bucket {key[0]} … have {known.numels} elements, and were given as {sizes}"
+            )
+        if len(set(key)) != len(key) or len(key) != len(sizes):
+            raise ValueError(f"a bucket needs distinct parameter names with one size each: found {key} with {sizes}")
+        self._dissolve(key)
+        self._buckets[key] = self._built(key, sizes)
+        return self._buckets[key]
+
+    def keep_buckets_of(self, names: Collection[str]) -> None:
+        """Only these parameters are in sparse buckets from now on; residuals of all others become unbucketed."""
+        self._dissolve({name for key in self._buckets for name in key}.difference(names))
+
+    def begin_flush(self, name: str) -> torch.Tensor | None:
+        """The residual of an unbucketed parameter, to be added to its gradient; None if it has none."""
+        piece = self.unbucketed.pop(name, None)
+        if piece is not None:
+            self.flushing[name] = piece + self.flushing[name].to(piece.device) if name in self.flushing else piece
+        return piece
+
+    def put_back(self, name: str, rest: torch.Tensor) -> None:
+        """Of what is being flushed of a parameter, ``rest`` was not added to its gradient, and waits for the next."""
+        self.flushing[name] = self.flushing[name] - rest.to(self.flushing[name].device)
+        self.unbucketed[name] = rest
+
+    def end_flush(self, sent: Collection[str]) -> None:
+        """The flushed residuals of these parameters were sent; those of the others become residuals again."""
+        flushed, self.flushing = self.flushing, {}
+        kept = {name: piece for name, piece in flushed.items() if name not in sent}
+        for state in self._buckets.values():
+            if mine := [name for name in state.names if name in kept]:
+                with state.whole() as residual:
+                    for name in mine:
+                        state.pieces()[name].add_(piece := kept.pop(name).to(residual.device))
+                        record_stream(piece)
+        for name, piece in kept.items():
+            if name in self.unbucketed:
+                self.unbucketed[name].add_(piece.to(self.unbucketed[name].device))
+                record_stream(piece)
+            else:
+                self.unbucketed[name] = piece
+
+    def store_as(self, form: BlockFormat | None, settle: Callable[[BucketState], object]) -> None:
+        """From now on residuals are stored in this format; ``settle`` is called with each bucket in turn."""
+        self._form = form
+        for state in self._buckets.values():
+            state.store_as(form, self.rank)
+            settle(state)
+
+    def rescale(self, scale: float) -> None:
+        """From now on gradients are those of a loss times ``scale``: rescale all residuals to match."""
+        if self.scale is not None and self.scale != scale:
+            for state in self._buckets.values():
+                with state.whole() as residual:
+                    residual.mul_(scale / self.scale)
+            held = [piece for state in self._buckets.values() for piece in state.held.values()]
+            for piece in (*held, *self.unbucketed.values(), *self.flushing.values()):
+                piece.mul_(scale / self.scale)
+        self.scale = scale
+
+    def buckets(self) -> list[BucketState]:
+        """The buckets of the plan in force."""
+        return list(self._buckets.values())
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """The residual of each parameter, to be read only."""
+        found = dict(self.unbucketed)
+        for state in self._buckets.values():
+            found.update(state.pieces(state.current()))
+        return found
+
+    def clear(self) -> None:
+        """Drop all residuals and buckets."""
+        self._buckets = {}
+        self._settings = {}
+        self.flushing = {}
+        self.unbucketed = {}
+        self.loaded_states = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: tensors by parameter name, numbers and strings. Can be read without pickle."""
+        residuals = {name: piece.detach().clone() for name, piece in self.residuals().items()}
+        for name, piece in (*self.flushing.items(), *(item for s in self._buckets.values() for item in s.held.items())):
+            residuals[name] = residuals[name] + piece.to(residuals[name].device) if name in residuals else piece.clone()
+        return {
+            "version": VERSION,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "step": max([self._step, *(state.step for state in self._buckets.values())]),
+            "scale": self.scale,
+            "residuals": {name: piece for name, piece in residuals.items() if piece.any()},
+            "buckets": [_settings(state) for state in self._buckets.values() if not state.fresh],
+        }
+
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned: this rank's, or all ranks' (in any order) if the world size has changed.
+
+        At the same world size everything continues bit by bit. At another, old rank r's residuals are added to those
+        of new rank r mod world size, further ranks start at zero, and regions are balanced again. The sum of the
+        residuals over the ranks is conserved, up to float32 rounding where residuals are added.
+        """
+        states = tuple(state for state in states if state)  # a run without any state saved {}
+        if not states:
+            self.loaded = ["nothing"]
+            self.loaded_states = []
+            return
+        mine, same = self._own(states)
+        self.loaded = common_lines(states[0])
+        self.clear()
+        self.loaded_states = mine
+        for state in mine:
+            for name, piece in state["residuals"].items():
+                own = piece.detach().to(torch.float32).flatten()  # stays on its own device until its bucket is used
+                before = self.unbucketed.get(name)
+                self.unbucketed[name] = own.clone() if before is None else before + own.to(before.device)
+        self._step = states[0]["step"]
+        self.scale = states[0].get("scale")
+        if same:
+            self._settings = {tuple(settings["names"]): settings for settings in mine[0]["buckets"]}
+        elif self.rank == 0:
+            log.warning(
+                "anabranch: residuals of %d ranks were loaded on %d: their sum is conserved, regions are new",
+                states[0]["world_size"],
+                self.world_size,
+            )
+
+    def _own(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
+        """The states that become this rank's, and whether the world size is the old one."""
+        for state in states:
+            if state.get("version") != VERSION:
+                raise ValueError(
+                    f"the sparse state has version {state.get('version')}, and this anabranch reads version {VERSION}: "
+                    "load it with the anabranch that wrote it"
+                )
+        old = {state["rank"]: state for state in states}
+        sizes = sorted({state["world_size"] for state in states})
+        if len(sizes) != 1:
+            raise ValueError(f"the sparse states given come from worlds of {sizes} ranks: give those of one run")
+        if len(old) < len(states):
+            ranks = sorted(state["rank"] for state in states)
+            raise ValueError(f"the sparse states given are of ranks {ranks}: give that of each rank once")
+        for state in states[1:]:
+            for first, other in zip_longest(common_lines(states[0]), common_lines(state), fillvalue="no more buckets"):
+                if first != other:
+                    raise ValueError(
+                        f"the sparse states given are from different checkpoints: rank {states[0]['rank']}'s says "
+                        f"{first}, rank {state['rank']}'s says {other}: give those of one run at one step"
+                    )
+        same = sizes[0] == self.world_size
+        if not (self.rank in old if same else set(old) == set(range(sizes[0]))):
+            raise ValueError(
+                f"rank {self.rank} of {self.world_size} was given the sparse state of ranks {sorted(old)} of {sizes[0]}"
+                ": give its own, or those of all ranks if their number has changed"
+            )
+        return [old[self.rank]] if same else [old[r] for r in range(self.rank, sizes[0], self.world_size)], same
+
+    def _dissolve(self, names: Collection[str]) -> None:
+        """Remove the buckets that hold any of these parameters; their residuals become unbucketed."""
+        for key in [key for key in self._buckets if not set(names).isdisjoint(key)]:
+            state = self._buckets.pop(key)
+            state.hold(())
+            self._step = max(self._step, state.step)
+            self.unbucketed.update((name, piece.clone()) for name, piece in state.pieces(state.current()).items())
+            record_stream(state.residual, *([] if state.packed is None else [state.packed.message]))
+
+    def _built(self, names: tuple[str, ...], numels: tuple[int, ...]) -> BucketState:
+        form, numel = self._form, sum(numels)
+        packed = None if form is None else PackedResidual.zeros(numel, form, self.rank, self.device)
+        known = any(name in self.unbucketed for name in names)
+        residual = torch.zeros(numel if known or packed is None else 0, dtype=torch.float32, device=self.device)
+        ends = [sum(numels[:i]) for i in range(len(numels) + 1)]
+        for name, (low, high) in zip(names, pairwise(ends), strict=True):
+            if (piece := self.unbucketed.pop(name, None)) is not None:
+                if len(piece) != high - low:
+                    raise ValueError(f"parameter {name} has {high - low} elements, and its residual has {len(piece)}")
+                residual[low:high].copy_(piece)
+                record_stream(piece)
+        state = BucketState.of(residual, self.world_size, names, numels)
+        state.step = self._step
+        state.residual_monitor = ResidualMonitor(self.device, self._sample_period)
+        if (settings := self._settings.pop(names, None)) is not None:
+            state.threshold_bias.fill_(settings["tilt"])
+            state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
+            state.step = settings["step"]
+            state.fresh = False
+        if packed is not None:
+            state.packed = packed
+            if known:
+                state.pack()
+        return state
+
+
+def common_lines(state: Mapping[str, Any]) -> list[str]:
+    """Describe, line by line, what the states of all ranks of one checkpoint have in common."""
+    trained, scale = state.get("steps_trained"), state.get("scale")
+    head = f"step {state['step']} of {state['world_size']} ranks, {trained} steps trained, loss scale {scale}"
+    return [
+        head,
+        *(f"bucket to {b['names'][-1]}: step {b['step']}, regions {b['boundaries']}" for b in state["buckets"]),
+    ]
+
+
+def _settings(state: BucketState) -> dict[str, Any]:
+    return {
+        "names": list(state.names),
+        "tilt": state.threshold_bias.item(),
+        "boundaries": state.boundaries.tolist(),
+        "step": state.step,
+    }

@@ -1,0 +1,55 @@
+"""Regions: which rank owns which part of a bucket, so that every owner has about equally many values to add.
+
+Regions are given by their boundaries, P+1 int64 numbers 0 = b_0 ≤ … ≤ b_P = n; rank r owns [b_r, b_{r+1}). Each rank
+proposes the positions that divide its own selected values into P equal runs, and the mean of the proposals is taken
+(the mean of sorted vectors is sorted). With selected positions 2, 3, 8, 9 of n = 10 and P = 2 a rank proposes b_1 = 8.
+"""
+
+import torch
+
+from anabranch.values.kinds.sparse_sizes import widest_numel
+
+
+def uniform(numel: int, ranks: int, device: torch.device | None = None) -> torch.Tensor:
+    """Boundaries of regions of equal size, ±1."""
+    return torch.arange(ranks + 1, dtype=torch.int64, device=device) * numel // ranks
+
+
+def uniform_inner(numel: int, ranks: int, device: torch.device | None = None) -> torch.Tensor:
+    """The P−1 inner boundaries of regions of equal size."""
+    return uniform(numel, ranks, device)[1:-1]
+
+
+def first_ordinals(count: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Which of ``count`` selected values, counted from 1, begin regions 1 … P−1 if each is to have equally many."""
+    return torch.arange(1, ranks, dtype=torch.int64, device=count.device) * count // ranks + 1
+
+
+def proposal_from_positions(positions: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
+    """The inner boundaries a rank proposes, from the sorted positions of its selected values.
+
+    For the exact exchange, where the host knows how many positions there are; ``select.propose_boundaries`` computes
+    the same without that.
+    """
+    parts = torch.arange(1, ranks, dtype=torch.int64, device=positions.device)
+    if len(positions) == 0:
+        return parts * numel // ranks
+    return positions[parts * len(positions) // ranks]
+
+
+def mean_boundaries(summed: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
+    """The boundaries, from the sum over the ranks of their proposals. No region is wider than ``widest_numel``.
+
+    With c_j = b_j − j·widest, "no region is wider" reads "c never rises", from c_0 = 0 on, so a running minimum
+    enforces it. The last regions are bounded from below in the same way. b stays sorted.
+    """
+    widest = widest_numel(numel, ranks)
+    steps = torch.arange(1, ranks, dtype=torch.int64, device=summed.device) * widest
+    inner = summed // ranks
+    if ranks > 1:
+        inner = torch.cummin((inner - steps).clamp(max=0), dim=0).values + steps
+        inner = torch.maximum(inner, numel - (ranks * widest - steps))
+    bounds = torch.full((ranks + 1,), numel, dtype=torch.int64, device=summed.device)
+    bounds[:1].zero_()
+    bounds[1:-1].copy_(inner)
+    return bounds

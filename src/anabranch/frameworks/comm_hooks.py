@@ -1,0 +1,151 @@
+"""Compressed exchanges as comm hooks of a stock DistributedDataParallel: ``ddp.register_comm_hook(state, hook)``.
+
+DDP keeps its own buckets and nothing is planned. Exchanges run on a lane, as under DataParallel: on Gloo a thread with
+a group of its own, so that nothing waits inside a future's callback, and on NCCL a stream.
+
+No ``from __future__ import annotations`` here: DDP refuses hooks whose annotations are text.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch.exchange.agree import check_same
+from anabranch.exchange.collectives import Scaler
+from anabranch.exchange.compression import Settings, keeps_residuals, name_of, settings_of
+from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
+from anabranch.exchange.lanes import Lane, Lanes, Message
+from anabranch.exchange.one_kind import OneKindExchanges, only_kind
+from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.quantised import Quantised
+
+
+class CommHookState:
+    """The state of ``oktopk_hook`` or ``quantised_hook`` for one model on one rank: its residuals.
+
+    module: the model, wrapped or not; its parameters' names are in checkpoints. compress: "bf16", "int8", "int4",
+    ``Quantised(...)`` or ``OkTopk(...)``. process_group: that of DDP, by default the group of all ranks. It need not
+    exist yet: groups and threads are made in the first backward pass, on all ranks.
+    """
+
+    def __init__(
+        self, module: nn.Module, compress: str | Quantised | OkTopk, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        settings = settings_of(compress)
+        if not isinstance(settings, Quantised | OkTopk) or only_kind(settings) is None:
+            raise ValueError(
+                f"compress is {compress!r}: a comm hook sends every bucket by one kind: expected bf16, int8, int4, "
+                "Quantised(...), or OkTopk(...) with one density; DataParallel can choose among several"
+            )
+        ddp = module if isinstance(module, DistributedDataParallel) else None
+        if ddp is not None and ddp.find_unused_parameters and keeps_residuals(settings):
+            raise ValueError(
+                f"compress={name_of(settings)} with find_unused_parameters=True: DDP drops the averages of parameters "
+                "that no rank used, and with them residuals that were sent: set find_unused_parameters=False"
+            )
+        self.settings: Settings = settings
+        self._module: nn.Module = module if ddp is None else ddp.module
+        self._group = process_group
+        self._running: _Running | None = None
+        self._scaler: Scaler | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank to save in a checkpoint beside the model; {} if nothing is kept between steps."""
+        return self._started().state_dict()
+
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned on this rank, on every rank, before the first step.
+
+        If the number of ranks has changed, give every rank the states of all old ranks.
+        """
+        self._started().load_state_dict(*states)
+
+    def follow(self, scaler: Scaler) -> None:
+        """Scale residuals with this GradScaler; call it on every rank."""
+        self._scaler = scaler
+
+    def close(self) -> None:
+        """Release threads and groups; residuals are gone then, so save them before."""
+        if self._running is not None:
+            self._release()
+            self._running = None
+
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of a bucket of DDP's; called by the hooks, in the same order on every rank."""
+        return self._started().exchange(bucket, self._scaler)
+
+    def _started(self) -> "_Running":
+        if self._running is None:
+            self._running = _Running(self._module, self.settings, self._group or default_group())
+            self._release = weakref.finalize(self, self._running.close)
+        return self._running
+
+
+def oktopk_hook(state: CommHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A comm hook for DDP that sends the largest values of matrices and keeps the rest; vectors are sent whole."""
+    _check_settings(state, OkTopk)
+    return state.exchange(bucket)
+
+
+def quantised_hook(state: CommHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A comm hook for DDP that rounds what is sent to 16, 8 or 4 bits; the sum is float32."""
+    _check_settings(state, Quantised)
+    return state.exchange(bucket)
+
+
+def _check_settings(state: object, expected: type) -> None:
+    settings = getattr(state, "settings", None)
+    if not isinstance(settings, expected):
+        found = f"CommHookState of {name_of(settings)}" if isinstance(state, CommHookState) else repr(state)
+        raise ValueError(
+            f"the state of this comm hook is a {found}: expected CommHookState(model, {expected.__name__}(...))"
+        )
+
+
+class _Running:
+    """The exchanges of one model on a lane, from the first use on."""
+
+    def __init__(self, module: nn.Module, settings: Settings, group: dist.ProcessGroup) -> None:
+        if reason := no_clone_reason(group):
+            raise ValueError(f"compress={name_of(settings)} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
+        named = dict(module.named_parameters())
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named.items()}
+        self._exchanges = OneKindExchanges(settings, trained, group, frozen)
+        self._lanes = Lanes(group, next(iter(trained.values())).device, self._exchanges.collectives.max_ctas)
+        self.state_dict = self._exchanges.state_dict
+
+    def exchange(self, bucket: GradBucket, scaler: Scaler | None) -> torch.futures.Future[torch.Tensor]:
+        lane = self._lane()
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        buffer = bucket.buffer()
+        kind = self._exchanges.kind_of(buffer.dtype)
+        label = f"the bucket to {names[-1]} ({len(names)} gradients, {kind})"
+        steps = self._exchanges.steps(names, buffer, lane.group, scaler)
+        if bucket.is_last():  # the first may be ready in the backward of a re-entrant checkpoint, inside backward
+            self._exchanges.end_with_this_backward()
+        on_side_stream = self._exchanges.collectives.on_side_stream(kind)
+        return lane.submit(Message(steps, buffer, label, on_side_stream=on_side_stream))
+
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        if len(self._lanes):
+            raise RuntimeError("load_state_dict() of a comm hook's state after steps were made: load before the first")
+        self._exchanges.load_state_dict(*states)
+
+    def close(self) -> None:
+        self._exchanges.close()
+        self._lanes.close()
+
+    def _lane(self) -> Lane:
+        """The lane; made in the first backward pass, where all ranks are. Ranks compare what they were given then."""
+        if not len(self._lanes):
+            self._lanes.grow(1)
+            check_same("the state of the comm hook", self._exchanges.agreed(), self._lanes[0].group)
+        return self._lanes[0]

@@ -1,0 +1,199 @@
+"""The sharding plan whose step is fastest, within a bound on memory.
+
+Units are consecutive blocks. Where parameters may all be kept, freeing any of them only adds messages, and gathering
+farther ahead only starts them earlier, so that just the cuts are open; under a bound on memory, so are the units to
+free and how far to prefetch. Where units must have one block each, only those two are. If there are few such plans,
+each is simulated. Otherwise a search starts from even cuts into many numbers of units, and moves, merges, halves,
+keeps and frees while the simulated step becomes shorter.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, combinations, pairwise, product
+from math import inf
+from typing import NamedTuple
+
+from anabranch.fsdp.planning.links import Links
+from anabranch.fsdp.planning.plan import ShardingPlan, Unit
+from anabranch.fsdp.planning.step import StepCost, UnitCost, host_order, peak_of, unit_cost, walk
+from anabranch.fsdp.planning.trace import ShardedTrace
+from anabranch.values.errors import PlanError
+
+FEW = 5000  # plans, all of which are simulated
+TRIALS = 2000  # plans that a search simulates at most
+STARTS = 3  # the best of the even cuts, from which a search starts
+MIB = 1 << 20
+
+
+class Layout(NamedTuple):
+    """A plan in numbers: unit i is blocks edges[i] … edges[i + 1] − 1."""
+
+    edges: tuple[int, ...]
+    reshard: tuple[bool, ...]
+    prefetch: int
+
+
+Score = tuple[float, int, int]  # seconds, then bytes, then units: less is better
+NEVER: Score = (inf, 0, 0)
+
+
+def plan(
+    trace: ShardedTrace, links: Links, memory_nbytes: int | None = None, *, per_block: bool = False
+) -> ShardingPlan:
+    """The fastest plan of all whose ``peak_nbytes`` is at most ``memory_nbytes``; of equally fast ones, the smallest.
+
+    ``per_block``: of those with a unit per block. PlanError if even such a plan, each unit freed after forward, needs
+    more.
+    """
+    scores = _Scores(trace, links, memory_nbytes, per_block)
+    count = len(trace)
+    least = Layout(tuple(range(count + 1)), (True,) * count, 1)  # as FSDP2's users make them
+    kept = Layout(least.edges, (False,) * count, count)
+    layouts: Iterable[Layout] = _all(count, memory_nbytes is not None)
+    if _how_many(count, memory_nbytes is not None) > FEW:
+        starts = sorted({least, kept, *_starts(trace, memory_nbytes is not None)}, key=scores.of)
+        layouts = [_climbed(start, scores, TRIALS // STARTS) for start in starts[:STARTS]]
+    best = min((least, *layouts), key=scores.of)
+    if scores.of(best) == NEVER:
+        needed = peak_of(scores.sizes(least.edges), host_order(least.reshard, least.prefetch))
+        raise PlanError(
+            f"memory_nbytes is {memory_nbytes}: a unit per block, each freed after forward, needs {needed} "
+            f"({needed / MIB:.0f} MiB) for gathered parameters and gradients; allow as much, or divide blocks"
+        )
+    return _plan(trace, scores.slimmed(best))
+
+
+class _Scores:
+    """Simulates layouts, each once."""
+
+    def __init__(self, trace: ShardedTrace, links: Links, memory_nbytes: int | None, per_block: bool) -> None:
+        self._trace, self._links, self._memory_nbytes = trace, links, memory_nbytes
+        self._min_units = len(trace) if per_block else 1
+        columns = zip(*((b.nbytes, b.gradient_nbytes, b.forward_s, b.backward_s) for b in trace.blocks), strict=True)
+        self._totals = [list(accumulate(column, initial=0)) for column in columns]
+        self._rest = unit_cost(trace.rest_nbytes, trace.rest_gradient_nbytes, 0.0, 0.0, links)
+        self._units: dict[tuple[int, int], UnitCost] = {}
+        self._known: dict[Layout, Score] = {}
+
+    def of(self, layout: Layout) -> Score:
+        if layout not in self._known:
+            self._known[layout] = self._simulated(layout)
+        return self._known[layout]
+
+    def sizes(self, edges: Sequence[int]) -> list[tuple[int, int]]:
+        """Bytes of parameters and of gradients of the units, the rest last."""
+        return [(unit.nbytes, unit.gradient_nbytes) for unit in self._costs(edges)]
+
+    def slimmed(self, best: Layout) -> Layout:
+        """The same units with the shortest prefetch that is as fast."""
+        layouts = (best._replace(prefetch=prefetch) for prefetch in range(1, best.prefetch + 1))
+        return next(layout for layout in layouts if self.of(layout)[0] <= self.of(best)[0])
+
+    def _simulated(self, layout: Layout) -> Score:
+        if len(layout.reshard) < self._min_units:
+            return NEVER
+        actions = list(host_order(layout.reshard, layout.prefetch))
+        peak = peak_of(self.sizes(layout.edges), actions)
+        if self._memory_nbytes is not None and peak > self._memory_nbytes:
+            return NEVER
+        trace = self._trace
+        cost = StepCost(self._costs(layout.edges), trace.before_s, trace.loss_s, trace.update_s)
+        finish = walk(cost, actions, self._links.overlaps)
+        return float(f"{finish.step_s:.10g}"), peak, len(layout.reshard)  # rounding is no gain
+
+    def _costs(self, edges: Sequence[int]) -> list[UnitCost]:
+        return [*(self._unit(low, high) for low, high in pairwise(edges)), self._rest]
+
+    def _unit(self, low: int, high: int) -> UnitCost:
+        if (low, high) not in self._units:
+            nbytes, gradient_nbytes, forward_s, backward_s = (total[high] - total[low] for total in self._totals)
+            self._units[low, high] = unit_cost(int(nbytes), int(gradient_nbytes), forward_s, backward_s, self._links)
+        return self._units[low, high]
+
+
+def _how_many(count: int, bounded: bool) -> int:
+    plans: int = 2 * 3 ** (count - 1) * count if bounded else 2 ** (count - 1)
+    return plans
+
+
+def _all(count: int, bounded: bool) -> Iterator[Layout]:
+    """Every layout of so many blocks that can be the best."""
+    for cuts in range(count):
+        for inner in combinations(range(1, count), cuts):
+            edges, units = (0, *inner, count), cuts + 1
+            if not bounded:
+                yield Layout(edges, (False,) * units, units)
+                continue
+            for reshard in product((False, True), repeat=units):
+                for prefetch in range(1, units + 1):
+                    yield Layout(edges, reshard, prefetch)
+
+
+def _starts(trace: ShardedTrace, bounded: bool) -> Iterator[Layout]:
+    """Even cuts, by bytes and by time, into few to many units; all kept, all freed, and the last ones kept."""
+    count = len(trace)
+    weights = (
+        [block.nbytes + 1.0 for block in trace.blocks],
+        [b.forward_s + b.backward_s + 1e-9 for b in trace.blocks],
+    )
+    numbers = sorted({min(count, round(1.3**power)) for power in range(40)})
+    for weight, units in product(weights, numbers):
+        edges = _even(weight, units)
+        units = len(edges) - 1
+        if not bounded:
+            yield Layout(edges, (False,) * units, units)
+            continue
+        for kept, prefetch in product({0, units // 3, 2 * units // 3, units}, {1, 2, units}):
+            yield Layout(edges, (True,) * (units - kept) + (False,) * kept, prefetch)
+
+
+def _even(weights: Sequence[float], units: int) -> tuple[int, ...]:
+    """Edges that divide the blocks into parts of about the same weight; parts without any block are left out."""
+    total = list(accumulate(weights, initial=0.0))
+    inner = {bisect_left(total, total[-1] * part / units) for part in range(1, units)}
+    return tuple(sorted({0, *inner, len(weights)}))
+
+
+def _climbed(layout: Layout, scores: _Scores, trials: int) -> Layout:
+    """Small changes, each kept if it is better, until none is or ``trials`` are spent."""
+    improved = True
+    while improved and trials > 0:
+        improved = False
+        for other in _neighbours(layout):
+            trials -= 1
+            if scores.of(other) < scores.of(layout):
+                layout, improved = other, True
+                break
+            if trials <= 0:
+                break
+    return layout
+
+
+def _neighbours(layout: Layout) -> Iterator[Layout]:
+    edges, reshard, prefetch = layout
+    units = len(reshard)
+    for other in (prefetch - 1, prefetch + 1, 2 * prefetch):
+        if 1 <= other <= units:
+            yield layout._replace(prefetch=other)
+    for i in range(units):
+        if any(reshard):  # where nothing is freed, nothing needs to be
+            yield layout._replace(reshard=(*reshard[:i], not reshard[i], *reshard[i + 1 :]))
+        low, high = edges[i], edges[i + 1]
+        if i:
+            for far in (1, 2, 4):
+                for edge in (low - far, low + far):
+                    if edges[i - 1] < edge < high:
+                        yield layout._replace(edges=(*edges[:i], edge, *edges[i + 1 :]))
+            merged = reshard[i - 1] or reshard[i]
+            fewer = (*reshard[: i - 1], merged, *reshard[i + 1 :])
+            yield Layout((*edges[:i], *edges[i + 1 :]), fewer, max(1, min(prefetch, units - 1)))
+        for middle in {low + 1, (low + high) // 2, high - 1}:
+            if low < middle < high:
+                more = (*reshard[:i], reshard[i], *reshard[i:])
+                yield Layout((*edges[: i + 1], middle, *edges[i + 1 :]), more, prefetch + (prefetch == units))
+
+
+def _plan(trace: ShardedTrace, layout: Layout) -> ShardingPlan:
+    names = [block.name for block in trace.blocks]
+    pieces = zip(pairwise(layout.edges), layout.reshard, strict=True)
+    return ShardingPlan(tuple(Unit(tuple(names[a:b]), reshard) for (a, b), reshard in pieces), layout.prefetch)

@@ -1,0 +1,508 @@
+"""Models that FSDP2 shards inside each node: what travels between the nodes, by any kind of exchange.
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    replication = ab.replicate(model, mesh, compress="int8")
+
+FSDP2 reduces the gradients of a unit inside the node, so that each rank has the sum of its shard, and calls a hook. The
+hook averages that shard among the ranks that have the same one in other nodes. Residuals are as small as shards.
+"""
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
+
+from anabranch.exchange.agree import all_or_none, check_same
+from anabranch.exchange.collectives import Scaler
+from anabranch.exchange.compression import Compress, Settings, described, settings_of
+from anabranch.exchange.contracts import Group, Steps, record_stream
+from anabranch.exchange.dense import all_finite, dense
+from anabranch.exchange.groups import USE_A_TORCH_GROUP, no_clone_reason
+from anabranch.exchange.lanes import Lanes, Message
+from anabranch.exchange.one_kind import OneKindExchanges, only_kind
+from anabranch.fsdp.mesh import check_same_over, fails_together, inherit_timeouts
+from anabranch.observe.step_timer import tensors_in
+from anabranch.values.compatibility import check_parts, check_seams
+
+TESTED = "2.13.0"
+SEAMS = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}
+# What FSDP2 keeps of a unit, of those parameters of a unit that are alike, and of a parameter.
+STATE_PARTS = ("_state_ctx",)
+GROUP_PARTS = ("mesh_info", "_all_reduce_hook", "_is_hsdp", "all_reduce_grads", "fsdp_params", "gradient_divide_factor")
+PARAMETER_PARTS = ("mp_policy", "offload_to_cpu", "padded_sharded_param_size", "sharded_param")
+MIB = 1 << 20
+
+
+class Unit(NamedTuple):
+    """A unit of FSDP2's.
+
+    module    that fully_shard() was given
+    trained   whether each of its parameters was when replicate() was called
+    shards    of those that were, by name, as its buffer has them; none if all were frozen
+    frozen    likewise of the others
+    """
+
+    label: str
+    module: FSDPModule
+    trained: Sequence[bool]
+    shards: Mapping[str, torch.Tensor]
+    frozen: Mapping[str, torch.Tensor]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, if every parameter has a gradient."""
+        return sum(shard.numel() for shard in self.shards.values())
+
+    def trains_others(self) -> bool:
+        """Whether parameters were frozen or unfrozen since replicate() was called."""
+        (group, *_) = parameter_groups(self.module)
+        return _trained(group) != self.trained
+
+    def is_whole(self, buffer: torch.Tensor) -> bool:
+        """Whether ``buffer`` has the gradients of ``shards``, all of them, and of nothing else."""
+        # The size alone does not tell: a parameter that was frozen since may be as large as one that was unfrozen.
+        return buffer.numel() == self.numel and not self.trains_others()
+
+
+def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> "Replication":
+    """Average the gradients of a sharded model between nodes, in every backward pass from now on. Collective.
+
+    model      sharded by ``fully_shard(..., mesh=mesh["shard"])``, the same on every rank
+    mesh       of two dimensions: nodes, and the ranks in a node among which the model is sharded
+    compress   "bf16", "int8", "int4", ``Quantised(...)`` or ``OkTopk(...)``; by default all is sent exactly
+
+    Every node starts with the weights of the first one. Keep the result: checkpoints need its state.
+    """
+    with fails_together("ab.replicate()", mesh):
+        settings, units, nodes, inside = _checked(model, mesh, compress)
+        inherit_timeouts(mesh)
+    lines = [f"{unit.label}: {list(unit.shards)}, {unit.numel} elements" for unit in units]
+    check_same_over("the sharded model", [described(settings), *lines], mesh)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
+    trained, frozen = _joined(unit.shards for unit in units), _joined(unit.frozen for unit in units)
+    exchanges = OneKindExchanges(settings, trained, nodes, frozen, partial(_scaler_skips, model, inside))
+    # A line between nodes for each rank of a node; where these are all ranks, they can make groups together.
+    siblings = mesh.mesh.t().tolist() if mesh.mesh.numel() == dist.get_world_size() else []
+    return Replication(model, units, exchanges, nodes, inside, siblings)
+
+
+def _checked(model: nn.Module, mesh: DeviceMesh, compress: Compress) -> tuple[Settings, list[Unit], Group, Group]:
+    """What to send of which units, and the groups between nodes and inside; ValueError if that cannot work."""
+    settings = settings_of(compress)
+    if only_kind(settings) is None:
+        raise ValueError(
+            f"compress is {compress!r}: between nodes every unit travels by one kind: expected bf16, int8, int4, "
+            "Quantised(...), or OkTopk(...) with one density"
+        )
+    units = _units(model)
+    nodes, inside = _groups(mesh, units)
+    if reason := no_clone_reason(nodes):
+        raise ValueError(f"replicate() cannot run here: {reason}. {USE_A_TORCH_GROUP}")
+    return settings, units, nodes, inside
+
+
+class Replication:
+    """The exchange of one sharded model between nodes; ``replicate`` makes it.
+
+    node         and ``node_count``, ``shard``, ``shard_count``: where this rank is
+    parameters   by name, those with a state to save: all that are averaged, and frozen ones whose state was loaded
+    known        all of the model's
+
+    ``siblings``: as in ``clone_group``, of the group ``nodes``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        exchanges: OneKindExchanges,
+        nodes: Group,
+        inside: Group,
+        siblings: Sequence[Sequence[int]],
+    ) -> None:
+        self.node, self.node_count = nodes.rank(), nodes.size()
+        self.shard, self.shard_count = inside.rank(), inside.size()
+        trained = _joined(unit.shards for unit in units)
+        self._shards = {**trained, **_joined(unit.frozen for unit in units)}
+        self.known: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
+        self.parameters = {name: parameter for name, parameter in self.known.items() if name in trained}
+        self._units, self._exchanges, self._inside = units, exchanges, inside
+        self._device = next(iter(trained.values())).device
+        self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas, siblings)
+        # Also when the interpreter ends: a thread that is inside a collective then would abort it.
+        self._release = weakref.finalize(self, self._lanes.close)
+        self._lanes.grow(1)
+        self._scaler: Scaler | None = None
+        self._compared = False
+        # In the last step, by unit: elements, dtype, and whether they were those of all parameters that are known.
+        self._last: dict[str, tuple[int, torch.dtype, bool]] = {}
+        self._partial: dict[str, torch.Tensor] = {}  # sums of this node that wait for set_requires_all_reduce(True)
+        # A stream of ours: FSDP2 would run the hook on the one that reduces inside the node, which then waited for it.
+        stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
+        for unit in units:
+            unit.module.set_all_reduce_hook(partial(self._average, unit), stream=stream)
+        self._around_forward = [
+            model.register_forward_pre_hook(self._check_ended, prepend=True),
+            model.register_forward_hook(self._await_backward),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank to save in a checkpoint beside the model; {} if nothing is kept between steps."""
+        return self._exchanges.state_dict()
+
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned on this rank, on every rank, before the first step.
+
+        If the number of nodes has changed, give every rank the states of all old ranks with the same shard.
+        """
+        if self._compared:
+            raise RuntimeError("load_state_dict() of a Replication after steps were made: load before the first")
+        self._exchanges.load_state_dict(*states)
+
+    def save_also(self, names: Collection[str]) -> None:
+        """From now on the state of these parameters is saved, too: all ranks of a node must save the same entries."""
+        kept = {*self.parameters, *names}
+        self.parameters = {name: parameter for name, parameter in self.known.items() if name in kept}
+
+    def padded(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        """A flat shard of this parameter, with zeros at its end so that all ranks have shards of one size."""
+        return pad(shard, (0, self._shards[name].numel() - shard.numel()))
+
+    def padding(self, name: str) -> int:
+        """How many zeros that are, at the end of this rank's shard."""
+        return self._shards[name].numel() - self.known[name].to_local().numel()
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A context that fails on all ranks of all nodes if it fails on one; nothing in it communicates."""
+        with all_or_none(what, self._lanes[0].group, self._inside):
+            yield
+
+    def any_in_node(self, here: bool) -> bool:
+        """Whether any rank of this node says so. Collective in the node."""
+        return _any_rank(torch.tensor(here, device=self._device), self._inside)
+
+    def follow(self, scaler: Scaler) -> None:
+        """Scale residuals with this GradScaler; call it on every rank, before the first step."""
+        if self._compared and scaler is not self._scaler:
+            raise RuntimeError("follow() of a Replication after steps were made: call it before the first")
+        self._scaler = scaler
+
+    def metrics(self) -> dict[str, int]:
+        """Numbers for a logger: what this rank sent to other nodes in the last step, and what float32 would be."""
+        sent_nbytes = 0
+        for unit in (unit for unit in self._units if unit.label in self._last):
+            numel, dtype, whole = self._last[unit.label]
+            sent_nbytes += (
+                self._exchanges.sent_nbytes(list(unit.shards), dtype) if whole else self._dense_nbytes(numel, dtype)
+            )
+        numels = [max(unit.numel, self._last[unit.label][0] if unit.label in self._last else 0) for unit in self._units]
+        dense_nbytes = sum(self._dense_nbytes(numel, torch.float32) for numel in numels)
+        return {"sent_nbytes": sent_nbytes, "dense_nbytes": dense_nbytes}
+
+    def explain(self) -> str:
+        """What is sent between the nodes, and what waits to be sent."""
+        metrics, trained = self.metrics(), sum(bool(unit.shards) for unit in self._units)
+        lines = [
+            f"anabranch: {trained} {'unit' if trained == 1 else 'units'} between {self.node_count} nodes, "
+            f"by {self._exchanges.kind}.",
+            f"This rank sends {metrics['sent_nbytes'] / MIB:.3f} MiB to other nodes in a step; all of it in float32 "
+            f"would be {metrics['dense_nbytes'] / MIB:.3f} MiB.",
+        ]
+        for unit in self._units:
+            numel, _, whole = self._last.get(unit.label, (0, None, True))
+            if not whole:
+                why = (
+                    "parameters were unfrozen since, or frozen: close() this Replication, and call ab.replicate() again"
+                    if unit.trains_others()
+                    else "some of its parameters had no gradient"
+                )
+                lines.append(
+                    f"{unit.label} travelled exactly in the last step, {numel} elements for the {unit.numel} that were "
+                    f"trained when ab.replicate() was called: {why}."
+                )
+        return "\n".join([*lines, *self._exchanges.collectives.summary()])
+
+    def _dense_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        return 2 * (self.node_count - 1) * numel * dtype.itemsize // self.node_count
+
+    def close(self) -> None:
+        """Remove the hooks, and release threads and groups; nothing is averaged between nodes any more."""
+        for unit in self._units:
+            unit.module.set_all_reduce_hook(no_average)
+        for hook in self._around_forward:
+            hook.remove()
+        self._partial.clear()
+        self._exchanges.close()
+        self._release()
+
+    def _check_ended(self, *_: object) -> None:
+        """RuntimeError in a forward after a backward that was broken off: what some units sent in it is in no gradient.
+
+        FSDP2 itself would reduce only some of the gradients from then on. A forward inside backward recomputes.
+        """
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
+            return
+        if self._exchanges.in_step or any(is_in_backward(unit.module) for unit in self._units):
+            raise RuntimeError(
+                "the last backward of this model was broken off by an error, and what it sent between the nodes is "
+                "lost: make the model and its Replication anew on all ranks, and load the last checkpoint"
+            )
+
+    def _await_backward(self, _module: nn.Module, _inputs: object, output: object) -> None:
+        """The backward that begins with the output of the model is the outermost one."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._exchanges.end_with_this_backward())
+
+    def _average(self, unit: Unit, buffer: torch.Tensor) -> None:
+        """FSDP2's hook: returns when ``buffer`` holds the average over the nodes, or will on the current stream."""
+        if is_finalized_by_hand(unit.module):
+            raise RuntimeError(
+                "set_manual_backward_finalization(True) and ab.replicate() do not work together: finalize_backward() "
+                "would reduce units when the step is already over between the nodes: call it with False"
+            )
+        if not self._joins_partial(unit, buffer):
+            return
+        lane = self._lanes[0]
+        if not self._compared:
+            self._compare(lane.group)
+        if not self._exchanges.in_step:
+            self._last.clear()
+            self._exchanges.begin_step(self._scaler)
+            self._exchanges.end_with_this_backward()  # unless that of the model's output will end it
+        whole = unit.is_whole(buffer)
+        # Else FSDP2 does not say which parameters have no gradient.
+        steps = self._steps(unit, buffer, lane.group) if whole else dense(buffer, lane.group, lane.group.size())
+        if buffer.is_cuda:
+            record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it
+            for work in steps:
+                work.wait()  # the current stream does, the host does not
+        else:
+            kind = self._exchanges.kind_of(buffer.dtype)
+            lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()
+        (own, *_) = parameter_groups(unit.module)
+        if own.gradient_divide_factor is not None:  # set_gradient_divide_factor(): HSDP adds between nodes then
+            buffer *= self.node_count
+        self._last[unit.label] = buffer.numel(), buffer.dtype, whole
+
+    def _joins_partial(self, unit: Unit, buffer: torch.Tensor) -> bool:
+        """Whether to average now: what waits has joined ``buffer``; else ``buffer`` waits, and gradients get zeros."""
+        waiting = self._partial.pop(unit.label, None)
+        if waiting is not None:
+            if waiting.shape != buffer.shape:
+                raise RuntimeError(
+                    f"{unit.label} has other parameters without a gradient than in the backward before, which "
+                    "set_requires_all_reduce(False) has kept in the node: use set_requires_gradient_sync(False) instead"
+                )
+            buffer += waiting
+        (group, *_) = parameter_groups(unit.module)
+        if group.all_reduce_grads:
+            return True
+        self._partial[unit.label] = buffer.clone()
+        buffer.zero_()
+        return False
+
+    def _compare(self, nodes: Group) -> None:
+        """Before the first exchange: an error on all ranks of all nodes if what they were given since is not the same.
+
+        What was loaded belongs to shards, which differ inside a node: so ranks compare it between the nodes, and tell
+        the others in their node how that went.
+        """
+        follows = "no scaler" if self._scaler is None else "a scaler"
+        check_same("what Replication.follow() was given", [follows], nodes, self._inside)
+        with all_or_none("comparing what was loaded", self._inside):
+            check_same("the state of the replication", self._exchanges.agreed(), nodes)
+        self._compared = True
+
+    def _steps(self, unit: Unit, buffer: torch.Tensor, group: Group) -> Steps:
+        names = list(unit.shards)
+        if self._scaler is None:
+            return self._exchanges.steps(names, buffer, group, None)
+        return self._copied(names, buffer, group)
+
+    def _copied(self, names: list[str], buffer: torch.Tensor, group: Group) -> Steps:
+        """The exchange of a copy: if a scaler skips the step, what was sent is put back from it.
+
+        From the buffer it could not: where gradients are float16, FSDP2 divides it once more, in place.
+        """
+        copy = buffer.clone()
+        steps = self._exchanges.steps(names, copy, group, self._scaler)
+
+        def exchanged() -> Steps:
+            yield from steps
+            buffer.copy_(copy)
+
+        return exchanged()
+
+
+def no_average(buffer: torch.Tensor) -> None:
+    """The hook of a replication that is closed: FSDP2 takes no None."""
+
+
+def _any_rank(here: torch.Tensor, group: Group) -> bool:
+    """Whether this is true on any rank of the group. Collective; waits for the device."""
+    flag = here.to(torch.int32)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag)
+
+
+def _scaler_skips(model: nn.Module, inside: Group) -> bool:
+    """Whether a loss scaler will skip this step: it does on all ranks of a node if a shard on one is not finite."""
+    shards: list[torch.Tensor] = [
+        parameter.grad.to_local()  # type: ignore[attr-defined]
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
+    device = next(model.parameters()).device
+    return _any_rank(~all_finite(*shards).to(device), inside)
+
+
+def _joined(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: shard for part in parts for name, shard in part.items()}
+
+
+def _units(model: nn.Module) -> list[Unit]:
+    """The units that FSDP2 made of the model; ValueError if not all gradients would be averaged by them."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    units, seen = list[Unit](), set[int]()
+    for path, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        check_seams("torch", TESTED, module, SEAMS)
+        check_parts("torch", TESTED, module._get_fsdp_state(), STATE_PARTS)
+        for group in parameter_groups(module):
+            check_parts("torch", TESTED, group, GROUP_PARTS)
+            if id(group) not in seen:  # the modules of fully_shard([one, other]) have one unit
+                units.append(_unit(path, module, group, names))
+            seen.add(id(group))
+    sharded = {name for unit in units for name in (*unit.shards, *unit.frozen)}
+    if not units:
+        raise ValueError(
+            'the model has no unit that is trained: call fully_shard(block, mesh=mesh["shard"]) for its blocks and for '
+            "itself first, then replicate(model, mesh)"
+        )
+    if not any(unit.shards for unit in units):
+        raise ValueError(
+            f"none of the {len(sharded)} parameters of the model is trained, so that nothing would be sent between "
+            "nodes: call replicate() when requires_grad is True for those that will be"
+        )
+    if alone := [name for name in names.values() if name not in sharded]:
+        raise ValueError(
+            f"{alone[0]} is in no unit of fully_shard(), and would not be averaged between nodes: call "
+            'fully_shard(model, mesh=mesh["shard"]) for the whole model, too'
+        )
+    return units
+
+
+def _unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter, str]) -> Unit:
+    """A unit, its parameters in the order of its buffer; also if all are frozen: they may be trained later."""
+    if group._is_hsdp:
+        raise ValueError(
+            f"{path or 'the model'} was sharded over a mesh of two dimensions, so that FSDP2 averages between "
+            'nodes itself, in full: give fully_shard() the inner dimension, mesh=mesh["shard"]'
+        )
+    if group._all_reduce_hook not in (None, no_average):
+        raise ValueError(
+            f"{path or 'the model'} has an all-reduce hook already: close() the Replication or the Watch of "
+            "this model first, and call ab.watch() after ab.replicate()"
+        )
+    shards, frozen = {}, {}
+    for one in group.fsdp_params:
+        check_parts("torch", TESTED, one, PARAMETER_PARTS)
+        name = names[one.sharded_param]
+        if one.offload_to_cpu:
+            raise ValueError(
+                f"{name} is offloaded to the CPU, and its gradient is averaged on the GPU: call fully_shard() without "
+                "CPUOffloadPolicy"
+            )
+        if one.sharded_param.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, and has no values that nodes could share: call "
+                "model.to_empty(device=...) and initialise it first, then replicate(model, mesh)"
+            )
+        if one.sharded_param.requires_grad:
+            shards[name] = _shard(name, one)
+        else:
+            frozen[name] = torch.empty(1).expand(one.padded_sharded_param_size)
+    return Unit(f"the unit {path}" if path else "the root unit", module, _trained(group), shards, frozen)
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """FSDP2's own record of a unit; before torch 2.13 a unit has at most one."""
+    state: Any = module._get_fsdp_state()
+    if not hasattr(state, "_fsdp_param_groups"):
+        check_parts("torch", TESTED, state, ("_fsdp_param_group",))
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(state._fsdp_param_groups)
+
+
+def _trained(group: Any) -> list[bool]:
+    """Of each parameter of a group of FSDP2's, whether it is trained now."""
+    return [one.sharded_param.requires_grad for one in group.fsdp_params]
+
+
+def is_finalized_by_hand(module: FSDPModule) -> bool:
+    """Whether a backward leaves some of its work to ``finalize_backward``, which newer torch has (2.15)."""
+    state: Any = module._get_fsdp_state()
+    return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
+
+
+def is_in_backward(module: FSDPModule) -> bool:
+    """Whether FSDP2 waits for the end of a backward; after one that was broken off, for ever."""
+    state: Any = module._get_fsdp_state()
+    return bool(getattr(state._state_ctx, "post_backward_final_callback_queued", False))
+
+
+def gradient_dtype(one: Any) -> torch.dtype:
+    """The dtype in which FSDP2 reduces the gradient of a parameter; ``one`` is its own record of that parameter.
+
+    Where the policy does not name it, that is the dtype of computing; from torch 2.15 on, the one that gradients have.
+    """
+    follows_gradients = hasattr(type(one), "unsharded_grad_dtype")
+    unnamed = one.sharded_param.grad_dtype if follows_gradients else one.mp_policy.param_dtype
+    found: torch.dtype = one.mp_policy.reduce_dtype or unnamed or one.sharded_param.dtype
+    return found
+
+
+def _shard(name: str, one: Any) -> torch.Tensor:
+    """A tensor of the size, dtype and dimensions that this parameter's shard has in a unit's buffer; without memory."""
+    parameter = one.sharded_param
+    if parameter.grad_dtype != parameter.dtype:
+        raise ValueError(
+            f"{name} is {parameter.dtype} and its grad_dtype is {parameter.grad_dtype}: FSDP2 may sort its buffers by "
+            "that, and replicate() would not know which gradient is where: leave grad_dtype as it was"
+        )
+    return torch.empty(1, dtype=gradient_dtype(one), device=parameter.device).expand(one.padded_sharded_param_size)
+
+
+def _groups(mesh: DeviceMesh, units: Sequence[Unit]) -> tuple[Group, Group]:
+    """The ranks that have this rank's shard, one in each node, and the ranks of this node."""
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimension{'s' * (mesh.ndim > 1)}: expected two, nodes and the ranks in a node, as "
+            'init_device_mesh(device, (nodes, ranks), mesh_dim_names=("replicate", "shard")) makes them'
+        )
+    nodes, inside = mesh.get_group(0), mesh.get_group(1)
+    for unit in units:
+        (group, *_) = parameter_groups(unit.module)
+        found = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
+        if found != dist.get_process_group_ranks(inside):
+            raise ValueError(
+                f"{unit.label} is sharded among ranks {found}, and the second dimension of mesh has ranks "
+                f"{dist.get_process_group_ranks(inside)}: give replicate() the mesh whose second dimension "
+                "fully_shard() was given"
+            )
+    return nodes, inside

@@ -1,0 +1,278 @@
+"""Carries out the actions chosen for a model's blocks by replacing their forward: no wrappers, so no names change."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.utils.checkpoint import checkpoint
+
+from anabranch.lean.activations.blocks import END, REST, Block, blocks_of
+from anabranch.lean.activations.cost_model import ACTIONS, OFFLOADED, RECOMPUTED, Action
+from anabranch.lean.activations.offloader import Offloader
+from anabranch.lean.activations.side_effects import BufferSnapshot, FrozenStatistics, ReplayableCall
+
+COMPILED = "_compiled_call_impl"  # of torch: the attribute that module.compile() sets, and that a call runs
+Run = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]  # calls a function with its arguments
+
+
+class LastBlock(NamedTuple):
+    """The block that runs last in a forward, and how often it runs in it."""
+
+    name: str
+    runs: int
+
+
+class BlockRange:
+    """Consecutive blocks that have one action together: one block, and those that join it."""
+
+    def __init__(self, action: Action, blocks: Sequence[Block], offloader: Offloader | None) -> None:
+        self.action = action
+        self.blocks = list(blocks)
+        self.after_run: Callable[[], None] | None = None
+        self._offloader = offloader
+        self._statistics: FrozenStatistics | None = None  # made in the first run
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that it runs, in order."""
+        return [module for block in self.blocks for module in block.modules]
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function that runs the blocks, and carry out the action; without gradients, only call it."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with self._offloader_hooks():
+            if self.action in RECOMPUTED:
+                output = self._checkpointed(function, args, kwargs)
+            else:
+                output = function(*args, **kwargs)
+        if self.after_run is not None:
+            self.after_run()
+        return output
+
+    def _checkpointed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        buffers = BufferSnapshot(self.modules) if self._statistics is None else None  # checked in the first run only
+        statistics = self._statistics = self._statistics or FrozenStatistics(self.modules)
+        call = ReplayableCall(function, args, kwargs)  # so that no keyword can clash with one of checkpoint's own
+        output = checkpoint(
+            call, *call.take_tensors(), use_reentrant=False, context_fn=lambda: (nullcontext(), statistics)
+        )
+        if buffers is not None and (changed := buffers.changed()) is not None:
+            raise ValueError(
+                f"block {self.blocks[0].name!r} changes its buffer {changed!r} in forward, so that computing it "
+                "again gives something else: use Activations with mode 'keep', 'offload' or 'auto'"
+            )
+        return output
+
+    def _offloader_hooks(self) -> AbstractContextManager[None]:
+        if self._offloader is None:
+            return nullcontext()
+        if self.action in OFFLOADED:
+            return self._offloader.hooks(*self.modules)
+        return self._offloader.keep()
+
+
+class OutsideBlocks:
+    """The model's own forward: offloads what is saved outside all blocks, but keeps what the end of forward saves.
+
+    The end begins when ``last_block_ran`` was called ``runs`` times in a forward; with 0 everything is offloaded.
+    """
+
+    def __init__(self, model: nn.Module, offloader: Offloader, runs: int) -> None:
+        self._model = model
+        self._offloader = offloader
+        self._runs = runs
+        self._runs_left = 0
+        self._open: ExitStack | None = None  # while the model's forward runs
+
+    def last_block_ran(self) -> None:
+        """Note a run of the block that runs last."""
+        self._runs_left -= 1
+        if self._runs_left == 0 and self._open is not None:
+            self._open.enter_context(self._offloader.keep())
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model's forward."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        self._runs_left = self._runs
+        try:
+            with self._offloader.hooks(self._model), ExitStack() as self._open:
+                return function(*args, **kwargs)
+        finally:
+            self._open = None
+
+
+class ModuleForward:
+    """Replaces the forward of a module; an object and not a closure, so that a deep copy calls the copied module.
+
+    compiled   what to run instead of its class's forward; torch leaves it out of copies, and this object with it
+    """
+
+    def __init__(self, module: nn.Module, run: Run, compiled: Callable[..., Any] | None = None) -> None:
+        self._module = module
+        self._run = run
+        self._compiled = compiled
+
+    @_disable_dynamo  # torch compiles no checkpoint with a context; what is compiled inside stays compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._compiled or partial(type(self._module).forward, self._module), args, kwargs)
+
+
+class CompiledCall:
+    """Replaces what ``module.compile()`` has made. While that runs, the module has the forward that was compiled."""
+
+    def __init__(self, module: nn.Module, run: Run, compiled: Callable[..., Any]) -> None:
+        self._module = module
+        self._run = run
+        self._compiled = compiled
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._run_compiled, args, kwargs)
+
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        replaced = self._module.__dict__.pop("forward", None)  # None: in a backward after undo()
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            if replaced is not None:
+                self._module.__dict__["forward"] = replaced
+
+
+class SequentialForward:
+    """Replaces the forward of a Sequential whose children are run in ranges; children in no range run as they are."""
+
+    def __init__(self, module: nn.Module, ranges: Sequence[tuple[BlockRange, Run]]) -> None:
+        self._module = module
+        self._ranges = {blocks.blocks[0].children[0]: (blocks, run) for blocks, run in ranges}
+        self._in_ranges = {name for blocks, _ in ranges for block in blocks.blocks for name in block.children}
+
+    @_disable_dynamo
+    def __call__(self, input: Any) -> Any:
+        for name, child in self._module._modules.items():  # named_children() leaves out a layer that is used again
+            if name in self._ranges:
+                blocks, run = self._ranges[name]
+                input = run(partial(_run_in_order, blocks.modules), (input,), {})
+            elif child is not None and name not in self._in_ranges:
+                input = child(input)
+        return input
+
+
+def _run_in_order(modules: Sequence[nn.Module], value: Any) -> Any:
+    for module in modules:
+        value = module(value)
+    return value
+
+
+class PatchedModel:
+    """A model whose blocks' activations are treated as chosen until ``undo()``; blocks without an action run as before.
+
+    What is saved outside all blocks has an action under the name ``REST``. What is saved after the last block has run
+    can be kept all the same, under the name ``END``: ``last`` says which block that is. ``run`` runs a range of blocks;
+    the profiler puts its own measurement around it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        actions: Mapping[str, Action],
+        offloader: Offloader | None = None,
+        run: Callable[..., Any] = BlockRange.run,
+        last: LastBlock | None = None,
+    ) -> None:
+        blocks = {block.name: block for block in blocks_of(model)}
+        _check(blocks, actions, offloader)
+        self.actions = dict(actions)
+        self._replaced: list[tuple[nn.Module, str, Any]] = []  # modules, attributes, and what these were
+        range_of = self._patch_blocks(blocks, offloader, run)
+        patched = [module for module, *_ in self._replaced]
+        if actions.get(REST, "keep") == "offload" and model not in patched:  # else nothing is outside
+            assert offloader is not None
+            outside = OutsideBlocks(model, offloader, last.runs if last is not None else 0)
+            self._patch_forward(model, outside.run)
+            if last is not None and last.name in range_of and actions.get(END) == "keep":
+                range_of[last.name].after_run = outside.last_block_ran
+
+    def undo(self) -> None:
+        """Give every module its own forward back."""
+        while self._replaced:
+            module, attribute, before = self._replaced.pop()
+            if before is None:
+                del module.__dict__[attribute]
+            else:
+                module.__dict__[attribute] = before
+
+    def _patch_blocks(
+        self, blocks: Mapping[str, Block], offloader: Offloader | None, run: Callable[..., Any]
+    ) -> dict[str, BlockRange]:
+        """Replace the forwards of all blocks that have an action; return the range that each block is in."""
+        range_of: dict[str, BlockRange] = {}
+        in_sequential: dict[nn.Module, list[BlockRange]] = {}
+        for name, block in blocks.items():
+            action = self.actions.get(name)
+            if action is None or (action == "keep" and self.actions.get(REST, "keep") == "keep"):
+                continue  # nothing to do: what compiles the whole model compiles it, too
+            if action == "join":
+                range_of[name] = in_sequential[block.module][-1]
+                range_of[name].blocks.append(block)
+                continue
+            own = range_of[name] = BlockRange(action, [block], offloader)
+            if block.children:
+                in_sequential.setdefault(block.module, []).append(own)
+            else:
+                self._patch_block(block.module, partial(run, own))
+        for module, ranges in in_sequential.items():
+            self._replace(module, "forward", SequentialForward(module, [(each, partial(run, each)) for each in ranges]))
+        return range_of
+
+    def _patch_block(self, module: nn.Module, run: Run) -> None:
+        self._patch_forward(module, run)  # all that torch looks at where it compiles what calls the module
+        compiled = module.__dict__.get(COMPILED)
+        if compiled is not None:
+            self._replace(module, COMPILED, CompiledCall(module, run, compiled), compiled)
+
+    def _patch_forward(self, module: nn.Module, run: Run) -> None:
+        # What torch.compile(module) returns has a compiled forward; only a program that compiles imports its class.
+        compiled = module.__dict__["forward"] if "_orig_mod" in module._modules else None
+        self._replace(module, "forward", ModuleForward(module, run, compiled), compiled)
+
+    def _replace(
+        self, module: nn.Module, attribute: str, forward: Callable[..., Any], before: Callable[..., Any] | None = None
+    ) -> None:
+        if module.__dict__.get(attribute) is not before:
+            self.undo()
+            raise ValueError(
+                f"the forward of a {type(module).__name__} is already replaced: expected its class's own; undo "
+                "whatever replaced it, or choose an action for other blocks"
+            )
+        setattr(module, attribute, forward)
+        self._replaced.append((module, attribute, before))
+
+
+def recompute(model: nn.Module) -> PatchedModel:
+    """Recompute every block of ``model`` in backward, each from its own input."""
+    return PatchedModel(model, dict.fromkeys((block.name for block in blocks_of(model)), "recompute"))
+
+
+def _check(blocks: Mapping[str, Block], actions: Mapping[str, Action], offloader: Offloader | None) -> None:
+    for name, action in actions.items():
+        if name in (REST, END) and action not in ("keep", "offload"):
+            raise ValueError(f"action of what is outside all blocks is {action!r}: expected 'keep' or 'offload'")
+        if name not in (REST, END) and name not in blocks:
+            known = ", ".join(blocks) or "none: it has no repeated blocks"
+            raise ValueError(f"no block is called {name!r}: expected one of blocks_of(model), which are {known}")
+        if action not in ACTIONS:
+            raise ValueError(f"action of block {name!r} is {action!r}: expected one of {', '.join(ACTIONS)}")
+        if offloader is None and action in OFFLOADED:
+            raise ValueError(f"action of block {name!r} is {action!r}, but there is no offloader: give one")
+    before: Action | None = None
+    for name, block in blocks.items():
+        chosen = actions.get(name)
+        if chosen == "join" and not (block.joins and before in RECOMPUTED):
+            raise ValueError(f"block {name!r} cannot join the one before it: expected that to be recomputed too")
+        before = chosen

@@ -1,0 +1,533 @@
+"""LeanDataParallel: a wrapper without DDP's reducer, which keeps every gradient in memory."""
+
+import json
+import os
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from anabranch import planning as planners
+from anabranch.ddp.compiled.graphs import CompiledGraphs
+from anabranch.ddp.reducer import compiled_as_ddp
+from anabranch.exchange.agree import all_or_none, check_same, from_rank_0
+from anabranch.exchange.collectives import Scaler
+from anabranch.exchange.compression import (
+    Compress,
+    Settings,
+    collectives_for,
+    described,
+    in_account,
+    may_be_sparse,
+    settings_of,
+)
+from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
+from anabranch.exchange.parameters import ignored_names, model_parts
+from anabranch.lean.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations
+from anabranch.lean.clipping import Clipping
+from anabranch.lean.engine import in_backward
+from anabranch.lean.layout import LeanLayout, trained_parameters
+from anabranch.lean.optimizer_memory import memory_of, nbytes_of
+from anabranch.lean.options import Lean, check_lean
+from anabranch.lean.torch_calls import scaler_of_this_pass, watch
+from anabranch.lean.within import Held, WithinBudget, gradients_of
+from anabranch.lean.within import described as described_within
+from anabranch.lean.wrapping import check_outermost, check_unwrapped, dtensor_reason
+from anabranch.observe.step_timer import StepObserver
+from anabranch.planning.fixed import DDP_CAP_NBYTES
+from anabranch.planning.memory.account import BLAS_WORKSPACE_NBYTES, Setting
+from anabranch.planning.memory.step_profile import allocated_nbytes
+from anabranch.tuning.options import Planner, TuningOptions
+from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
+from anabranch.tuning.tuned import Tuned
+from anabranch.tuning.tuner import Tuner
+from anabranch.values.kinds.block_format import STORED
+from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import TensorSpec, Trace
+
+BROADCAST_NBYTES = 250 << 20  # bytes per message of the initial broadcast, as in DDP
+COPIED = "it is a copy"
+
+
+class LeanDataParallel(Tuned, nn.Module):
+    """Data-parallel training that frees each gradient after its bucket's exchange.
+
+    Every bucket is updated inside backward, by an optimizer of its own. ``optimizer`` represents all of them, for
+    learning-rate schedulers and checkpoints; its ``step()`` only runs a closure, if it is given one. This class is no
+    DistributedDataParallel.
+
+    memory: the settings of Lean, with the optimizer. The other arguments are those of ``DataParallel``, and
+    ``process_group``, ``broadcast_buffers`` and ``find_unused_parameters`` of DistributedDataParallel.
+    """
+
+    _layout: LeanLayout
+    _graph_cutter = CompiledGraphs({})  # of a copy, which plans nothing
+    bucket_bytes_cap = DDP_CAP_NBYTES  # by which torch cuts graphs where we cannot
+    require_backward_grad_sync = True  # as in DDP, also for programs that set it instead of using no_sync()
+    _averaging_now = True  # whether this backward pass, or the one that comes next, is averaged
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *unnamed: Any,
+        memory: Lean,
+        compress: Compress = None,
+        planner: str | Planner = "optimal",
+        plan: Plan | str | os.PathLike[str] | None = None,
+        network: Network | None = None,
+        lanes: int | None = None,
+        profile_steps: int = 6,
+        policy: TuningPolicy = DEFAULT_POLICY,
+        cache: str | os.PathLike[str] | bool | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        check_unwrapped(module)
+        dtensor_reason(module)
+        compress = settings_of(compress)
+        _check_arguments(unnamed, others, compress, memory)
+        check_policy(policy)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
+        group = process_group or default_group()
+        if reason := no_clone_reason(group):
+            raise ValueError(f"DataParallel with memory=Lean(...) cannot run here: {reason}. {USE_A_TORCH_GROUP}")
+        of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
+        settings = [described(compress), f"{policy}", *memory.described(), of_ddp]
+        tuning = tuning.agreed(model_parts(module), group, *settings, by_name=True)
+        compress = None if tuning.turned_off else compress
+        self.module = module
+        self.memory = memory
+        self._compress = compress
+        self.process_group = group
+        self._broadcast_buffers = broadcast_buffers
+        self._buffers_changed = False  # since the last broadcast
+        alone = group.size() == 1
+        self.find_unused_parameters = find_unused_parameters or alone  # a single rank needs no message for it
+        parameters = _trainable_parameters(module)
+        with torch.no_grad():
+            tensors = [*module.named_parameters(), *module.named_buffers()]
+            self._broadcast_from_rank_0(_synchronised_tensors(tensors, module))
+        if alone and plan is None:
+            tuning = replace(tuning, profile_steps=0)
+        self._within = self._within_budget(next(iter(parameters.values())).device)
+        choosing = None if self._within is None else self._within.choosing
+        self._activations = ManagedActivations(module, memory.managed, choosing)
+        self._undo_activations = weakref.finalize(self, self._activations.undo)
+        self._undo_activations.atexit = False  # the module is not used after the interpreter has ended
+        try:
+            self._start_engine(tuning, policy, compress, parameters, settings)
+            check_same("Lean's optimizer", self._layout.optimizers.described(), self._running_tuner().control)
+        except BaseException:
+            self.close()
+            self._undo_activations()
+            raise
+
+    def _start_engine(
+        self,
+        tuning: TuningOptions,
+        policy: TuningPolicy,
+        compress: Settings,
+        parameters: dict[str, nn.Parameter],
+        settings: list[str],
+    ) -> None:
+        owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
+
+        def averaging() -> bool:
+            own = owner()
+            return own is not None and own._averaging_now
+
+        def applied(names: Collection[str]) -> Collection[str]:
+            own = owner()
+            return own._layout.applied(names) if own is not None else ()
+
+        frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
+        collectives = collectives_for(
+            compress, parameters, self.process_group, averaging, applied, frozen,
+            form=STORED.get(self.memory.first_residuals),
+        )  # fmt: skip
+        plan, find_unused = ddp_sized_plan(parameters), self.find_unused_parameters
+
+        def control() -> dist.ProcessGroup:
+            own = owner()
+            assert own is not None  # a backward pass runs
+            return own._running_tuner().control
+
+        def check_pass() -> None:
+            own = owner()
+            if own is not None:
+                own._check_scaler()
+
+        def make_layout() -> LeanLayout:
+            with all_or_none("making Lean's optimizer", self.process_group):
+                self._layout = LeanLayout(
+                    self.module, self.memory, collectives, plan, averaging, control, check_pass, find_unused
+                )
+            return self._layout
+
+        graphs = self._graph_cutter = CompiledGraphs(parameters)
+        tuner = self._start_tuning(
+            tuning, policy, collectives, parameters, make_layout, self.module, settings, graphs=graphs
+        )
+        tuner.runner.timer.observers += [_AveragingObserver(owner), self._layout]
+        watch(self)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """All buckets' optimizers as one, for schedulers and checkpoints."""
+        return self.layout.optimizers.user_optimizer
+
+    @property
+    def skipped(self) -> int:
+        """Updates of buckets that were skipped because a gradient was not finite on some rank."""
+        return self.layout.updates.skipped()
+
+    def explain(self) -> str:
+        """The plan, its predicted and measured gain, and the exposed time; or why there is no plan."""
+        if self._tuner is None:
+            return f"No plan: {self._no_plan_reason}. It cannot train: wrap the module again."
+        if not self.layout.residuals.in_use:  # an optimizer may call this in the middle of an update
+            with suppress(RuntimeError):  # the error of a lane, which was raised already in backward
+                self.layout.residuals.synchronize()
+        chosen = self._activations.agreed if self._within is not None else {}
+        return "\n".join([super().explain(), *([described_within(chosen)] if chosen else [])])
+
+    def comm_state_dict(self) -> dict[str, Any]:
+        """The state of this rank to save in a checkpoint beside the model: its residuals; {} if none are kept."""
+        if self._tuner is not None:
+            self.layout.residuals.synchronize()  # copies to host memory may still be running
+        return super().comm_state_dict()
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm over all average gradients of the last step, before clipping, on the device; does not wait for it.
+
+        None without ``Lean(clip_norm=...)``, and before the first step.
+        """
+        return self.layout.updates.grad_norm
+
+    def _grad_norm_source(self) -> Callable[[], torch.Tensor | None]:
+        updates = self.layout.updates
+        return lambda: updates.grad_norm
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Return ``grad_norm`` of the last step, which was clipped in backward; 0 before the first.
+
+        Raises RuntimeError unless ``Lean`` has clipped so. An infinite ``max_norm`` only asks for the norm.
+        """
+        clipping, wanted = self.memory.clipping, Clipping(float(max_norm), float(norm_type))
+        fits = clipping is not None and wanted.max_norm in (clipping.max_norm, inf)
+        if clipping is None or not fits or clipping.norm_type != wanted.norm_type:
+            raise RuntimeError(
+                f"clip_grad_norm_() of max_norm {max_norm} and norm_type {norm_type} under Lean, with clip_norm "
+                f"{self.memory.clip_norm} and norm_type {self.memory.norm_type}: every bucket was updated in backward, "
+                f"so give {_lean_arguments(wanted)}, which clips there"
+            )
+        return torch.zeros(()) if self.grad_norm is None else self.grad_norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Do nothing, since backward has clipped; RuntimeError unless ``Lean`` has clipped at this value."""
+        if self.memory.clip_value != float(clip_value):
+            raise RuntimeError(
+                f"clip_grad_value_() of clip_value {clip_value} under Lean, with clip_value {self.memory.clip_value}: "
+                f"every bucket was updated in backward, so give Lean(clip_value={float(clip_value)}), which clips there"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context whose forwards only accumulate gradients, in ``parameter.grad``, until the next averaged step."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @_disable_dynamo(recursive=False)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward; its gradients will be averaged, and its parameters updated, in backward."""
+        will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._before_forward(will_average, inputs, kwargs)
+        with compiled_as_ddp(self) if self._graph_cutter.cuts_graphs else nullcontext():
+            output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self._after_forward(output, will_average)
+        return output
+
+    def follow(self, scaler: Scaler) -> None:
+        """Scale updates and residuals with this GradScaler. Call it once, on every rank.
+
+        Then call only ``scaler.scale(loss).backward()``. Before the next forward the scale falls if an update was
+        skipped, and rises after the scaler's interval of steps without a skip, by the scaler's own factors. Do not call
+        ``scaler.step()`` and ``scaler.update()``: they need gradients that exist after backward.
+        """
+        self._good_steps = 0  # since the last skipped update or change of the scale
+        self._counts_seen = self._step_counts()
+        super().follow(scaler)
+
+    def _follow_scale(self) -> None:
+        scaler = self._scaler
+        if isinstance(scaler, torch.amp.GradScaler) and self._counts_seen != (now := self._step_counts()):
+            skipped_before, skipped_now = self._counts_seen[1], now[1]
+            self._counts_seen = now
+            self._good_steps = self._good_steps + 1 if skipped_before == skipped_now else 0
+            if self._good_steps == 0:
+                scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+            elif self._good_steps == scaler.get_growth_interval():
+                self._good_steps = 0
+                grown = scaler.get_scale() * scaler.get_growth_factor()
+                if grown < torch.finfo(torch.float32).max:  # as in torch, the scale never becomes infinite
+                    scaler.update(grown)
+        if scaler is not None and self.layout.updates.loss_scale != (scale := float(scaler.get_scale())):
+            self.layout.updates.loss_scale = scale
+            self.layout.residuals.synchronize()
+        super()._follow_scale()
+
+    def _step_counts(self) -> tuple[int, int]:
+        """The number of steps so far, and of skipped updates."""
+        return (self._tuner.steps_done if self._tuner is not None else 0), self.skipped
+
+    @_disable_dynamo
+    def _before_forward(self, will_average: bool, *inputs: object) -> None:
+        if self._no_plan_reason == COPIED and not torch.is_grad_enabled():
+            return
+        tuner = self._running_tuner()
+        check_outermost(self)
+        self._graph_cutter.install(self.module)
+        if torch.is_grad_enabled():
+            if not in_backward():
+                self._averaging_now = self.require_backward_grad_sync
+                self._follow_scale()  # all gradients that accumulate until the next step have one scale
+            self._note_input(*inputs)
+            tuner.before_forward(averaged=self.require_backward_grad_sync)
+        if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
+            self._choose()
+        if self._broadcast_buffers and (will_average or self._buffers_changed):
+            with torch.no_grad():
+                self._broadcast_from_rank_0(_synchronised_tensors(self.module.named_buffers(), self.module))
+        self._buffers_changed = will_average  # this forward updates running statistics on each rank
+
+    @_disable_dynamo
+    def _after_forward(self, output: Any, averaged: bool) -> None:
+        self._running_tuner().after_forward(output, averaged)
+
+    def _within_budget(self, device: torch.device) -> WithinBudget | None:
+        """What chooses within the budget of ``memory``, if there is one."""
+        if self.memory.within_nbytes is None:
+            return None
+        owner = weakref.ref(self)
+
+        def held() -> Held:
+            own = owner()
+            assert own is not None  # one of its forwards begins
+            return own._held()
+
+        return WithinBudget(self.memory.within_nbytes, held, device)
+
+    def _held(self) -> Held:
+        """What this rank holds beside activations, now that the optimizer has its state."""
+        tensors = {tensor.data_ptr(): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+        runner = self._running_tuner().runner
+        parameters = runner.parameters  # as wrapped: one that is frozen now may be unfrozen later
+        plan = runner.plan_in_force
+        gradients = gradients_of(self.module, parameters, may_be_sparse)
+        clipping = self.memory.clipping
+        setting = Setting(
+            ranks=self.process_group.size(),
+            buckets=None if plan is None else [bucket.names for bucket in plan.buckets],
+            clips=clipping is not None and clipping.holds_updates,
+            blas_workspace_nbytes=BLAS_WORKSPACE_NBYTES if next(iter(parameters.values())).is_cuda else 0,
+        )
+        weights_nbytes = sum(allocated_nbytes(nbytes_of(tensor)) for tensor in tensors.values())
+        return Held(weights_nbytes, memory_of(self.optimizer), gradients, in_account(self._compress, setting))
+
+    def _choose(self) -> None:
+        """Choose where activations are and, within a budget, how residuals are stored; once steps were profiled."""
+        if self._activations.choice is not None:
+            return
+
+        def agree(message: ChoiceMessage) -> ChoiceMessage:
+            agreed = _choice_of_rank_0(self.process_group, message)
+            if self._within is not None and "actions" in agreed:
+                with all_or_none("checking what rank 0 has chosen within the budget", self.process_group):
+                    self._within.check(agreed)
+            return agreed
+
+        def barrier() -> None:
+            dist.barrier(self._running_tuner().control)
+
+        self._activations.choose(agree, barrier)
+        if "residuals" in self._activations.agreed:
+            self.layout.use_residuals(self._activations.agreed["residuals"])
+
+    def _backward_begins(self, averaged: bool) -> None:
+        """Called when a gradient reaches an output; ``averaged``: whether its forward was outside no_sync().
+
+        A backward pass through several forwards is averaged if any of them was.
+        """
+        if self._tuner is not None:
+            self._averaging_now = averaged or (self._averaging_now and self.layout.averaged_backward_running)
+
+    def _check_scaler(self) -> None:
+        """Raise RuntimeError if the loss of this backward pass was scaled by a GradScaler that is not followed."""
+        scaler, followed = scaler_of_this_pass(), self._scaler
+        if scaler is None or scaler is followed:
+            return
+        if followed is None or isinstance(followed, torch.amp.GradScaler):  # another class may have this one inside
+            raise RuntimeError(
+                f"the loss was scaled by a GradScaler whose scale is {scaler.get_scale()}, and this DataParallel under "
+                f"Lean follows {'none' if followed is None else 'another one'}: its updates would be as much too "
+                "large. Nothing was updated. Call follow(scaler) on the model once, on every rank, before training; "
+                "then only scaler.scale(loss).backward()"
+            )
+
+    def trained_parameters(self) -> Collection[nn.Parameter]:
+        """The parameters that are updated in backward; none after close() and in a copy."""
+        return self._layout.parameters() if self._tuner is not None else ()
+
+    @property
+    def layout(self) -> LeanLayout:
+        """The bucket layout; raises RuntimeError after close() and in a copy."""
+        self._running_tuner()
+        return self._layout
+
+    def _running_tuner(self) -> Tuner:
+        if self._tuner is None and self._no_plan_reason == COPIED:
+            raise RuntimeError(
+                "this is a copy of a DataParallel under Lean: it can compute under torch.no_grad(), but it cannot "
+                "train; to train it, wrap its module: DataParallel(copy.module, memory=...), on all ranks"
+            )
+        if self._tuner is None:
+            raise RuntimeError("this DataParallel was closed: wrap the module again")
+        return self._tuner
+
+    def _broadcast_from_rank_0(self, tensors: list[torch.Tensor]) -> None:
+        if tensors and self.process_group.size() > 1:
+            dist._broadcast_coalesced(self.process_group, tensors, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Release hooks, groups and threads; the module can be wrapped again. The wrapper cannot be used afterwards."""
+        if self._tuner is not None:
+            self._release()
+            self._graph_cutter.close()
+            self._undo_activations()
+        layout = self.__dict__.pop("_layout", None)  # also after a constructor that failed before there was a tuner
+        if layout is not None:
+            layout.close()
+        self._mark_closed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for a copy: everything except tuner, layout and groups. The copied module is as before wrapping."""
+        mode = self.memory.managed.mode
+        if self._tuner is not None and mode in ("offload", "auto"):
+            raise RuntimeError(
+                f"a DataParallel under Lean with Activations mode {mode!r} cannot be copied, since its module keeps "
+                "activations in host memory: copy the module before it is wrapped, and load this one's state_dict()"
+            )
+        own = (
+            "_tuner",
+            "_cache",
+            "_collectives",
+            "_layout",
+            "_graph_cutter",
+            "_scaler",
+            "_release",
+            "_undo_activations",
+            "process_group",
+        )
+        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        if isinstance(self.memory.optimizer, torch.optim.Optimizer):  # of this model's parameters, with all its state
+            state["memory"] = replace(self.memory, optimizer=None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._no_plan_reason = COPIED
+        self.require_backward_grad_sync = True
+        self._activations.undo()  # of the copy
+
+
+class _AveragingObserver(StepObserver):
+    """Tells a LeanDataParallel at the start of each backward pass whether it is averaged, before the engine asks."""
+
+    def __init__(self, owner: "weakref.ref[LeanDataParallel]") -> None:
+        self._owner = owner
+
+    def on_forward_end(self, averaged: bool) -> Callable[[], None]:
+        def backward_begins() -> None:
+            owner = self._owner()
+            if owner is not None:
+                owner._backward_begins(averaged)
+
+        return backward_begins
+
+
+def _check_arguments(unnamed: tuple[Any, ...], others: dict[str, Any], compress: Settings, memory: Lean) -> None:
+    """Raise ValueError for arguments that a DataParallel under Lean does not take."""
+    if unnamed or others:
+        raise ValueError(
+            f"DataParallel under Lean was given {', '.join(others) or 'device_ids'}: of the arguments of "
+            "DistributedDataParallel it takes only process_group, broadcast_buffers and find_unused_parameters, by "
+            "name; leave the others out, and move inputs to the model's device"
+        )
+    check_lean(memory)
+    if isinstance(compress, OkTopk) and compress.momentum:
+        raise ValueError(
+            f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to the residual as they "
+            "arrive: expected 0; use the momentum of the optimizer"
+        )
+
+
+def _lean_arguments(clipping: Clipping) -> str:
+    """What to write for such a clipping."""
+    norm_type = "" if clipping.norm_type == 2.0 else f", norm_type={clipping.norm_type}"
+    return f"Lean(clip_norm={clipping.max_norm}{norm_type})"
+
+
+def _choice_of_rank_0(group: dist.ProcessGroup, message: ChoiceMessage) -> ChoiceMessage:
+    """Rank 0's choice for activations: a block that communicates must be recomputed on all ranks or on none."""
+    agreed: ChoiceMessage = json.loads(from_rank_0(json.dumps(message).encode(), group))
+    return agreed
+
+
+def _synchronised_tensors(named: Iterable[tuple[str, torch.Tensor]], module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that are kept the same on all ranks, without those that DDP ignores."""
+    ignored = ignored_names(module)
+    return [tensor for name, tensor in named if name not in ignored]
+
+
+def _trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters to train; raises ValueError if the engine cannot train this module."""
+    parameters = trained_parameters(module)
+    if not parameters:
+        raise ValueError("no parameter of this module requires a gradient: nothing to train")
+    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse:
+        raise ValueError(
+            f"{sparse[0]} has sparse gradients, and Lean adds gradients up in place: create it with sparse=False"
+        )
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1 or any(device.type == "meta" for device in devices):
+        raise ValueError(f"the parameters are on {', '.join(map(str, devices))}: expected all on one CPU or GPU")
+    return parameters
+
+
+def ddp_sized_plan(parameters: dict[str, nn.Parameter]) -> Plan:
+    """The buckets that DDP would build: by size, from the last parameter to the first, one dtype each."""
+    backwards = list(reversed(parameters.items()))
+    tensors = [
+        TensorSpec(name, p.numel(), p.element_size(), index * 1e-6, str(p.dtype).removeprefix("torch."))
+        for index, (name, p) in enumerate(backwards)
+    ]
+    return planners.by_bytes(Trace(tuple(tensors), 0.0), Network.ring(2, 1e-4, 1e-9))

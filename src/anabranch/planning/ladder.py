@@ -1,0 +1,406 @@
+"""The least lossy plan that costs no time: for each bucket the most faithful kind of exchange that stays hidden.
+
+Among all plans of consecutive buckets on one lane, each bucket sent by any of the given kinds, let ``best`` be the step
+that finishes first. The plan returned is the one with the smallest error among those that finish within the slack after
+``best``; among equals, the one that finishes first, with neighbours of one kind merged where that takes no more than
+``MERGED`` of the computing time. The error of a plan is the sum over its buckets of (elements × error of the kind),
+with errors from ``fidelity.error_of``.
+
+The slack is ``FREE`` of the computing time C (forward and backward), times (C / best)²: 1 % of computing where the
+network is no limit, and less the longer the best step takes. So it grows with the rate of the network. Were it 1 % of C
+everywhere, or of the step, a slow network could afford what a faster one cannot, such as to wait for a large bucket,
+and the faster network would get the lossier plan. It still does now and then: docs/design.md has the counts.
+
+It is a search for the shortest path with two costs. With r[i] the instant at which gradient i is ready, S[i] the bytes
+of the first i gradients, and T_k the cost of a message of kind k, a state (t, e) of i says that the first i gradients
+can have travelled at t with error e, and leads to
+
+    (max(t, r[j]) + T_k(S[j] − S[i]),  e + error_k · elements)      for every later j and every kind k.
+
+Of the states of one i only those matter that no other one beats in both numbers, and of those only the ones that can
+still finish in time, which a pass from the end tells (``_latest``), and with a smaller error than a plan that is known:
+a quick search finds that plan, and ``_Bound`` tells how small the error of the rest can be at best. Mostly that is
+exact. Where more than ``MOST_STATES`` are left, those that promise the smallest error stay: on five recorded models
+and 64 networks the error was 0.01 % above that of an exact search on average, and 0.5 % at most. Beyond
+``MOST_GRADIENTS`` neighbouring gradients are merged.
+
+Where sending a message delays the gradients after it (``Network.delays``), a state has the delays D of its messages,
+too, and r[j] + D takes the place of r[j]. Kept are those that no other one beats in error and in t, D or t + D: good,
+and not exact.
+
+Gradients of several dtypes, or that may not use the same kinds, are planned apart, as if the others took no time; the
+simulator then tells by how much each must hurry. That is good, and not proven best.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.planning.merge import optimal
+from anabranch.planning.simulator import finish_s
+from anabranch.values.curve import Curve
+from anabranch.values.kinds.names import DENSE
+from anabranch.values.network import Network
+from anabranch.values.plan import Bucket, Plan
+from anabranch.values.trace import TensorSpec, Trace
+
+FREE = 0.01  # share of the computing time by which a step may end later for a smaller error, at most
+MERGED = 0.001  # the same, for fewer messages
+MOST_GRADIENTS = 128  # more are merged with their neighbours before the search
+MOST_STATES = 25_600  # of all gradients together
+FEW_STATES = 16  # of each gradient, in the quick search
+PRICES = 12, 24  # of a second, to find the range that matters, and within it
+ROUNDING = 1 + 1e-12
+HURRIES = 6  # attempts to make parts that were planned apart finish together in time
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def least_lossy(
+    trace: Trace, network: Network, errors: Mapping[str, int], excluded: Mapping[str, Collection[str]] | None = None
+) -> Plan:
+    """The plan with the smallest error that finishes within the slack (``slack_s``) after the fastest one.
+
+    ``errors`` gives the kinds to choose from, "dense" among them, and their errors. ``excluded`` names, by kind,
+    the gradients that must not use it.
+    """
+    if DENSE not in errors:
+        raise ValueError(f"kinds to choose from are {', '.join(errors) or 'none'}: {DENSE!r} must be among them")
+    forbidden = {kind: frozenset(names) for kind, names in (excluded or {}).items() if kind in errors}
+    computing_s = trace.forward_s + trace.backward_s
+    arrangements = _arrangements(trace, network, errors, forbidden, MERGED * computing_s)
+    fastest = [_joined(trace, [part.within(0.0, quick=True) for part in parts]) for parts in arrangements]
+    for kind in errors:
+        if not forbidden.get(kind):
+            fastest.append(optimal(trace, network, collective=kind))
+    best = min(fastest, key=lambda plan: finish_s(trace, plan, network))
+    best_s = finish_s(trace, best, network)
+    limit_s = best_s + slack_s(trace, best_s)
+    found = [_in_time(trace, network, parts, limit_s) for parts in arrangements]
+    numels = {tensor.name: tensor.numel for tensor in trace.tensors}
+
+    def rank(plan: Plan) -> tuple[int, float, int]:
+        error = sum(errors[bucket.collective] * numels[name] for bucket in plan.buckets for name in bucket.names)
+        return error, finish_s(trace, plan, network), len(plan)
+
+    in_time = [plan for plan in fastest if finish_s(trace, plan, network) <= limit_s]
+    return min([*in_time, *(plan for plan in found if plan is not None)], key=rank)
+
+
+def slack_s(trace: Trace, best_s: float) -> float:
+    """By how much a step may end later than the fastest one, which ends ``best_s`` after the start of backward."""
+    computing_s = trace.forward_s + trace.backward_s
+    step_s = trace.forward_s + best_s
+    return FREE * computing_s * (computing_s / step_s) ** 2 if step_s else 0.0
+
+
+class Choice(NamedTuple):
+    """Gradients that travel together, and by which kind."""
+
+    tensors: Sequence[TensorSpec]
+    kind: str
+
+
+class _States(NamedTuple):
+    """States of the search, one to each place.
+
+    times    when the gradients so far have travelled
+    late     by how much the messages so far delay the gradients after them
+    totals   their error
+    owner    the number of groups so far
+    before   the state before the last message; −1 for none
+    by       the kind of the last message
+    """
+
+    times: Floats
+    late: Floats
+    totals: Ints
+    owner: Ints
+    before: Ints
+    by: Ints
+
+
+class _Bound(NamedTuple):
+    """How small the error of the last groups can be at best, if they are to finish in time.
+
+    Let messages that start at t cost c seconds in all, and have the error e. They finish in time only if
+    c ≤ limit − t, so for every price p of a second, e ≥ e + p · c − p · (limit − t), and e + p · c is no less than
+    that of the shortest path. That holds for any price; the highest of the bounds counts.
+
+    prices    some prices of a second, in error
+    sums      for each price and i, the least sum of (error + price · cost) over messages with the groups from i on
+    limit_s   by when they have to finish
+    """
+
+    prices: Floats
+    sums: Floats
+    limit_s: float
+
+    def least_error(self, i: int, starts_s: Floats) -> Floats:
+        """The bound for the groups from i on, for messages that start at these instants."""
+        bounds = self.sums[:, i, None] - self.prices[:, None] * (self.limit_s - starts_s)
+        rounding = (ROUNDING - 1) * float(self.prices.max()) * self.limit_s
+        return np.asarray(np.maximum(bounds.max(axis=0) - rounding, 0.0))
+
+
+class _Part:
+    """Gradients that can share buckets, with the kinds that they may use, the most faithful first.
+
+    ``merging_s`` is what merging neighbours of one kind may cost.
+    """
+
+    def __init__(
+        self, tensors: Sequence[TensorSpec], network: Network, errors: Mapping[str, int], merging_s: float
+    ) -> None:
+        self._merging_s = merging_s
+        self._groups = _grouped(tensors)
+        self._kinds = sorted(errors, key=errors.__getitem__)
+        self._errors = np.array([errors[kind] for kind in self._kinds], dtype=np.int64)
+        self._ready = np.array([0.0, *(group[-1].ready_s for group in self._groups)])
+        self._next_ready = np.append(self._ready[1:], 0.0)
+        self._numel = np.cumsum([0, *(sum(t.numel for t in group) for group in self._groups)])
+        # _costs[kind, i, j]: of one message with the groups i … j−1
+        self._costs = np.stack([self._cost_table(network.curve(kind), kind) for kind in self._kinds])
+        self._delays = np.array([network.delay_s(kind) for kind in self._kinds])
+        self._least = self._costs.min(axis=0)
+        self._fastest_s = self._earliest_s()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def _cost_table(self, curve: Curve, kind: str) -> Floats:
+        nbytes = np.cumsum([0, *(sum(t.cost_nbytes(kind) for t in group) for group in self._groups)])
+        return _seconds(curve, np.maximum(nbytes[None, :] - nbytes[:, None], 0))
+
+    def _earliest_s(self) -> float:
+        """The earliest instant at which everything can have travelled, by any kinds; with delays, an early one."""
+        earliest, late = np.zeros(len(self) + 1), np.zeros(len(self) + 1)
+        for j in range(1, len(self) + 1):
+            ends = np.maximum(earliest[:j], self._ready[j] + late[:j]) + self._costs[:, :j, j]
+            delays = late[:j] + self._delays[:, None]
+            kind, i = np.unravel_index((ends + delays).argmin(), ends.shape)
+            earliest[j], late[j] = ends[kind, i], delays[kind, i]
+        return float(max(earliest[-1], self._ready[-1] + late[-1]))
+
+    def within(self, limit_s: float, quick: bool = False) -> list[Choice]:
+        """The buckets with the smallest error that finish by ``limit_s``, or as early as any do.
+
+        A quick search finishes as early, with a larger error.
+        """
+        limit_s = max(limit_s, self._fastest_s) * ROUNDING
+        latest, bound = self._latest(limit_s), self._bound(limit_s)
+        # With delays more states stay unbeaten, and to compare them takes more time.
+        most = max(2, (MOST_STATES // 2 if self._delays.any() else MOST_STATES) // (len(self) + 1))
+        states = self._states(latest, bound, min(FEW_STATES, most))
+        if not quick:
+            known = self._least_error(states, limit_s)
+            more = self._states(latest, bound, most, known)
+            # With delays, what the quick search found may be dropped where more states compete.
+            states = more if self._least_error(more, limit_s) <= known else states
+        if len(self) not in states.owner:  # with delays, states that could have finished in time may have been dropped
+            states = self._states(np.full(len(self) + 1, inf), bound, most)
+        at = self._least_lossy(states, limit_s)
+        finish_s = max(states.times[at], self._ready[-1] + states.late[at])
+        messages = []
+        while states.before[at] >= 0:
+            before = states.before[at]
+            messages.append((int(states.owner[before]), int(states.owner[at]), int(states.by[at])))
+            at = before
+        return [
+            Choice([tensor for group in self._groups[low:high] for tensor in group], self._kinds[kind])
+            for low, high, kind in self._merged(messages[::-1], min(max(limit_s, finish_s), finish_s + self._merging_s))
+        ]
+
+    def _states(self, latest: Floats, bound: "_Bound", most: int, known: float = inf) -> "_States":
+        """The states of all prefixes that may still finish in time, with an error of at most ``known``."""
+        none, nothing = np.zeros(1), np.zeros(1, np.int64)
+        found = _States(none, none, nothing, nothing, nothing - 1, nothing - 1)
+        delays = self._delays[:, None]
+        quicker = delays < _least_before(delays)
+        for j in range(1, len(self) + 1):
+            costs = self._costs[:, :j, j]
+            # A kind is of use only where it is faster than all that are more faithful, or delays less.
+            useful = (costs < _least_before(costs)) | quicker
+            kind, state = np.nonzero(useful[:, found.owner])
+            start = found.owner[state]
+            times = np.maximum(found.times[state], self._ready[j] + found.late[state]) + costs[kind, start]
+            late = found.late[state] + self._delays[kind]
+            totals = found.totals[state] + self._errors[kind] * (self._numel[j] - self._numel[start])
+            some = np.flatnonzero((times <= latest[j]) & (totals <= known))
+            some = some[_unbeaten(times[some], late[some], totals[some])]
+            least = totals[some] + bound.least_error(j, np.maximum(times[some], self._next_ready[j] + late[some]))
+            kept = some[_most_promising(least, most, known)]
+            new = _States(times[kept], late[kept], totals[kept], np.full(len(kept), j), state[kept], kind[kept])
+            found = _States(*(np.append(old, more) for old, more in zip(found, new, strict=True)))
+        return found
+
+    def _least_error(self, states: "_States", limit_s: float) -> float:
+        """The smallest error of all gradients that finish by ``limit_s``; infinite if none do."""
+        last = states.owner == len(self)
+        in_time = np.maximum(states.times[last], self._ready[-1] + states.late[last]) <= limit_s
+        return float(min(states.totals[last][in_time], default=inf))
+
+    def _least_lossy(self, states: "_States", limit_s: float) -> int:
+        """The state of all gradients with the smallest error that finishes by ``limit_s``, or the first to finish."""
+        last = np.flatnonzero(states.owner == len(self))
+        finish = np.maximum(states.times[last], self._ready[-1] + states.late[last])
+        in_time = finish <= max(limit_s, finish.min())
+        return int(last[in_time][np.lexsort((finish[in_time], states.totals[last][in_time]))[0]])
+
+    def _merged(self, messages: list[tuple[int, int, int]], limit_s: float) -> list[tuple[int, int, int]]:
+        """The messages (first group, last + 1, kind), neighbours of one kind merged while all finish by ``limit_s``."""
+        at = len(messages) - 1
+        while at > 0:
+            (low, _, kind), (_, high, other) = messages[at - 1 : at + 1]
+            merged = [*messages[: at - 1], (low, high, kind), *messages[at + 1 :]]
+            if kind == other and self._finish_s(merged) <= limit_s:
+                messages = merged
+            at -= 1
+        return messages
+
+    def _finish_s(self, messages: Sequence[tuple[int, int, int]]) -> float:
+        end_s = late_s = 0.0
+        for low, high, kind in messages:
+            end_s = max(end_s, self._ready[high] + late_s) + self._costs[kind, low, high]
+            late_s += self._delays[kind]
+        return float(max(end_s, self._ready[-1] + late_s))
+
+    def _bound(self, limit_s: float) -> "_Bound":
+        """The bound at prices around the one that bounds the error of all groups best."""
+        scale = max(1, self._errors[-1]) * self._numel[-1] / max(limit_s, 1e-12)  # a step may take no time
+        coarse = scale * np.geomspace(1e-6, 1e3, PRICES[0])
+        least = self._least_sums(coarse)
+        at = int(np.argmax(least[:, 0] - coarse * limit_s))
+        fine = coarse[at] * np.geomspace(0.05, 20, PRICES[1])
+        return _Bound(np.append(coarse, fine), np.vstack([least, self._least_sums(fine)]), limit_s)
+
+    def _least_sums(self, prices: Floats) -> Floats:
+        """For each price and i, the least sum of (error + price · cost) over messages with the groups from i on."""
+        numel = np.maximum(self._numel[None, :] - self._numel[:, None], 0)
+        one = np.full((len(prices), *numel.shape), inf)  # of one message
+        for error, costs in zip(self._errors, self._costs, strict=True):
+            np.minimum(one, error * numel + prices[:, None, None] * costs, out=one)
+        sums = np.zeros((len(prices), len(self) + 1))
+        for i in range(len(self) - 1, -1, -1):
+            sums[:, i] = (one[:, i, i + 1 :] + sums[:, i + 1 :]).min(axis=1)
+        return sums
+
+    def _latest(self, limit_s: float) -> Floats:
+        """For each i, the latest instant by which the groups before it must have travelled to finish in time."""
+        latest = np.full(len(self) + 1, -inf)
+        latest[-1] = limit_s
+        for i in range(len(self) - 1, -1, -1):
+            starts = latest[i + 1 :] - self._least[i, i + 1 :]
+            in_time = starts * ROUNDING >= self._ready[i + 1 :]
+            latest[i] = starts[in_time].max(initial=-inf)
+        return latest * ROUNDING
+
+
+def _least_before(rows: Floats) -> Floats:
+    """For each row the least of all rows before it; infinite for the first."""
+    first = np.full((1, rows.shape[1]), inf)
+    return np.asarray(np.minimum.accumulate(np.vstack([first, rows[:-1]]), axis=0))
+
+
+def _unbeaten(times: Floats, late: Floats, errors: Ints) -> Ints:
+    """Indices of the states that no other one beats in error and in time, the earliest first."""
+    kept = _front(times, errors)
+    if late.any():
+        kept = np.unique(np.concatenate([kept, _front(late, errors), _front(times + late, errors)]))
+        kept = kept[np.argsort(times[kept], kind="stable")]
+    return kept
+
+
+def _front(times: Floats, errors: Ints) -> Ints:
+    """Indices of the states that no other one beats in both numbers, the earliest first."""
+    order = np.lexsort((errors, times))
+    ordered = errors[order]
+    smallest = np.minimum.accumulate(ordered)
+    return np.asarray(np.append(order[:1], order[1:][ordered[1:] < smallest[:-1]]))
+
+
+def _most_promising(least: Floats, most: int, known: float) -> Ints:
+    """Indices of at most ``most`` states, those whose error can be smallest, and is not above ``known`` for certain."""
+    kept = np.flatnonzero(least <= known)
+    if len(kept) <= most:
+        return kept
+    # The first, the earliest, always stays: what finishes in time may be left to it.
+    others = kept[1:][np.argsort(least[kept[1:]], kind="stable")[: most - 1]]
+    return np.sort(np.append(kept[0], others))
+
+
+def _seconds(curve: Curve, nbytes: Ints) -> Floats:
+    """What messages of these sizes cost."""
+    segments = curve.segments()
+    at = np.array([segment.nbytes for segment in segments])
+    line = np.searchsorted(at, nbytes, side="right") - 1
+    seconds = np.array([segment.seconds for segment in segments])
+    slope = np.array([segment.s_per_byte for segment in segments])
+    return np.asarray(seconds[line] + slope[line] * (nbytes - at[line]))
+
+
+def _grouped(tensors: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]:
+    """The gradients one by one; merged with their neighbours, where there are too many."""
+    if len(tensors) <= MOST_GRADIENTS:
+        return [[tensor] for tensor in tensors]
+    # A group is closed when it has its share, or before a gradient that has one by itself: at most two for each share.
+    share = -(-2 * sum(tensor.nbytes for tensor in tensors) // MOST_GRADIENTS)
+    groups: list[list[TensorSpec]] = [[]]
+    nbytes = 0
+    for tensor in tensors:
+        if groups[-1] and nbytes + tensor.nbytes > share:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(tensor)
+        nbytes += tensor.nbytes
+    return list(groups)
+
+
+def _arrangements(
+    trace: Trace,
+    network: Network,
+    errors: Mapping[str, int],
+    forbidden: Mapping[str, frozenset[str]],
+    merging_s: float,
+) -> list[list[_Part]]:
+    """Ways to divide the gradients into parts.
+
+    In the first, gradients are apart where they may use other kinds. In the second, they are apart by dtype alone, so
+    that fewer messages are sent, and use only what all of their dtype may use.
+    """
+
+    def kinds_of(tensor: TensorSpec) -> tuple[str, ...]:
+        return tuple(kind for kind in errors if tensor.name not in forbidden.get(kind, ()))
+
+    apart, together = [], []
+    for tensors in trace.by_kind():
+        by_kinds = sorted(tensors, key=kinds_of)
+        for kinds, part in groupby(by_kinds, key=kinds_of):
+            apart.append(_Part(list(part), network, {kind: errors[kind] for kind in kinds}, merging_s))
+        common = [kind for kind in errors if all(t.name not in forbidden.get(kind, ()) for t in tensors)]
+        together.append(_Part(tensors, network, {kind: errors[kind] for kind in common}, merging_s))
+    return [apart] if len(apart) == len(together) else [apart, together]
+
+
+def _in_time(trace: Trace, network: Network, parts: Sequence[_Part], limit_s: float) -> Plan | None:
+    """The plan of parts that were each planned apart, if they can be made to finish in time together."""
+    allowed_s = limit_s
+    for _ in range(HURRIES):
+        plan = _joined(trace, [part.within(allowed_s) for part in parts])
+        late_s = finish_s(trace, plan, network) - limit_s
+        if late_s <= limit_s * (ROUNDING - 1):
+            return plan
+        allowed_s -= late_s
+    return None
+
+
+def _joined(trace: Trace, parts: Sequence[Sequence[Choice]]) -> Plan:
+    """One plan of all choices, in the order in which they are complete."""
+    place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
+    choices = sorted((choice for part in parts for choice in part), key=lambda choice: place[choice.tensors[-1].name])
+    return Plan(tuple(Bucket(tuple(t.name for t in tensors), collective=kind) for tensors, kind in choices))

@@ -1,0 +1,65 @@
+"""Workload: what a benchmark trains: a well-known model with a synthetic batch, or the replay of a trace."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from anabranch.tools.bench import zoo
+from anabranch.tools.bench.replay import ReplayedModel
+from anabranch.values.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model to train. ``build`` makes it anew, with its step, which takes the model or a wrapper around it.
+
+    ``batch`` is the number of images or sequences (``unit``) per rank and step.
+    """
+
+    name: str
+    batch: int
+    unit: str
+    device: torch.device
+    build: Callable[[], tuple[nn.Module, zoo.Step]]
+
+
+def zoo_workload(text: str, device: torch.device, batch: int | None = None, channels_last: bool = False) -> Workload:
+    """A model of torchvision or transformers by name, with a batch of its own where the text has one: "gpt2:4".
+
+    ``channels_last``: weights and images are in this memory format, and the workload's name says so.
+    """
+    name, _, own = text.partition(":")
+    if name not in zoo.MODELS:
+        raise ValueError(f"--model is {name!r}: expected one of {', '.join(zoo.MODELS)}; or replay a trace by --trace")
+    if own and not (own.isascii() and own.isdigit() and int(own)):
+        raise ValueError(f"--model is {text!r}: expected a batch from 1 on after the colon, such as {name}:8")
+    images = name in zoo.IMAGES
+    if channels_last and not images:
+        raise ValueError(
+            f"--channels-last and --model {text}: a sequence has no channels; give a model of images "
+            f"({', '.join(zoo.IMAGES)}), or leave --channels-last out"
+        )
+    batch = int(own or 0) or batch or (zoo.IMAGES[name] if images else zoo.SEQUENCES[name][0])
+    label = f"{name}, channels_last" if channels_last else name
+    build = partial(zoo.model_and_step, name, device, None, batch, channels_last)
+    return Workload(label, batch, "img" if images else "seq", device, build)
+
+
+def replay_workload(name: str, trace: Trace, slower: float = 1.0) -> Workload:
+    """A trace replayed on the CPU, ``slower`` times as slowly as it was recorded."""
+    replayed = trace.scaled(slower)
+    recorded_batch = trace.meta.get("batch", 1)
+    batch = recorded_batch if isinstance(recorded_batch, int) else 1
+
+    def build() -> tuple[nn.Module, zoo.Step]:
+        def step(called: nn.Module) -> None:
+            called.zero_grad(set_to_none=True)
+            called().backward()
+
+        return ReplayedModel(replayed), step
+
+    label = f"{name} (replayed" + (f", {slower:g} times slower)" if slower != 1 else ")")
+    return Workload(label, batch, "img" if "sequence_length" not in trace.meta else "seq", torch.device("cpu"), build)

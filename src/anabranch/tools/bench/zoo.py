@@ -1,0 +1,166 @@
+"""Well-known models by name with a synthetic batch, where torchvision or transformers is installed."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from anabranch.values.checks import Scalar
+from anabranch.values.errors import MissingExtraError
+from anabranch.values.extras import require
+
+# Default batch per rank: images, or sequences and their length; the sizes of the literature and of our lab.
+IMAGES = {
+    "googlenet": 64,
+    "resnet50": 64,
+    "resnet152": 64,
+    "densenet161": 32,
+    "densenet201": 32,
+    "inception_v3": 32,
+    "vgg16": 64,
+    "vit_l_16": 32,
+}
+SEQUENCES = {
+    "bert-base": (8, 128),
+    "bert-large": (8, 128),
+    "gpt2": (8, 512),
+    "gpt2-medium": (4, 512),
+    "llama-134m": (4, 512),
+    "qwen2.5-0.5b": (2, 512),
+}
+SIZES: dict[str, dict[str, Any]] = {  # that differ from the defaults of the model's configuration
+    "bert-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "llama-134m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+    },
+    "qwen2.5-0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+}
+
+NO_CACHE = {"use_cache": False}
+LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, bool]]] = {  # by the begin of a name: classes of transformers
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", NO_CACHE),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", NO_CACHE),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", NO_CACHE),
+    "bert": ("BertForMaskedLM", "BertConfig", {}),
+}
+
+MODELS = (*IMAGES, *SEQUENCES)
+
+Loss = Callable[[nn.Module], torch.Tensor]
+Step = Callable[[nn.Module], None]  # runs one forward and backward through the model, or through a wrapper around it
+
+
+def model_and_step(
+    name: str,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    batch: int | None = None,
+    channels_last: bool = False,
+) -> tuple[nn.Module, Step]:
+    """A freshly initialised model in training mode, and its step; give that the model, or a wrapper around it."""
+    model, loss = model_and_loss(name, device, batch, channels_last)
+
+    def step(called: nn.Module) -> None:
+        called.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+            value = loss(called)
+        value.backward()
+
+    return model, step
+
+
+def model_and_loss(
+    name: str, device: torch.device, batch: int | None = None, channels_last: bool = False
+) -> tuple[nn.Module, Loss]:
+    """A freshly initialised model in training mode, and its loss; on any device, also on one without data.
+
+    ``channels_last``: weights and images in this memory format; sequences have no channels.
+    """
+    if name in IMAGES:
+        return _image_model(name, device, batch or IMAGES[name], channels_last)
+    if channels_last and name in SEQUENCES:
+        raise ValueError(f"channels_last is for models of images, and {name} takes sequences: leave it out")
+    if name in SEQUENCES:
+        default_batch, length = SEQUENCES[name]
+        return _language_model(name, device, batch or default_batch, length)
+    raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
+
+
+def trace_meta(name: str, half: bool = False, batch: int | None = None) -> dict[str, Scalar]:
+    """The meta of a trace of this model; ``half``: it was recorded with bfloat16 autocast."""
+    default_batch, length = SEQUENCES[name] if name in SEQUENCES else (IMAGES[name], None)
+    precision = "bf16 autocast, fp32 parameters and gradients" if half else "fp32"
+    meta: dict[str, Scalar] = {
+        "model": name,
+        "batch": batch or default_batch,
+        "precision": precision,
+        "optimizer": "none",
+    }
+    return meta if length is None else {**meta, "sequence_length": length}
+
+
+def _image_model(name: str, device: torch.device, batch: int, channels_last: bool) -> tuple[nn.Module, Loss]:
+    make = _imported("torchvision.models", name, name)
+    side = 299 if name == "inception_v3" else 224
+    options = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    with device:  # initialises large models on the GPU, which is fast
+        model: nn.Module = make(weights=None, **options)
+    model = model.to(device).train()
+    images = torch.randn(batch, 3, side, side, device=device)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
+        images = images.to(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (batch,), device=device)
+
+    def loss(wrapped: nn.Module) -> torch.Tensor:
+        outputs = wrapped(images)
+        heads = [outputs] if isinstance(outputs, torch.Tensor) else [head for head in outputs if head is not None]
+        return torch.stack([cross_entropy(head.float(), labels) for head in heads]).sum()
+
+    return model, loss
+
+
+def _language_model(name: str, device: torch.device, batch: int, length: int) -> tuple[nn.Module, Loss]:
+    family = next(family for family in LANGUAGE_MODELS if name.startswith(family))
+    model_name, settings_name, options = LANGUAGE_MODELS[family]
+    make, settings = (_imported("transformers", attribute, name) for attribute in (model_name, settings_name))
+    with device:  # initialises large models on the GPU, which is fast
+        model = make(settings(**SIZES.get(name, {}), **options))
+    model = model.to(device).train()
+    tokens = torch.randint(30_000, (batch, length), device=device)
+
+    def loss(wrapped: nn.Module) -> torch.Tensor:
+        result: torch.Tensor = wrapped(input_ids=tokens, labels=tokens).loss
+        return result
+
+    return model, loss
+
+
+def _imported(library: str, attribute: str, model: str) -> Any:
+    """This attribute of a library, which ``model`` needs; transformers imports the file behind it only now."""
+    package = library.partition(".")[0]
+    torch_version = torch.__version__.partition("+")[0]
+    require(package, "models", f"the model {model}", pin=f"torch=={torch_version}")
+    try:
+        return getattr(import_module(library), attribute)
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:  # as a build for another torch raises them
+        first_line = str(error).strip().partition("\n")[0]
+        raise MissingExtraError(
+            f"the model {model} needs {package}, which is installed and cannot be imported ({first_line}): install one "
+            f"that matches torch {torch_version}: pip install --force-reinstall {package} 'torch=={torch_version}'"
+        ) from error

@@ -1,0 +1,165 @@
+"""The values of --trace, --network and FILE: a path, a bundled trace, or a network by name or description."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anabranch.fsdp.planning import ShardedTrace, ShardingPlan
+from anabranch.fsdp.planning.files import FORMATS
+from anabranch.tools.cli import network_text
+from anabranch.tools.network_presets import PRESETS, NetworkRange
+from anabranch.tuning.plan_cache import FORMAT, Entry
+from anabranch.values.errors import FileError
+from anabranch.values.files import (
+    KINDS,
+    Noun,
+    bundled_traces,
+    load,
+    load_bundled_trace,
+    opened,
+    parse_json,
+    read_bytes,
+    refused,
+    validated,
+)
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import Trace
+
+LEAST_RANKS = 2  # with a link between them
+NO_COMPRESSION = "none"  # as the value of --compress
+
+TraceOption = Annotated[
+    str, typer.Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")
+]
+NetworkOption = Annotated[
+    str,
+    typer.Option(
+        "--network",
+        metavar="N",
+        help=f"A network file, a description: {network_text.EXAMPLES['ring']}, or a name that anabranch list shows: "
+        "10gbe:ranks=16.",
+    ),
+]
+
+
+def trace(text: str) -> Trace:
+    """The trace in a file, or the bundled one of this name."""
+    noun = _file_or_bundled(text)
+    if not isinstance(noun, Trace):
+        raise FileError(f"{text}: holds a {_kind(noun)}, expected a trace")
+    return noun
+
+
+def network(text: str) -> Network:
+    """The network in a file, the one that the text describes, or a named one such as 10gbe:ranks=16."""
+    name, _, rest = text.partition(":")
+    if name in PRESETS:
+        return NetworkRange.preset(name, network_text.ranks_of(name, rest)).middle
+    if network_text.is_description(text):
+        return network_text.network(text)
+    if not _is_file(text):
+        raise FileError(
+            f"network {text!r}: no such file, no name ({', '.join(PRESETS)}), and no description of a network, such as "
+            f"{network_text.EXAMPLES['ring']} "
+            f"(also {', '.join(kind for kind in network_text.EXAMPLES if kind != 'ring')})"
+        )
+    noun = load(text)
+    if not isinstance(noun, Network):
+        raise FileError(f"{text}: holds a {_kind(noun)}, expected a network")
+    return noun
+
+
+def network_ranges(texts: Iterable[str], spread: float | None) -> list[NetworkRange]:
+    """A range for each text, under its short name, or under the whole text if two would share a name."""
+    found = {text: network_range(text, spread) for text in texts}
+    shared = Counter(known.name for known in found.values())
+    return [replace(known, name=text) if shared[known.name] > 1 else known for text, known in found.items()]
+
+
+def network_range(text: str, spread: float | None) -> NetworkRange:
+    """The network that the text means, with its band. A named network needs no number of ranks and has its own band."""
+    name, _, rest = text.partition(":")
+    if name in PRESETS:
+        if spread is not None:
+            raise ValueError(f"--spread is {spread:g}, but {name} brings its own: leave it out, or describe the links")
+        return NetworkRange.preset(name, network_text.ranks_of(name, rest) if rest else LEAST_RANKS)
+    found = network(text)
+    if network_text.is_description(text):
+        return NetworkRange.given(text, found, "as described", spread)
+    name = Path(text).name
+    measured = found.model is None and len(found.curve("dense").points) > 1
+    return NetworkRange.given(name, found, f"{'measured' if measured else 'as described'}, in {name}", spread)
+
+
+def compressions(given: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+    """The values of --compress, each once; without any, the default."""
+    return [] if given == [NO_COMPRESSION] else list(dict.fromkeys(given or default))
+
+
+def plan(path: Path) -> Plan:
+    """The plan in a file."""
+    noun = load(path)
+    if not isinstance(noun, Plan):
+        raise FileError(f"{path}: holds a {_kind(noun)}, expected a plan")
+    return noun
+
+
+def content(text: str) -> Noun | ShardedTrace | ShardingPlan | Entry:
+    """What a file holds, the bundled trace of this name, or the network that the text means."""
+    described = network_text.is_description(text) or text.partition(":")[0] in PRESETS
+    if described:
+        return network(text)
+    if not _is_file(text):
+        return _file_or_bundled(text)
+    found = read_bytes(Path(text))
+    classes = {**KINDS, **{name: cls for cls, name in FORMATS.items()}}
+    try:
+        kind, fields = opened(parse_json(found, text), text, [*classes, FORMAT])
+    except FileError:
+        if (drawn := _drawn_by_report(found, text)) is not None:
+            raise drawn from None
+        raise
+    if kind == FORMAT:
+        return Entry.of_fields(fields, text)
+    noun: Noun | ShardedTrace | ShardingPlan = validated(classes[kind], fields, text)
+    return noun
+
+
+def _drawn_by_report(found: bytes, text: str) -> FileError | None:
+    """The error about a file that anabranch report draws and nothing prints; None if report cannot read it either."""
+    from anabranch.tools.report.runs.reading import Runs, parse_file
+
+    runs = Runs()
+    try:
+        runs.add(text, parse_file(found, text))
+    except FileError:
+        return None
+    ((_, kind),) = runs.files
+    return refused(text, f"holds what show does not print ({kind}); draw it with: anabranch report {text}")
+
+
+def _file_or_bundled(text: str) -> Noun:
+    if _is_file(text):
+        return load(text)
+    names = bundled_traces()
+    if text in names:
+        return load_bundled_trace(text)
+    if os.path.isdir(text):  # noqa: PTH112 (unlike Path.is_dir, answers for a name too long to be one)
+        raise FileError(f"{text}: is a folder, expected a file")
+    listed = f"anabranch brings {', '.join(names)}" if names else "anabranch brings none"
+    raise FileError(f"{text}: no such file, and no trace of this name: {listed}")
+
+
+def _is_file(text: str) -> bool:
+    """Also true for a pipe, as the shell makes for <(...). ``Path`` would fail on a very long name."""
+    return os.path.exists(text) and not os.path.isdir(text)  # noqa: PTH110, PTH112
+
+
+def _kind(noun: Noun) -> str:
+    return type(noun).__name__.lower()

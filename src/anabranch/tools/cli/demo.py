@@ -1,0 +1,172 @@
+"""anabranch demo: one small training in several ways, on slow links made on this machine, and a page of it all."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from anabranch.tools.cli.lab import UNSHAPED, EmulateOption, link_rate
+from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.tools.cli.report import write_page
+from anabranch.tools.lab.cluster import Cluster
+from anabranch.tools.predict.scaling import scale
+from anabranch.values.errors import AnabranchError, LabError, MissingExtraError
+from anabranch.values.extras import require
+from anabranch.values.files import load_bundled_trace, write_bytes
+
+FEWEST_STEPS = 40  # a search for a plan takes 30 to 60
+DEADLINE_S = 900
+FAST_BIT_S = 2e9  # at which the transformer hardly waits, and the replayed model keeps the links just about busy
+ALPHA_S = 50e-6  # latency of emulated links
+SCALED, SCALED_PLANNERS, SCALED_WAYS = "densenet201", ("by_bytes", "optimal"), ("auto", "int8", "oktopk:0.01")
+PAGE, DOCUMENT, SCALING = "report.html", "demo.json", "scale.json"
+OF_AUTO = ("auto_trace.json", "auto_network.json", "auto_plan.json", "auto_timeline.json", "auto_steps.json",
+           "auto.jsonl")  # fmt: skip
+KEPT = (DOCUMENT, *OF_AUTO, SCALING)
+
+WorkersOption = Annotated[int, typer.Option(min=2, max=64, help="Worker processes, all on this machine.")]
+StepsOption = Annotated[int, typer.Option(min=FEWEST_STEPS, help="Steps of each training.")]
+RateOption = Annotated[
+    str, typer.Option(help=f"Rate of the slow links between workers; {UNSHAPED}: no slow links, this machine as it is.")
+]
+KeepOption = Annotated[Path, typer.Option(metavar="FOLDER", help="Write the page, and the files it is made of, there.")]
+
+
+def demo(
+    workers: WorkersOption = 2,
+    steps: StepsOption = 60,
+    rate: RateOption = "100mbit",
+    emulate: EmulateOption = False,
+    keep: KeepOption = Path("anabranch-demo"),
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a small transformer on slow links as DDP and in five other ways; a page of what that gains. 2 minutes."""
+    check_free([keep / name for name in (*KEPT, PAGE)], force)
+    cluster = _cluster(workers, link_rate(rate), emulate)
+    link = _words(cluster)
+    _say(f"{workers} workers train a small transformer on Python's own sources, in several ways, on {link}.")
+    with TemporaryDirectory(prefix="anabranch-") as name:
+        folder = Path(name)
+        results = {"command": "demo", "link": link, **_part("slow", folder, workers, steps, cluster)}
+        if cluster is not None and (cluster.rates_bit_s[0] or 0.0) < FAST_BIT_S:
+            faster = replace(cluster, rates_bit_s=[FAST_BIT_S] * workers)
+            _say(f"The same where the network is no limit: {_words(faster)}.")
+            of_fast = _part("fast", folder, workers, steps, faster)
+            results |= {"fast": of_fast["benchmark"], "replayed": of_fast["replayed"]}
+        (folder / DOCUMENT).write_text(json.dumps(results), encoding="utf-8")
+        (folder / SCALING).write_text(json.dumps(_scaling()), encoding="utf-8")
+        page = _keep(folder, keep)
+    _print(keep / DOCUMENT, as_json)
+    _say(page)
+
+
+def _cluster(workers: int, rate_bit_s: float | None, emulate: bool) -> Cluster | None:
+    """Workers on real slow links where this machine allows them, else on emulated ones; None for no slow links."""
+    if rate_bit_s is None:
+        if emulate:
+            raise ValueError(f"--emulate with --rate {UNSHAPED}: expected a rate, such as 100mbit, of emulated links")
+        return None
+    from anabranch.tools.lab import preflight
+
+    rates = [rate_bit_s] * workers
+    for cluster in (*([] if emulate else [Cluster(rates)]), Cluster(rates, alpha_s=ALPHA_S)):
+        try:
+            preflight.check(cluster, [])
+        except LabError as error:
+            _say(f"Not on {cluster}: {f'{error}'.replace(f', {preflight.EMULATE}', '')}.")
+        else:
+            return cluster
+    return None
+
+
+def _words(cluster: Cluster | None) -> str:
+    if cluster is None:
+        return "this machine as it is, without slow links"
+    return f"{cluster}" + (" by delays inside the ranks: not a real network" if cluster.emulated else "")
+
+
+def _part(part: str, folder: Path, workers: int, steps: int, cluster: Cluster | None) -> dict[str, Any]:
+    """One part of the demo, in worker processes of one thread each; its results, as rank 0 wrote them."""
+    # torch warns that hosts of the lab have no names.
+    program = [
+        "env",
+        "TORCH_CPP_LOG_LEVEL=ERROR",
+        sys.executable,
+        "-m",
+        "anabranch.tools.demo.train",
+        part,
+        f"{folder}",
+    ]
+    if cluster is None:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command = [*torchrun, "--nproc-per-node", f"{workers}", "--no-python", *program, f"{steps}"]
+        try:
+            code = subprocess.run(
+                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=DEADLINE_S, check=False
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise AnabranchError(
+                f"the demo's workers were not done after {DEADLINE_S} s: see what they wait for"
+            ) from error
+    else:
+        from anabranch.tools.lab.run import run
+
+        code = run(cluster, [*program, f"{steps}"], DEADLINE_S)
+    if code == 128 + signal.SIGINT:  # the lab has passed it on to the workers
+        raise KeyboardInterrupt
+    output = folder / f"{part}.json"
+    if not output.exists():  # it is written when all is done; how the workers end after that does not matter
+        raise AnabranchError(f"the demo's workers ended with exit code {code}: their messages are above")
+    results: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return results
+
+
+def _scaling() -> dict[str, Any]:
+    """Predicted, from the trace of a larger model."""
+    return asdict(scale(load_bundled_trace(SCALED), planners=SCALED_PLANNERS, compress=SCALED_WAYS))
+
+
+def _keep(folder: Path, kept: Path) -> str:
+    """Write the files of this run, and none of an earlier one, to ``kept``; the words that say where the page is."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for name in (*KEPT, PAGE):
+        (kept / name).unlink(missing_ok=True)
+        if (folder / name).exists():
+            write_bytes((folder / name).read_bytes(), kept / name)
+    try:
+        require("plotly", "report", "the page")
+    except MissingExtraError as error:
+        return f"{error}; then anabranch report {kept}"
+    page = kept / PAGE
+    write_page([kept / name for name in KEPT if (kept / name).exists()], page, "anabranch demo")
+    return f"The page of it all: {page.resolve().as_uri()}"
+
+
+def _print(path: Path, as_json: bool) -> None:
+    from anabranch.tools.report.demo import demo_report
+    from anabranch.tools.report.documents import DemoDocument, printed
+    from anabranch.tools.report.runs.reading import parse_file
+
+    document = parse_file(path.read_bytes(), f"{path}")
+    assert isinstance(document, DemoDocument)
+    if as_json:
+        print_json(printed(document))
+    else:
+        print()
+        show_tables(demo_report(document))
+        print(flush=True)  # before what follows on stderr
+
+
+def _say(words: str) -> None:
+    """To stderr, where the workers show their progress, since stdout may be read by a program."""
+    from anabranch.tools.report.formatting import plain
+
+    print(plain(words), file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""anabranch lab: run a program on a cluster made on this machine, with links of a chosen rate."""
+
+import math
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from anabranch.tools.cli.network_text import RATE_BIT, TIME_S
+from anabranch.tools.lab.cluster import MAX_HOSTS, Cluster
+from anabranch.values.quantities import quantity
+
+UNSHAPED = "unshaped"
+DEFAULT_ALPHA = "50us"
+
+
+class Backend(StrEnum):
+    """Backend of the program's process group."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+
+
+CommandArgument = Annotated[list[str], typer.Argument(metavar="PROGRAM", help="The program, with its arguments.")]
+HostsOption = Annotated[int, typer.Option(min=1, max=MAX_HOSTS, help="Machines in the cluster.")]
+RateOption = Annotated[
+    str,
+    typer.Option(help="Rate of all links, such as 10gbit, or one rate per host: 10gbit,10gbit,1gbit; or: unshaped."),
+]
+BackendOption = Annotated[Backend, typer.Option(help="With nccl, hosts share this machine's GPUs (through MPS).")]
+RanksOption = Annotated[int, typer.Option(min=1, help="Ranks on each host; more than one are started by torchrun.")]
+EmulateOption = Annotated[bool, typer.Option("--emulate", help="Emulate the links inside the ranks; needs no root.")]
+AlphaOption = Annotated[
+    str | None, typer.Option(help=f"Latency of an emulated link, by default {DEFAULT_ALPHA}; only with --emulate.")
+]
+TimeoutOption = Annotated[
+    float | None, typer.Option(help="End the program after this many seconds, with exit code 124.")
+]
+
+
+def lab(
+    command: CommandArgument,
+    rate: RateOption,
+    hosts: HostsOption = 4,
+    backend: BackendOption = Backend.GLOO,
+    ranks_per_host: RanksOption = 1,
+    emulate: EmulateOption = False,
+    alpha: AlphaOption = None,
+    timeout: TimeoutOption = None,
+) -> None:
+    """Run a program on several hosts, all on this machine: anabranch lab --rate 10gbit -- python train.py."""
+    from anabranch.tools.lab.run import run
+
+    if alpha is not None and not emulate:
+        raise ValueError("--alpha is the latency of emulated links: it needs --emulate")
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise ValueError(f"--timeout is {timeout:g}: expected seconds above 0, such as 600")
+    cluster = Cluster(
+        _rates(rate, hosts),
+        ranks_per_host,
+        backend.value,
+        _alpha(alpha or DEFAULT_ALPHA) if emulate else None,
+    )
+    raise typer.Exit(run(cluster, command, timeout))
+
+
+def _rates(text: str, hosts: int) -> list[float | None]:
+    """One rate per host, in bit/s; None for an unshaped link."""
+    rates = [link_rate(part.strip()) for part in text.split(",")]
+    if len(rates) == 1:
+        return rates * hosts
+    if len(rates) != hosts:
+        raise ValueError(f"--rate has {len(rates)} rates, {text}: expected one for all hosts, or {hosts}, one for each")
+    return rates
+
+
+def link_rate(text: str) -> float | None:
+    """The rate of a link in bit/s; None for an unshaped one."""
+    if text == UNSHAPED:
+        return None
+    rate = quantity(text, RATE_BIT)
+    if not math.isfinite(rate):
+        raise ValueError(f"--rate is {text!r}: expected a rate in kbit, mbit or gbit (per second), or {UNSHAPED}")
+    return rate
+
+
+def _alpha(text: str) -> float:
+    alpha_s = quantity(text, TIME_S)
+    if not math.isfinite(alpha_s):
+        raise ValueError(f"--alpha is {text!r}: expected a time in s, ms or us, such as {DEFAULT_ALPHA}")
+    return alpha_s

@@ -1,0 +1,165 @@
+"""anabranch measure: the network among the ranks that torchrun has started."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from time import sleep
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.tools.cli.ranks import join
+from anabranch.values.files import save
+from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT
+from anabranch.values.kinds.sparse_names import density_of, kind_of, split_wire
+from anabranch.values.network import ALL_GATHER, BUS_FACTORS, REDUCE_SCATTER, Network
+from anabranch.values.plan import MAX_LANES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# torchrun sets these for every rank.
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MIB = 1 << 20
+BUS_TITLES = {"dense": "all-reduce", ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
+BUS_NOTE = (
+    "Bus bandwidth as nccl-tests define it: bytes per second times 2(n-1)/n for an all-reduce among n ranks, times "
+    "(n-1)/n for an all-gather or a reduce-scatter, whose message is the whole tensor."
+)
+MAX_BUDGET_S = 3600.0
+
+OutputOption = Annotated[
+    Path, typer.Option("-o", "--output", metavar="FILE", help="Write the network to this file, on rank 0.")
+]
+BudgetOption = Annotated[float, typer.Option(metavar="S", help="About how many seconds to take.")]
+LargestOption = Annotated[
+    float, typer.Option(metavar="MIB", help="Largest message in MiB: the largest bucket that a plan may have.")
+]
+LanesOption = Annotated[
+    int, typer.Option(metavar="N", min=1, max=MAX_LANES, help="Also send up to so many messages at once.")
+]
+CollectiveOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="C",
+        help="Measure this beside dense, all_gather and reduce_scatter: bf16, int8, int4, oktopk:0.01 or "
+        "oktopk:0.01:bf16; may be repeated.",
+    ),
+]
+BackendOption = Annotated[str | None, typer.Option(metavar="B", help="gloo or nccl. Default: nccl with a GPU.")]
+
+
+def measure(
+    output: OutputOption,
+    budget_s: BudgetOption = 10.0,
+    largest_mb: LargestOption = 64.0,
+    lanes: LanesOption = 4,
+    collective: CollectiveOption = None,
+    backend: BackendOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what messages cost between ranks: torchrun --nproc-per-node 4 -m anabranch measure -o network.json."""
+    if missing := [name for name in RENDEZVOUS if name not in os.environ]:
+        raise ValueError(
+            f"{missing[0]} is not set: measure runs on every rank, so start it with torchrun, such as: "
+            f"torchrun --nproc-per-node 4 -m anabranch measure -o {output}"
+        )
+    if os.environ["WORLD_SIZE"] == "1":
+        raise ValueError(
+            "there is one rank, so nothing to measure: start more, such as torchrun --nproc-per-node 4 ..."
+        )
+    if not 0 < largest_mb <= MIB:
+        raise ValueError(f"--largest-mb is {largest_mb:g}: expected a number of MiB above 0, such as 64")
+    if not 0 < budget_s <= MAX_BUDGET_S:
+        raise ValueError(f"--budget-s is {budget_s:g}: expected seconds above 0 and up to {MAX_BUDGET_S:g}, such as 10")
+    leader = os.environ["RANK"] == "0"
+    if leader:
+        check_free([output], force)
+    kinds = list(dict.fromkeys([DENSE, *map(_kind, collective or [])]))
+    network, notes = _measured(backend, lanes, round(largest_mb * MIB), budget_s, kinds)
+    if not leader:
+        return
+    save(network, output, force)
+    _print(network, output, notes, as_json)
+
+
+def _kind(text: str) -> str:
+    """The name that plans and prices have for a collective, such as oktopk:0.01 for oktopk:0.010."""
+    if text in EVERY_ELEMENT:
+        return text
+    plain, wire = split_wire(text)
+    if (density := density_of(plain)) is None:
+        raise ValueError(
+            f"--collective is {text!r}: expected one of {', '.join(EVERY_ELEMENT)}, or oktopk with a density in (0, "
+            "1], such as oktopk:0.01, oktopk:0.01:bf16 or oktopk:0.01:int8"
+        )
+    return kind_of(density, wire)
+
+
+def _measured(
+    backend: str | None, lanes: int, largest_nbytes: int, budget_s: float, kinds: Sequence[str]
+) -> tuple[Network, list[str]]:
+    """The network among all ranks, and notes on collectives that the backend cannot do and on noise.
+
+    The process groups exist for as long as this takes.
+    """
+    import torch.distributed as dist
+
+    from anabranch.exchange.compression import probe_of
+    from anabranch.exchange.groups import clone_group
+    from anabranch.exchange.lanes import RELEASE_GRACE_S
+    from anabranch.observe.measure import SHARDED, noise_note, unsupported
+    from anabranch.observe.measure import measure as measured
+
+    device = join(backend)
+    try:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        more = [clone_group(everyone, dist.get_backend(), f"anabranch lane {lane}") for lane in range(1, lanes)]
+        missing = unsupported(SHARDED, everyone, device)
+        sharded = {kind: collective for kind, collective in SHARDED.items() if kind not in missing}
+        timed = {**{kind: probe_of(kind) for kind in kinds}, **sharded}
+        network = measured([everyone, *more], device, largest_nbytes, budget_s, timed)
+        name = dist.get_backend(everyone)
+        notes = [f"{kind} was not measured: {name} cannot do it here ({why})" for kind, why in missing.items()]
+        return network, [note for note in (*notes, noise_note(network)) if note]
+    finally:
+        dist.destroy_process_group()
+        sleep(RELEASE_GRACE_S)
+
+
+def _print(network: Network, output: Path, notes: Sequence[str], as_json: bool) -> None:
+    from anabranch.tools.report import figures, tables
+
+    if as_json:
+        bus = {"bus_bytes_per_s": {kind: _bus_points(network, kind) for kind in _bus_kinds(network)}}
+        summary = {**figures.network_figures(network), **bus}
+        print_json({"command": "measure", **summary, "notes": list(notes), "written": str(output)})
+    else:
+        lines = [*(f"Note: {note}." for note in notes), f"Written to {output}."]
+        show_tables(tables.network_report(network), _bus_table(network), BUS_NOTE, *lines)
+
+
+def _bus_kinds(network: Network) -> list[str]:
+    return [kind for kind in BUS_FACTORS if kind in network.curves]
+
+
+def _bus_points(network: Network, kind: str) -> list[dict[str, float | None]]:
+    sizes = [point.nbytes for point in network.curve(kind).points]
+    return [{"nbytes": nbytes, "bytes_per_s": network.bus_bytes_per_s(kind, nbytes)} for nbytes in sizes]
+
+
+def _bus_table(network: Network) -> "Table":
+    """Bus bandwidth by size and collective, in GB/s (1e9 bytes per second) as nccl-tests print it."""
+    from anabranch.tools.report.formatting import size
+    from anabranch.tools.report.tables import columns
+
+    kinds = _bus_kinds(network)
+    headers = [BUS_TITLES[kind] for kind in kinds]
+    table = columns("Bus bandwidth, GB/s", "message", *headers)
+    for nbytes in (point.nbytes for point in network.curve("dense").points):
+        speeds = [network.bus_bytes_per_s(kind, nbytes) for kind in kinds]
+        table.add_row(size(nbytes), *("-" if speed is None else f"{speed / 1e9:.3g}" for speed in speeds))
+    return table

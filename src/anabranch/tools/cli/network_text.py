@@ -1,0 +1,132 @@
+"""A network described in one line, such as ring:ranks=16,alpha=50us,rate=10gbit.
+
+kind:name=value,... where times carry s, ms, us or ns, rates bit, kbit, mbit or gbit (per second), and the rest are
+plain numbers; every ``rate`` may be given as ``beta``, in seconds per byte, instead.
+"""
+
+import math
+from collections.abc import Mapping
+
+from anabranch.values.links import AlphaBeta
+from anabranch.values.network import Network
+from anabranch.values.quantities import quantity
+
+EXAMPLES: Mapping[str, str] = {
+    "ring": "ring:ranks=16,alpha=50us,rate=10gbit",
+    "tree": "tree:ranks=16,alpha=50us,rate=10gbit",
+    "halving_doubling": "halving_doubling:ranks=16,alpha=50us,rate=10gbit",
+    "linear": "linear:ranks=16,start=0.9ms,s_per_byte=7.4e-10",
+    "two_level": "two_level:ranks=64,per_node=8,alpha=50us,rate=10gbit,inside_alpha=5us,inside_rate=200gbit",
+}
+TIME_S: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+RATE_BIT: Mapping[str, float] = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+MAX_RANKS = 1 << 24
+SHORT_EXAMPLE = "ring:ranks=16,..."  # for help texts, whose columns are narrow
+
+
+def is_description(text: str) -> bool:
+    """Whether the text starts like a description, right or wrong; a file of such a name can be given as ./name."""
+    return text.partition(":")[0] in EXAMPLES
+
+
+def network(text: str) -> Network:
+    """The network that ``text`` describes; ValueError naming the part that cannot be understood."""
+    kind, _, rest = text.partition(":")
+    if kind not in EXAMPLES:
+        raise ValueError(f"network {text!r}: kind is {kind!r}, expected {', '.join(EXAMPLES)}")
+    parts = _Parts(kind, rest)
+    world_size = parts.whole("ranks")
+    if kind == "linear":
+        start_s, s_per_byte = parts.time("start"), parts.number("s_per_byte")
+        eta, link_cap = parts.done()
+        return Network.linear(world_size, start_s, s_per_byte, eta=eta, link_cap=link_cap)
+    if kind == "two_level":
+        per_node = parts.whole("per_node")
+        across, inside = parts.link("ring"), parts.link("ring", "inside_")
+        eta, link_cap = parts.done()
+        return Network.two_level(world_size, per_node, inside, across, eta=eta, link_cap=link_cap)
+    link = parts.link(kind)
+    eta, link_cap = parts.done()
+    make = {"ring": Network.ring, "tree": Network.tree, "halving_doubling": Network.halving_doubling}[kind]
+    costs = (link.alpha_s, link.beta_s_per_byte, link.gamma_s_per_byte)
+    return make(world_size, *costs, eta=eta, link_cap=link_cap)
+
+
+def ranks_of(name: str, text: str) -> int:
+    """The number of ranks in what follows the name of a known network, such as 10gbe:ranks=16."""
+    value = quantity(text.removeprefix("ranks="), {"": 1.0}) if text.startswith("ranks=") else math.nan
+    if not (1 <= value <= MAX_RANKS and value == int(value)):
+        raise ValueError(f"network {name}: {text!r} follows its name, expected how many ranks, as in {name}:ranks=16")
+    return int(value)
+
+
+class _Parts:
+    """The name=value parts of a description. Each is taken once; ``done`` refuses parts that were not taken."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        self.left: dict[str, str] = {}
+        self.taken: list[str] = []
+        for part in text.split(","):
+            name, equals, value = (piece.strip() for piece in part.partition("="))
+            if not (name and equals and value):
+                raise self.wrong(f"part {part!r}", "name=value")
+            if name in self.left:
+                raise self.wrong(f"{name} is given twice", "it once")
+            self.left[name] = value
+
+    def wrong(self, found: str, expected: str) -> ValueError:
+        return ValueError(f"network {self.kind}: {found}, expected {expected}, as in {EXAMPLES[self.kind]}")
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A plain number."""
+        return self._take(name, {"": 1.0}, "a number", default)
+
+    def time(self, name: str) -> float:
+        """A duration in seconds."""
+        return self._take(name, TIME_S, "a time in s, ms, us or ns")
+
+    def whole(self, name: str) -> int:
+        """A count of ranks."""
+        value = self._take(name, {"": 1.0}, "a whole number")
+        if value != int(value) or not 1 <= value <= MAX_RANKS:
+            raise self.wrong(f"{name} is {value:g}", f"a whole number from 1 to {MAX_RANKS}")
+        return int(value)
+
+    def link(self, algorithm: str, prefix: str = "") -> AlphaBeta:
+        """alpha, rate or beta, and gamma."""
+        alpha_s = self.time(prefix + "alpha")
+        rate, beta = prefix + "rate", prefix + "beta"
+        if (rate in self.left) == (beta in self.left):
+            both = "are both given" if rate in self.left else "are both missing"
+            raise self.wrong(f"{rate} and {beta} {both}", "one of them")
+        if beta in self.left:
+            beta_s = self.number(beta)
+        else:
+            bits_per_s = self._take(rate, RATE_BIT, "a rate in bit, kbit, mbit or gbit (per second)")
+            if bits_per_s < 1:
+                raise self.wrong(f"{rate} is {bits_per_s:g} bit/s", "at least one bit per second")
+            beta_s = 8 / bits_per_s
+        gamma_s = self.number(prefix + "gamma", 0.0)
+        return AlphaBeta(algorithm, alpha_s, beta_s, gamma_s)  # type: ignore[arg-type]  # one of our own literals
+
+    def done(self) -> tuple[float, float | None]:
+        """(eta, link_cap), which every kind may have; ValueError if any other part is left."""
+        eta = self.number("eta", 1.0)
+        link_cap = self.number("link_cap") if "link_cap" in self.left else None
+        if self.left:
+            known = dict.fromkeys([*self.taken, "eta", "link_cap"])
+            raise self.wrong(f"unknown part {next(iter(self.left))!r}", f"only {', '.join(known)}")
+        return eta, link_cap
+
+    def _take(self, name: str, units: Mapping[str, float], expected: str, default: float | None = None) -> float:
+        self.taken.append(name)
+        text = self.left.pop(name, None)
+        if text is None:
+            if default is None:
+                raise self.wrong(f"{name} is missing", expected)
+            return default
+        value = quantity(text, units)
+        if not math.isfinite(value):
+            raise self.wrong(f"{name} is {text!r}", expected)
+        return value

@@ -1,0 +1,129 @@
+"""anabranch run: an unchanged DDP script with DataParallel in DDP's place, and what that gains."""
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anabranch.planning import PLANNERS
+
+SINGLE = "RANK"  # torchrun and other launchers set it
+MODULE = "anabranch.run"
+
+ScriptArgument = Annotated[list[str], typer.Argument(metavar="SCRIPT", help="The script, with its arguments.")]
+RanksOption = Annotated[
+    int | None,
+    typer.Option("--nproc-per-node", min=1, help="Start this many ranks here, as torchrun --standalone does."),
+]
+CompressOption = Annotated[
+    str | None,
+    typer.Option(help="bf16, int8, int4, auto, auto:int8, auto:oktopk:0.01, oktopk, oktopk:0.01 or oktopk:0.01:bf16."),
+]
+PlannerOption = Annotated[str | None, typer.Option(help="A planner that anabranch list shows; by default optimal.")]
+LanesOption = Annotated[int | None, typer.Option(min=1, help="The most messages that may travel at the same time.")]
+ModuleOption = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The user's program, to be run where its exceptions and its exit are its own.
+
+    options     of DataParallel
+    ranks       to start with torchrun, each with ``arguments``; None to run the script in this process
+    """
+
+    script: Sequence[str]
+    is_module: bool
+    options: Mapping[str, Any]
+    ranks: int | None = None
+    arguments: Sequence[str] = field(default=())
+
+    def run(self) -> None:
+        """Run it, and say on rank 0 what was gained; exceptions of the program pass through."""
+        if self.ranks is not None:
+            from torch.distributed.run import main as torchrun
+
+            torchrun(["--standalone", f"--nproc-per-node={self.ranks}", "-m", MODULE, *self.arguments])
+            return
+        from anabranch.frameworks.replaced_ddp import replaced_ddp
+
+        with replaced_ddp(self.options) as outcomes:
+            try:
+                self._run_script()
+            except SystemExit as stop:
+                if stop.code in (None, 0):
+                    _report(outcomes)
+                raise
+        _report(outcomes)
+
+    def _run_script(self) -> None:
+        sys.argv = list(self.script)
+        if self.is_module:
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(self.script[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(self.script[0]).resolve().parent)
+            runpy.run_path(self.script[0], run_name="__main__")
+
+
+def run(
+    script: ScriptArgument,
+    nproc_per_node: RanksOption = None,
+    compress: CompressOption = None,
+    planner: PlannerOption = None,
+    lanes: LanesOption = None,
+    module: ModuleOption = False,
+) -> Program:
+    """Run an unchanged DDP script with DDP replaced, and say what it gains: anabranch run --nproc-per-node 2 train.py.
+
+    Under torchrun: torchrun OPTIONS -m anabranch.run train.py. Nothing is read from the plan cache or kept there.
+    """
+    if nproc_per_node is not None and SINGLE in os.environ:
+        raise ValueError("--nproc-per-node, but a launcher has started this rank already: leave one of the two out")
+    if not module and not Path(script[0]).is_file():
+        raise ValueError(f"{script[0]}: no such file; expected a Python script, or a module after -m")
+    if module and PathFinder.find_spec(script[0].partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
+        raise ValueError(f"{script[0]}: no such module in this folder, or installed; expected what python -m takes")
+    if planner is not None and planner not in PLANNERS:
+        raise ValueError(f"--planner is {planner!r}: expected one of {', '.join(PLANNERS)}")
+    options = {"planner": planner, "lanes": lanes, "compress": compress and _compression(compress)}
+    given = {"--compress": compress, "--planner": planner, "--lanes": lanes}
+    arguments = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    return Program(
+        script,
+        module,
+        {"cache": False, **{name: value for name, value in options.items() if value is not None}},
+        nproc_per_node,
+        [*arguments, *(["-m"] if module else []), *script],
+    )
+
+
+def _compression(text: str) -> Any:
+    from anabranch.tools.bench.compress import OURS, of_ours
+    from anabranch.values.kinds.oktopk import OkTopk
+
+    found = of_ours(text, OkTopk())
+    if found is None:
+        raise ValueError(f"--compress is {text!r}: expected {', '.join(OURS)}")
+    return found
+
+
+def _report(outcomes: Sequence[object]) -> None:
+    """To stderr, since stdout is the script's."""
+    if os.environ.get(SINGLE, "0") != "0":
+        return
+    for outcome in outcomes:
+        print(f"anabranch run: {outcome}", file=sys.stderr)
+    if not outcomes:
+        print(
+            "anabranch run: this process has made no DistributedDataParallel of torch's; if the script starts ranks by "
+            "itself, such as by mp.spawn, have them started by torchrun or --nproc-per-node; if it uses anabranch "
+            "already, run it without anabranch run",
+            file=sys.stderr,
+        )

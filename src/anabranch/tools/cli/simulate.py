@@ -1,0 +1,75 @@
+"""anabranch simulate: predict one training step under a plan, as a timeline."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anabranch.planning.simulator import simulate as predict
+from anabranch.tools.cli import arguments
+from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.tools.predict.scaling import line_up
+from anabranch.tools.predict.scaling.compression import priced
+from anabranch.values.files import save, write_text
+from anabranch.values.timeline import Timeline
+
+if TYPE_CHECKING:
+    from anabranch.tools.report.documents import SimulateDocument
+
+
+def simulate(
+    trace: arguments.TraceOption,
+    network: arguments.NetworkOption,
+    plan: Annotated[Path | None, typer.Option(help="A plan file.")] = None,
+    planner: Annotated[str | None, typer.Option(help="Plan first, with one of the planners; default: optimal.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the timeline to this file.")] = None,
+    chrome: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict one training step under a plan: when each bucket travels, and what of that is exposed."""
+    if plan is not None and planner is not None:
+        raise ValueError(f"--plan {plan} and --planner {planner} are both given: expected one of them")
+    check_free([output, chrome], force)
+    gradients, links = arguments.trace(trace), arguments.network(network)
+    made = arguments.plan(plan) if plan else line_up.configured_planner(planner or "optimal")(gradients, links)
+    links = priced(links, (bucket.collective for bucket in made.buckets))
+    timeline = predict(gradients, made, links)
+    written = _write(timeline, output, chrome, force)
+    from anabranch.tools.report.documents import SimulateDocument, printed
+    from anabranch.tools.report.figures import planned_buckets, timeline_figures
+
+    document = SimulateDocument(
+        plan=str(plan) if plan else None,
+        planner=None if plan else planner or "optimal",
+        world_size=links.world_size,
+        fingerprint=made.fingerprint,
+        lanes=made.lanes,
+        **timeline_figures(timeline),
+        buckets=planned_buckets(gradients, made, timeline, links.world_size),
+        written=tuple(written),
+    )
+    if as_json:
+        print_json(printed(document))
+    else:
+        _print(document, timeline)
+
+
+def _write(timeline: Timeline, output: Path | None, chrome: Path | None, force: bool) -> list[str]:
+    if output:
+        save(timeline, output, force)
+    if chrome:
+        write_text(json.dumps(timeline.trace_events(), allow_nan=False) + "\n", chrome, force)
+    return [str(path) for path in (output, chrome) if path]
+
+
+def _print(document: "SimulateDocument", timeline: Timeline) -> None:
+    from anabranch.tools.report.formatting import count, plain
+    from anabranch.tools.report.gantt import Gantt
+    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts
+
+    pairs = [*duration_pairs(document), ("fingerprint", document.fingerprint)]
+    pairs += [("written to", plain(path)) for path in document.written]
+    title = f"One step among {count(document.world_size, 'rank')}, predicted"
+    show_tables(bucket_table(document.buckets), Gantt(timeline), facts(title, pairs))

@@ -1,0 +1,98 @@
+"""The environment of each rank's program, as torchrun would set it, with the variables that the lab adds."""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from anabranch.tools.lab.cluster import Cluster
+from anabranch.tools.lab.emulation import environment as emulation_environment
+from anabranch.tools.lab.hosts import Host
+
+MASTER_PORT = 29500  # always free in a new namespace
+LAB = "ANABRANCH_LAB"
+LAB_ID = "ANABRANCH_LAB_ID"
+LAB_BACKEND = "ANABRANCH_LAB_BACKEND"
+LAB_BIT_S = "ANABRANCH_LAB_BIT_S"
+CACHE = "ANABRANCH_CACHE"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+OWN_QUEUES, LEAST_QUEUES = 8, 2  # hardware queues of a process with a GPU of its own, and of an MPS client, by default
+ALL_QUEUES = 96  # assumed of one MPS daemon, for all its clients together: 48 with two each
+
+
+def host_environment(cluster: Cluster, host: Host, master: Host, master_port: int, lab_id: str) -> dict[str, str]:
+    """The environment of one host's process: that of this process, and the lab's own variables.
+
+    With one rank per host it is complete; with several ranks, torchrun adds the variables of each.
+    """
+    ours = {
+        "MASTER_ADDR": master.address,
+        "MASTER_PORT": str(master_port),
+        "GLOO_SOCKET_IFNAME": host.interface,
+        "NCCL_SOCKET_IFNAME": host.interface,
+        # NCCL takes ranks with the same host id for neighbours on one machine. Different ids, and only sockets to
+        # communicate, make it use the link; they also let several ranks share a GPU, which it refuses on one machine.
+        "NCCL_HOSTID": f"lab{host.index}",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Experiments in a lab begin anew each time, and a plan for its links is of no use outside. Whoever wants to try
+        # the plan cache in a lab sets the variable; a cached plan's key has the lab's hosts and links in it.
+        CACHE: os.environ.get(CACHE, "off"),
+        LAB: str(cluster),
+        LAB_BACKEND: cluster.backend,
+        LAB_BIT_S: f"{min((rate for rate in cluster.rates_bit_s if rate is not None), default=0.0):.0f}",
+        LAB_ID: lab_id,
+    }
+    if cluster.ranks_per_host == 1:
+        ours |= {
+            "RANK": str(host.index),
+            "WORLD_SIZE": str(cluster.hosts),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": str(host.index),
+        }
+    if cluster.alpha_s is not None:
+        ours |= emulation_environment([rate for rate in cluster.rates_bit_s if rate is not None], cluster.alpha_s)
+    # Variables from a torchrun around this process are not meant for the lab's ranks: they would wait for its store.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return {**inherited, **ours}
+
+
+def gpu_environment(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Mapping[str, str]:
+    """The variable that gives a host as many GPUs as it has ranks, in turn; hosts share where there are too few.
+
+    A host with more ranks than there are GPUs gets one, for all of its ranks.
+
+    On a machine with one GPU nothing is set: every rank finds it as number 0. But where the user has chosen one of
+    several by its number, the variable gives its id, because an MPS daemon counts GPUs anew.
+    """
+    if not gpus or (len(gpus) == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ):
+        return {}
+    first = host.index * ranks_per_host
+    if ranks_per_host > len(gpus):  # they share one, each as number 0
+        return {"CUDA_VISIBLE_DEVICES": gpus[host.index % len(gpus)]}
+    mine = [gpus[(first + rank) % len(gpus)] for rank in range(ranks_per_host)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
+
+def shared_gpu_environment(ranks: int) -> Mapping[str, str]:
+    """The variable that gives ranks that share GPUs the hardware queues of a rank with a GPU of its own.
+
+    ``ranks``: all of the lab, on however many GPUs, because they share what one MPS daemon has; fewer each beyond 12.
+
+    Under MPS a process has two. Its streams share them, and work that waits in a queue holds up whatever another stream
+    has put behind it: messages on two lanes, or the streams of FSDP2, would wait for each other as on no real host.
+    A number that the user has chosen is kept.
+    """
+    queues = max(LEAST_QUEUES, min(OWN_QUEUES, ALL_QUEUES // ranks))
+    return {} if QUEUES in os.environ else {QUEUES: str(queues)}
+
+
+def free_port() -> int:
+    """A port of this machine that is not in use now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,123 @@
+"""Hosts on a switch: network namespaces, a bridge, and a shaped link from each host to it, created over netlink."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from anabranch.tools.lab.namespaces import Namespace, create, inside
+from anabranch.values.errors import LabError
+
+INTERFACE = "eth0"
+PREFIX_BITS = 24
+LOOPBACK = 1  # its index in every namespace
+# tbf is a token bucket: after a pause a whole bucket passes at once, so it should be small. But the kernel sends 64 KiB
+# at a time, and late timers cost rate. 0.8 ms of traffic, and two such packets, were the smallest that kept every rate.
+BURST_S = 0.84e-3
+MIN_BURST_NBYTES = 128 << 10
+MAX_BURST_NBYTES = 1 << 20
+MAX_QUEUEING = "50ms"  # of a packet, before the link drops it
+LINKS_UP_S = 10.0
+PAUSE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of the lab's machines: the namespace of its ranks, and the address and interface to reach it.
+
+    ``namespace`` is None where the ranks are plain processes of this machine.
+    """
+
+    index: int
+    address: str
+    interface: str
+    namespace: Namespace | None = None
+
+
+def local_hosts(count: int) -> list[Host]:
+    """Hosts without namespaces: all of them are this machine."""
+    return [Host(index, "127.0.0.1", "lo") for index in range(count)]
+
+
+@contextmanager
+def linked_hosts(rates_bit_s: Sequence[float | None]) -> Iterator[list[Host]]:
+    """Hosts that can reach each other, host i through a link of ``rates_bit_s[i]`` in both directions.
+
+    Nothing is created in this process's own namespace, so two labs never interfere. The kernel removes everything when
+    this context ends or this process dies; a host's namespace stays until the last process in it has ended.
+    """
+    with ExitStack() as held:
+
+        def new_namespace() -> Namespace:
+            namespace = create()
+            held.callback(namespace.close)
+            return namespace
+
+        switch = new_namespace()
+        hosts = [Host(index, _address(index), INTERFACE, new_namespace()) for index in range(len(rates_bit_s))]
+        _connect_to_switch(switch, hosts, rates_bit_s)
+        for host, rate in zip(hosts, rates_bit_s, strict=True):
+            _configure_host(host, rate)
+        for namespace in [switch, *(host.namespace for host in hosts if host.namespace is not None)]:
+            _await_links(namespace)
+        yield hosts
+
+
+def _address(index: int) -> str:
+    return f"10.201.0.{index + 1}"
+
+
+def _connect_to_switch(switch: Namespace, hosts: Sequence[Host], rates_bit_s: Sequence[float | None]) -> None:
+    """Create a bridge and a veth pair from it to every host; traffic to a host is shaped here."""
+    from pyroute2 import IPRoute
+
+    with inside(switch), IPRoute() as netlink:  # a socket stays in the namespace where it was opened
+        netlink.link("add", ifname="switch", kind="bridge")
+        (bridge,) = netlink.link_lookup(ifname="switch")
+        netlink.link("set", index=bridge, state="up")
+        for host, rate in zip(hosts, rates_bit_s, strict=True):
+            assert host.namespace is not None
+            port = f"host{host.index}"
+            far_end = {"ifname": host.interface, "net_ns_fd": host.namespace.descriptor}
+            netlink.link("add", ifname=port, kind="veth", peer=far_end)
+            (index,) = netlink.link_lookup(ifname=port)
+            netlink.link("set", index=index, master=bridge, state="up")
+            shape(netlink, index, rate)
+
+
+def _configure_host(host: Host, rate_bit_s: float | None) -> None:
+    """Give one host its address and switch its interfaces on; traffic from it is shaped here."""
+    from pyroute2 import IPRoute
+
+    assert host.namespace is not None
+    with inside(host.namespace), IPRoute() as netlink:
+        netlink.link("set", index=LOOPBACK, state="up")
+        (index,) = netlink.link_lookup(ifname=host.interface)
+        netlink.addr("add", index=index, address=host.address, prefixlen=PREFIX_BITS)
+        netlink.link("set", index=index, state="up")
+        shape(netlink, index, rate_bit_s)
+
+
+def _await_links(namespace: Namespace) -> None:
+    """Wait until all links are up. Until then the kernel drops packets, and TCP repeats one only after 1 s."""
+    from pyroute2 import IPRoute
+
+    deadline = time.monotonic() + LINKS_UP_S
+    with inside(namespace), IPRoute() as netlink:
+        while any(_is_down(link) for link in netlink.get_links()):
+            if time.monotonic() > deadline:
+                raise LabError(f"the lab's links are not up after {LINKS_UP_S:g} s: try again")
+            time.sleep(PAUSE_S)
+
+
+def _is_down(link: Any) -> bool:
+    return link.get("linkinfo", {}).get("kind") == "veth" and bool(link.get("operstate") != "UP")
+
+
+def shape(netlink: Any, index: int, rate_bit_s: float | None) -> None:
+    """Limit the rate at which an interface sends; None sets no limit."""
+    if rate_bit_s is not None:
+        rate = round(rate_bit_s / 8)
+        burst_nbytes = min(max(round(rate * BURST_S), MIN_BURST_NBYTES), MAX_BURST_NBYTES)
+        netlink.tc("add", "tbf", index, rate=rate, burst=burst_nbytes, latency=MAX_QUEUEING)

@@ -1,0 +1,111 @@
+"""What a lab needs of this machine, checked before anything is started; all problems are reported at once."""
+
+import errno
+import os
+import shutil
+import sys
+
+from anabranch.tools.lab import namespaces
+from anabranch.tools.lab.cluster import Cluster
+from anabranch.tools.lab.hosts import linked_hosts
+from anabranch.tools.lab.janitor import MPS_CONTROL
+from anabranch.values.errors import LabError, MissingExtraError
+from anabranch.values.extras import require
+
+EMULATE = "or use --emulate, which needs no privileges and emulates the links inside the ranks"
+PROBE_RATE_BIT_S = 1e9
+
+
+def check(cluster: Cluster, gpus: list[str]) -> None:
+    """Return if the lab can start; otherwise LabError with every problem and what to do about it."""
+    if problems := [*_network_problems(cluster), *_gpu_problems(cluster, gpus)]:
+        raise LabError(f"this machine cannot run the lab: {'; '.join(problems)}")
+
+
+def caveats(cluster: Cluster) -> str | None:
+    """What a user must know about the measured times of a lab that can start; None if there is nothing."""
+    found = []
+    if cluster.emulated:
+        found.append("links are emulated by delays inside the ranks: times are not those of a real network")
+    if cluster.ranks_per_host > 1:
+        found.append("sockets inside a host go over its loopback, unshaped: NVLink and shared memory would be faster")
+    cores = len(os.sched_getaffinity(0))
+    if cluster.world_size > cores:
+        found.append(
+            f"{cluster.world_size} ranks share {cores} CPU core{'s' * (cores > 1)}: while all of them compute, the "
+            "cores and not the links determine the times"
+        )
+    return "; ".join(found) or None
+
+
+def shares_gpus(cluster: Cluster, gpus: list[str]) -> bool:
+    """Whether several ranks have to share a GPU."""
+    return cluster.backend == "nccl" and cluster.world_size > len(gpus)
+
+
+def _network_problems(cluster: Cluster) -> list[str]:
+    if not sys.platform.startswith("linux"):
+        return [f"it needs Linux (this is {sys.platform}), because hosts and supervision use features of its kernel"]
+    if cluster.emulated:
+        return []
+    problems = []
+    try:
+        require("pyroute2", "lab", "anabranch lab")
+    except MissingExtraError as error:
+        problems.append(f"{error}, {EMULATE}")
+    if problem := _namespace_problem():
+        problems.append(problem)
+    elif not problems:
+        problems += _kernel_problems(shaped=any(rate is not None for rate in cluster.rates_bit_s))
+    return problems
+
+
+def _namespace_problem() -> str | None:
+    try:
+        namespaces.create().close()
+    except OSError as error:
+        if error.errno != errno.EPERM:
+            return f"the kernel has no network namespaces ({error.strerror}): use one with CONFIG_NET_NS, {EMULATE}"
+        user = "root lacks CAP_SYS_ADMIN" if os.geteuid() == 0 else f"this is user {os.geteuid()}"
+        return (
+            f"no permission to create network namespaces ({user}): run as root with CAP_SYS_ADMIN and CAP_NET_ADMIN, "
+            f"{EMULATE}"
+        )
+    return None
+
+
+def _kernel_problems(shaped: bool) -> list[str]:
+    """Try to create a host, which also makes the kernel load its modules."""
+    error = _error_of_one_host(PROBE_RATE_BIT_S if shaped else None)
+    if error is None:
+        return []
+    if "not permitted" in error:
+        return [f"no permission to create network interfaces ({error}): run as root with CAP_NET_ADMIN, {EMULATE}"]
+    if shaped and _error_of_one_host(None) is None:
+        return [f"the kernel lacks the shaper tbf ({error}): modprobe sch_tbf, use --rate unshaped, {EMULATE}"]
+    return [f"the kernel lacks bridge and veth interfaces ({error}): modprobe bridge veth, {EMULATE}"]
+
+
+def _error_of_one_host(rate_bit_s: float | None) -> str | None:
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    try:
+        with linked_hosts([rate_bit_s]):
+            return None
+    except (NetlinkError, OSError) as error:
+        return str(error)
+
+
+def _gpu_problems(cluster: Cluster, gpus: list[str]) -> list[str]:
+    if cluster.backend != "nccl":
+        return []
+    problems = []
+    if not gpus:
+        problems.append(
+            "--backend nccl needs an NVIDIA GPU, and neither nvidia-smi nor /dev/nvidia0 shows one: use --backend gloo"
+        )
+    if shares_gpus(cluster, gpus) and shutil.which(MPS_CONTROL) is None:
+        problems.append(
+            f"{MPS_CONTROL} is not on PATH (it comes with the NVIDIA driver); without it, ranks take turns on a GPU"
+        )
+    return problems

@@ -1,0 +1,1 @@
+"""Predictions: steps at any number of ranks, and memory of a rank."""

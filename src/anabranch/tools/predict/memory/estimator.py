@@ -1,0 +1,106 @@
+"""MemoryEstimator: the peak memory of one model in every mode of training, at any batch, without running it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import nn
+
+from anabranch.lean.activations.policy import Activations
+from anabranch.lean.activations.recompute import recompute
+from anabranch.lean.options import OptimizerFactory
+from anabranch.planning.memory.account import FRAGMENTATION, MODES, Footprint, Setting, predict
+from anabranch.planning.memory.step_profile import CONVOLUTION_WORKSPACE, StepProfile
+from anabranch.tools.predict.memory.largest_batch import largest_batch
+from anabranch.tools.predict.memory.probe import Build, Loss, probe
+
+ActivationMode = Literal["keep", "offload", "recompute"]
+BuildAt = Callable[[int], Build]  # by batch: what makes the model and its loss
+
+WINDOW_NBYTES = max(Activations.window_nbytes, Activations.ahead_nbytes)
+DDP_BUCKETS = "25 MiB in the order of backward"
+
+
+class MemoryEstimator:
+    """Predicts the peak memory of a model by kind of object, for every mode of ``footprint.account``.
+
+    Each batch runs once on tensors without data, so no GPU is needed. ``activations`` applies to the Lean modes; the
+    others keep theirs. ``assumptions`` says what the predictions count and what they leave out.
+
+    >>> def build_at(batch):
+    ...     def build(device):
+    ...         model = nn.Linear(1024, 1024, device=device)
+    ...         inputs = torch.ones(batch, 1024, device=device)
+    ...         return model, lambda wrapped: wrapped(inputs).sum()
+    ...     return build
+    >>> estimator = MemoryEstimator(build_at, lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True))
+    >>> peaks = estimator.footprints(batch=8, setting=Setting(ranks=4))
+    >>> peaks["ddp"].kinds["weights"], peaks["oktopk"].kinds["residual"]
+    (4198400, 4194304)
+    """
+
+    def __init__(
+        self,
+        build_at: BuildAt,
+        optimizer: OptimizerFactory,
+        activations: ActivationMode = "keep",
+        *,
+        half: bool = False,
+        buckets: str = DDP_BUCKETS,
+        dtype: str = "the model in the type it is built in",
+    ) -> None:
+        """``half``: under autocast to bfloat16. ``buckets`` and ``dtype`` are the words for them in the assumptions."""
+        self._activations = activations
+
+        @cache
+        def profile(batch: int, activations: ActivationMode) -> StepProfile:
+            build = build_at(batch)
+            if activations == "recompute":
+                build = _with_recomputation(build)
+            return probe(build, optimizer, offload=activations == "offload", half=half)
+
+        self._profile = profile
+        self.assumptions = [
+            dtype,
+            "operations keep what they keep on a GPU",
+            f"cuDNN takes {CONVOLUTION_WORKSPACE:g} times the bytes of a convolution's tensors, cuBLAS 64 MiB",
+            "what NCCL, the CUDA context and fragmentation take is not counted",
+            f"buckets: {buckets}; naive sparse exchanges the whole model after backward",
+        ]
+        if half:
+            self.assumptions.append("forward runs under autocast to bfloat16; weights and gradients stay as they are")
+        if activations == "offload":
+            self.assumptions.append(
+                f"up to {WINDOW_NBYTES >> 20} MiB of lean's activations are on their way to the host, or back early"
+            )
+
+    def footprints(self, batch: int, setting: Setting, modes: Sequence[str] = MODES) -> dict[str, Footprint]:
+        """The peak of these modes at one batch."""
+        return {mode: self._footprint(batch, mode, setting) for mode in modes}
+
+    def largest_batch(self, mode: str, setting: Setting, limit_nbytes: int) -> int:
+        """The largest batch of a mode whose peak leaves room for fragmentation within the limit; 0 if none does."""
+        within_nbytes = int(limit_nbytes * (1 - FRAGMENTATION))
+        return largest_batch(lambda batch: self._footprint(batch, mode, setting).nbytes, within_nbytes)
+
+    def activations_of(self, mode: str) -> ActivationMode:
+        """How a mode keeps activations: only the Lean modes do other than keep them."""
+        return self._activations if mode.startswith("lean") else "keep"
+
+    def _footprint(self, batch: int, mode: str, setting: Setting) -> Footprint:
+        activations = self.activations_of(mode)
+        window_nbytes = WINDOW_NBYTES if activations == "offload" else 0
+        return predict(self._profile(batch, activations), mode, replace(setting, window_nbytes=window_nbytes))
+
+
+def _with_recomputation(build: Build) -> Build:
+    """The same model, whose blocks are computed again in backward."""
+
+    def rebuilt(device: torch.device) -> tuple[nn.Module, Loss]:
+        model, loss = build(device)
+        recompute(model)
+        return model, loss
+
+    return rebuilt

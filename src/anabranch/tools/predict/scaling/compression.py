@@ -1,0 +1,231 @@
+"""Strategies with compressed buckets: their planners, the cost of their buckets at any world size, the assumptions."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from anabranch.planning.compressed import compressed_if_faster
+from anabranch.planning.ladder import least_lossy
+from anabranch.planning.prices import BETWEEN_NODES, Exchange
+from anabranch.planning.quantised_prices import exchange_of as quantised_exchange
+from anabranch.planning.sparse_prices import exchange_of as sparse_exchange
+from anabranch.tools.predict.scaling.result import Kind
+from anabranch.tools.predict.scaling.sweep import Planner
+from anabranch.values.kinds.fidelity import error_of, ladder
+from anabranch.values.kinds.names import COMPRESSED, DENSE
+from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.sparse_names import (
+    DENSITIES,
+    KIND,
+    density_of,
+    given_density,
+    kind_of,
+    split_wire,
+    with_wire,
+)
+from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES, Precision
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.trace import TensorSpec, Trace
+
+AUTO = "auto"
+AS_FP32 = (
+    "Sparse buckets are taken to send 8 bytes an entry, as fp32: a plan does not say OkTopk's wire. Where they were "
+    "not measured, they cost that."
+)
+LEAN = "lean"  # sends the messages of Ok-Topk, or of the kind behind the colon, from an engine that holds less memory
+
+
+class Compression(NamedTuple):
+    """What the name of a strategy says, such as "int8", "oktopk:0.01:bf16", "oktopk:0.01@nodes" or "lean:int4".
+
+    kinds           the exchanges that it chooses from: one, all densities of Ok-Topk, or those of "auto"
+    lean            whether the Lean engine runs them
+    between_nodes   whether they run between nodes alone
+    wire            how sparse ones send values
+    """
+
+    kinds: tuple[str, ...]
+    lean: bool = False
+    between_nodes: bool = False
+    wire: Precision = "fp32"
+
+    @classmethod
+    def named(cls, name: str) -> "Compression":
+        """The compression of this name; ValueError if there is none."""
+        what = name.removesuffix(BETWEEN_NODES)
+        lean, between_nodes = what.partition(":")[0] == LEAN, what != name
+        exchange = what.removeprefix(f"{LEAN}:")  # "lean:int8" runs int8, "lean:0.01" Ok-Topk
+        if exchange in COMPRESSED:
+            return cls((exchange,), lean, between_nodes)
+        family, colon, at_least = exchange.partition(":")
+        if family == AUTO and bool(colon) == bool(at_least) and (chosen := _ladder(at_least)):
+            return cls(chosen, lean, between_nodes)
+        plain, wire = split_wire(what)
+        if family != KIND and plain != LEAN and not (lean and family[:1] in "0123456789."):
+            raise ValueError(
+                f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden, down to int4), {AUTO}:{KIND}:0.01 "
+                f"(down to 1 % sparse), {', '.join(COMPRESSED)}, {KIND} "
+                f"(as dense as is hidden), {KIND}:0.01 or {KIND}:0.01:bf16 (with packed values); on Lean {LEAN}:int8, "
+                f"{LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes alone int8{BETWEEN_NODES}"
+            )
+        densities = DENSITIES if plain in (KIND, LEAN) else [given_density(what, wires=True)]
+        return cls(tuple(map(kind_of, densities)), lean, between_nodes, wire)
+
+    @property
+    def strategy_kind(self) -> Kind:
+        """The kind of strategy that this is in a result."""
+        if self.lean:
+            return "lean"
+        return "quantised" if all(kind in COMPRESSED for kind in self.kinds) else "sparse"
+
+    @property
+    def planner_name(self) -> str:
+        """The planner that ``planner`` returns, by its name in ``planners``."""
+        return "optimal" if len(self.kinds) == 1 else "least_lossy"
+
+    @property
+    def collectives(self) -> list[str]:
+        """The names of ``kinds`` in the buckets of a plan and in the costs of a network."""
+        return [with_wire(kind, self.wire) + BETWEEN_NODES * self.between_nodes for kind in self.kinds]
+
+    def planner(self, dense: Sequence[str]) -> Planner:
+        """The planner that chooses among these kinds; the gradients named ``dense`` travel so."""
+        names = self.collectives
+        if len(names) == 1:
+            return partial(compressed_if_faster, collective=names[0], dense=dense)
+        errors = {DENSE: 0, **dict(zip(names, map(error_of, self.kinds), strict=True))}
+        return partial(least_lossy, errors=errors, excluded=dict.fromkeys(names, dense))
+
+
+def _ladder(at_least: str) -> tuple[str, ...]:
+    """The kinds of "auto" down to this one, its own limit if none is named; empty if there is no such kind."""
+    try:
+        return ladder(at_least) if at_least else ladder()
+    except ValueError:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedStrategies:
+    """Planners by the name of their strategy, such as "oktopk:0.01", and what their predictions assume.
+
+    ``exchanges`` are all those that these planners may choose.
+    """
+
+    planners: Mapping[str, Planner]
+    exchanges: Sequence[Exchange]
+    assumptions: Sequence[str]
+
+    def priced(self, network: Network) -> Network:
+        """``network`` with a cost for every exchange that these planners may choose."""
+        return _with_costs(network, self.exchanges)
+
+
+def compressed_strategies(names: Sequence[str], trace: Trace, network: Network) -> CompressedStrategies:
+    """A strategy for each name. What exchanges compute is taken from ``network`` where they were measured there."""
+    dense = dense_only(trace)
+    wanted = {name: Compression.named(name) for name in names}
+    planners = {name: compression.planner(dense) for name, compression in wanted.items()}
+    exchanges = exchanges_on(network, (kind for compression in wanted.values() for kind in compression.collectives))
+    return CompressedStrategies(planners, exchanges, _assumptions(wanted.values(), exchanges, network))
+
+
+def exchanges_on(network: Network, kinds: Iterable[str]) -> list[Exchange]:
+    """The exchanges that buckets name by these kinds, but for those that have no model, such as "dense"."""
+    return [found for kind in dict.fromkeys(kinds) if (found := _exchange(kind, network)) is not None]
+
+
+def priced(network: Network, kinds: Iterable[str]) -> Network:
+    """``network`` with a cost for those of these kinds that have a model and were not measured."""
+    return _with_costs(network, exchanges_on(network, kinds))
+
+
+def kind_of_bucket(collective: str) -> str:
+    """The kind that a bucket of a live plan names, which has neither the wire nor the "@nodes" of a price."""
+    return split_wire(collective.removesuffix(BETWEEN_NODES))[0]
+
+
+def as_sent(plan: Plan) -> Plan:
+    """The plan as a live one names its kinds: ``kind_of_bucket`` of every bucket."""
+    return replace(plan, buckets=tuple(replace(b, collective=kind_of_bucket(b.collective)) for b in plan.buckets))
+
+
+def sent_nbytes(kind: str, tensors: Sequence[TensorSpec], ranks: int) -> int | None:
+    """Bytes that one rank sends for a bucket of these gradients; None if there is no model of this kind.
+
+    Ok-Topk sends float32 values unless the kind names a wire, which kinds of a live plan do not.
+    """
+    if kind == DENSE:  # a ring all-reduce
+        return 2 * (ranks - 1) * sum(tensor.nbytes for tensor in tensors) // ranks
+    exchange = None if kind.endswith(BETWEEN_NODES) else _exchange(kind)  # which depends on how many nodes there are
+    return None if exchange is None else exchange.sent_nbytes(sum(tensor.numel for tensor in tensors), ranks)
+
+
+def about_sent(kinds: Iterable[str]) -> str:
+    """What ``sent_nbytes`` assumes of these kinds, of a plan; empty if nothing."""
+    return AS_FP32 if any(density_of(kind) is not None for kind in kinds) else ""
+
+
+def dense_only(trace: Trace) -> list[str]:
+    """Names of the gradients that always travel dense: those that are not float32, bfloat16 or float16."""
+    known = {("", 4), ("float32", 4), ("bfloat16", 2), ("float16", 2)}
+    return [tensor.name for tensor in trace.tensors if tensor.kind not in known]
+
+
+def _with_costs(network: Network, exchanges: Iterable[Exchange]) -> Network:
+    for exchange in exchanges:
+        network = exchange.priced(network)
+    return network
+
+
+def _exchange(collective: str, network: Network | None = None) -> Exchange | None:
+    """The exchange that buckets name so; what it computes is taken from ``network`` where it was measured there."""
+    kind = collective.removesuffix(BETWEEN_NODES)
+    plain, wire = split_wire(kind)
+    density = density_of(plain)
+    if kind in COMPRESSED:
+        found = quantised_exchange(kind, network)
+    elif density is not None:
+        found = sparse_exchange(density, network, OkTopk(wire=wire))
+    else:
+        return None
+    return found if kind == collective else found.between_nodes()
+
+
+def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], network: Network) -> list[str]:
+    """What the costs of these strategies assume, in sentences."""
+    wanted = list(wanted)
+    if not wanted:
+        return []
+    rounded = {kind: found for found in exchanges if (kind := kind_of_bucket(found.kind)) in COMPRESSED}
+    sparsely = [found for found in exchanges if density_of(kind_of_bucket(found.kind)) is not None]
+    said = []
+    if rounded:
+        said.append(
+            f"{', '.join(rounded)} buckets cost an all-to-all and an all-gather, 2(P-1) messages of 1/P of the "
+            "values one behind the other, scales included"
+        )
+        said += [f"{kind} computes for {found.computing.source}" for kind, found in rounded.items()]
+    if sparsely:
+        sources = " and ".join(dict.fromkeys(found.computing.source for found in sparsely))
+        wires = dict.fromkeys(split_wire(found.kind.removesuffix(BETWEEN_NODES))[1] for found in sparsely)
+        sizes = " or ".join(f"{ENTRY_NBYTES[wire]} bytes as {wire}" for wire in wires)
+        said += [
+            "sparse buckets cost the messages that virtual ranks count for Ok-Topk's fixed-size exchange, 2(P-1) of "
+            f"1.25 k/P pairs one behind the other, {sizes}, and new regions every 64 steps",
+            f"selecting takes {sources}",
+        ]
+    if measured := [found.kind for found in exchanges if found.kind in network.curves]:
+        said.append(f"at {network.world_size} ranks {', '.join(measured)} buckets cost what was measured there")
+    if any(compression.between_nodes for compression in wanted):
+        said.append(
+            f"{BETWEEN_NODES}: dense sums inside each node, and the exchange between nodes alone: a price, since "
+            "DataParallel does not run that yet; on a network without nodes it is the plain exchange"
+        )
+    return [
+        *said,
+        "what compressed buckets compute does not slow the backward pass",
+        "any gradient of float32, bfloat16 or float16 may travel compressed, and does where that is predicted to gain",
+    ]

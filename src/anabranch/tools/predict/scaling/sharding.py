@@ -1,0 +1,106 @@
+"""Strategies that shard the model by FSDP2, over all ranks or inside nodes (HSDP), at any world size."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import ceil
+
+from anabranch.fsdp.planning import Block, Links, ShardedTrace, plan, step_s
+from anabranch.fsdp.planning.ways import PLANNED, ShardedWay, way_of
+from anabranch.tools.predict.scaling.compression import Compression, priced
+from anabranch.tools.predict.scaling.sweep import Ran
+from anabranch.values.kinds.names import DENSE
+from anabranch.values.links import TwoLevel
+from anabranch.values.network import Network
+from anabranch.values.trace import Trace
+
+ASSUMPTIONS = (
+    "blocks of sharded strategies are the parameters with the same number in their names, and forward is divided among "
+    "them as backward is; their gathers and reduce-scatters take half an all-reduce each; memory is not bounded",
+)
+
+
+BETWEEN = (
+    "hsdp@…: what is sent between nodes costs what the same exchange costs in a bucket; what it computes does not slow "
+    "the backward pass",
+)
+
+
+def assumptions(ways: Iterable[str]) -> list[str]:
+    """What the predictions of these ways assume."""
+    exchanges = [way_of(name).exchange for name in ways]
+    return [*(ASSUMPTIONS if exchanges else ()), *(BETWEEN if set(exchanges) - {DENSE} else ())]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The strategy of a way to shard: what it predicts of a step."""
+
+    way: ShardedWay
+
+    @classmethod
+    def named(cls, name: str) -> "Sharding":
+        """The strategy of this name; ValueError if there is none."""
+        return cls(way_of(name))
+
+    def __call__(self, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
+        """Planned for the first network and the quiet trace, as planners of buckets are."""
+        links = [self.links(network) for network in networks]
+        trace = sharded_trace(quiet)
+        names = [block.name for block in trace.blocks]
+        chosen = plan(trace, links[0]) if self.way.units == PLANNED else self.way.per_block(names)
+        run = sharded_trace(real, names)
+        return Ran(len(chosen), 1, [step_s(run, chosen, one) for one in links])
+
+    def links(self, network: Network) -> Links:
+        """What a step sends on, on this network."""
+        if not self.way.nodes:
+            return Links(network)
+        model = network.model
+        if not isinstance(model, TwoLevel):
+            raise ValueError("hsdp shards inside nodes, and this network has none: expected one like nvlink+25gbe")
+        inside = min(network.world_size, model.ranks_per_node)
+        count = ceil(network.world_size / model.ranks_per_node)
+        if count == 1:
+            return Links(Network.modelled(inside, model.inside))
+        # The shards of a node pass its one card together.
+        card = replace(model.across, beta_s_per_byte=inside * model.across.beta_s_per_byte)
+        (kind,) = (DENSE,) if self.way.exchange == DENSE else Compression.named(self.way.exchange).kinds
+        return Links(Network.modelled(inside, model.inside), priced(Network.modelled(count, card), [kind]), kind)
+
+
+def sharded_trace(trace: Trace, names: Sequence[str] | None = None) -> ShardedTrace:
+    """The blocks of a trace: parameters whose names begin alike, up to a number ("layer1.0.conv.weight": "layer1.0").
+
+    A block's backward ends with its last gradient. ``names``: the order of forward, where it is known. ValueError if
+    no name has a number.
+    """
+    ready_s: dict[str, float] = {}
+    nbytes: dict[str, int] = {}
+    for tensor in trace.tensors:
+        block = block_of(tensor.name)
+        nbytes[block] = nbytes.get(block, 0) + tensor.nbytes
+        ready_s[block] = tensor.ready_s
+    rest = nbytes.pop("", 0)
+    if not nbytes:
+        raise ValueError(
+            f"no block can be told from the names of the trace, such as {trace.tensors[0].name}: sharded strategies "
+            "need names with the numbers of layers, such as layers.0.weight"
+        )
+    order = list(reversed(names)) if names is not None else sorted(nbytes, key=lambda block: ready_s[block])
+    ends = [0.0, *(ready_s[block] for block in order[:-1]), trace.backward_s]
+    # Where an order is given, a block may be ready before the one it follows: it then took no time of its own.
+    spans = [end - start for start, end in pairwise(accumulate(ends, max))]
+    total = sum(spans) or 1.0
+    blocks = [
+        Block(block, nbytes[block], nbytes[block], trace.forward_s * span / total, span)
+        for block, span in zip(order, spans, strict=True)
+    ]
+    return ShardedTrace(tuple(reversed(blocks)), rest, rest)
+
+
+def block_of(name: str) -> str:
+    """The part of a parameter's name up to a number; empty where there is none."""
+    parts = name.split(".")
+    at = next((place for place, part in enumerate(parts[:-1]) if part.isdigit()), -1)
+    return ".".join(parts[: at + 1])

@@ -1,0 +1,294 @@
+"""A Trace from a Chrome trace of torch.profiler.
+
+Such a file tells when a gradient's AccumulateGrad ran, and with ``record_shapes=True`` its shape and dtype; it does not
+tell which parameter that was. On a GPU the host only launches: a gradient is ready when the last kernel
+that was launched before its AccumulateGrad ended has ended.
+"""
+
+import json
+import zlib
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from anabranch.values.checks import Scalar
+from anabranch.values.errors import FileError
+from anabranch.values.files import brief
+from anabranch.values.trace import TensorSpec, Trace
+
+MAX_NBYTES = 512 << 20  # as JSON: some millions of events, and as many gigabytes of memory as one would give
+ENGINE = "autograd::engine::evaluate_function: "
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+COLLECTIVE = "record_param_comms"
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "float": ("float32", 4), "double": ("float64", 8), "c10::half": ("float16", 2), "half": ("float16", 2),
+    "c10::bfloat16": ("bfloat16", 2), "bfloat16": ("bfloat16", 2),
+}  # fmt: skip
+BUCKET = "(a bucket of DDP)"
+HOW = "profile a few steps with torch.profiler.profile(record_shapes=True) and export_chrome_trace"
+MICRO = 1e-6
+LATEST = 1e18  # microseconds: past this an instant is no instant
+
+
+class Event(NamedTuple):
+    """An event with a duration; times in microseconds."""
+
+    name: str
+    kind: str
+    thread: tuple[Any, Any]
+    start: float
+    end: float
+    args: Mapping[str, Any]
+
+
+class Gradient(NamedTuple):
+    """A gradient and the host time at which it was ready; a bucket of gradients where shapes are not known."""
+
+    numel: int
+    dtype: str
+    shape: str
+    host: float
+
+
+class Pass(NamedTuple):
+    """One forward and backward, in host time."""
+
+    forward: float
+    backward: float
+    gradients: Sequence[Gradient]
+
+
+def load_profiler_trace(path: Path, model: str | None = None, batch: int | None = None) -> Trace:
+    """The median step in the file; FileError, saying what is missing, if it does not hold one.
+
+    Forward is taken to begin with the first operation that autograd recorded, so it includes the loss. Gradients are
+    numbered in the order of backward. ``meta`` says what was assumed, and what is not known.
+    """
+    document = _parsed(_read(path), str(path))
+    raw = document.get("traceEvents") if isinstance(document, dict) else document
+    if not isinstance(raw, list):
+        raise FileError(f"{path}: 'traceEvents' is {brief(raw)}, expected a list of events, as torch.profiler writes")
+    events = _events(raw, str(path))
+    passes = _passes(events, str(path))
+    clock = _device_clock(events)
+    signatures = Counter(tuple((g.numel, g.dtype) for g in one.gradients) for one in passes)
+    signature = signatures.most_common(1)[0][0]
+    alike = [one for one in passes if tuple((g.numel, g.dtype) for g in one.gradients) == signature]
+    meta: dict[str, Scalar] = {
+        **_origin(document),
+        **_said(alike, len(passes), clock is not None),
+        "imported_from": path.name,
+    }
+    given = {"model": model, "batch": batch}
+    meta.update({key: value for key, value in given.items() if value is not None})
+    try:
+        return _trace(alike, clock or (lambda host: host), meta)
+    except ValueError as error:  # such as a gradient of more bytes than there are
+        raise FileError(f"{path}: {error}") from error
+
+
+def _trace(passes: Sequence[Pass], clock: Callable[[float], float], meta: Mapping[str, Scalar]) -> Trace:
+    """Medians over the passes, with the interquartile range of each instant."""
+    ready = [[clock(g.host) - clock(one.backward) for g in one.gradients] for one in passes]
+    forward = [clock(one.backward) - clock(one.forward) for one in passes]
+    tensors = []
+    for index, gradient in enumerate(passes[0].gradients):
+        instants = [max(0.0, MICRO * row[index]) for row in ready]
+        name, itemsize = DTYPES[gradient.dtype]
+        low, _, high = quantiles(instants, n=4, method="inclusive") if len(instants) > 1 else (0.0, 0.0, 0.0)
+        label = f"gradient {index} {gradient.shape}"
+        tensors.append(TensorSpec(label, gradient.numel, itemsize, median(instants), name, high - low))
+    tensors.sort(key=lambda tensor: tensor.ready_s)
+    return Trace(tuple(tensors), max(0.0, MICRO * median(forward)), meta)
+
+
+def _read(path: Path) -> bytes:
+    """The file, decompressed if it is a .gz; FileError if that is more than ``MAX_NBYTES``."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_NBYTES + 1)
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    if content[:2] == b"\x1f\x8b":
+        unpacked = zlib.decompressobj(wbits=31)
+        try:
+            content = unpacked.decompress(content, MAX_NBYTES + 1)
+        except zlib.error as error:
+            raise FileError(f"{path}: begins like a .gz file but cannot be unpacked ({error})") from error
+        if not unpacked.eof and len(content) <= MAX_NBYTES:
+            raise FileError(f"{path}: is a .gz file whose end is missing; copy it again")
+    if len(content) > MAX_NBYTES:
+        raise FileError(f"{path}: has more than {MAX_NBYTES >> 20} MiB of JSON; profile fewer steps, five are plenty")
+    return content
+
+
+def _parsed(content: bytes, where: str) -> Any:
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise FileError(f"{where}: is nested too deeply to be a profile") from error
+    except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
+        raise FileError(f"{where}: is not valid JSON: {str(error)[:200]}; is the file whole?") from error
+
+
+def _events(raw: Iterable[Any], where: str) -> list[Event]:
+    """The events with a duration, by their start."""
+    events = []
+    for index, event in enumerate(raw):
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        start, lasted = _microseconds(event.get("ts")), _microseconds(event.get("dur", 0))
+        if start is None or lasted is None or lasted < 0:
+            found = f"ts {brief(event.get('ts'))} and dur {brief(event.get('dur'))}"
+            raise FileError(f"{where}: event {index} has {found}, expected microseconds as two finite numbers")
+        args = event.get("args")
+        thread = (str(event.get("pid")), str(event.get("tid")))
+        name, kind = str(event.get("name", "")), str(event.get("cat", ""))
+        events.append(Event(name, kind, thread, start, start + lasted, args if isinstance(args, dict) else {}))
+    return sorted(events, key=lambda event: (event.start, -event.end))
+
+
+def _microseconds(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and abs(value) < LATEST else None
+
+
+def _passes(events: Sequence[Event], where: str) -> list[Pass]:
+    """A backward is a run of autograd's nodes that no operation of a forward interrupts."""
+    nodes = [event for event in events if event.name.startswith(ENGINE)]
+    if not nodes:
+        raise FileError(f"{where}: has no backward of torch in it (no event {ENGINE.strip()!r}); {HOW}")
+    forward = _forward(events, nodes)
+    runs: list[list[Event]] = [[nodes[0]]]
+    for before, after in pairwise(nodes):
+        if bisect_left(forward, after.start) > bisect_right(forward, before.start):
+            runs.append([])
+        runs[-1].append(after)
+    starts = [event.start for event in events]
+    found, previous = [], float("-inf")
+    for run in runs:
+        begin, end = run[0].start, max(event.end for event in run)
+        at = bisect_right(forward, previous)
+        started = forward[at] if at < len(forward) and forward[at] < begin else begin
+        inside = events[bisect_left(starts, begin) : bisect_right(starts, end)]
+        if gradients := _gradients(inside, where):
+            found.append(Pass(started, begin, gradients))
+        previous = end
+    if not found:
+        raise FileError(f"{where}: has a backward, but no gradient of a parameter in it ({ACCUMULATE}); {HOW}")
+    return found
+
+
+def _forward(events: Sequence[Event], nodes: Sequence[Event]) -> list[float]:
+    """When operations that autograd recorded began, but for those that a backward computes again."""
+    own: dict[tuple[Any, Any], list[Event]] = {}
+    for node in nodes:
+        own.setdefault(node.thread, []).append(node)
+    starts = {thread: [node.start for node in mine] for thread, mine in own.items()}
+    until = {thread: list(accumulate((node.end for node in mine), max)) for thread, mine in own.items()}
+    found = []
+    for event in events:
+        if event.kind == "cpu_op" and "Sequence number" in event.args and not event.args.get("Fwd thread id"):
+            at = bisect_right(starts.get(event.thread, []), event.start) - 1
+            if at < 0 or event.start >= until[event.thread][at]:
+                found.append(event.start)
+    return found
+
+
+def _gradients(inside: Sequence[Event], where: str) -> list[Gradient]:
+    """Each AccumulateGrad of a backward; where shapes were not recorded, each all-reduce of DDP instead."""
+    nodes = [event for event in inside if event.name == ACCUMULATE]
+    if nodes and all(_first(event, "Input Dims") is not None for event in nodes):
+        return [_gradient(event, where) for event in nodes]
+    sent = [event for event in inside if event.name == COLLECTIVE and event.args.get("Collective name") == "allreduce"]
+    if sent and all(isinstance(event.args.get("In msg nelems"), int) for event in sent):
+        return [
+            Gradient(event.args["In msg nelems"], _dtype(event.args.get("dtype"), where), BUCKET, event.start)
+            for event in sent
+        ]
+    if nodes:
+        raise FileError(f"{where}: its gradients have no shapes, so their sizes are unknown; {HOW}")
+    return []
+
+
+def _gradient(event: Event, where: str) -> Gradient:
+    shape = _first(event, "Input Dims")
+    if not isinstance(shape, list) or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape):
+        raise FileError(f"{where}: a gradient has the shape {brief(shape)}, expected a list of whole numbers")
+    return Gradient(prod(shape), _dtype(_first(event, "Input type"), where), str(shape), event.end)
+
+
+def _first(event: Event, what: str) -> Any:
+    values = event.args.get(what)
+    return values[0] if isinstance(values, list) and values else None
+
+
+def _dtype(name: object, where: str) -> str:
+    found = str(name).lower()
+    if found not in DTYPES:
+        raise FileError(f"{where}: a gradient has the type {brief(name)}, expected one of {', '.join(DTYPES)}")
+    return found
+
+
+def _device_clock(events: Sequence[Event]) -> Callable[[float], float] | None:
+    """From an instant of the host to when the device has done what was launched before it; None without a device.
+
+    NCCL's kernels are not computation; they are on streams of their own, and left out.
+    """
+    launched = {
+        e.args["correlation"]: e.start for e in events if e.kind in LAUNCHES and _is_id(e.args.get("correlation"))
+    }
+    work = sorted(
+        (launched[event.args["correlation"]], event.end)
+        for event in events
+        if event.kind in ON_DEVICE
+        and _is_id(event.args.get("correlation"))
+        and event.args["correlation"] in launched
+        and not event.name.lower().startswith("nccl")
+    )
+    if not work:
+        return None
+    hosts = [host for host, _ in work]
+    done = list(accumulate((end for _, end in work), max))
+
+    def clock(host: float) -> float:
+        at = bisect_right(hosts, host) - 1
+        return max(host, done[at]) if at >= 0 else host  # an idle device has done it all by then
+
+    return clock
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int | str)
+
+
+def _origin(document: Any) -> dict[str, Scalar]:
+    """What the file says about where it was recorded."""
+    found: dict[str, Scalar] = {"made_by": "torch.profiler"}
+    if not isinstance(document, dict):
+        return found
+    devices, ranks = document.get("deviceProperties"), document.get("distributedInfo")
+    if isinstance(devices, list) and devices and isinstance(devices[0], dict):
+        found["device"] = str(devices[0].get("name", ""))[:80]
+    if isinstance(ranks, dict):
+        found.update({key: ranks[key] for key in ("rank", "world_size") if isinstance(ranks.get(key), int)})
+    return found
+
+
+def _said(passes: Sequence[Pass], in_all: int, on_device: bool) -> dict[str, Scalar]:
+    """What was assumed, and what such a file does not contain."""
+    buckets = passes[0].gradients[0].shape == BUCKET
+    other = f"; {in_all - len(passes)} more had other gradients and were left out" if in_all > len(passes) else ""
+    return {
+        "steps": len(passes),
+        "assumed": "forward begins with the first operation that autograd recorded; every backward is a step" + other,
+        "instants": "ends of kernels launched before" if on_device else "ends of AccumulateGrad on the host",
+        "not_known": "the names of parameters, so a plan from this trace cannot run on a model; what profiling cost"
+        + ("; single gradients: shapes were not recorded, so each all-reduce of DDP counts as one" if buckets else ""),
+    }

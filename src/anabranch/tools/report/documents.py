@@ -1,0 +1,423 @@
+"""The documents that commands print with ``--json``, each declared once.
+
+A command builds its document and prints ``printed(document)``; ``anabranch report`` reads the same class back. Reading
+ignores unknown fields, so that a document of a later version can still be drawn, and refuses wrong types. The limits
+on numbers are checked on reading only: they keep what is drawn finite. (The document of ``scale`` is ``Scaling``.)
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from anabranch.tools.predict.scaling.result import Scaling
+from anabranch.values.checks import MAX_NBYTES, MAX_SECONDS
+from anabranch.values.plan import MAX_LANES
+
+MAX_NUMBER = 1e30  # a larger one may leave the range of an axis once it is multiplied by a unit
+READ = {"extra": "ignore", "strict": True, "allow_inf_nan": False}  # pydantic's settings for every document
+
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
+StepSeconds = Annotated[float, Field(ge=1e-9, le=MAX_SECONDS)]  # of a whole step: the ratio of two stays finite
+Instant = Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS)]  # from the start of backward
+Count = Annotated[int, Field(ge=0, le=MAX_NBYTES)]
+Positive = Annotated[int, Field(ge=1, le=MAX_NBYTES)]
+Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Name = Annotated[str, Field(min_length=1)]
+
+LEAST_GAIN = 0.02  # share of a step, below which nothing is called faster
+LEAST_ROUNDS = 0.85  # share of the rounds in which it must be faster: all but one of 7 or 8
+
+# Rows of a benchmark that others are compared with.
+COMPUTE, BASELINE, OURS = "compute only", "DDP", "DataParallel"
+COMPILED = ", compiled"  # ends the name of a contestant's twin under torch.compile
+
+
+# ------------------------------------------------------------------------------------------------ plan and simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBucket:
+    """One bucket of a predicted step; times count from the start of backward.
+
+    ``sent_nbytes``: what one rank sends for it, None where that is not known.
+    """
+
+    __pydantic_config__: ClassVar = READ
+
+    index: Count
+    lane: Annotated[int, Field(ge=0, lt=MAX_LANES)]
+    collective: Name
+    tensors: Count
+    nbytes: Count
+    ready_s: Instant
+    start_s: Instant
+    end_s: Instant
+    names: Annotated[tuple[Name, ...], Field(min_length=1)]
+    sent_nbytes: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.end_s < self.start_s:
+            raise ValueError(f"bucket {self.index} ends at {self.end_s} s, before it starts at {self.start_s} s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """The durations of one step; ``overlap`` is the share of communication, 0 to 1, that computation hides."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+    finish_s: Seconds
+    communication_s: Seconds
+    exposed_s: Seconds
+    overlap: Number
+    iteration_s: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedStep(Durations):
+    """What the documents of ``plan`` and ``simulate`` have in common: one step of one plan on one network."""
+
+    world_size: Positive
+    fingerprint: str
+    lanes: Count
+    buckets: tuple[PlannedBucket, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDocument(PredictedStep):
+    """``plan --json``. Speed-ups are ratios of iteration times."""
+
+    __pydantic_config__: ClassVar = READ
+
+    command: Literal["plan"] = "plan"
+    planner: str
+    options: Mapping[str, Any]
+    lower_bound_s: Seconds
+    speedup_over_ddp_default: Number | None
+    speedup_over_per_tensor: Number | None
+    written: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateDocument(PredictedStep):
+    """``simulate --json``. Either ``plan`` is the file of a plan, or ``planner`` made one."""
+
+    __pydantic_config__: ClassVar = READ
+
+    command: Literal["simulate"] = "simulate"
+    plan: str | None = None
+    planner: str | None = None
+    written: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------------------- compare
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPlanner:
+    """One planner's plan, or the plan for one way to compress, and what is predicted of it.
+
+    ``speedup`` is over DDP's default. ``lower_bound_s`` is what no plan on as many lanes that sends everything in full
+    can finish before, and ``above_bound`` how much later, as a share of it, this one does. The low and high iteration
+    times are those of the same plan on a network one measured spread faster and slower; None where no spread was
+    measured. ``kinds`` is the share of all values that travels by each kind of exchange, and ``error`` the expected
+    squared error of a step's averages, relative to them; without them in files of earlier versions.
+    """
+
+    __pydantic_config__: ClassVar = READ
+
+    name: str
+    planner: str
+    options: Mapping[str, Any]
+    fingerprint: str
+    buckets: Count
+    lanes: Count
+    finish_s: Seconds
+    exposed_s: Seconds
+    iteration_s: Seconds
+    speedup: Number | None
+    lower_bound_s: Seconds
+    above_bound: Number
+    iteration_low_s: Seconds | None = None
+    iteration_high_s: Seconds | None = None
+    kinds: Mapping[str, Number] = field(default_factory=dict)
+    error: Number | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareDocument:
+    """``compare --json``; ``trace`` and ``network`` as they were named on the command line.
+
+    ``compressed``: the plan for each way to compress, which ``assumptions`` are for. ``best`` is of ``rows``.
+    """
+
+    __pydantic_config__: ClassVar = READ
+
+    command: Literal["compare"] = "compare"
+    trace: str | None = None
+    network: str | None = None
+    world_size: Positive
+    forward_s: Seconds
+    backward_s: Seconds
+    best: str
+    rows: tuple[ComparedPlanner, ...]
+    compressed: tuple[ComparedPlanner, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryMode:
+    """The peak of one way to train: bytes by kind of object, their sum, and when in a step it occurs (``at``).
+
+    ``measured_nbytes`` is printed with --measure only.
+    """
+
+    __pydantic_config__: ClassVar = READ
+
+    kinds: Mapping[str, Count]
+    predicted_nbytes: Count
+    at: str = ""
+    host_nbytes: Count = 0
+    measured_nbytes: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryDocument:
+    """``memory --json``. Batches are per rank; the last three fields are printed only where they were asked for."""
+
+    __pydantic_config__: ClassVar = READ
+    OPTIONAL: ClassVar = frozenset({"measured_nbytes", "within_nbytes", "largest_batch", "samples_per_s"})
+
+    command: Literal["memory"] = "memory"
+    model: str
+    batch_size: Positive
+    ranks: Positive
+    density: Number | None = None
+    optimizer: str
+    activations: str = ""
+    assumptions: tuple[str, ...] = ()
+    modes: Mapping[str, MemoryMode]
+    within_nbytes: Count | None = None
+    largest_batch: Mapping[str, Count] | None = None
+    samples_per_s: Mapping[str, Number] | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------ bench
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkRow:
+    """One contestant: seconds per step in each of its turns, and the predicted step where there is a prediction.
+
+    ``sent_nbytes``: what the busiest rank's host sent in a step, where that is known. ``compile_s``: on rank 0, each
+    step in which torch compiled something, of a compiled contestant.
+    """
+
+    __pydantic_config__: ClassVar = READ
+
+    name: str
+    turns_s: Annotated[tuple[StepSeconds, ...], Field(min_length=1)]
+    predicted_s: Seconds | None = None
+    buckets: Count | None = None
+    lanes: Count | None = None
+    sent_nbytes: Number | None = None
+    compile_s: tuple[Seconds, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Median over the turns."""
+        return median(self.turns_s)
+
+    @property
+    def prediction_error(self) -> float | None:
+        """The prediction's relative error: +0.1 where it is 10 % too long."""
+        return None if self.predicted_s is None else self.predicted_s / self.step_s - 1
+
+    def ratio_to(self, other: "BenchmarkRow") -> float:
+        """Median over the rounds of the ratio of the two, which were measured minutes apart at most."""
+        return median(own / theirs for own, theirs in zip(self.turns_s, other.turns_s, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """Everything measured on one model.
+
+    ``bound_s``: a step that sends every gradient in full cannot be shorter.
+    """
+
+    __pydantic_config__: ClassVar = READ
+
+    model: str
+    batch: Positive
+    unit: str
+    ranks: Positive
+    rows: tuple[BenchmarkRow, ...]
+    bound_s: Seconds
+    explanation: str
+    facts: Mapping[str, str]
+    skipped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        turns = {len(row.turns_s) for row in self.rows}
+        if BASELINE not in {row.name for row in self.rows} or len(turns) != 1:
+            names = ", ".join(row.name for row in self.rows)
+            raise ValueError(
+                f"a benchmark has the rows {names} of {sorted(turns)} turns: "
+                f"expected {BASELINE} and as many turns for all"
+            )
+
+    @property
+    def network(self) -> str:
+        """The network between the ranks, in words."""
+        return self.facts.get("network", "as it is")
+
+    def row(self, name: str) -> BenchmarkRow:
+        """The contestant of this name."""
+        return next(row for row in self.rows if row.name == name)
+
+    def ratio_to_ddp(self, row: BenchmarkRow) -> float:
+        """Median over the rounds of this contestant's step over stock DDP's in the same round."""
+        return row.ratio_to(self.row(BASELINE))
+
+    def is_faster(self, row: BenchmarkRow) -> bool:
+        """Whether its step is shorter than stock DDP's by more than noise: in most rounds, and by enough.
+
+        A DataParallel that runs DDP's own buckets, of which nothing is known, is not, whatever the clock said.
+        """
+        base = self.row(BASELINE)
+        won = [own_s < ddp_s for own_s, ddp_s in zip(row.turns_s, base.turns_s, strict=True)]
+        return row.buckets is not None and fmean(won) >= LEAST_ROUNDS and self.ratio_to_ddp(row) <= 1 - LEAST_GAIN
+
+    def rates(self, name: str) -> list[float]:
+        """Images (or sequences) per second on one rank, turn by turn."""
+        return [self.batch / turn_s for turn_s in self.row(name).turns_s]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchDocument:
+    """``bench --json``; it also prints what follows from the turns, which is computed anew on reading."""
+
+    __pydantic_config__: ClassVar = READ
+
+    command: Literal["bench"] = "bench"
+    benchmarks: tuple[Benchmark, ...]
+
+
+# ------------------------------------------------------------------------------------------------------------- demo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoTraining:
+    """One training: its loss, averaged over the ranks, at each step, and the seconds since its start, search included.
+
+    code      what a user writes for it
+    memory    bytes of parameters, gradients, the optimizer's state and residuals of a rank
+    chosen    what DataParallel found, in a sentence or two; empty for stock DDP, as is ``explanation``
+    """
+
+    __pydantic_config__: ClassVar = READ
+
+    name: Name
+    code: str
+    losses: Annotated[tuple[Number, ...], Field(min_length=1)]
+    elapsed_s: tuple[Seconds, ...]
+    memory: Mapping[str, Count]
+    chosen: str = ""
+    explanation: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.losses) != len(self.elapsed_s):
+            raise ValueError(
+                f"{self.name} has {len(self.losses)} losses at {len(self.elapsed_s)} times: expected as many of both"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoDocument:
+    """``demo --json``: trainings of one model in several ways, those that send less for more steps than DDP.
+
+    link         the network between the ranks, in words
+    benchmark    the steps of all ways and of computing alone, in turns
+    fast         the same of some of them on faster links; None where nothing was slowed down
+    replayed     DDP and DataParallel on the same faster links, for a model that just about keeps them busy
+    """
+
+    __pydantic_config__: ClassVar = READ
+
+    command: Literal["demo"] = "demo"
+    link: str
+    parameters: Count
+    benchmark: Benchmark
+    trainings: tuple[DemoTraining, ...]
+    fast: Benchmark | None = None
+    replayed: Benchmark | None = None
+
+    def __post_init__(self) -> None:
+        trained, timed = [one.name for one in self.trainings], [row.name for row in self.benchmark.rows]
+        if BASELINE not in trained or timed != [COMPUTE, *trained]:
+            raise ValueError(
+                f"a demo has the trainings {', '.join(trained)} and the steps of {', '.join(timed)}: expected "
+                f"{BASELINE} among the trainings, and the steps of {COMPUTE} and of each training in the same order"
+            )
+
+        of_fast = {row.name for row in self.fast.rows} if self.fast is not None else {COMPUTE}
+        of_replayed = {row.name for row in self.replayed.rows} if self.replayed is not None else {OURS}
+        if COMPUTE not in of_fast or not of_fast <= set(timed) or OURS not in of_replayed:
+            raise ValueError(
+                f"a demo has the steps of {', '.join(sorted(of_fast))} on fast links, and replayed those of "
+                f"{', '.join(sorted(of_replayed))}: expected {COMPUTE} and some of the trainings, and {OURS}"
+            )
+
+    def training(self, name: str) -> DemoTraining:
+        """The training of this name."""
+        return next(one for one in self.trainings if one.name == name)
+
+
+# --------------------------------------------------------------------------------------------------- print and read
+
+Document = PlanDocument | SimulateDocument | CompareDocument | Scaling | MemoryDocument | BenchDocument | DemoDocument
+
+BY_COMMAND: Mapping[str, type[Document]] = {
+    "plan": PlanDocument,
+    "simulate": SimulateDocument,
+    "compare": CompareDocument,
+    "scale": Scaling,
+    "memory": MemoryDocument,
+    "bench": BenchDocument,
+    "demo": DemoDocument,
+}
+
+
+def printed(document: Document) -> dict[str, Any]:
+    """The document as ``--json`` prints it: its command, then every field by its name."""
+    fields = {"command": document.command, **asdict(document)}
+    if isinstance(document, BenchDocument):
+        fields["benchmarks"] = [_with_ratios(benchmark) for benchmark in document.benchmarks]
+    if isinstance(document, MemoryDocument):
+        fields = _without_unasked(fields, document.OPTIONAL)
+        fields["modes"] = {mode: _without_unasked(peak, document.OPTIONAL) for mode, peak in fields["modes"].items()}
+    return fields
+
+
+def _without_unasked(fields: dict[str, Any], optional: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None or name not in optional}
+
+
+def _with_ratios(benchmark: Benchmark) -> dict[str, Any]:
+    rows = [
+        {
+            **asdict(row),
+            "step_s": row.step_s,
+            "ratio_to_ddp": benchmark.ratio_to_ddp(row),
+            "ratio_to_bound": row.step_s / benchmark.bound_s,
+            "prediction_error": row.prediction_error,
+        }
+        for row in benchmark.rows
+    ]
+    return {**asdict(benchmark), "rows": rows}

@@ -1,0 +1,119 @@
+"""The numbers that describe a trace, network, plan or timeline, by name, as --json prints them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from anabranch.tools.predict.scaling.compression import sent_nbytes
+from anabranch.tools.report.documents import Durations, PlannedBucket
+from anabranch.values.curve import Curve
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.timeline import Timeline
+from anabranch.values.trace import TensorSpec, Trace
+
+SMALL_NBYTES = 64 << 10  # below this size a message costs little more than its start-up, on common networks
+SAMPLE_NBYTES = tuple(1 << power for power in range(10, 31, 4))
+
+Figures = dict[str, Any]
+
+
+def small_tensors(trace: Trace) -> list[TensorSpec]:
+    """The gradients whose message would cost little more than its start-up."""
+    return [tensor for tensor in trace.tensors if tensor.nbytes < SMALL_NBYTES]
+
+
+def samples(curve: Curve) -> list[tuple[int, float, float]]:
+    """(nbytes, seconds, spread_s) at each measured point; of a formula, which has none, at some usual sizes."""
+    if len(curve.points) > 1:
+        return [(point.nbytes, point.seconds, point.spread_s) for point in curve.points]
+    return [(nbytes, curve.seconds(nbytes), 0.0) for nbytes in SAMPLE_NBYTES]
+
+
+def has_spread(network: Network) -> bool:
+    """Whether the network has a measured spread of its costs."""
+    return any(point.spread_s > 0 for curve in network.curves.values() for point in curve.points)
+
+
+def ratio(before_s: float, after_s: float) -> float | None:
+    """How many times as fast; None where ``after_s`` is 0."""
+    return before_s / after_s if after_s > 0 else None
+
+
+def trace_figures(trace: Trace) -> Figures:
+    """Totals of a trace."""
+    small = small_tensors(trace)
+    return {
+        "tensors": len(trace),
+        "nbytes": trace.nbytes,
+        "forward_s": trace.forward_s,
+        "backward_s": trace.backward_s,
+        "small_below_nbytes": SMALL_NBYTES,
+        "small_tensors": len(small),
+        "small_nbytes": sum(tensor.nbytes for tensor in small),
+    }
+
+
+def network_figures(network: Network) -> Figures:
+    """The cost of messages of some sizes by collective, and the slowdown of k simultaneous messages."""
+    return {
+        "world_size": network.world_size,
+        "collectives": {
+            kind: [
+                {"nbytes": n, "seconds": s, "spread_s": spread_s, "bits_per_s": 8 * n / s if s else None}
+                for n, s, spread_s in samples(curve)
+            ]
+            for kind, curve in network.curves.items()
+        },
+        "slowdowns": {str(k): network.contention.slowdown(k) for k in range(1, 5)},
+    }
+
+
+def plan_figures(plan: Plan) -> Figures:
+    """Size and identity of a plan."""
+    return {
+        "fingerprint": plan.fingerprint,
+        "buckets": len(plan),
+        "lanes": plan.lanes,
+        "tensors": sum(len(bucket.names) for bucket in plan.buckets),
+    }
+
+
+def durations(timeline: Timeline) -> Durations:
+    """The durations of the step; ``finish_s`` counts from the start of backward."""
+    return Durations(
+        forward_s=max(0.0, -min(span.start_s for span in timeline.spans)),
+        backward_s=max(span.end_s for span in timeline.compute),
+        finish_s=timeline.finish_s,
+        communication_s=timeline.communication_s,
+        exposed_s=timeline.exposed_s,
+        overlap=timeline.overlap,
+        iteration_s=timeline.iteration_s,
+    )
+
+
+def timeline_figures(timeline: Timeline) -> Figures:
+    """The durations of the step by name."""
+    return asdict(durations(timeline))
+
+
+def planned_buckets(trace: Trace, plan: Plan, timeline: Timeline, ranks: int) -> tuple[PlannedBucket, ...]:
+    """Each bucket of a plan for ``trace`` with its span in ``timeline``, which lists them in launch order."""
+    tensors: Mapping[str, TensorSpec] = {tensor.name: tensor for tensor in trace.tensors}
+    rows = []
+    for index, (bucket, span) in enumerate(zip(plan.buckets, timeline.communication, strict=True)):
+        members = [tensors[name] for name in bucket.names]
+        row = PlannedBucket(
+            index=index,
+            lane=bucket.lane,
+            collective=bucket.collective,
+            tensors=len(members),
+            nbytes=sum(tensor.nbytes for tensor in members),
+            ready_s=max(tensor.ready_s for tensor in members),
+            start_s=span.start_s,
+            end_s=span.end_s,
+            names=bucket.names,
+            sent_nbytes=sent_nbytes(bucket.collective, members, ranks),
+        )
+        rows.append(row)
+    return tuple(rows)

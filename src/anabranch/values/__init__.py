@@ -1,0 +1,1 @@
+"""Frozen values: trace, network, plan, timeline, the kinds of exchange, and their files. No torch."""

@@ -1,0 +1,83 @@
+"""Residuals that one stream has allocated and another one reads last: nobody else gets their memory in between."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from anabranch.exchange.residuals import momentum, state
+from anabranch.exchange.residuals.momentum import Momentum
+from anabranch.exchange.residuals.state import SparseState
+
+NUMEL = 1 << 16
+CPU = torch.device("cpu")
+
+
+def saved(device: torch.device) -> dict[str, object]:
+    """A checkpoint of one bucket, whose tensors are on this device."""
+    first = SparseState(0, 2, device)
+    bucket = first.bucket(["weight"], [NUMEL])
+    bucket.residual.fill_(3.0)
+    bucket.fresh = False
+    return first.state_dict()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Where the tensors lie whose streams were recorded."""
+    found: set[int] = set()
+
+    def record(*tensors: torch.Tensor) -> None:
+        found.update(tensor.data_ptr() for tensor in tensors)
+
+    for module in (state, momentum):
+        monkeypatch.setattr(module, "record_stream", record)
+    return found
+
+
+def test_whoever_drops_a_piece_records_its_stream(recorded: set[int]) -> None:
+    loaded = SparseState(0, 2, CPU)
+    loaded.load_state_dict(saved(CPU))
+    piece = loaded.unbucketed["weight"]
+    bucket = loaded.bucket(["weight"], [NUMEL])
+    assert piece.data_ptr() in recorded
+    bucket.hold(["weight"])
+    held = bucket.held["weight"]
+    bucket.hold([])
+    assert held.data_ptr() in recorded
+    loaded.keep_buckets_of(())
+    assert bucket.residual.data_ptr() in recorded
+    assert torch.equal(loaded.unbucketed["weight"], torch.full((NUMEL,), 3.0))
+    added = loaded.begin_flush("weight")
+    assert added is not None
+    bucket = loaded.bucket(["weight"], [NUMEL])
+    loaded.end_flush(sent=())
+    assert added.data_ptr() in recorded and bucket.residual.mean() == 3.0
+    velocities = Momentum(0.9)
+    velocities.load_state_dict({"weight": torch.ones(NUMEL)})
+    loaded_velocity = velocities.state_dict()["weight"]
+    assert velocities._velocity(bucket).mean() == 1.0 and loaded_velocity.data_ptr() in recorded
+
+
+def overwritten(build: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """What ``build`` returns on a stream that lags behind, while this stream takes all memory of that size."""
+    torch.cuda.synchronize()
+    behind = torch.cuda.Stream(device)
+    with torch.cuda.stream(behind):
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second
+        found = build()
+    garbage = [torch.full((NUMEL,), -1.0, device=device) for _ in range(64)]
+    torch.cuda.synchronize()
+    assert len(garbage) == 64
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_loaded_residual_is_not_overwritten_before_it_is_read() -> None:
+    device = torch.device("cuda")
+    for _ in range(3):
+        loaded = SparseState(0, 2, device)
+        loaded.load_state_dict(saved(device))
+        found = overwritten(lambda loaded=loaded: loaded.bucket(["weight"], [NUMEL]).residual, device)  # type: ignore[misc]
+        assert torch.equal(found, torch.full_like(found, 3.0))

@@ -1,0 +1,106 @@
+"""Collectives: a plan may mix families bucket by bucket, and state is kept by one memory or by none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anabranch import Bucket, Plan
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.dense import DenseExchanges, dense, dense_traffic
+from anabranch.exchange.lanes import Lanes
+from anabranch.exchange.launcher import BucketLauncher
+from anabranch.exchange.quantised.exchanges import QuantisedExchanges
+from anabranch.values.kinds.quantised import Quantised
+from exchange.fake_exchanges import EighthsExchanges, FakeMemory, eighths
+from ranks import on_ranks
+
+MIXED = Plan((Bucket(("a",)), Bucket(("b",), 1, "eighths"), Bucket(("c",), 0, "bf16"), Bucket(("d",), 0, "eighths")))
+VALUE = 1.05  # no multiple of 1/8, and no bfloat16
+
+
+def mixed_families(rank: int) -> dict[str, Any]:
+    """Every bucket holds VALUE on rank 0 and twice that on rank 1."""
+    assert dist.group.WORLD is not None
+    lanes = Lanes(dist.group.WORLD, torch.device("cpu"))
+    lanes.grow(MIXED.lanes)
+    family = EighthsExchanges()
+    collectives = Collectives(family, QuantisedExchanges(), DenseExchanges())
+    launcher = BucketLauncher(MIXED, lanes, collectives, lambda _: None)
+    buffers = [torch.full((5,), VALUE * (1 + rank)) for _ in MIXED.buckets]
+    futures = [launcher.launch(index, buffer) for index, buffer in enumerate(buffers)]
+    averages = [future.wait().tolist() for future in futures]
+    lanes.close()
+    return {"averages": averages, "exchanged": [name for (name,) in family.exchanged]}
+
+
+def test_a_plan_mixes_families_bucket_by_bucket() -> None:
+    first, second = on_ranks(mixed_families, 2)
+    assert first == second, "the same bits on all ranks"
+    assert first["exchanged"] == ["b", "d"], "each bucket is exchanged by the family of its kind"
+    whole, rounded, half, rounded_too = (torch.tensor(values) for values in first["averages"])
+    torch.testing.assert_close(whole, torch.full((5,), 1.5 * VALUE))
+    assert rounded.tolist() == rounded_too.tolist() == [(1.0 + 2.125) / 2] * 5
+    torch.testing.assert_close(half, torch.full((5,), 1.5 * VALUE), rtol=1e-2, atol=0)
+    assert torch.equal(half, half.bfloat16().float()) and not torch.equal(half, whole)
+
+
+def test_every_question_goes_to_the_family_of_the_kind() -> None:
+    collectives = Collectives(EighthsExchanges(), QuantisedExchanges((Quantised("bf16"),)), DenseExchanges())
+    assert collectives.kinds == ("eighths", "bf16")
+    assert collectives.supports("eighths", torch.float32) and not collectives.supports("eighths", torch.float64)
+    assert collectives.supports("dense", torch.float64) and not collectives.supports("zip", torch.float32)
+    assert collectives.on_side_stream("eighths") and not collectives.on_side_stream("dense")
+    assert collectives.probe("eighths") is eighths and collectives.probe("dense") is dense
+    assert collectives.traffic(Bucket(("a",), 0, "eighths"), 10, torch.float32, 4) == (40, 10, 0.5)
+    assert collectives.traffic(Bucket(("a",), 0, "eighths"), 10, torch.float64, 4) is None
+    assert collectives.traffic(Bucket(("a",)), 10, torch.float32, 4) == dense_traffic(10, torch.float32, 4)
+
+
+BAD = Bucket(("a",), 0, "zip")
+QUESTIONS: list[Callable[[Collectives], object]] = [
+    lambda collectives: collectives.on_side_stream("zip"),
+    lambda collectives: collectives.probe("zip"),
+    lambda collectives: collectives.traffic(BAD, 10, torch.float32, 2),
+    lambda collectives: collectives.steps(BAD, torch.zeros(1), None, 2.0),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=["on_side_stream", "probe", "traffic", "steps"])
+def test_an_unknown_kind_is_named_with_those_that_exist(question: Callable[[Collectives], object]) -> None:
+    with pytest.raises(ValueError, match=r"called 'zip': expected one of eighths, dense$"):
+        question(Collectives(EighthsExchanges(), DenseExchanges()))
+    with pytest.raises(ValueError, match=r"called 'zip': expected one of dense$"):
+        question(Collectives(DenseExchanges()))
+
+
+def test_without_a_memory_nothing_is_kept_and_no_state_can_be_loaded() -> None:
+    collectives = Collectives(DenseExchanges())
+    assert (collectives.excluded, collectives.warmup_steps) == ({}, 0)
+    collectives.on_step_end()
+    collectives.use_plan(MIXED)
+    collectives.rescale(2.0)
+    collectives.load_state_dict({}, {})
+    assert (collectives.state_dict(), collectives.summary(), collectives.loaded()) == ({}, [], [])
+    assert collectives.residual_state(MIXED.buckets[0]) is None
+    with pytest.raises(ValueError, match="holds the state of a compression, and this model has none"):
+        collectives.load_state_dict({}, {"residuals": {}})
+    collectives.close()
+
+
+def test_a_memory_is_asked_and_told_of_everything() -> None:
+    memory = FakeMemory()
+    collectives = Collectives(EighthsExchanges(), DenseExchanges(), memory=memory, excluded={"eighths": ["bias"]})
+    assert (collectives.excluded, collectives.warmup_steps) == ({"eighths": frozenset({"bias"})}, 7)
+    collectives.residual_state(MIXED.buckets[1])
+    collectives.use_plan(MIXED)
+    collectives.use_plan(None)
+    collectives.on_step_end()
+    collectives.rescale(2.0)
+    collectives.load_state_dict("of rank 0", "of rank 1")
+    collectives.close()
+    assert memory.calls == ["residual_state b", "use_plan 4", "use_plan None", "on_step_end", "rescale 2.0", "close"]
+    assert collectives.loaded() == ["of rank 0", "of rank 1"]
+    assert collectives.summary() == ["a line of the memory"] and "residuals" in collectives.state_dict()

@@ -1,0 +1,89 @@
+"""Errors of averages, sampled: found where they are, in the same steps on all ranks, not in steps that are timed."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anabranch.exchange import error_samples
+from anabranch.exchange.contracts import Steps
+from anabranch.exchange.dense import dense
+from anabranch.exchange.error_samples import FIRST, PERIOD, ErrorSamples
+from anabranch.observe.measure import drive
+from anabranch.values.plan import Bucket
+from ranks import on_ranks
+
+BUCKET = Bucket(("a",), collective="int8")
+
+
+def doubled(buffer: torch.Tensor) -> Steps:
+    """An exchange that is off by 100 %."""
+    group = dist.group.WORLD
+    assert group is not None
+    yield from dense(buffer, group, float(dist.get_world_size()))
+    buffer.mul_(2)
+
+
+def sampled_in(samples: ErrorSamples, bucket: Bucket, exchanges: int, value: float = 1.0) -> list[int]:
+    """The exchanges, counted from 1, that were sampled: in those the generator is another one."""
+    group, found = dist.group.WORLD, []
+    assert group is not None
+    for number in range(1, exchanges + 1):
+        buffer = torch.full((10,), value)
+        steps = doubled(buffer)
+        watched = samples.watched(steps, bucket, buffer, group, float(dist.get_world_size()))
+        if watched is not steps:
+            found.append(number)
+        drive(watched)
+        assert torch.equal(buffer, torch.full((10,), 2 * value)) or value != value
+    return found
+
+
+def seen(rank: int) -> dict[str, Any]:
+    samples = ErrorSamples()
+    other = Bucket(("b",), collective="int8")
+    first = sampled_in(samples, BUCKET, FIRST + PERIOD)
+    second = sampled_in(samples, other, FIRST + 1)
+    errors = dict(samples.relative_errors())
+    samples.postpone()
+    late = sampled_in(samples, BUCKET, FIRST)
+    kept = dict(samples.relative_errors())
+    samples.clear()
+    nan = sampled_in(samples, BUCKET, FIRST, float("nan"))
+    return {
+        "sampled": (first, second, late, nan),
+        "errors": errors,
+        "kept": kept,
+        "nan": dict(samples.relative_errors()),
+    }
+
+
+def test_buckets_take_turns_and_nothing_that_is_not_finite_counts() -> None:
+    for answer in on_ranks(seen, 2):
+        assert answer["sampled"] == ([FIRST, FIRST + PERIOD], [FIRST + 1], [FIRST], [FIRST])
+        assert answer["errors"] == {("a",): pytest.approx(1.0), ("b",): pytest.approx(1.0)}
+        assert answer["kept"][("a",)] == pytest.approx(1.0)
+        assert answer["nan"] == {}
+
+
+def slices(rank: int) -> float:
+    """A bucket of three slices, of which the second is wrong."""
+    error_samples.FIRST, error_samples.PERIOD, error_samples.SLICE_NUMEL, error_samples.MEMORY = 1, 1, 4, 1.0
+    samples, group = ErrorSamples(), dist.group.WORLD
+    assert group is not None
+    for _ in range(3):
+        buffer = torch.ones(10)
+
+        def half_wrong(buffer: torch.Tensor = buffer) -> Steps:
+            assert group is not None
+            yield from dense(buffer, group, 2.0)
+            buffer[4:8] += 0.5
+
+        drive(samples.watched(half_wrong(), BUCKET, buffer, group, 2.0))
+    return samples.relative_errors()[("a",)]
+
+
+def test_every_slice_has_its_turn() -> None:
+    for found in on_ranks(slices, 2):
+        assert found == pytest.approx((4 * 0.25 / 10) ** 0.5)

@@ -1,0 +1,182 @@
+"""Recomputation and any mix: the same bits, statistics counted once, nothing renamed, everything undone."""
+
+import copy
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.lean.activations.blocks import END, blocks_of
+from anabranch.lean.activations.cost_model import Action
+from anabranch.lean.activations.offloader import Offloader
+from anabranch.lean.activations.recompute import LastBlock, PatchedModel, recompute
+from lean.activations.networks import (
+    Attention,
+    Guess,
+    Net,
+    Vgg,
+    assert_same,
+    inputs_of,
+    one_thread,
+    packed_bytes,
+    plainly,
+    small,
+    trained,
+)
+
+__all__ = ["one_thread"]
+
+BUILDERS: list[Callable[[], nn.Module]] = [Net, lambda: Net(drop=0.3), Attention, Vgg]
+
+
+def names(model: nn.Module) -> list[str]:
+    return [block.name for block in blocks_of(model)]
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_recomputed_training_is_the_same_to_the_bit(build: Callable[[], nn.Module]) -> None:
+    assert_same(trained(build), trained(build, plainly, recompute))
+
+
+MIXES: list[list[Action]] = [
+    ["recompute", "join", "offload", "recompute+offload", "join"],
+    ["keep", "recompute+offload", "join", "offload", "keep"],
+    ["offload", "keep", "recompute", "keep", "recompute"],
+]
+
+
+@pytest.mark.parametrize("rest", ["keep", "offload"])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("build", BUILDERS)
+def test_any_mix_trains_the_same_to_the_bit(build: Callable[[], nn.Module], mix: list[Action], rest: Action) -> None:
+    home = small(8192, 8192)
+
+    def treat(model: nn.Module) -> PatchedModel:
+        actions: dict[str, Action] = {"": rest}
+        before: Action = "keep"
+        for block, action in zip(blocks_of(model), cycle(mix), strict=False):
+            if action == "join" and not (block.joins and before not in ("keep", "offload")):
+                action = "recompute"
+            actions[block.name] = before = action
+        return PatchedModel(model, actions, home)
+
+    assert_same(trained(build), trained(build, plainly, treat))
+    assert home.offloaded > 0
+    assert home.live_storages == 0
+
+
+def test_only_inputs_of_runs_are_saved() -> None:
+    def saved(actions: dict[str, Action]) -> int:
+        model = Net()
+        patched = PatchedModel(model, actions)
+        sizes: list[int] = []
+        with packed_bytes(sizes):
+            model.stage1(torch.randn(4, 8, 8, 8, requires_grad=True))
+        patched.undo()
+        return len(sizes)
+
+    everything = saved({})
+    each = saved({"stage1.0": "recompute", "stage1.1": "recompute", "stage1.2": "recompute"})
+    one = saved({"stage1.0": "recompute", "stage1.1": "join", "stage1.2": "join"})
+    assert (each, one) == (3, 1)
+    assert everything > 20
+
+
+def test_backward_twice_through_recomputation() -> None:
+    model, home = Net(), small(8192, 8192)
+    PatchedModel(model, dict.fromkeys(names(model), "recompute+offload"), home)
+    batch = inputs_of(model)
+    loss = model(batch).square().sum()
+    loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    statistics = copy.deepcopy(dict(model.named_buffers()))
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, 2 * once[name])
+    assert all(torch.equal(buffer, statistics[name]) for name, buffer in model.named_buffers())
+
+
+def test_names_types_and_hooks_stay_and_undo_undoes() -> None:
+    model = Net()
+    keys, modules = list(model.state_dict()), [type(module) for module in model.modules()]
+    calls: list[str] = []
+    model.stage1[0].register_forward_hook(lambda *_: calls.append("block"))
+    patched = recompute(model)
+    assert list(model.state_dict()) == keys
+    assert [type(module) for module in model.modules()] == modules
+    model(inputs_of(model)).sum().backward()
+    assert calls[0] == "block"
+    patched.undo()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_copy_calls_its_own_modules() -> None:
+    model = Net()
+    recompute(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.stage1.parameters():
+            parameter.zero_()
+    assert not torch.equal(model(inputs_of(model)), twin(inputs_of(model)))
+    twin(inputs_of(model)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_evaluation_runs_as_it_is() -> None:
+    model = Net().eval()
+    wanted = model(inputs_of(model))
+    recompute(model)
+    with torch.no_grad():
+        assert torch.equal(model(inputs_of(model)), wanted)
+    assert torch.equal(model(inputs_of(model)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ({"stage9.0": "keep"}, "no block is called 'stage9.0': .* stage1.0, stage1.1"),
+        ({"stage1.0": "forget"}, "action of block 'stage1.0' is 'forget': expected one of keep, offload"),
+        ({"stage1.0": "offload"}, "there is no offloader"),
+        ({"stage1.1": "join"}, "block 'stage1.1' cannot join"),
+        ({"stage1.2": "recompute", "stage2.0": "join"}, "block 'stage2.0' cannot join"),
+        ({"": "recompute"}, "outside all blocks is 'recompute'"),
+    ],
+)
+def test_refusals(actions: dict[str, Action], message: str) -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=message):
+        PatchedModel(model, actions)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_replaced_forward_is_not_replaced_again() -> None:
+    model = Net()
+    patched = recompute(model)
+    with pytest.raises(ValueError, match="forward of a Sequential is already replaced"):
+        recompute(model)
+    model(inputs_of(model)).sum().backward()
+    patched.undo()
+
+
+def test_what_backward_begins_with_is_never_offloaded() -> None:
+    offloader = Offloader(torch.device("cpu"), least_nbytes=1)
+    leaving = {}
+    for end in ("offload", "keep"):
+        model, given = Guess(), torch.randn(4, 16)
+        actions: dict[str, Any] = {"": "offload", END: end, "layers.0": "keep", "layers.1": "keep", "layers.2": "keep"}
+        before = offloader.counts.offloaded_nbytes
+        patched = PatchedModel(model, actions, offloader, last=LastBlock("layers.2", 1))
+        result = model(given)
+        leaving[end] = offloader.counts.offloaded_nbytes - before
+        result.sum().backward()
+        ours = [parameter.grad for parameter in model.parameters()]
+        patched.undo()
+        model.zero_grad()
+        model(given).sum().backward()
+        assert all(torch.equal(a, b.grad) for a, b in zip(ours, model.parameters(), strict=True))  # type: ignore[arg-type]
+        model.layers[-1](given).sum().backward()  # nothing stays open when a block is run by itself
+    assert leaving["offload"] - leaving["keep"] >= 4 * 256 * 4

@@ -1,0 +1,154 @@
+"""bench --compile: every contestant's compiled twin, and the seconds that compiling took."""
+
+import os
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch.tools.bench import compiled as compiled_bench
+from anabranch.tools.bench.compiled import UNCUT, CountingBackend, compiled_references, compiled_step, start_compiler
+from anabranch.tools.bench.run import Settings, _compiled_reference_names, run
+from anabranch.tools.bench.workload import Workload
+from anabranch.tools.bench.zoo import Step
+from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS
+from ddp.compiled.models import WIDTH, Net
+from ranks import on_ranks
+
+
+def build() -> tuple[nn.Module, Step]:
+    model = Net()
+    x = torch.randn(8, WIDTH)
+
+    def step(called: nn.Module) -> None:
+        called.zero_grad(set_to_none=True)
+        called(x).square().mean().backward()
+
+    return model, step
+
+
+def benchmark(rank: int) -> dict[str, Any]:
+    """A short benchmark with torch's fastest compiler."""
+    warnings.simplefilter("ignore")
+    compiled_bench.BACKEND = "aot_eager"
+    skip = (f"{OURS}, int8",)
+    settings = Settings(
+        iters=2, batches=2, warmup=1, profile_steps=2, sizes_mib=(), lanes=(), compress=("int8",),
+        only=("nothing else",), compiled=True, skip=skip,
+    )  # fmt: skip
+    said: list[str] = []
+    found = run(Workload("net", 8, "img", torch.device("cpu"), build), settings, said.append)
+    return {
+        "said": said,
+        "names": [row.name for row in found.rows],
+        "compile_s": {row.name: row.compile_s for row in found.rows if row.compile_s},
+        "explained": found.explanation,
+    }
+
+
+@pytest.mark.slow
+def test_compiled_twins_run_beside_the_others() -> None:
+    for answer in on_ranks(benchmark, 2, timeout_s=100):
+        for name in (COMPUTE, BASELINE, OURS):
+            assert {name, f"{name}, compiled"} <= set(answer["names"])
+            assert name not in answer["compile_s"]
+        assert f"{OURS}, int8, compiled" in answer["names"]
+        assert f"{OURS}, int8" not in answer["names"], "it was skipped"
+        assert len(answer["compile_s"]["compute only, compiled"]) == len(answer["compile_s"]["DDP, compiled"]) == 1
+        assert all(1 <= len(answer["compile_s"][f"{name}, compiled"]) <= 2 for name in (OURS, f"{OURS}, int8"))
+        assert answer["explained"].count("Compiled: 1 graph in") == 2
+        assert "one graph serves several modules" not in answer["explained"]
+        chosen = [line for line in answer["said"] if "chosen in" in line]
+        assert ["s compiling" in line for line in chosen] == [False, True, True]
+        assert sum("Compiled: 1 graph in" in line for line in answer["said"]) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["DDP", "DataParallel", "DataParallel, int4", "DDP, compile", "DataParallel, topk:0.01"]
+)
+def test_what_others_need_or_does_not_run_cannot_be_skipped(name: str) -> None:
+    settings = Settings(compress=("int8", "topk:0.01"), compiled=True, skip=(name,))
+    with pytest.raises(
+        ValueError, match=f"--skip is '{name}': expected 'DataParallel, int8', 'compute only, compiled'"
+    ):
+        settings.check_skipped()
+    Settings(compress=("int8",), compiled=True, skip=("DDP, compiled", "DataParallel, int8")).check_skipped()
+
+
+def test_an_uncut_ddp_is_raced_unless_it_is_left_out() -> None:
+    every = [COMPUTE, BASELINE, UNCUT]
+    assert _compiled_reference_names(Settings(compiled=True)) == every
+    assert _compiled_reference_names(Settings(compiled=True, only=("uncut",))) == every
+    assert _compiled_reference_names(Settings(compiled=True, only=("nothing",))) == every[:2]
+    assert _compiled_reference_names(Settings(compiled=True, skip=("DDP, uncut, compiled",))) == every[:2]
+    Settings(compiled=True, skip=("DDP, uncut, compiled",)).check_skipped()
+
+
+def references(rank: int) -> dict[str, list[int]]:
+    """By name, how many graphs the compiled references have after each of two steps."""
+    warnings.simplefilter("ignore")
+    compiled_bench.BACKEND = "aot_eager"
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000  # type: ignore[attr-defined]  # so that torch cuts this small model, too
+    backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
+    workload = Workload("net", 8, "img", torch.device("cpu"), build)
+    graphs = {}
+    for contestant in compiled_references(workload, backends, [COMPUTE, BASELINE, UNCUT]):
+        with contestant.enter() as run_step:
+            graphs[contestant.name] = [(run_step(), backends[contestant.name].graphs)[1] for _ in range(2)]
+    return graphs
+
+
+def test_only_the_uncut_ddp_is_compiled_in_one_part() -> None:
+    for graphs in on_ranks(references, 2):
+        assert graphs["compute only, compiled"] == graphs["DDP, uncut, compiled"] == [1, 1]
+        assert graphs["DDP, compiled"] == [2, 2]
+
+
+def found_in_caches(rank: int, own: bool, folder: str) -> int:
+    """How often torch finds, for a second model, what it has compiled for the first."""
+    warnings.simplefilter("ignore")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    hits = [0]
+    for _ in range(2):
+        torch.manual_seed(7)
+        model, step = build()
+        backend = CountingBackend(TemporaryDirectory() if own else None)
+        compiled_step(step, model, backend)(model)
+        assert len(backend.steps_s) == 1
+        counts = [*counters["inductor"].items(), *counters["aot_autograd"].items()]
+        hits.append(sum(count for name, count in counts if name.endswith("cache_hit")))
+    return hits[2] - hits[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [True, False])
+def test_contestants_may_have_caches_of_their_own(own: bool, tmp_path: Path) -> None:
+    (hits,) = on_ranks(found_in_caches, 1, own, str(tmp_path), timeout_s=150)
+    assert (hits == 0) == own
+
+
+def many(rank: int) -> list[int]:
+    """How many graphs of each of several models of one class torch compiles, each for a contestant of its own."""
+    warnings.simplefilter("ignore")
+    compiled_bench.BACKEND = "eager"
+    start_compiler(torch.device("cpu"))
+    graphs = []
+    for _ in range(10):
+        model, step = build()
+        backend = CountingBackend()
+        compiled_step(step, DistributedDataParallel(model), backend)(model)
+        graphs.append(backend.graphs)
+    return graphs
+
+
+def test_torch_compiles_every_contestant_of_a_class() -> None:
+    for graphs in on_ranks(many, 2):
+        assert min(graphs) == max(graphs) > 0

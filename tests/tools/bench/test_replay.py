@@ -1,0 +1,93 @@
+"""The paced model: the sizes, the order and the times of the trace that it replays."""
+
+import pytest
+import torch
+
+import anabranch as ab
+from anabranch.observe.recorder import record
+from anabranch.tools.bench.replay import LONGEST_VECTOR, ReplayedModel
+
+
+def trace(*ready_s: float, itemsize: int = 4) -> ab.Trace:
+    tensors = [
+        ab.TensorSpec(f"layer{i}.block.weight", 10 * (i + 1), itemsize, ready) for i, ready in enumerate(ready_s)
+    ]
+    return ab.Trace(tuple(tensors), 0.02)
+
+
+def test_parameters_have_the_names_and_sizes_of_the_trace_in_forward_order() -> None:
+    told = trace(0.0, 0.0, 0.0)
+    found = [(name, p.numel(), p.element_size()) for name, p in ReplayedModel(told).named_parameters()]
+    assert found == [(t.name, t.numel, t.itemsize) for t in reversed(told.tensors)]
+
+
+@pytest.mark.parametrize(("itemsize", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (8, torch.float64)])
+def test_elements_have_the_recorded_width(itemsize: int, dtype: torch.dtype) -> None:
+    model = ReplayedModel(trace(0.0, itemsize=itemsize))
+    model().backward()
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None and parameter.grad.dtype == dtype
+
+
+def test_recording_it_gives_the_trace_back() -> None:
+    told = trace(0.01, 0.03, 0.03, 0.07)
+    model = ReplayedModel(told)
+    seen = record(model, lambda: model().backward(), steps=3, warmup=1)
+    assert [t.name for t in seen.tensors] == [t.name for t in told.tensors]
+    assert seen.forward_s >= told.forward_s
+    for mine, theirs in zip(seen.tensors, told.tensors, strict=True):
+        assert mine.ready_s >= theirs.ready_s - 1e-3  # sooner never; how much later depends on the machine
+    assert seen.backward_s < told.backward_s + 1.0
+
+
+def test_gradients_are_made_anew_and_are_the_same_in_every_step() -> None:
+    model = ReplayedModel(trace(0.0, 0.0))
+    model().backward()
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.zero_()  # must not reach what the next step hands out
+        p.grad = None
+    model().backward()
+    for before, p in zip(first, model.parameters(), strict=True):
+        assert p.grad is not None and before.abs().sum() > 0
+        torch.testing.assert_close(p.grad, before, rtol=0, atol=0)
+
+
+def test_gradients_accumulate() -> None:
+    model = ReplayedModel(trace(0.0))
+    model().backward()
+    (p,) = model.parameters()
+    assert p.grad is not None
+    once = p.grad.clone()
+    model().backward()
+    torch.testing.assert_close(p.grad, 2 * once)
+
+
+def test_seeds_differ_and_leave_torchs_own_generator_alone() -> None:
+    state = torch.random.get_rng_state()
+    models = [ReplayedModel(trace(0.0), seed) for seed in (0, 1)]
+    assert torch.equal(state, torch.random.get_rng_state())
+    for model in models:
+        model().backward()
+    one, other = (next(model.parameters()).grad for model in models)
+    assert one is not None and other is not None and not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("names", [("a", "a.b"), ("forward",), ("x.training",)])
+def test_a_name_that_no_module_can_have_is_refused(names: tuple[str, ...]) -> None:
+    tensors = tuple(ab.TensorSpec(name, 1, 4, 0.0) for name in names)
+    with pytest.raises(ValueError, match="cannot be a parameter"):
+        ReplayedModel(ab.Trace(tensors, 0.0))
+
+
+def test_an_unknown_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="elements of 3 bytes: expected one of 2, 4, 8"):
+        ReplayedModel(trace(0.0, itemsize=3))
+
+
+def test_what_is_too_long_for_a_vector_is_a_matrix() -> None:
+    long, short = LONGEST_VECTOR + 1, LONGEST_VECTOR
+    tensors = (ab.TensorSpec("long", long, 4, 0.0), ab.TensorSpec("short", short, 4, 0.0))
+    shapes = {name: tuple(p.shape) for name, p in ReplayedModel(ab.Trace(tensors, 0.0)).named_parameters()}
+    assert shapes == {"long": (long, 1), "short": (short,)}

@@ -1,0 +1,496 @@
+"""anabranch memory: what the library predicts, what fits, and what that does to throughput."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anabranch.planning.memory.account import KINDS, MODES, Setting, modes_of, predict
+from anabranch.tools.bench import memory as bench
+from anabranch.tools.bench import zoo
+from anabranch.tools.cli import arguments, network_text
+from anabranch.tools.cli.main import main
+from anabranch.tools.cli.memory import AUTO_AS, throughput_network
+from anabranch.tools.predict.memory.probe import Loss, probe
+from anabranch.tools.predict.memory.throughput import samples_per_s
+from anabranch.tools.report.memory import abreast, memory_report, unit
+from anabranch.values.files import save
+from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.network import Network
+from anabranch.values.plan import Bucket, Plan
+from tools.cli.nouns import error_of, json_of, small_trace
+from tools.predict.memory.models import images
+
+ASKED = ["memory", "--model", "resnet50", "--batch-size", "4"]
+
+
+@pytest.fixture(autouse=True)
+def small_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision may not be here: every model of the zoo is a small one."""
+
+    def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
+        return images(batch)(device)
+
+    monkeypatch.setattr(zoo, "model_and_loss", built)
+
+
+def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--ranks", "8", "--optimizer", "adamw", "--density", "0.02")
+    profile = probe(images(4), bench.OPTIMIZERS["adamw"])
+    assert list(document["modes"]) == list(MODES)
+    for mode, row in document["modes"].items():
+        expected = predict(profile, mode, Setting(ranks=8, density=0.02))
+        assert row["kinds"] == expected.kinds and row["predicted_nbytes"] == expected.nbytes
+        assert row["at"] == expected.at and row["host_nbytes"] == expected.host_nbytes
+
+
+def test_the_table_has_every_kind_and_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "--within", "1GiB", "--rate", "10gbit"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in (*KINDS, *MODES, "predicted peak", "largest batch", "samples/s", "Assumed: "))
+
+
+def test_small_models_are_told_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(ASKED) == 0
+    out = capsys.readouterr().out
+    assert "4 ranks, MiB" in out and "GiB" not in out
+
+
+def test_large_models_are_told_in_gib() -> None:
+    assert unit(2**30) == ("GiB", 2**30) and unit(2**30 - 1) == ("MiB", 2**20)
+    assert str(memory_report("m", {"ddp": {"weights": 3 * 2**29}}, {}, {}).title) == "m, GiB"
+    assert str(memory_report("m", {"ddp": {"weights": 2**20}}, {}, {"ddp": 2**30}).title) == "m, GiB"
+
+
+def test_the_largest_batch_looked_at_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tiny(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
+        x = torch.zeros(batch, 1, device=device)
+        return nn.Linear(1, 1, device=device), lambda model: model(x).sum()
+
+    monkeypatch.setattr(zoo, "model_and_loss", tiny)
+    limited = "no batch above 65536 was looked at"
+    document = json_of(capsys, *ASKED, "--within", "16GiB")
+    assert document["largest_batch"]["ddp"] == 65536 and limited in document["assumptions"]
+    assert limited not in json_of(capsys, *ASKED, "--within", "1MiB")["assumptions"]
+
+
+def test_the_largest_batch_fits_in_what_blocks_leave(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--within", "100MiB")
+    found: dict[str, int] = document["largest_batch"]
+    assert found["ddp"] >= found["oktopk"] > 0
+    for mode in ("ddp", "lean"):
+        fits, too_much = (
+            predict(probe(images(found[mode] + more), bench.OPTIMIZERS["momentum"]), mode).nbytes for more in (0, 1)
+        )
+        assert fits <= 0.95 * 100 * 2**20 < too_much
+
+
+def test_many_modes_are_tables_below_each_other_that_100_columns_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--within", "1GiB", "--rate", "10gbit", "--compress", "auto", "--compress", "oktopk"]
+    assert main(asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    chosen = ["lean, dense, within", "lean, auto, within", "lean, within"]
+    modes = [*MODES[:3], *modes_of("auto"), *modes_of("oktopk"), *chosen]
+    assert sum(line.startswith("predicted peak") for line in lines) == len(abreast(modes)) > 2
+    assert all(any(mode in line for line in lines) for mode in modes)
+    assert [mode for group in abreast(modes) for mode in group] == modes
+    shown = memory_report("m", {"ddp": {"weights": 2**30}, "lean": {"weights": 2**29}}, {}, {}, ["lean"])
+    assert [str(column.header) for column in shown.columns] == ["", "lean"]
+    assert "-0.50" in map(str, shown.columns[1].cells) and str(shown.title) == "m, GiB"
+
+
+def test_what_lean_would_choose_within_the_limit_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--within", "1GiB")
+    for mode in ("lean", "lean, dense"):
+        kept = document["modes"][mode]["predicted_nbytes"]
+        assert document["modes"][f"{mode}, within"]["predicted_nbytes"] == pytest.approx(kept, rel=0.05)
+        kept_where = "" if mode == "lean, dense" else "residuals in place, "
+        said = f"{mode}, within 1.00 GiB: {kept_where}blocks of activations"
+        assert any(line.startswith(said) for line in document["assumptions"])
+    assert any("TFLOP/s in fp32" in line for line in document["assumptions"])
+    document = json_of(capsys, *ASKED, "--within", "1GiB", "--compress", "int4", "--compress", "oktopk")
+    assert list(document["modes"])[-3:] == ["lean, dense, within", "lean, int4, within", "lean, within"]
+    document = json_of(capsys, *ASKED, "--within", "1MiB")
+    assert not any(mode.endswith("within") for mode in document["modes"])
+    assert any("lean, within is 1048576 bytes" in line and "give at least" in line for line in document["assumptions"])
+
+
+def test_offloaded_activations_let_lean_take_more(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = json_of(capsys, *ASKED, "--within", "16GiB")["largest_batch"]
+    away = json_of(capsys, *ASKED, "--within", "16GiB", "--activations", "offload")["largest_batch"]
+    assert away["ddp"] == kept["ddp"] and away["lean"] > kept["lean"]
+
+
+def test_throughput_is_at_the_batch_of_each_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--within", "100MiB", "--network", "ring:ranks=8,alpha=30us,rate=1gbit")
+    trace, network = arguments.trace("resnet50"), Network.ring(8, 30e-6, 8e-9)
+    assert document["ranks"] == 8
+    for mode, speed in document["samples_per_s"].items():
+        expected = samples_per_s(trace, network, mode, document["largest_batch"][mode], 0.01)
+        assert speed == pytest.approx(expected)
+    assert any("in proportion to the batch" in line for line in document["assumptions"])
+
+
+def test_a_network_by_name_takes_the_ranks() -> None:
+    network = throughput_network("10gbe", None, 3)
+    assert network is not None and network.world_size == 3
+    network = throughput_network("10gbe", None, None)
+    assert network is not None and network.world_size == 4
+
+
+def test_a_model_without_a_trace_has_no_throughput(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing: dict[str, Any] = {}
+    monkeypatch.setattr("anabranch.tools.cli.memory.bundled_traces", lambda: nothing)
+    document = json_of(capsys, *ASKED, "--rate", "10gbit")
+    assert document["samples_per_s"] == {}
+    told = "no throughput: anabranch brings no trace of resnet50; record one, and give it by --trace"
+    assert told in document["assumptions"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--within", "16"], "--within is '16': expected a size in GiB, MiB, GB or MB, such as 16GiB"),
+        (["--within", "1e400GiB"], "--within is '1e400GiB': expected a size"),
+        (["--network", "ring:ranks=4,alpha=1us,rate=1gbit", "--rate", "1gbit"], "expected one of them"),
+        (["--density", "0"], "density is 0.0: expected a share of the elements in (0, 1], such as 0.01"),
+        (["--rate", "fast"], "rate is 'fast', expected a rate in bit"),
+    ],
+)
+def test_wrong_requests_are_told(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in error_of(capsys, *ASKED, *argv)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_measuring_without_a_gpu_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--measure runs the model on a GPU, and torch finds none here" in error_of(capsys, *ASKED, "--measure")
+
+
+OWN = """
+import torch
+from torch import nn
+
+def build(batch, device):
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    model = nn.Sequential(*blocks).to(device)
+    given = torch.randn(batch, 64, device=device)
+    return model, lambda wrapped: wrapped(given).square().mean()
+
+def wrong(batch, device):
+    return 1, 2
+"""
+
+
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str = OWN) -> str:
+    """The name of a module of the user's, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    name = f"own_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(program, "utf-8")
+    return name
+
+
+def test_a_model_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["memory", "--model", f"{own(tmp_path, monkeypatch)}:build", "--batch-size", "524288"]
+    ways = {way: json_of(capsys, *asked, "--activations", way)["modes"] for way in ("keep", "offload", "recompute")}
+    held = {way: modes["lean"]["kinds"]["activations"] for way, modes in ways.items()}
+    assert held["offload"] < held["recompute"] < held["keep"] / 3  # of six blocks one is there at a time
+    assert ways["recompute"]["ddp"] == ways["keep"]["ddp"]
+
+
+WRONG = """
+import torch
+from torch import nn
+
+def linear(device):
+    return nn.Linear(6, 4, device=device)
+
+def inputs(batch, device):
+    return torch.ones(batch, 6, device=device)
+
+def asks_nothing():
+    return linear("cpu"), lambda model: model(inputs(8, "cpu")).sum()
+
+def raises(batch, device):
+    raise KeyError("data")
+
+def leaves(batch, device):
+    raise SystemExit(0)
+
+def model_alone(batch, device):
+    return linear(device)
+
+def loss_asks(batch, device):
+    return linear(device), lambda model, inputs: model(inputs).sum()
+
+def no_loss(batch, device):
+    return linear(device), lambda model: print(end="")
+
+def not_one_number(batch, device):
+    return linear(device), lambda model: model(inputs(batch, device))
+
+def asks_for_values(batch, device):
+    return linear(device), lambda model: model(inputs(batch, device)).sum().item()
+
+def inputs_elsewhere(batch, device):
+    return linear(device), lambda model: model(inputs(batch, "cpu")).sum()
+
+def model_elsewhere(batch, device):
+    return linear("cpu"), lambda model: model(inputs(batch, "cpu")).sum()
+
+def frozen(batch, device):
+    return linear(device).requires_grad_(False), lambda model: model(inputs(batch, device)).sum()
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise TypeError("a bug")
+
+def backward_fails(batch, device):
+    return linear(device), lambda model: Wrong.apply(model(inputs(batch, device))).sum()
+
+def detached(batch, device):
+    return linear(device), lambda model: model(inputs(batch, device)).detach().sum()
+
+def backward_fails_on_many(batch, device):
+    last = Wrong.apply if batch > 8 else torch.clone
+    return linear(device), lambda model: last(model(inputs(batch, device))).sum()
+
+def one_batch_alone(batch, device):
+    return linear(device), lambda model: model(inputs(batch, device)).view(4, 4).sum()
+"""
+WRONG_USES = [
+    ("asks_nothing", "cannot be called as asks_nothing(batch, device): too many positional arguments; expected one"),
+    ("raises", "py:15: 'data'; expected module:function, where function(batch, device) returns a model and its loss"),
+    ("leaves", "leaves(4, 'meta') raised SystemExit at "),
+    ("model_alone", "returned (Linear), expected (model, loss)"),
+    ("loss_asks", "its loss cannot be called as loss(model): missing a required argument: 'inputs'"),
+    ("no_loss", "its loss is a NoneType, expected a tensor of one element"),
+    ("not_one_number", "its loss is a Tensor of shape [4, 4], expected a tensor of one element"),
+    ("asks_for_values", "Tensor.item() cannot be called on meta tensors; expected one that runs on the device that"),
+    ("inputs_elsewhere", "its loss of a model on 'meta' raised RuntimeError at "),
+    ("model_elsewhere", "weight of its model is on cpu, expected on meta, the device that model_elsewhere was given"),
+    ("frozen", "no parameter of its model requires a gradient, expected a model that is trained"),
+    ("detached", "its loss depends on no parameter that requires a gradient"),
+    ("backward_fails_on_many", "its backward raised TypeError at "),
+    ("backward_fails", "its backward raised TypeError at "),
+    ("one_batch_alone", "shape '[4, 4]' is invalid for input of size 32; expected one that runs"),
+]
+
+
+@pytest.mark.parametrize(("name", "says"), WRONG_USES)
+def test_what_ones_own_function_does_wrong_is_one_error(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = own(tmp_path, monkeypatch, WRONG)
+    asked = ["memory", "--model", f"{module}:{name}", "--batch-size", "4", "--within", "1GiB"]
+    error = error_of(capsys, *asked)
+    assert f"{module}:{name}: " in error and says in error
+
+
+def test_a_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [gradient.name for gradient in probe(images(4)).gradients]
+    kinds = {}
+    for title, parts in (("one", [names]), ("each", [[name] for name in names])):
+        save(Plan(tuple(Bucket(tuple(part)) for part in parts)), tmp_path / f"{title}.json")
+        document = json_of(capsys, *ASKED, "--plan", str(tmp_path / f"{title}.json"))
+        kinds[title] = {mode: row["kinds"] for mode, row in document["modes"].items()}
+        assert any(f"buckets: those of {tmp_path}" in said for said in document["assumptions"])
+    # With one bucket there is no slot at the peak: it comes when all activations are gone.
+    assert kinds["one"]["lean"]["gradients"] < kinds["each"]["lean"]["gradients"]
+    assert kinds["one"]["ddp"] == kinds["each"]["ddp"]
+    save(Plan((Bucket(("other",)),)), tmp_path / "other.json")
+    assert "a bucket names other" in error_of(capsys, *ASKED, "--plan", str(tmp_path / "other.json"))
+    assert "expected one of them" in error_of(capsys, *ASKED, "--plan", str(tmp_path / "one.json"), "--measure")
+
+
+def test_offloaded_activations_have_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--activations", "offload", "--rate", "10gbit")
+    assert set(document["samples_per_s"]) == {mode for mode in MODES if not mode.startswith("lean")}
+    assert any("no throughput of lean" in said for said in document["assumptions"])
+
+
+def test_a_function_that_returns_something_else_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = own(tmp_path, monkeypatch)
+    told = error_of(capsys, "memory", "--model", f"{name}:wrong", "--batch-size", "4")
+    assert f"{name}:wrong: returned (int, int), expected (model, loss)" in told
+    told = error_of(capsys, "memory", "--model", f"{name}:missing", "--batch-size", "4")
+    assert f"{name}:missing: no function 'missing'" in told and "function(batch, device)" in told
+
+
+def test_recomputing_costs_a_forward(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--rate", "100gbit"]
+    kept, again = (json_of(capsys, *asked, "--activations", way) for way in ("keep", "recompute"))
+    assert again["samples_per_s"]["ddp"] == kept["samples_per_s"]["ddp"]
+    trace = arguments.trace("resnet50")
+    share = (trace.forward_s + trace.backward_s) / (2 * trace.forward_s + trace.backward_s)
+    assert again["samples_per_s"]["lean"] == pytest.approx(kept["samples_per_s"]["lean"] * share, rel=0.1)
+    assert "lean's forward runs twice" in again["assumptions"]
+
+
+def test_a_trace_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = replace(small_trace(), meta={"batch": 2})
+    save(recorded, tmp_path / "trace.json")
+    document = json_of(capsys, *ASKED, "--rate", "10gbit", "--trace", str(tmp_path / "trace.json"))
+    network = network_text.network("ring:ranks=4,alpha=30us,rate=10gbit")
+    assert document["samples_per_s"]["ddp"] == pytest.approx(samples_per_s(recorded, network, "ddp", 4, 0.01))
+
+
+def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--compress", "int4", "--compress", "int8", "--rate", "10gbit")
+    assert list(document["modes"]) == ["ddp", "lean, dense", *modes_of("int4"), "int8", "lean, int8"]
+    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    for mode, row in document["modes"].items():
+        expected = predict(profile, mode, Setting(ranks=4))
+        assert row["kinds"] == expected.kinds and row["host_nbytes"] == expected.host_nbytes
+    assert document["modes"]["int4"]["kinds"]["residual"] > 0 == document["modes"]["int8"]["kinds"]["residual"]
+    speeds = document["samples_per_s"]
+    assert speeds["int4"] == speeds["lean, int4"] > speeds["int8"] > speeds["ddp"]
+    both = json_of(capsys, *ASKED, "--compress", "oktopk", "--compress", "bf16")["modes"]
+    assert list(both) == [*MODES, "bf16", "lean, bf16"]
+    assert "--compress is 'fp8': expected oktopk (or oktopk:0.01, oktopk:0.01:bf16), auto, or one of bf16" in error_of(
+        capsys, *ASKED, "--compress", "fp8"
+    )
+
+
+def test_auto_needs_the_memory_of_int4(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--within", "1GiB", "--rate", "10gbit", "--compress"]
+    auto, int4 = (json_of(capsys, *asked, kind) for kind in ("auto", "int4"))
+    assert list(auto["modes"]) == ["ddp", "lean, dense", *modes_of("auto"), "lean, dense, within", "lean, auto, within"]
+    assert list(auto["modes"].values()) == list(int4["modes"].values())
+    assert list(auto["largest_batch"].values()) == list(int4["largest_batch"].values())
+    assert AUTO_AS in auto["assumptions"] and AUTO_AS not in int4["assumptions"]
+    # as fast as the fastest kind, but for what a smaller error may cost
+    assert auto["samples_per_s"]["auto"] == pytest.approx(int4["samples_per_s"]["int4"], rel=0.02)
+    refused = error_of(capsys, *ASKED, "--compress", "auto", "--measure")
+    assert "--compress is auto, and --measure runs one kind in every bucket" in refused
+
+
+def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--rate", "10gbit", "--compress"]
+    plain, packed = (json_of(capsys, *asked, way) for way in ("oktopk:0.05", "oktopk:0.05:bf16"))
+    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    setting = Setting(ranks=4, density=0.05, options=OkTopk(wire="bf16"))
+    for mode, row in packed["modes"].items():
+        assert row["kinds"] == predict(profile, mode, setting).kinds
+    assert plain["density"] == packed["density"] == 0.05
+    assert packed["modes"]["oktopk"]["kinds"]["send"] < plain["modes"]["oktopk"]["kinds"]["send"]
+    assert packed["samples_per_s"]["lean"] > plain["samples_per_s"]["lean"]
+    assert plain["samples_per_s"] == json_of(capsys, *asked, "oktopk", "--density", "0.05")["samples_per_s"]
+    assert "Ok-Topk sends values as bf16" in packed["assumptions"]
+    twice = error_of(capsys, *asked, "oktopk:0.05", "--compress", "oktopk:bf16")
+    assert "--compress is oktopk:0.05 and oktopk:bf16: expected one density and one wire" in twice
+    both = error_of(capsys, *asked, "oktopk:0.05", "--density", "0.1")
+    assert "--density is 0.1 and --compress is oktopk:0.05: expected the density once" in both
+    assert "'oktopk:2:bf16': expected a density in (0, 1]" in error_of(capsys, *asked, "oktopk:2:bf16")
+    assert "how values are sent (fp32, bf16, int8)" in error_of(capsys, *asked, "oktopk:0.01:fp8")
+
+
+def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--ranks", "4", "--sharded", "fsdp2", "--sharded", "fsdp2:reshard"]
+    document = json_of(capsys, *asked, "--within", "1GiB", "--rate", "10gbit")
+    assert list(document["modes"]) == [*MODES, "fsdp2", "fsdp2:reshard", "lean, dense, within", "lean, within"]
+    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    for mode in ("fsdp2", "fsdp2:reshard"):
+        assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4)).nbytes
+        assert document["largest_batch"][mode] > 0 and document["samples_per_s"][mode] > 0
+    assert any("units of fsdp2 and hsdp" in line for line in document["assumptions"])
+    refused = error_of(capsys, *ASKED, "--sharded", "fsdp2:planned")
+    assert "--sharded is 'fsdp2:planned': expected one of fsdp2, fsdp2:reshard, hsdp" in refused
+
+
+def test_models_that_are_sharded_inside_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--ranks", "16", "--sharded", "hsdp"]
+    document = json_of(capsys, *asked, "--ranks-per-node", "4", "--within", "1GiB")
+    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    expected = predict(profile, "hsdp", Setting(ranks=16, ranks_per_node=4)).nbytes
+    assert document["modes"]["hsdp"]["predicted_nbytes"] == expected and document["largest_batch"]["hsdp"] > 0
+    assert "hsdp: 4 nodes of 4 ranks, each with one copy of the model" in document["assumptions"]
+    with_nodes = json_of(capsys, *asked, "--sharded", "hsdp@int4", "--network", "nvlink+25gbe")
+    assert with_nodes["samples_per_s"]["hsdp@int4"] > with_nodes["samples_per_s"]["hsdp"]
+    assert with_nodes["modes"]["hsdp@int4"]["kinds"]["residual"] > 0 == with_nodes["modes"]["hsdp"]["kinds"]["residual"]
+    assert "hsdp: 2 nodes of 8 ranks, each with one copy of the model" in with_nodes["assumptions"]
+    assert with_nodes["samples_per_s"]["hsdp"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], "--sharded is hsdp, which shards inside nodes: say how many ranks a node has by --ranks-per-node"),
+        (["--ranks-per-node", "3"], "ranks_per_node is 3, and there are 16 ranks: expected a number that divides them"),
+        (["--ranks-per-node", "4", "--rate", "10gbit"], "its throughput needs a network with nodes"),
+        (["--ranks-per-node", "4", "--network", "nvlink+25gbe"], "--ranks-per-node is 4, and the network has 8"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in error_of(capsys, *ASKED, "--ranks", "16", "--sharded", "hsdp", *more)
+
+
+def test_the_difference_to_ddp_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "--compress", "int8"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = next(row for row in rows if row[:3] == ["more", "than", "DDP"])
+    peaks = [float(number) for number in next(row for row in rows if row[:2] == ["predicted", "peak"])[2:]]
+    assert shown[3] == "-"
+    assert [0.0 if more == "-" else float(more) for more in shown[4:]] == pytest.approx(
+        [peak - peaks[0] for peak in peaks[1:]], abs=0.011
+    )
+
+
+def test_clipping_counts_what_lean_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--optimizer", "adamw"]
+    plain, clipped = (json_of(capsys, *asked, *more) for more in ([], ["--clip-norm"]))
+    profile = probe(images(4), bench.OPTIMIZERS["adamw"])
+    for mode, row in clipped["modes"].items():
+        assert row["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4, clips=True)).nbytes
+    assert any("lean holds averages" in said for said in clipped["assumptions"])
+    assert not any("lean holds averages" in said for said in plain["assumptions"])
+    assert "--measure clips nothing" in error_of(capsys, *asked, "--clip-norm", "--measure")
+
+
+def test_bf16_is_autocast(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json_of(capsys, *ASKED, "--precision", "bf16")
+    profile = probe(images(4), bench.OPTIMIZERS["momentum"], half=True)
+    assert document["modes"]["ddp"]["predicted_nbytes"] == predict(profile, "ddp").nbytes
+    assert any("autocast to bfloat16" in said for said in document["assumptions"])
+    full = json_of(capsys, *ASKED)["modes"]["ddp"]["kinds"]
+    assert document["modes"]["ddp"]["kinds"]["weights"] == full["weights"]
+    assert document["modes"]["ddp"]["kinds"]["activations"] < full["activations"]
+
+
+def test_pure_bf16_halves_weights_and_state_but_not_exact_residuals(capsys: pytest.CaptureFixture[str]) -> None:
+    full, pure = (json_of(capsys, *ASKED, *more)["modes"] for more in ([], ["--precision", "pure-bf16"]))
+    for kind in ("weights", "optimizer state"):
+        assert pure["ddp"]["kinds"][kind] == pytest.approx(full["ddp"]["kinds"][kind] / 2, rel=0.05)
+    assert pure["lean"]["kinds"]["residual"] == full["lean"]["kinds"]["residual"]
+    assert pure["naive sparse"]["kinds"]["residual"] == pytest.approx(
+        full["naive sparse"]["kinds"]["residual"], rel=0.05
+    )
+    document = json_of(capsys, *ASKED, "--precision", "pure-bf16")
+    assert any("optimizer's state in bfloat16" in said for said in document["assumptions"])
+
+
+def test_a_pure_build_takes_what_the_other_takes() -> None:
+    model, loss = bench.in_bfloat16(images(2))(torch.device("cpu"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert loss(model).isfinite()
+
+
+def test_a_build_under_autocast() -> None:
+    model, loss = bench.under_autocast(images(2))(torch.device("cpu"))
+    assert loss(model).dtype == torch.float32, "only on a GPU"

@@ -1,0 +1,78 @@
+"""anabranch simulate: the library's timeline, and its files."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from anabranch import Plan, load, plan, save, simulate
+from anabranch import planning as planners
+from anabranch.tools.cli import network_text
+from anabranch.tools.cli.main import main
+from anabranch.tools.predict.scaling.compression import priced, sent_nbytes
+from tools.cli.nouns import RING, error_of, json_of, small_trace, trace_file
+
+NETWORK = network_text.network(RING)
+
+
+def test_json_is_what_the_library_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan(small_trace(), NETWORK, "asc")
+    timeline = simulate(small_trace(), made, NETWORK)
+    document = json_of(capsys, "simulate", "--trace", trace_file(tmp_path), "--network", RING, "--planner", "asc")
+    assert (document["lanes"], document["fingerprint"]) == (made.lanes, made.fingerprint)
+    assert document["iteration_s"] == timeline.iteration_s
+    assert [b["end_s"] for b in document["buckets"]] == [span.end_s for span in timeline.communication]
+
+
+def test_a_plan_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan(small_trace(), NETWORK, "single")
+    save(made, tmp_path / "plan.json")
+    argv = ["simulate", "--trace", trace_file(tmp_path), "--network", RING, "--plan", str(tmp_path / "plan.json")]
+    document = json_of(capsys, *argv)
+    assert (document["fingerprint"], document["planner"]) == (made.fingerprint, None)
+    assert "expected one of them" in error_of(capsys, *argv, "--planner", "single")
+
+
+def test_both_files_are_written_and_neither_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, chrome = tmp_path / "timeline.json", tmp_path / "chrome.json"
+    argv = ["simulate", "--trace", trace_file(tmp_path), "--network", RING, "-o", str(saved), "--chrome", str(chrome)]
+    assert main(argv) == 0
+    timeline = simulate(small_trace(), plan(small_trace(), NETWORK), NETWORK)
+    assert load(saved) == timeline
+    assert json.loads(chrome.read_text()) == timeline.trace_events()
+    capsys.readouterr()
+    saved.unlink()
+    assert "chrome.json: is already there" in error_of(capsys, *argv)
+    assert not saved.exists()  # refused before anything is written
+    assert main([*argv, "--force"]) == 0
+
+
+def test_the_summary_says_what_is_exposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--trace", trace_file(tmp_path), "--network", RING]) == 0
+    out = capsys.readouterr().out
+    for word in ("forward", "backward", "exposed", "finish", "iteration", "behind computation", "lane 0"):
+        assert word in out
+
+
+def test_compressed_buckets_are_priced_and_what_is_sent_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = small_trace()
+    kinds = ("int8", "oktopk:0.01", "dense")
+    apart = planners.per_tensor(trace, NETWORK)
+    mixed = [replace(bucket, collective=kinds[at % 3]) for at, bucket in enumerate(apart.buckets)]
+    save(Plan(tuple(mixed)), tmp_path / "mixed.json")
+    argv = ["simulate", "--trace", trace_file(tmp_path), "--network", RING, "--plan", str(tmp_path / "mixed.json")]
+    rows = json_of(capsys, *argv)["buckets"]
+    here = priced(NETWORK, kinds)
+    for row, bucket in zip(rows, mixed, strict=True):
+        tensor = next(tensor for tensor in trace.tensors if tensor.name in bucket.names)
+        assert row["sent_nbytes"] == sent_nbytes(bucket.collective, [tensor], NETWORK.world_size)
+        took_s = here.seconds(bucket.collective, tensor.nbytes)
+        assert row["end_s"] - row["start_s"] == pytest.approx(took_s)
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "sent" in out and "oktopk:0.01" in out
+    save(Plan(tuple(replace(bucket, collective="gtopk:0.01") for bucket in mixed)), tmp_path / "other.json")
+    assert "no cost for the collective 'gtopk:0.01'" in error_of(capsys, *argv[:-1], str(tmp_path / "other.json"))

@@ -1,0 +1,166 @@
+"""A whole cluster: sweeps over world sizes, batches and bands."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch import Curve, Network, Plan, TensorSpec, Trace, simulate
+from anabranch import planning as planners
+from anabranch.planning.simulator import slowest_ranks
+from anabranch.tools.predict.scaling.result import ScalePoint
+from anabranch.tools.predict.scaling.sweep import Compute, sweep
+from shorthand import trace_of
+from strategies import networks, traces
+
+TRACE = trace_of([TensorSpec(str(i), 1 << 18, 4, 0.01 * (i + 1)) for i in range(12)], 0.06)
+RING = Network.ring(4, 2e-5, 1e-10, 1e-11)
+WORLD = [1, 2, 4, 16, 256, 2048, 16384]
+CHOSEN: dict[str, Callable[[Trace, Network], Plan]] = {
+    "per_tensor": planners.per_tensor,
+    "optimal": planners.optimal,
+    "lanes": planners.lanes,
+}
+
+
+def test_every_planner_at_every_size() -> None:
+    points = list(sweep(TRACE, RING, WORLD, CHOSEN))
+    assert [(p.world_size, p.planner) for p in points] == [(n, name) for n in WORLD for name in CHOSEN]
+    for point in points:
+        network = RING.at(point.world_size)
+        plan = CHOSEN[point.planner](TRACE, network)
+        timeline = simulate(TRACE, plan, network)
+        assert (point.buckets, point.lanes) == (len(plan), plan.lanes)
+        assert point.iteration_s == pytest.approx(timeline.iteration_s)
+        assert point.exposed_s == pytest.approx(timeline.exposed_s, abs=1e-12)
+
+
+def test_weak_scaling_identities() -> None:
+    alone_s = TRACE.forward_s + TRACE.backward_s
+    for point in sweep(TRACE, RING, WORLD, CHOSEN):
+        assert point.speedup == pytest.approx(point.world_size * alone_s / point.iteration_s)
+        assert point.efficiency == pytest.approx(alone_s / point.iteration_s)
+        assert point.iteration_s == pytest.approx(alone_s + point.exposed_s)
+        assert 0 < point.efficiency <= 1
+
+
+def test_strong_scaling_identities() -> None:
+    alone_s = TRACE.forward_s + TRACE.backward_s
+    for point in sweep(TRACE, RING, WORLD, CHOSEN, scaling="strong"):
+        assert point.speedup == pytest.approx(alone_s / point.iteration_s)
+        assert point.efficiency == pytest.approx(point.speedup / point.world_size)
+        assert point.iteration_s == pytest.approx(alone_s / point.world_size + point.exposed_s)
+
+
+def test_one_rank_is_the_unit() -> None:
+    for scaling in ("weak", "strong"):
+        for point in sweep(TRACE, RING, [1], CHOSEN, scaling=scaling):
+            assert point.speedup == pytest.approx(1)
+            assert point.exposed_s == pytest.approx(0)
+
+
+def test_a_network_without_cost_scales_perfectly() -> None:
+    for point in sweep(TRACE, Network.ring(4, 0, 0), WORLD, CHOSEN):
+        assert point.efficiency == pytest.approx(1)
+
+
+def test_planners_see_the_quiet_trace() -> None:
+    seen: list[Trace] = []
+
+    def spy(trace: Trace, network: Network) -> Plan:
+        seen.append(trace)
+        return planners.single(trace, network)
+
+    compute = Compute(jitter=0.2, stragglers=1, straggler_factor=2.0)
+    noisy = list(sweep(TRACE, RING, [8], {"spy": spy}, compute=compute))
+    assert seen == [TRACE]
+    real = slowest_ranks(TRACE, [8], 0.2, 1, 2.0)[8]
+    assert noisy[0].iteration_s == pytest.approx(
+        simulate(real, planners.single(TRACE, RING.at(8)), RING.at(8)).iteration_s
+    )
+
+
+def test_jitter_is_seeded() -> None:
+    def swept(seed: int) -> list[ScalePoint]:
+        return list(sweep(TRACE, RING, [4, 64], CHOSEN, compute=Compute(jitter=0.1, seed=seed)))
+
+    assert swept(1) == swept(1)
+    assert swept(1) != swept(2)
+
+
+def test_without_jitter_a_sweep_is_the_quiet_sweep() -> None:
+    assert list(sweep(TRACE, RING, WORLD, CHOSEN, compute=Compute(seed=9))) == list(sweep(TRACE, RING, WORLD, CHOSEN))
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0])
+def test_a_straggler_costs_everyone(factor: float) -> None:
+    quiet, slow = (
+        next(iter(sweep(TRACE, RING, [8], {"one": planners.single}, compute=compute)))
+        for compute in (Compute(), Compute(stragglers=1, straggler_factor=factor))
+    )
+    assert slow.iteration_s > quiet.iteration_s
+    assert slow.efficiency < quiet.efficiency
+
+
+@given(traces(max_numel=1 << 10), st.integers(2, 64), networks(), networks())
+def test_a_band_contains_its_middle(trace: Trace, size: int, low: Network, high: Network) -> None:
+    around = [low.at(size), high.at(size)] if min(low.world_size, high.world_size) > 1 else []
+    for point in sweep(trace, RING, [size], CHOSEN, around=around):
+        assert point.iteration_low_s <= point.iteration_s <= point.iteration_high_s
+        worst, best = point.efficiencies
+        assert worst <= point.efficiency * (1 + 1e-12) and point.efficiency <= best * (1 + 1e-12)
+
+
+def test_a_band_is_the_same_plan_elsewhere() -> None:
+    cheap, expensive = Network.ring(4, 1e-5, 1e-11), Network.ring(4, 1e-3, 1e-8)
+    for point in sweep(TRACE, RING, [4, 64], CHOSEN, around=[expensive, cheap]):
+        plan = CHOSEN[point.planner](TRACE, RING.at(point.world_size))
+        found = [simulate(TRACE, plan, links.at(point.world_size)).iteration_s for links in (cheap, expensive)]
+        assert [point.iteration_low_s, point.iteration_high_s] == pytest.approx(found)
+
+
+def test_a_larger_batch_computes_longer_and_sends_as_much() -> None:
+    chosen = {"small": planners.single, "large": planners.single}
+    points = sweep(
+        TRACE, RING, [8], chosen, batches={"large": 3.0}, recorded_batch=10, compute=Compute(fixed_share=0.5)
+    )
+    small, large = points
+    alone_s = TRACE.forward_s + TRACE.backward_s
+    assert large.iteration_s - large.exposed_s == pytest.approx(2 * alone_s)  # half is fixed, half is tripled
+    assert large.exposed_s == pytest.approx(small.exposed_s)
+    assert small.samples_per_s == pytest.approx(80 / small.iteration_s)
+    assert large.samples_per_s == pytest.approx(240 / large.iteration_s)
+    assert large.speedup == pytest.approx(8 * 3 * alone_s / large.iteration_s)
+
+
+def test_strong_scaling_keeps_what_is_fixed() -> None:
+    points = sweep(TRACE, RING, [4], {"one": planners.single}, scaling="strong", compute=Compute(fixed_share=0.2))
+    point = next(iter(points))
+    alone_s = TRACE.forward_s + TRACE.backward_s
+    assert point.iteration_s - point.exposed_s == pytest.approx((0.2 + 0.8 / 4) * alone_s)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="fixed_share is 2"):
+        Compute(fixed_share=2)
+    with pytest.raises(ValueError, match="batch is 0"):
+        list(sweep(TRACE, RING, [4], {"one": planners.single}, batches={"one": 0.0}))
+    with pytest.raises(ValueError, match="scaling is 'odd'"):
+        list(sweep(TRACE, RING, [4], CHOSEN, scaling="odd"))  # type: ignore[arg-type]
+
+
+def test_pricing_adds_costs_at_every_size() -> None:
+    def pricing(here: Network) -> Network:
+        return replace(here, curves={**here.curves, "cheap": Curve.linear(1e-6 * here.world_size, 0.0)})
+
+    def cheap(trace: Trace, network: Network) -> Plan:
+        return planners.optimal(trace, network, collective="cheap")
+
+    points = list(sweep(TRACE, RING, [4, 16], {"cheap": cheap, "optimal": planners.optimal}, pricing=pricing))
+    by_size = {(point.world_size, point.planner): point for point in points}
+    assert by_size[16, "cheap"].exposed_s == pytest.approx(16e-6)
+    assert by_size[4, "cheap"].exposed_s == pytest.approx(4e-6)
+    plain = {point.world_size: point for point in sweep(TRACE, RING, [4, 16], {"optimal": planners.optimal})}
+    assert all(by_size[size, "optimal"] == plain[size] for size in (4, 16))
