@@ -167,6 +167,7 @@ def test_it_plans_simulates_and_compares(installed: Installed) -> None:
     assert (simulated["command"], compared["command"]) == ("simulate", "compare")
 
 
+@pytest.mark.campaign
 def test_a_command_whose_extra_is_missing_says_which_in_one_line(installed: Installed) -> None:
     needs = "which is not installed: pip install 'anabranch"
     what = ("--trace", "vgg16", "--network", CLUSTER)
@@ -205,6 +206,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.campaign
 def test_it_trains_on_two_ranks(installed: Installed) -> None:
     ranks = [
         subprocess.Popen(
