@@ -82,8 +82,8 @@ def without_activations() -> Section:
     return Section(
         "Memory beside activations: weights, gradients, residual, optimizer state, messages, workspace",
         "nothing to compare: LaySA's 80.5 % include activations",
-        "predicted by anabranch.planning.memory.account from the sizes in our traces: 4 ranks, 1 %, SGD with momentum; naive "
-        "sparse: top-k with error feedback of the whole model after backward; not measured",
+        "predicted by anabranch.planning.memory.account from the sizes in our traces: 4 ranks, 1 %, SGD with momentum; "
+        "naive sparse: top-k with error feedback of the whole model after backward; not measured",
         tuple(figures),
         (f"gradients of more than {MATRIX_NUMEL:,} elements are taken for matrices, which may travel sparsely",),
     )
@@ -119,8 +119,8 @@ def with_activations() -> Section:
     return Section(
         "Memory of a whole step, Lean with residuals and activations in host memory",
         SOURCE,
-        "predicted by anabranch.tools.predict.memory from a step on tensors without data: 4 ranks, 1 %, SGD with momentum, against "
-        "naive sparse that keeps everything; not measured",
+        "predicted by anabranch.tools.predict.memory from a step on tensors without data: 4 ranks, 1 %, SGD with "
+        "momentum, against naive sparse that keeps everything; not measured",
         tuple(figures),
     )
 
