@@ -10,7 +10,7 @@ Beside those that ``planning.memory`` knows, there are rivals and sharded models
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from anabranch.fsdp.planning.ways import UNPLANNED, way_of
+from anabranch.fsdp.planning.modes import UNPLANNED, sharding_mode
 from anabranch.planning import memory
 from anabranch.planning.memory import (
     FLOAT_NBYTES,
@@ -68,7 +68,7 @@ def predict(profile: StepProfile, mode: str, setting: Setting | None = None) -> 
     if mode == NAIVE:
         return largest(_naive(profile, setting))
     if is_sharded(mode):
-        return largest(sharded_footprints(profile, setting, way_of(mode, UNPLANNED)))
+        return largest(sharded_footprints(profile, setting, sharding_mode(mode, UNPLANNED)))
     known = {DDP: memory.DDP, **OUR_MODES}
     if mode not in known:
         raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *OUR_MODES, *UNPLANNED])}")

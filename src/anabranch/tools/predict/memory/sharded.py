@@ -11,8 +11,8 @@ Units are blocks by the names of their parameters.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from anabranch.fsdp.planning.step import REST, held_at, host_order
-from anabranch.fsdp.planning.ways import RESHARD, ShardedWay
+from anabranch.fsdp.planning.modes import RESHARD, ShardingMode
+from anabranch.fsdp.planning.simulator import REST, host_order, unsharded_at
 from anabranch.planning.memory import (
     BucketSize,
     Footprint,
@@ -31,7 +31,7 @@ from anabranch.values.kinds.sparse_names import KIND as OKTOPK
 from anabranch.values.kinds.sparse_names import density_of
 
 
-def sharded_footprints(profile: StepProfile, setting: Setting, sharded: ShardedWay) -> Iterator[Footprint]:
+def sharded_footprints(profile: StepProfile, setting: Setting, sharded: ShardingMode) -> Iterator[Footprint]:
     """The moments of a step. Gradients count as shards during the whole step."""
     ranks = setting.ranks_per_node or setting.ranks if sharded.nodes else setting.ranks
     nodes = replace(setting, ranks=setting.ranks // ranks, ranks_per_node=None)
@@ -44,7 +44,7 @@ def sharded_footprints(profile: StepProfile, setting: Setting, sharded: ShardedW
         nbytes[block_of(gradient.name)] += gradient.nbytes
     sizes = [(nbytes[block], nbytes[block]) for block in (*blocks, "")]
     done = 0  # gradients whose backward is over
-    for (kind, unit), held in held_at(sizes, host_order([sharded.units == RESHARD] * len(blocks), 1)):
+    for (kind, unit), held in unsharded_at(sizes, host_order([sharded.units == RESHARD] * len(blocks), 1)):
         gathered = {"weights": held.parameters, "send": held.reducing, "receive": held.gathering}
         if kind == "forward" and unit == len(blocks) - 1:  # the last one; REST where there is no block
             yield shards.plus_use("end of forward", _without_gradients(profile.gradients[0].peak_before), **gathered)
