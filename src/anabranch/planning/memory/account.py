@@ -29,8 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, cast
 
-from anabranch.fsdp.planning.step import REST, held_at, host_order
-from anabranch.fsdp.planning.ways import RESHARD, UNPLANNED, ShardedWay, way_of
+from anabranch.fsdp.planning.modes import RESHARD, UNPLANNED, ShardingMode, sharding_mode
+from anabranch.fsdp.planning.simulator import REST, host_order, unsharded_at
 from anabranch.planning.memory.slots import SLOTS, ring_nbytes
 from anabranch.planning.memory.step_profile import (
     BucketSize,
@@ -202,7 +202,7 @@ def _moments(profile: StepProfile, mode: str | Way, setting: Setting) -> Iterato
     if mode == NAIVE:
         return _naive(profile, setting)
     if is_sharded(mode):
-        return _fsdp2(profile, setting, way_of(mode, UNPLANNED))
+        return _fsdp2(profile, setting, sharding_mode(mode, UNPLANNED))
     if mode not in WAYS:
         raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *WAYS, *UNPLANNED])}")
     return _moments(profile, WAYS[mode], setting)
@@ -356,7 +356,7 @@ def _step_nbytes(profile: StepProfile, bucket: BucketSize) -> int:
     return int(bucket.nbytes / max(1, profile.gradients_nbytes) * profile.optimizer.workspace_nbytes)
 
 
-def _fsdp2(profile: StepProfile, setting: Setting, sharded: ShardedWay) -> Iterator[Footprint]:
+def _fsdp2(profile: StepProfile, setting: Setting, sharded: ShardingMode) -> Iterator[Footprint]:
     """Units are blocks by the names of their parameters. Gradients count as shards during the whole step."""
     ranks = setting.ranks_per_node or setting.ranks if sharded.nodes else setting.ranks
     between = _Between(
@@ -374,7 +374,7 @@ def _fsdp2(profile: StepProfile, setting: Setting, sharded: ShardedWay) -> Itera
         nbytes[block_of(gradient.name)] += gradient.nbytes
     sizes = [(nbytes[block], nbytes[block]) for block in (*blocks, "")]
     begun = 0  # the first gradient of the backward that comes next
-    for (kind, unit), held in held_at(sizes, host_order([sharded.units == RESHARD] * len(blocks), 1)):
+    for (kind, unit), held in unsharded_at(sizes, host_order([sharded.units == RESHARD] * len(blocks), 1)):
         gathered = {"weights": held.parameters, "send": held.reducing, "receive": held.gathering}
         if kind == "forward" and unit == len(blocks) - 1:  # the last one; REST where there is no block
             yield always.plus_use("end of forward", _without_gradients(profile.gradients[0].peak_before), **gathered)

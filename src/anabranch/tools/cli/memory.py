@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from anabranch.fsdp.planning.ways import UNPLANNED, help_of, way_of
+from anabranch.fsdp.planning.modes import UNPLANNED, help_of, sharding_mode
 from anabranch.tools.cli import arguments, network_text, own_model
 from anabranch.tools.cli.output import JsonOption, print_json, show_tables
 from anabranch.tools.network_presets import PRESETS
@@ -247,7 +247,7 @@ def _modes(exchanges: Sequence[str], sharded: Sequence[str]) -> list[str]:
     from anabranch.planning.memory.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
 
     for way in sharded:
-        way_of(way, UNPLANNED)  # refuses what it does not know
+        sharding_mode(way, UNPLANNED)  # refuses what it does not know
     naive = [NAIVE] if OKTOPK in exchanges else []
     compressed = [mode for exchange in exchanges for mode in modes_of(exchange)]
     return [DDP, LEAN_DENSE, *naive, *compressed, *dict.fromkeys(sharded)]
@@ -263,7 +263,7 @@ def _ranks_per_node(given: int | None, network: "Network | None", sharded: Seque
     known = None if network is None or (size := node_size(network)) is None else min(size, network.world_size)
     if given is not None and known is not None and given != known:
         raise ValueError(f"--ranks-per-node is {given}, and the network has {known} in a node: expected one of them")
-    if inside := next((way for way in sharded if way_of(way).nodes), None):
+    if inside := next((way for way in sharded if sharding_mode(way).nodes), None):
         if given is None and known is None:
             raise ValueError(
                 f"--sharded is {inside}, which shards inside nodes: say how many ranks a node has by --ranks-per-node, "
@@ -281,7 +281,7 @@ def _ranks_per_node(given: int | None, network: "Network | None", sharded: Seque
 def _about(setting: "Setting", sharded: Sequence[str]) -> list[str]:
     """What is assumed of clipping and of the sharded modes."""
     said = [*([CLIPPED] if setting.clips else []), *([SHARDED_ASSUMPTION] if sharded else [])]
-    if setting.ranks_per_node is not None and any(way_of(way).nodes for way in sharded):
+    if setting.ranks_per_node is not None and any(sharding_mode(way).nodes for way in sharded):
         nodes = setting.ranks // setting.ranks_per_node
         said.append(f"hsdp: {nodes} nodes of {setting.ranks_per_node} ranks, each with one copy of the model")
     return said
