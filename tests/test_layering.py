@@ -173,10 +173,8 @@ def undocumented(tree: ast.Module) -> list[str]:
     for node in tree.body:
         if isinstance(node, DOCUMENTED) and not node.name.startswith("_") and not ast.get_docstring(node):
             found.append(node.name)
-    for node in ast.walk(tree):
-        if isinstance(node, DOCUMENTED) and (ast.get_docstring(node) or "").startswith("See ``"):
-            found.append(node.name)
-    return found
+    everything = (node for node in ast.walk(tree) if isinstance(node, DOCUMENTED))
+    return found + [node.name for node in everything if (ast.get_docstring(node) or "").startswith("See ``")]
 
 
 def dangers(tree: ast.AST) -> list[str]:
