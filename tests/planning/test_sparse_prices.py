@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks.virtual import VirtualWorld
 
 from anabranch import Curve, Network, NetworkError
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.planning.prices import NOTHING, Computing, Phase, travel_s
 from anabranch.planning.sparse_prices import H200, exchange_of, phases
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.oktopk import OkTopk
 from anabranch.values.kinds.sparse_names import kind_of
 from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES, Precision

@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.encoding import unframe_messages
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.exchange.sparse.oktopk import exchange, version_for
 from anabranch.exchange.sparse.select import unpack
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.oktopk import OkTopk
 from anabranch.values.kinds.sparse_sizes import FP32, Precision, Sizes
 from exchange.sparse.worlds import check_step, gradients, states, step

@@ -5,8 +5,8 @@ An entry has 8 bytes as fp32, 4 as bf16, 3 as int8; heads and tables are counted
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.oktopk import OkTopk
 from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES, HEAD_NBYTES, Precision, Sizes
 from exchange.sparse.worlds import (
