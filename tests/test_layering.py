@@ -197,7 +197,7 @@ def parsed(path: Path) -> ast.Module:
         ("comm.agree", "import anabranch.planning.simulator"),
         ("tuning.tuner", "from anabranch.ddp.layout import DdpLayout"),
         ("tuning.tuner", "from anabranch.lean.layout import LeanLayout"),
-        ("tuning.tuner", "from anabranch.values.kinds.oktopk import OkTopk"),
+        ("tuning.tuner", "from anabranch.values.kinds.options import OkTopk"),
         ("lean.engine", "from anabranch.exchange.residuals.state import BucketState"),
         ("parallel", "from anabranch.tools.bench.zoo import MODELS"),
         ("sparse.oktopk", "from anabranch.parallel import DataParallel"),

@@ -7,9 +7,9 @@ from anabranch.exchange.contracts import Steps
 from anabranch.exchange.quantised.exchange import exchange
 from anabranch.planning.memory.account import WAYS, Setting, modes_of, predict, quantised_messages
 from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.block_format import FORMATS
+from anabranch.values.kinds.formats import FORMATS
 from anabranch.values.kinds.names import COMPRESSED
-from anabranch.values.kinds.quantised import Quantised
+from anabranch.values.kinds.options import Quantised
 from planning.memory.test_account import MIB, small
 
 N = 160_000_000  # bytes of the gradients of ``small``

@@ -43,13 +43,10 @@ from anabranch.planning.memory.step_profile import (
 from anabranch.planning.quantised_prices import Region
 from anabranch.tools.predict.scaling.compression import AUTO
 from anabranch.tools.predict.scaling.sharding import block_of
-from anabranch.values.kinds.block_format import STORED
 from anabranch.values.kinds.fidelity import LEAST
-from anabranch.values.kinds.names import COMPRESSED, DENSE
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.quantised import Quantised
-from anabranch.values.kinds.sparse_names import density_of
-from anabranch.values.kinds.sparse_sizes import CHUNK_NUMEL, Sizes, widest_numel
+from anabranch.values.kinds.formats import CHUNK_NUMEL, STORED, Sizes, widest_numel
+from anabranch.values.kinds.names import COMPRESSED, DENSE, density_of
+from anabranch.values.kinds.options import OkTopk, Quantised
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
 DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_HOST, LEAN_BF16, LEAN_INT8 = MODES = (

@@ -27,7 +27,7 @@ from anabranch.planning.memory.account import DDP, NAIVE, OKTOPK, WAYS, Way
 from anabranch.tools.bench.baselines import top_count, top_pairs
 from anabranch.tools.predict.memory.probe import Loss
 from anabranch.values.kinds.names import DENSE
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.plan import Plan
 
 

@@ -7,8 +7,8 @@ from anabranch.planning.memory.account import DDP, FRAGMENTATION, OKTOPK, WAYS, 
 from anabranch.tools.predict.memory.estimator import MemoryEstimator
 from anabranch.tools.predict.scaling.compression import Compression
 from anabranch.tools.predict.scaling.result import Kind
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_names import density_of
+from anabranch.values.kinds.names import density_of
+from anabranch.values.kinds.options import OkTopk
 
 
 class Fitting(NamedTuple):
