@@ -307,6 +307,7 @@ def test_messages_in_troubleshooting_are_those_of_the_source() -> None:
 # The site.
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     build = subprocess.run(

@@ -168,6 +168,7 @@ def test_it_plans_simulates_and_compares(installed: Installed) -> None:
     assert (simulated["command"], compared["command"]) == ("simulate", "compare")
 
 
+@pytest.mark.campaign
 def test_a_command_whose_extra_is_missing_says_which_in_one_line(installed: Installed) -> None:
     needs = "which is not installed: pip install 'anabranch"
     what = ("--trace", "vgg16", "--network", CLUSTER)
@@ -180,6 +181,7 @@ def test_a_command_whose_extra_is_missing_says_which_in_one_line(installed: Inst
     assert f"the model resnet50 needs torchvision, {needs}[models]' 'torch==" in model
 
 
+@pytest.mark.campaign
 def test_our_measurements_are_inside(installed: Installed) -> None:
     """What ``anabranch reproduce`` shows of them is the same without the source of the project."""
     document = json.loads(installed.command("reproduce", "laysa", "--json"))
@@ -215,6 +217,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.campaign
 def test_it_trains_on_two_ranks(installed: Installed) -> None:
     ranks = [
         subprocess.Popen(
