@@ -10,6 +10,7 @@ from typing import Literal, get_args
 DENSE, BF16, INT8, INT4 = EVERY_ELEMENT = ("dense", "bf16", "int8", "int4")  # the most faithful first
 COMPRESSED = EVERY_ELEMENT[1:]
 OKTOPK = "oktopk"
+AUTO = "auto"  # chooses a kind for each bucket
 Wire = Literal["fp32", "bf16", "int8"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)  # the densities that OkTopk(density="auto") chooses from

@@ -15,6 +15,7 @@ from anabranch.tools.predict.scaling.sweep import Planner
 from anabranch.values.kinds.fidelity import error_of, ladder
 from anabranch.values.kinds.formats import ENTRY_NBYTES
 from anabranch.values.kinds.names import (
+    AUTO,
     COMPRESSED,
     DENSE,
     DENSITIES,
@@ -31,7 +32,6 @@ from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import TensorSpec, Trace
 
-AUTO = "auto"
 AS_FP32 = (
     "Sparse buckets are taken to send 8 bytes an entry, as fp32: a plan does not say OkTopk's wire. Where they were "
     "not measured, they cost that."
