@@ -152,8 +152,6 @@ def searched(hold_after: int | None) -> tuple[int, bool]:
 def scenarios(rank: int) -> dict[str, Any]:
     return {
         "gradients": gradients(rank),
-        "held": searched(hold_after=30),
-        "not held": searched(hold_after=None),
         "unmeasured": unmeasured(),
     }
 
@@ -174,12 +172,15 @@ def test_all_contestants_average_the_same_gradients_and_leave_no_hooks(found: li
             assert second[name] == pytest.approx(sums, rel=1e-6), name
 
 
-@pytest.mark.slow
-def test_a_search_can_be_ended_after_some_steps(found: list[dict[str, Any]]) -> None:
-    for one in found:
-        steps, known = one["held"]
+def both_searched(rank: int) -> list[tuple[int, bool]]:
+    return [searched(hold_after=30), searched(hold_after=None)]
+
+
+@pytest.mark.campaign
+def test_a_search_can_be_ended_after_some_steps() -> None:
+    for (steps, known), (unheld_steps, _) in on_ranks(both_searched, 2, timeout_s=100):
         assert 30 <= steps <= 40 and known
-        assert one["not held"][0] > 60
+        assert unheld_steps > 60
 
 
 @pytest.mark.slow
