@@ -32,14 +32,10 @@ from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Co
 from anabranch.tools.bench.run import Settings, run
 from anabranch.tools.bench.workload import Workload, replay_workload, zoo_workload
 from anabranch.tools.bench.zoo import Step
-<<<<<<< HEAD:benchmarks/rivals.py
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.ranks import join
 from anabranch.tools.report.benchmark import markdown
-from anabranch.values.kinds.sparse_names import density_of, given_density
-=======
-from anabranch.values.kinds.names import density_of
->>>>>>> main:src/anabranch/tools/bench/sparse.py
+from anabranch.values.kinds.names import density_of, given_density
 from anabranch.values.network import Network
 from anabranch.values.plan import Bucket, Plan
 from anabranch.values.trace import Trace

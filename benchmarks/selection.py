@@ -12,15 +12,9 @@ from benchmarks.virtual import VirtualWorld
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import triton_exchange
 from anabranch.exchange.sparse.triton_exchange import TritonStep
-<<<<<<< HEAD
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES, Precision, Sizes
-=======
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import ENTRY_NBYTES, Sizes
 from anabranch.values.kinds.names import Wire
 from anabranch.values.kinds.options import OkTopk
->>>>>>> main
 
 RANKS, DENSITY, DIVISOR, LIMIT = 4, 0.01, 4.0, 1e38
 

@@ -18,15 +18,8 @@ import anabranch as ab
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.exact import exact_exchange
 from anabranch.exchange.sparse.fixed import fixed_exchange
-<<<<<<< HEAD
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES
-=======
-from anabranch.tools.bench.baselines import BASELINES, ExchangeFunction
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import ENTRY_NBYTES
 from anabranch.values.kinds.options import OkTopk
->>>>>>> main
 
 PERIODS = OkTopk()  # its defaults: exact thresholds every 32 steps, new regions every 64
 OURS: dict[str, ExchangeFunction] = {

@@ -19,12 +19,7 @@ from anabranch.planning.memory import (
     buckets_by_size,
     quantised_nbytes,
 )
-<<<<<<< HEAD
-from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OKTOPK, OUR_MODES, modes_of, predict
-=======
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OUR_MODES, modes_of, predict
->>>>>>> main
 from anabranch.tools.predict.memory.probe import probe
 from anabranch.values.kinds.formats import FORMATS
 from anabranch.values.kinds.names import COMPRESSED, OKTOPK

@@ -7,12 +7,7 @@ from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.quantised.exchange import exchange
 from anabranch.exchange.quantised.stochastic import Seeds
-<<<<<<< HEAD
-from anabranch.values.kinds.block_format import BlockFormat
-=======
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import BlockFormat
->>>>>>> main
 
 Gradients = list[torch.Tensor]
 

@@ -10,12 +10,7 @@ from benchmarks.virtual import VirtualWorld
 from anabranch.exchange.residuals.monitor import MAX_SAMPLES, ResidualMonitor, ResidualSample, residual_grows
 from anabranch.exchange.residuals.state import SparseState
 from anabranch.exchange.sparse.oktopk import exchange
-<<<<<<< HEAD
-from anabranch.values.kinds.oktopk import OkTopk
-=======
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.options import OkTopk
->>>>>>> main
 from exchange.sparse.worlds import gradients
 
 DENSITY = 0.05

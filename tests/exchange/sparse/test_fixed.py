@@ -8,14 +8,8 @@ from benchmarks.virtual import VirtualWork
 from anabranch.exchange.communicator import ZeroBuffer
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.fixed import fixed_exchange
-<<<<<<< HEAD
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import Precision
-=======
-from anabranch.tools.bench.virtual import VirtualWork
 from anabranch.values.kinds.names import Wire
 from anabranch.values.kinds.options import OkTopk
->>>>>>> main
 
 
 class Nowhere(ZeroBuffer):

@@ -11,15 +11,9 @@ from anabranch.exchange.sparse.encoding import unframe_messages
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.exchange.sparse.oktopk import exchange, version_for
 from anabranch.exchange.sparse.select import unpack
-<<<<<<< HEAD
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import FP32, Precision, Sizes
-=======
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import FP32, Sizes
 from anabranch.values.kinds.names import Wire
 from anabranch.values.kinds.options import OkTopk
->>>>>>> main
 from exchange.sparse.worlds import check_step, gradients, states, step
 from gpu import ON_GPU, no_waiting
 

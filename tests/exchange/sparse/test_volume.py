@@ -7,15 +7,9 @@ import pytest
 import torch
 from benchmarks.virtual import VirtualWorld
 
-<<<<<<< HEAD
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES, HEAD_NBYTES, Precision, Sizes
-=======
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import ENTRY_NBYTES, HEAD_NBYTES, Sizes
 from anabranch.values.kinds.names import Wire
 from anabranch.values.kinds.options import OkTopk
->>>>>>> main
 from exchange.sparse.worlds import (
     DENSITY,
     EXCHANGES,

@@ -14,14 +14,7 @@ from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.exact import exact_exchange
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.exchange.sparse.oktopk import in_float32
-<<<<<<< HEAD
-from anabranch.values.kinds.oktopk import OkTopk
-=======
-from anabranch.tools.bench.baselines import BASELINES, ExchangeFunction
-from anabranch.tools.bench.byte_counts import ByteCounts
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.options import OkTopk
->>>>>>> main
 
 SOON = OkTopk(threshold_period=3, region_period=2)  # so that few steps see refreshes and steps without
 EXCHANGES: dict[str, ExchangeFunction] = {

@@ -8,12 +8,8 @@ from torch import nn
 
 from anabranch.tools.bench import zoo
 from anabranch.tools.bench.memory import FIRST, OPTIMIZERS, compressed_plan, world
-<<<<<<< HEAD
 from anabranch.tools.bench.trainings import ON_ONE_RANK, TrainingSetup, naive_exchange, training_of
-from anabranch.tools.predict.memory.modes import OKTOPK, OUR_MODES
-=======
-from anabranch.tools.bench.trainings import ON_ONE_RANK, Training, TrainingSetup, naive_exchange, training_of
->>>>>>> main
+from anabranch.tools.predict.memory.modes import OUR_MODES
 from anabranch.tools.predict.memory.probe import probe
 from anabranch.values.kinds.names import OKTOPK
 from ranks import on_ranks

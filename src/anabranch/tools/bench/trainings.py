@@ -16,12 +16,7 @@ from anabranch.lean.activations.policy import Activations
 from anabranch.lean.options import KEPT, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
 from anabranch.planning.memory import TrainingMode
-<<<<<<< HEAD
-from anabranch.tools.predict.memory.modes import DDP, NAIVE, OKTOPK, OUR_MODES
-=======
-from anabranch.tools.bench.baselines import top_count, top_pairs
 from anabranch.tools.predict.memory.modes import DDP, NAIVE, OUR_MODES
->>>>>>> main
 from anabranch.tools.predict.memory.probe import Loss
 from anabranch.values.kinds.names import DENSE, OKTOPK
 from anabranch.values.kinds.options import OkTopk

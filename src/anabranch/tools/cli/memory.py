@@ -358,13 +358,8 @@ def _chosen(
     from anabranch.lean.within import described
     from anabranch.planning.memory import TrainingMode
     from anabranch.tools.bench.memory import OPTIMIZERS
-<<<<<<< HEAD
-    from anabranch.tools.predict.memory.modes import LEAN, OKTOPK
-    from anabranch.tools.predict.memory.within import ASSUMED, chosen_within, profile
-=======
-    from anabranch.tools.bench.within import ASSUMED, chosen_within, profile
     from anabranch.tools.predict.memory.modes import LEAN
->>>>>>> main
+    from anabranch.tools.predict.memory.within import ASSUMED, chosen_within, profile
 
     found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
     profiled = profile(_build_at(model, precision)(batch), half=precision is Precision.bf16)

@@ -105,13 +105,8 @@ def run(
 
 
 def _compression(text: str) -> Any:
-<<<<<<< HEAD
     from anabranch.tools.bench.compress import compression
-    from anabranch.values.kinds.oktopk import OkTopk
-=======
-    from anabranch.tools.bench.compress import OURS, of_ours
     from anabranch.values.kinds.options import OkTopk
->>>>>>> main
 
     return compression(text, OkTopk())
 
