@@ -38,7 +38,7 @@ def test_without_ranks_it_says_how_to_get_them(capsys: pytest.CaptureFixture[str
             ["--trace", "resnet50", "--compress", "zip"],
             "--compress is 'zip': expected bf16, int8, int4, auto",
         ),
-        (["--trace", "resnet50", "--compress", "gtopk"], "--compress is 'gtopk': expected a density in (0, 1]"),
+        (["--trace", "resnet50", "--compress", "oktopk:2"], "--compress is 'oktopk:2': expected a density in (0, 1]"),
         (["--trace", "resnet50", "--model", "resnet50"], "run them apart"),
         (["--trace", "resnet50", "--sharded", "fsdp2"], "a replayed trace has no blocks to make units of"),
         (["--model", "resnet50", "--sharded", "fsdp1"], "--sharded is 'fsdp1': expected one of fsdp2, fsdp2:reshard"),
