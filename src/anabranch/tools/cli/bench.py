@@ -11,7 +11,15 @@ import typer
 
 from anabranch.fsdp.planning.modes import SHARDING_MODES, help_of, sharding_mode
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, show_tables
+from anabranch.tools.cli.output import (
+    ForceOption,
+    JsonOption,
+    check_free,
+    check_plot,
+    print_json,
+    show_tables,
+    write_plot,
+)
 from anabranch.tools.cli.ranks import join
 from anabranch.values.errors import AnabranchError
 from anabranch.values.files import write_bytes
@@ -20,7 +28,6 @@ from anabranch.values.plan import MAX_LANES
 if TYPE_CHECKING:
     from anabranch.tools.bench.run import Settings
     from anabranch.tools.bench.workload import Workload
-    from anabranch.tools.report.plot import Format
 
 HOW = "anabranch lab --hosts 4 --rate 10gbit -- anabranch bench --trace resnet50, or torchrun with -m anabranch bench"
 
@@ -120,7 +127,7 @@ SkipOption = Annotated[
 ]
 BackendOption = Annotated[str | None, typer.Option(help="gloo or nccl; nccl where there is a GPU.")]
 ReportOption = Annotated[Path | None, typer.Option(help="Write a Markdown report to this file.")]
-PlotOption = Annotated[Path | None, typer.Option(help="Draw steps as shares of DDP's to this .svg or .png file.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Write a page with the steps of all to this .html file.")]
 TitleOption = Annotated[str, typer.Option(help="Title of that report.")]
 
 
@@ -155,7 +162,7 @@ def bench(
     _check_workloads(model, trace, compiled, own_caches, bool(sharded), channels_last)
     check_free([report, plot], force)
     _check_folders([report, plot])
-    form = plot_format(plot)
+    check_plot(plot)
     sizes, counts = _numbers("--bucket-sizes", bucket_sizes), _counts(lanes)
     kinds, ways = list(dict.fromkeys(compress or ())), list(dict.fromkeys(sharded or ()))
     traces = [(text, arguments.trace(text)) for text in trace or ()]
@@ -183,7 +190,7 @@ def bench(
     device = join(backend, on_gpu=bool(model))
     workloads = [zoo_workload(name, device, batch_size, channels_last) for name in model or ()]
     workloads += [replay_workload(Path(text).stem, noun, slower) for text, noun in traces]
-    _run(workloads, settings, _Outputs(report, title, plot, form, as_json))
+    _run(workloads, settings, _Outputs(report, title, plot, as_json))
 
 
 class _Outputs(NamedTuple):
@@ -192,7 +199,6 @@ class _Outputs(NamedTuple):
     report: Path | None
     title: str
     plot: Path | None
-    form: "Format | None"
     as_json: bool
 
 
@@ -203,7 +209,6 @@ def _run(workloads: "Sequence[Workload]", settings: "Settings", outputs: _Output
     from anabranch.tools.bench.run import run
     from anabranch.tools.report import benchmark as reports
     from anabranch.tools.report.documents import BenchDocument, printed
-    from anabranch.tools.report.race_plot import race_plot
 
     leads = dist.get_rank() == 0
     results = []
@@ -216,8 +221,8 @@ def _run(workloads: "Sequence[Workload]", settings: "Settings", outputs: _Output
             show_tables(reports.benchmark_report(results[-1]), closing, "")
         if outputs.report is not None:  # check_free has made sure of it
             write_bytes(reports.markdown(outputs.title, results).encode(), outputs.report, force=True)
-        if outputs.plot is not None and outputs.form is not None:
-            write_bytes(race_plot(results, outputs.form), outputs.plot, force=True)
+        if outputs.plot is not None:
+            write_plot(BenchDocument(benchmarks=tuple(results)), outputs.plot, force=True)
     if leads and not outputs.as_json and (written := [str(path) for path in (outputs.report, outputs.plot) if path]):
         show_tables(f"Written to {' and '.join(written)}.")
     if leads and outputs.as_json:

@@ -12,11 +12,12 @@ import typer
 
 from anabranch.values.errors import FileError
 from anabranch.values.extras import require
+from anabranch.values.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from anabranch.tools.report.plot import Format
+    from anabranch.tools.report.documents import Document
 
 Item = TypeVar("Item")
 
@@ -122,13 +123,19 @@ def progress_bar() -> "Iterator[Callable[[str, int, int], None] | None]":
         yield update
 
 
-def plot_format(plot: Path | None) -> "Format | None":
-    """The format of a plot by its file name; ValueError for other names than .png and .svg."""
-    if plot is None:
-        return None
-    require("matplotlib", "report", "--plot")
-    if plot.suffix.lower() == ".png":
-        return "png"
-    if plot.suffix.lower() == ".svg":
-        return "svg"
-    raise ValueError(f"--plot is {plot}: expected a name that ends in .png or .svg")
+def check_plot(plot: Path | None) -> None:
+    """Refuse, before any work is done, a plot that would not be a page."""
+    if plot is not None:
+        require("plotly", "report", "--plot")
+        if plot.suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"--plot is {plot}: a plot is an HTML page, expected a name that ends in .html")
+
+
+def write_plot(document: "Document", plot: Path, force: bool) -> None:
+    """Write the page of what a command prints with --json."""
+    from anabranch.tools.report.page import report_page
+    from anabranch.tools.report.runs import Runs
+
+    runs = Runs()
+    runs.add(f"anabranch {document.command} --json", document)
+    write_text(report_page(f"anabranch {document.command}", runs), plot, force)

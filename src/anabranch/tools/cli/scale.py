@@ -17,23 +17,22 @@ from anabranch.tools.cli.output import (
     ForceOption,
     JsonOption,
     check_free,
-    plot_format,
+    check_plot,
     print_json,
     progress_bar,
     show_tables,
+    write_plot,
 )
 from anabranch.tools.network_presets import NetworkRange
 from anabranch.tools.predict.scaling import Compute, Scaling, line_up, strategy_kinds
 from anabranch.tools.predict.scaling import scale as predict
 from anabranch.tools.predict.scaling.compression import LEAN
 from anabranch.tools.predict.scaling.study import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
-from anabranch.values.files import write_bytes
 from anabranch.values.quantities import size_nbytes
 from anabranch.values.trace import Trace
 
 if TYPE_CHECKING:
     from anabranch.planning.memory import Setting
-    from anabranch.tools.report.plot import Format
 
 STRAGGLER_FACTOR = 2.0
 MAX_STRAGGLER_FACTOR = 1e3
@@ -119,7 +118,7 @@ FactorOption = Annotated[
 SeedOption = Annotated[
     int, typer.Option(metavar="N", min=0, help="Of the jitter: the same seed gives the same numbers.")
 ]
-PlotOption = Annotated[Path | None, typer.Option(help="Write a plot to this .png or .svg file.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Write a page with the curves to this .html file.")]
 
 
 def scale(
@@ -143,7 +142,7 @@ def scale(
     as_json: JsonOption = False,
 ) -> None:
     """Predict which strategy wins at which world size on which network, and by how much, with bands."""
-    form = plot_format(plot)
+    check_plot(plot)
     check_free([plot], force)
     sizes = _sizes(world_sizes)
     compute = _compute(fixed_share, jitter, stragglers, straggler_factor, seed, sizes[-1])
@@ -161,8 +160,8 @@ def scale(
             batch=chosen.batch, compute=compute, assumptions=chosen.assumptions, on_point=on_point,
         )  # fmt: skip
     found = replace(found, written=str(plot) if plot else None)
-    if plot and form:
-        write_bytes(_drawn(found, form), plot, force)
+    if plot:
+        write_plot(found, plot, force)
     if as_json:
         print_json(asdict(found))
     else:
@@ -272,12 +271,6 @@ def _sizes(text: str) -> list[int]:
                 f"--world-sizes has {piece!r}: expected rising whole numbers to {MAX_RANKS}, such as 4,8,16"
             )
     return sizes
-
-
-def _drawn(found: Scaling, form: "Format") -> bytes:
-    from anabranch.tools.report.plot import scaling_plot
-
-    return scaling_plot(found, form)
 
 
 def _print(found: Scaling) -> None:
