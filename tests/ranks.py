@@ -26,7 +26,15 @@ MAX_PATIENCE = 3.0  # keeps deadlines below pytest's own
 # Ranks that live on from call to call would save another 0.06 s a call, and tests would see each other's leftovers.
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch.distributed", "torch._dynamo", "pytest", "anabranch.parallel", "pydantic.type_adapter", "numpy.ma"]
+    [
+        "torch.distributed",
+        "torch._dynamo",
+        "pytest",
+        "anabranch.parallel",
+        "anabranch.lean.parallel",
+        "pydantic.type_adapter",
+        "numpy.ma",
+    ]
 )
 
 

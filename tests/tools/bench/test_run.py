@@ -35,7 +35,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], st
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
         "--nproc-per-node", "2", "-m", "anabranch", "bench", "--trace", str(folder / "tiny.json"), "--num-iters", "2",
-        "--num-batches-per-iter", "2", "--num-warmup-batches", "1", "--profile-steps", "2", "--compress", "bf16", "--report", str(folder / "report.md"), "--json",
+        "--num-batches-per-iter", "2", "--num-warmup-batches", "1", "--profile-steps", "2", "--compress", "bf16",
+        "--report", str(folder / "report.md"), "--json",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ANABRANCH_LAB": "a lab for tests"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from anabranch.fsdp.planning.ways import WAYS, help_of, way_of
+from anabranch.fsdp.planning.modes import SHARDING_MODES, help_of, sharding_mode
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import BackendOption, ForceOption, JsonOption, PlotOption
 from anabranch.tools.cli.output import check_free, plot_format, print_json, show_tables
@@ -95,8 +95,8 @@ Sharded = Annotated[
     list[str] | None,
     Option(
         metavar="NAME",
-        help=f"Also the model sharded over all ranks, or inside nodes of several ranks: {help_of(WAYS)}; for --model; "
-        "may be repeated.",
+        help=f"Also the model sharded over all ranks, or inside nodes of several: {help_of(SHARDING_MODES)}; for "
+        "--model; may be repeated.",
     ),
 ]
 Only = Annotated[
@@ -159,7 +159,7 @@ def bench(
     for kind in kinds:
         compression(kind)  # refuses what it does not know
     for name in shardings:
-        way_of(name)
+        sharding_mode(name)
     settings = Settings(
         iters=num_iters,
         batches=num_batches_per_iter,

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
 
-from anabranch.fsdp.planning.ways import UNPLANNED, help_of, way_of
+from anabranch.fsdp.planning.modes import UNPLANNED, help_of, sharding_mode
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import JsonOption
 from anabranch.tools.cli.output import print_json, show_tables
 from anabranch.tools.cli.user_function import backward_errors, build_at
 from anabranch.tools.network_presets import PRESETS
-from anabranch.tools.predict.scaling.compression import AUTO
 from anabranch.values.files import bundled_traces
-from anabranch.values.kinds.names import COMPRESSED, DENSE
+from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE
 from anabranch.values.kinds.oktopk import OkTopk
 from anabranch.values.kinds.sparse_names import KIND, given_density, split_wire
 from anabranch.values.kinds.sparse_sizes import Precision as Wire
@@ -26,7 +25,7 @@ from anabranch.values.quantities import size_nbytes
 
 if TYPE_CHECKING:
     from anabranch.lean.options import OptimizerFactory
-    from anabranch.planning.memory.account import Footprint, Setting
+    from anabranch.planning.memory import Footprint, Setting
     from anabranch.tools.predict.memory.estimator import BuildAt, MemoryEstimator
     from anabranch.tools.report.documents import MemoryDocument
     from anabranch.values.network import Network
@@ -132,7 +131,7 @@ def memory(
     limit_nbytes = None if within is None else size_nbytes("--within", within)
     links, shardings = throughput_network(network, ranks), list(dict.fromkeys(sharded or ()))
     asked = _asked(compress or [KIND])
-    from anabranch.planning.memory.account import Setting
+    from anabranch.planning.memory import Setting
 
     setting = Setting(
         ranks or (links.world_size if links else DEFAULT_RANKS),
@@ -248,7 +247,7 @@ def _asked(compress: Sequence[str]) -> _Asked:
 
 def _modes(exchanges: Sequence[str], sharded: Sequence[str]) -> list[str]:
     """DDP, Lean without compression, and the modes of these exchanges, the naive one too; then FSDP2's."""
-    from anabranch.planning.memory.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
+    from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
 
     naive = [NAIVE] if OKTOPK in exchanges else []
     return [DDP, LEAN_DENSE, *naive, *(mode for exchange in exchanges for mode in modes_of(exchange)), *sharded]
@@ -262,7 +261,7 @@ def node_size(network: "Network") -> int | None:
 def _ranks_per_node(network: "Network | None", sharded: Sequence[str]) -> int | None:
     """How many ranks hold one copy of the model under hsdp: those of a node of the network."""
     size = None if network is None else node_size(network)
-    inside = [name for name in sharded if way_of(name, UNPLANNED).nodes]  # refuses what it does not know
+    inside = [name for name in sharded if sharding_mode(name, UNPLANNED).nodes]  # refuses what it does not know
     if inside and size is None:
         raise ValueError(
             f"--sharded is {inside[0]}, which shards inside nodes: expected a --network with nodes, such as "
@@ -274,7 +273,7 @@ def _ranks_per_node(network: "Network | None", sharded: Sequence[str]) -> int | 
 def _about(setting: "Setting", sharded: Sequence[str]) -> list[str]:
     """What is assumed of clipping and of the sharded modes."""
     said = [*([CLIPPED] if setting.clips else []), *([SHARDED_ASSUMPTION] if sharded else [])]
-    if setting.ranks_per_node is not None and any(way_of(name).nodes for name in sharded):
+    if setting.ranks_per_node is not None and any(sharding_mode(name).nodes for name in sharded):
         nodes = setting.ranks // setting.ranks_per_node
         said.append(f"hsdp: {nodes} nodes of {setting.ranks_per_node} ranks, each with one copy of the model")
     return said
@@ -282,7 +281,7 @@ def _about(setting: "Setting", sharded: Sequence[str]) -> list[str]:
 
 def _limits(batches: Mapping[str, int]) -> list[str]:
     """What the search for the largest batches assumes."""
-    from anabranch.planning.memory.account import FRAGMENTATION
+    from anabranch.planning.memory import FRAGMENTATION
     from anabranch.tools.predict.memory.largest_batch import MAX_BATCH
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
@@ -295,14 +294,15 @@ def _chosen(
     """What ``Lean(within=...)`` would choose at this batch, dense and by exchange: peaks, and choices in words."""
     from anabranch.lean.activations.solver import BudgetError
     from anabranch.lean.within import described
-    from anabranch.planning.memory.account import LEAN, OKTOPK, Way
+    from anabranch.planning.memory import TrainingMode
     from anabranch.tools.bench.within import ASSUMED, chosen_within, profile
+    from anabranch.tools.predict.memory.modes import LEAN, OKTOPK
 
     found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
     profiled = profile(training.build_at()(training.batch), half=training.precision is Precision.bf16)
     for exchange in (DENSE, *exchanges):
         name = LEAN if exchange == OKTOPK else f"{LEAN}, {exchange}"
-        mode = (Way(exchange, lean=True), setting)
+        mode = (TrainingMode(exchange, lean=True), setting)
         try:
             choice, found[f"{name}, within"] = chosen_within(profiled, training.optimizer_factory, mode, limit_nbytes)
             words.append(f"{name}, {described(choice.message(limit_nbytes))}")

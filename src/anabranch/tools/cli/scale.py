@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
-from anabranch.fsdp.planning.ways import PLANNED, WAYS, help_of, way_of
+from anabranch.fsdp.planning.modes import PLANNED, SHARDING_MODES, help_of, sharding_mode
 from anabranch.planning.simulator.ranks import MAX_JITTER
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.memory import Optimizer, estimator_of, node_size
@@ -25,7 +25,7 @@ from anabranch.values.quantities import size_nbytes
 from anabranch.values.trace import Trace
 
 if TYPE_CHECKING:
-    from anabranch.planning.memory.account import Setting
+    from anabranch.planning.memory import Setting
 
 STRAGGLERS = re.compile(r"(\d{1,9})(?:x(\d+\.?\d*|\.\d+))?", re.ASCII)  # 2, or 2x1.5
 STRAGGLER_FACTOR, MAX_STRAGGLER_FACTOR = 2.0, 1e3
@@ -87,7 +87,7 @@ Sharded = Annotated[
     list[str] | None,
     Option(
         metavar="NAME",
-        help=f"Also models sharded over all ranks, or inside the nodes of a network that has some: {help_of(WAYS)}; "
+        help=f"Also models sharded over all ranks, or inside the nodes of a network that has some: {help_of(SHARDING_MODES)}; "
         "may be repeated.",
     ),
 ]
@@ -183,13 +183,13 @@ def _sharded_setting(
     sharded: Sequence[str], ranges: Sequence[NetworkRange], fewest: int, within: str
 ) -> "Setting | None":
     """How sharded strategies are trained where each rank holds most: at the fewest ranks. None if there is none."""
-    if planned := next((name for name in sharded if way_of(name).units == PLANNED), None):
+    if planned := next((name for name in sharded if sharding_mode(name).units == PLANNED), None):
         raise ValueError(f"--within is {within}: the memory of --sharded {planned} is not predicted; run them apart")
     if not sharded:
         return None
-    from anabranch.planning.memory.account import Setting
+    from anabranch.planning.memory import Setting
 
-    in_nodes = any(way_of(name).nodes for name in sharded)
+    in_nodes = any(sharding_mode(name).nodes for name in sharded)
     sizes = {node_size(network.middle) for network in ranges} if in_nodes else {None}
     if len(sizes) > 1:
         raise ValueError(

@@ -1,12 +1,13 @@
 """anabranch show: the content of a trace, network, plan, timeline or cached plan, or of a sharded trace or plan."""
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
 from anabranch.fsdp.planning import ShardedTrace, ShardingPlan
-from anabranch.fsdp.planning import files as sharded_files
+from anabranch.fsdp.planning import values as sharding_values
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.cache import choice_figures
 from anabranch.tools.cli.options import JsonOption
@@ -49,11 +50,11 @@ def _shown(found: Any) -> "tuple[dict[str, Any], str | bytes, list[RenderableTyp
         return choice_figures(found), found.text(), _cached_report(found)
     if isinstance(found, ShardedTrace):
         summary: dict[str, Any] = {"blocks": len(found), "nbytes": found.nbytes, "compute_s": found.compute_s}
-        return summary, sharded_files.dumps(found), _sharded_trace_report(found)
+        return summary, sharding_values.dumps(found), _sharded_trace_report(found)
     if isinstance(found, ShardingPlan):
         freed = sum(unit.reshard for unit in found.units)
         summary = {"units": len(found), "blocks": len(found.names), "freed": freed, "prefetch": found.prefetch}
-        return summary, sharded_files.dumps(found), _sharding_plan_report(found)
+        return summary, sharding_values.dumps(found), _sharding_plan_report(found)
     of_kind: dict[type, tuple[Any, Any]] = {
         Trace: (figures.trace_figures, tables.trace_report),
         Network: (figures.network_figures, tables.network_report),
@@ -112,7 +113,7 @@ def _sharding_plan_report(plan: ShardingPlan) -> "list[RenderableType]":
     from anabranch.tools.report.tables import add_rows, columns, facts
 
     headers = ["#", "blocks", "after forward", "first", "last"]
-    rows = (
+    rows: "Iterator[tuple[str | Text, ...]]" = (
         (str(i), str(len(u.names)), "freed" if u.reshard else "kept", label(u.names[0]), label(u.names[-1]))
         for i, u in enumerate(plan.units)
     )

@@ -1,4 +1,4 @@
-"""What cannot be wrapped, found while wrapping: a model that is wrapped already, or whose parameters are DTensors."""
+"""Checks of both wrappers: no part of the model is wrapped already, and DDP can average its DTensors, if it has any."""
 
 import sys
 from typing import Any
@@ -8,17 +8,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.ddp.reducer import running_ddp_of
 from anabranch.exchange.parameters import ignored_names
-from anabranch.tuning.tuned import Tuned
-
-WRAPPERS = (DistributedDataParallel, Tuned)  # that average gradients
 
 
-def check_unwrapped(module: nn.Module) -> None:
-    """Raise ValueError if this module, or a part of it whose gradients would be averaged here, is wrapped already."""
+def check_unwrapped(module: nn.Module, ours: type) -> None:
+    """Raise ValueError if this module, or a part of it whose gradients would be averaged here, is wrapped already.
+
+    Wrappers are those of DistributedDataParallel and of the class ``ours``.
+    """
     averaged = {name for name, _ in module.named_parameters()}.difference(ignored_names(module))
     for name, part in module.named_modules():
         inside_part = f"{name}." if name else ""
-        if isinstance(part, WRAPPERS) and any(parameter.startswith(inside_part) for parameter in averaged):
+        if isinstance(part, DistributedDataParallel | ours) and any(
+            parameter.startswith(inside_part) for parameter in averaged
+        ):
             what, inside = (f"its part {name}", "the part") if name else ("the module", "model")
             raise ValueError(
                 f"{what} is a {type(part).__name__} already, and gradients would be averaged twice: wrap it once; wrap "
