@@ -13,7 +13,7 @@ from anabranch import planning as planners
 from anabranch.planning.compressed import compressed_if_faster
 from anabranch.planning.simulator import finish_s
 from anabranch.planning.sparse_prices import H200, exchange_of, phases
-from anabranch.values.kinds.sparse_names import kind_of
+from anabranch.values.kinds.names import kind_of
 from anabranch.values.links import AlphaBeta
 from anabranch.values.network import Network
 from anabranch.values.trace import Trace

@@ -13,7 +13,7 @@ from anabranch.planning import quantised_prices as quantised
 from anabranch.planning import sparse_prices as sparse
 from anabranch.planning.prices import NOTHING, Computing, Exchange
 from anabranch.planning.quantised_prices import H200, Region, phases
-from anabranch.values.kinds.block_format import FINITE, FORMATS, NUMBER_NBYTES
+from anabranch.values.kinds.formats import FINITE, FORMATS, NUMBER_NBYTES
 from anabranch.values.kinds.names import COMPRESSED
 from anabranch.values.links import AlphaBeta, TwoLevel
 from exchange.quantised.worlds import gradients, step

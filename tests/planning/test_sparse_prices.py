@@ -9,21 +9,21 @@ from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.planning.prices import NOTHING, Computing, Phase, travel_s
 from anabranch.planning.sparse_prices import H200, exchange_of, phases
 from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_names import kind_of
-from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES, Precision
+from anabranch.values.kinds.formats import ENTRY_NBYTES
+from anabranch.values.kinds.names import Wire, kind_of
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.links import AlphaBeta, TwoLevel
 from exchange.sparse.worlds import gradients, states
 
 DENSITY = 0.01
-PRECISIONS: list[Precision] = ["fp32", "bf16", "int8"]
+PRECISIONS: list[Wire] = ["fp32", "bf16", "int8"]
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize(
     ("ranks", "numel"), [(2, 40_000), (3, 40_000), (4, 39_999), (16, 20_000), (64, 20_000), (128, 5_000)]
 )
-def test_the_formula_is_what_virtual_ranks_count(ranks: int, numel: int, wire: Precision) -> None:
+def test_the_formula_is_what_virtual_ranks_count(ranks: int, numel: int, wire: Wire) -> None:
     options = OkTopk(region_period=2, wire=wire)
     held, world = states(ranks, numel), VirtualWorld(ranks)
 
@@ -48,7 +48,7 @@ def test_the_formula_is_what_virtual_ranks_count(ranks: int, numel: int, wire: P
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64, 256, 1024, 2048])
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-def test_at_any_number_of_ranks_it_is_under_three_k_entries(wire: Precision, ranks: int) -> None:
+def test_at_any_number_of_ranks_it_is_under_three_k_entries(wire: Wire, ranks: int) -> None:
     numel = 25_000_000
     nbytes = sum(phase.sent_nbytes for phase in phases(numel, ranks, DENSITY, OkTopk(wire=wire)).values())
     entries = nbytes / ENTRY_NBYTES[wire] / (DENSITY * numel) / ((ranks - 1) / ranks)
@@ -139,7 +139,7 @@ def test_a_smaller_wire_costs_less() -> None:
 def test_selection_is_taken_from_the_same_wire_where_that_was_measured_and_else_from_another() -> None:
     ring, sizes = Network.ring(8, 2e-5, 8e-10), [1 << bits for bits in range(16, 28, 2)]
 
-    def took(wire: Precision, start_s: float) -> list[tuple[int, float]]:
+    def took(wire: Wire, start_s: float) -> list[tuple[int, float]]:
         made = replace(exchange_of(DENSITY, options=OkTopk(wire=wire)), computing=Computing(start_s, 2e-11, ""))
         return [(size, made.curve(ring).seconds(size)) for size in sizes]
 

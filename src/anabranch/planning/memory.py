@@ -26,13 +26,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from anabranch.planning.quantised_prices import Region
-from anabranch.values.kinds.block_format import STORED
 from anabranch.values.kinds.fidelity import LEAST
-from anabranch.values.kinds.names import AUTO, DENSE
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.quantised import Quantised
-from anabranch.values.kinds.sparse_names import KIND as OKTOPK
-from anabranch.values.kinds.sparse_sizes import CHUNK_NUMEL, Sizes, widest_numel
+from anabranch.values.kinds.formats import CHUNK_NUMEL, STORED, Sizes, widest_numel
+from anabranch.values.kinds.names import AUTO, DENSE, OKTOPK
+from anabranch.values.kinds.options import OkTopk, Quantised
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
 FRAGMENTATION = 0.05  # share of the memory that torch's allocator holds in pieces too small to use

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from anabranch.planning.prices import FLOAT_NBYTES, Computing, Exchange, Phase
-from anabranch.values.kinds.block_format import FORMATS
+from anabranch.values.kinds.formats import FORMATS
 from anabranch.values.kinds.names import BF16, INT4, INT8
 from anabranch.values.network import Network
 

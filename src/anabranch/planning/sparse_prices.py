@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anabranch.planning.prices import FLOAT_NBYTES, Computing, Exchange, Phase
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_names import density_of, kind_of, split_wire
-from anabranch.values.kinds.sparse_sizes import Precision, Sizes
+from anabranch.values.kinds.formats import Sizes
+from anabranch.values.kinds.names import Wire, density_of, kind_of, split_wire
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.network import Network
 
 
-def _on_h200(wire: Precision, offer_ms: float, reduce_ms: float, end_ms: float) -> Computing:
+def _on_h200(wire: Wire, offer_ms: float, reduce_ms: float, end_ms: float) -> Computing:
     """Of an exchange that takes this long for 1 % of 110 M float32 values; the offer with its threshold."""
     all_ms = offer_ms + reduce_ms + end_ms
     source = f"{all_ms:.2f} ms per 110 M elements (values as {wire}), as on an H200 (2026-11-18)"
     return Computing(0.0, all_ms * 1e-3 / (110e6 * FLOAT_NBYTES), source)
 
 
-H200: Mapping[Precision, Computing] = {
+H200: Mapping[Wire, Computing] = {
     "fp32": _on_h200("fp32", 0.286, 0.086, 0.544),
     "bf16": _on_h200("bf16", 0.416, 0.226, 0.576),
     "int8": _on_h200("int8", 0.427, 0.407, 0.576),

@@ -18,7 +18,7 @@ from anabranch.tuning import search
 from anabranch.tuning.live_network import LiveNetwork
 from anabranch.tuning.live_trials import LiveTrials
 from anabranch.tuning.trial import Trial
-from anabranch.values.kinds.sparse_names import kind_of
+from anabranch.values.kinds.names import kind_of
 from ddp.compiled import residual
 from ddp.compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
 from observe.trace_events import check_format, of_rank

@@ -146,20 +146,13 @@ def bench(
         raise ValueError("--own-caches is about what torch has compiled: it needs --compile")
     if "RANK" not in os.environ:
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
-    outputs = [path for path in (report, plot) if path is not None]
-    check_free(outputs, force)
-    _check_folders(outputs)
-    plot_format(plot)
+    _check_outputs(report, plot, force)
     traces = [(text, arguments.trace(text)) for text in trace or ()]
-    from anabranch.tools.bench.compress import compression
     from anabranch.tools.bench.run import Settings
     from anabranch.tools.bench.workload import replay_workload, zoo_workload
 
     kinds, shardings = list(dict.fromkeys(compress or ())), list(dict.fromkeys(sharded or ()))
-    for kind in kinds:
-        compression(kind)  # refuses what it does not know
-    for name in shardings:
-        sharding_mode(name)
+    _check_known(kinds, shardings)
     settings = Settings(
         iters=num_iters,
         batches=num_batches_per_iter,
@@ -223,10 +216,22 @@ def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, m
         )
 
 
-def _check_folders(paths: Sequence[Path]) -> None:
-    """Refuse, before minutes of measuring, an output file in a folder that does not exist."""
-    for path in paths:
-        if not path.absolute().parent.is_dir():
+def _check_known(kinds: Sequence[str], shardings: Sequence[str]) -> None:
+    """ValueError for a value of --compress or --sharded that is not known."""
+    from anabranch.tools.bench.compress import compression
+
+    for kind in kinds:
+        compression(kind)
+    for name in shardings:
+        sharding_mode(name)
+
+
+def _check_outputs(report: Path | None, plot: Path | None, force: bool) -> None:
+    """Refuse, before minutes of measuring, an output file that exists, or in a folder that does not."""
+    check_free([report, plot], force)
+    plot_format(plot)
+    for path in (report, plot):
+        if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path.absolute().parent}: no such folder, expected one for {path.name}")
 
 

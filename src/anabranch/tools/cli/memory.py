@@ -16,10 +16,8 @@ from anabranch.tools.cli.output import print_json, show_tables
 from anabranch.tools.cli.user_function import backward_errors, build_at
 from anabranch.tools.network_presets import PRESETS
 from anabranch.values.files import bundled_traces
-from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_names import KIND, given_density, split_wire
-from anabranch.values.kinds.sparse_sizes import Precision as Wire
+from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK, Wire, given_density, split_wire
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.links import TwoLevel
 from anabranch.values.quantities import size_nbytes
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from anabranch.lean.options import OptimizerFactory
     from anabranch.planning.memory import Footprint, Setting
     from anabranch.tools.predict.memory.estimator import BuildAt, MemoryEstimator
-    from anabranch.tools.report.documents import MemoryDocument
+    from anabranch.tools.report.documents import MemoryDocument, MemoryMode
     from anabranch.values.network import Network
 
 DEFAULT_RANKS = 4
@@ -94,7 +92,7 @@ Compressions = Annotated[
     list[str] | None,
     Option(
         "--compress",
-        metavar="KIND",
+        metavar="OKTOPK",
         help=f"Exchanges of DataParallel and Lean: oktopk, oktopk:0.01:bf16 (1 %, packed values), {AUTO}, "
         f"{', '.join(COMPRESSED)}; may be repeated. Default: oktopk, of a share of {DEFAULT_DENSITY}.",
     ),
@@ -130,31 +128,24 @@ def memory(
     """Predict peak memory by kind of object: for DDP, compressed exchanges and Lean; the largest batch that fits."""
     limit_nbytes = None if within is None else size_nbytes("--within", within)
     links, shardings = throughput_network(network, ranks), list(dict.fromkeys(sharded or ()))
-    asked = _asked(compress or [KIND])
+    asked = _asked(compress or [OKTOPK])
     from anabranch.planning.memory import Setting
 
-    setting = Setting(
-        ranks or (links.world_size if links else DEFAULT_RANKS),
-        asked.density,
-        None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets],
-        clips,
-        options=OkTopk(wire=asked.wire),
-        ranks_per_node=_ranks_per_node(links, shardings),
-    )
+    ranks, node = ranks or (links.world_size if links else DEFAULT_RANKS), _ranks_per_node(links, shardings)
+    buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
+    setting = Setting(ranks, asked.density, buckets, clips, options=OkTopk(wire=asked.wire), ranks_per_node=node)
     training = _Training(model, batch_size, optimizer, activations, precision)
     estimator = training.estimator(plan)
-    modes = _modes(asked.exchanges, shardings)
-    assumptions = [*asked.assumptions, *_about(setting, shardings)]
     with backward_errors(model):
-        footprints = estimator.footprints(batch_size, setting, modes)
-        batches = dict.fromkeys(footprints, batch_size)
+        footprints = estimator.footprints(batch_size, setting, _modes(asked.exchanges, shardings))
+        batches, assumptions = dict.fromkeys(footprints, batch_size), asked.assumptions + _about(setting, shardings)
         if limit_nbytes is not None:
             batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
             chosen, choices = _chosen(training, asked.exchanges, setting, limit_nbytes)
             footprints |= chosen
-            assumptions += [*_limits(batches), *choices]
+            assumptions += _limits(batches) + choices
     speeds, about_speeds = _throughputs(trace or model, links, batches, setting, estimator.activations_of)
-    from anabranch.tools.report.documents import MemoryDocument, MemoryMode
+    from anabranch.tools.report.documents import MemoryDocument
 
     document = MemoryDocument(
         model=model,
@@ -164,17 +155,18 @@ def memory(
         optimizer=optimizer.value,
         activations=activations.value,
         assumptions=(*estimator.assumptions, *assumptions, *about_speeds),
-        modes={
-            mode: MemoryMode(
-                kinds=dict(peak.kinds), predicted_nbytes=peak.nbytes, at=peak.at, host_nbytes=peak.host_nbytes
-            )
-            for mode, peak in footprints.items()
-        },
+        modes={mode: _mode(footprint) for mode, footprint in footprints.items()},
         within_nbytes=limit_nbytes,
         largest_batch=batches if limit_nbytes is not None else None,
         samples_per_s=speeds,
     )
     _show(document, as_json)
+
+
+def _mode(peak: "Footprint") -> "MemoryMode":
+    from anabranch.tools.report.documents import MemoryMode
+
+    return MemoryMode(kinds=dict(peak.kinds), predicted_nbytes=peak.nbytes, at=peak.at, host_nbytes=peak.host_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,22 +224,22 @@ class _Asked(NamedTuple):
 
 def _asked(compress: Sequence[str]) -> _Asked:
     """What these values of --compress ask for; ValueError if they do not fit together."""
-    sparse = list(dict.fromkeys(text for text in compress if text.partition(":")[0] == KIND))
+    sparse = list(dict.fromkeys(text for text in compress if text.partition(":")[0] == OKTOPK))
     if unknown := next((text for text in compress if text not in (AUTO, *COMPRESSED, *sparse)), None):
         raise ValueError(
-            f"--compress is {unknown!r}: expected {KIND} (or {KIND}:0.01, {KIND}:0.01:bf16), {AUTO}, or one of "
+            f"--compress is {unknown!r}: expected {OKTOPK} (or {OKTOPK}:0.01, {OKTOPK}:0.01:bf16), {AUTO}, or one of "
             f"{', '.join(COMPRESSED)}"
         )
     if len(sparse) > 1:
         raise ValueError(f"--compress is {' and '.join(sparse)}: expected one density and one wire; run them apart")
-    plain, wire = split_wire(sparse[0] if sparse else KIND)
-    density = DEFAULT_DENSITY if plain == KIND else given_density(sparse[0], wires=True)
-    return _Asked(list(dict.fromkeys(KIND if text in sparse else text for text in compress)), density, wire)
+    plain, wire = split_wire(sparse[0] if sparse else OKTOPK)
+    density = DEFAULT_DENSITY if plain == OKTOPK else given_density(sparse[0], wires=True)
+    return _Asked(list(dict.fromkeys(OKTOPK if text in sparse else text for text in compress)), density, wire)
 
 
 def _modes(exchanges: Sequence[str], sharded: Sequence[str]) -> list[str]:
     """DDP, Lean without compression, and the modes of these exchanges, the naive one too; then FSDP2's."""
-    from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
+    from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, modes_of
 
     naive = [NAIVE] if OKTOPK in exchanges else []
     return [DDP, LEAN_DENSE, *naive, *(mode for exchange in exchanges for mode in modes_of(exchange)), *sharded]
@@ -296,7 +288,7 @@ def _chosen(
     from anabranch.lean.within import described
     from anabranch.planning.memory import TrainingMode
     from anabranch.tools.bench.within import ASSUMED, chosen_within, profile
-    from anabranch.tools.predict.memory.modes import LEAN, OKTOPK
+    from anabranch.tools.predict.memory.modes import LEAN
 
     found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
     profiled = profile(training.build_at()(training.batch), half=training.precision is Precision.bf16)

@@ -87,8 +87,8 @@ Sharded = Annotated[
     list[str] | None,
     Option(
         metavar="NAME",
-        help=f"Also models sharded over all ranks, or inside the nodes of a network that has some: {help_of(SHARDING_MODES)}; "
-        "may be repeated.",
+        help="Also models sharded over all ranks, or inside the nodes of a network that has some: "
+        f"{help_of(SHARDING_MODES)}; may be repeated.",
     ),
 ]
 Within = Annotated[

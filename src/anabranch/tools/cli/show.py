@@ -99,7 +99,7 @@ def _sharded_trace_report(trace: ShardedTrace) -> "list[RenderableType]":
     ]
     scale = time_scale(block.backward_s for block in trace.blocks)
     headers = ["parameters", "gradients", f"forward, {scale.unit}", f"backward, {scale.unit}", "block"]
-    rows = (
+    rows: Iterator[list[str | Text]] = (
         [size(b.nbytes), size(b.gradient_nbytes), scale(b.forward_s), scale(b.backward_s), label(b.name)]
         for b in trace.blocks
     )
@@ -113,8 +113,8 @@ def _sharding_plan_report(plan: ShardingPlan) -> "list[RenderableType]":
     from anabranch.tools.report.tables import add_rows, columns, facts
 
     headers = ["#", "blocks", "after forward", "first", "last"]
-    rows: "Iterator[tuple[str | Text, ...]]" = (
-        (str(i), str(len(u.names)), "freed" if u.reshard else "kept", label(u.names[0]), label(u.names[-1]))
+    rows: Iterator[list[str | Text]] = (
+        [str(i), str(len(u.names)), "freed" if u.reshard else "kept", label(u.names[0]), label(u.names[-1])]
         for i, u in enumerate(plan.units)
     )
     table = add_rows(columns("Units", *headers, left=headers[2:]), rows, len(plan), "unit")
