@@ -165,6 +165,7 @@ def test_kernels_are_for_gpus_and_sums_in_any_order() -> None:
     assert version_for(gpu, OkTopk(deterministic=True)) is fixed_exchange
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter, at inf − inf
 @pytest.mark.parametrize("poisoned", [False, True])

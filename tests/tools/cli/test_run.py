@@ -66,17 +66,22 @@ def started(*argv: str, ranks: bool = False, folder: str | None = None) -> "subp
     )
 
 
-def test_two_ranks_of_an_unchanged_script(script: str) -> None:
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "anabranch.run"]
-    for launcher, steps in ((["anabranch", "run", "--nproc-per-node", "2"], "250"), (torchrun, "3")):
-        done = started("-m", *launcher, "--compress", "int8", script, "--steps", steps, ranks=True)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == [f"['--steps', '{steps}'] train.py __main__ True", "True"]
-        (said,) = [line for line in done.stderr.splitlines() if line.startswith("anabranch run: ")]
-        assert said.startswith("anabranch run: Net: ")
-        if steps == "250":
-            assert " ms a step" in said
-            assert "nothing was gained (running DDP's own buckets: " in said or "× as fast" in said
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "anabranch.run"]
+
+
+@pytest.mark.campaign_but_first
+@pytest.mark.parametrize(
+    ("launcher", "steps"), [(["anabranch", "run", "--nproc-per-node", "2"], "250"), (TORCHRUN, "3")], ids=["run", "own"]
+)
+def test_two_ranks_of_an_unchanged_script(launcher: list[str], steps: str, script: str) -> None:
+    done = started("-m", *launcher, "--compress", "int8", script, "--steps", steps, ranks=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"['--steps', '{steps}'] train.py __main__ True", "True"]
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("anabranch run: ")]
+    assert said.startswith("anabranch run: Net: ")
+    if steps == "250":
+        assert " ms a step" in said
+        assert "nothing was gained (running DDP's own buckets: " in said or "× as fast" in said
 
 
 ENDS = """
@@ -110,6 +115,7 @@ def test_the_end_is_the_scripts_own(script: str, tmp_path: Path) -> None:
     assert "if it uses anabranch already" in without
 
 
+@pytest.mark.campaign
 def test_an_exception_is_the_scripts_own(script: str) -> None:
     done = started("-m", "anabranch.run", script, "--steps", "2", "--end", "error")
     assert done.returncode == 1

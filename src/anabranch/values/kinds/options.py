@@ -115,7 +115,7 @@ class OkTopk:
 
 @dataclass(frozen=True)
 class Auto:
-    """Per bucket, the most faithful kind of exchange that costs no time (``planners.ladder``).
+    """Per bucket, the most faithful kind of exchange that costs no time (``planning.ladder``).
 
     at_least   the least faithful kind that may be chosen, such as "int8", or "oktopk:0.01" for the whole ladder; "int4"
                if neither this nor ``kinds`` is given, since sparse kinds cost learning, and nobody gets them unasked

@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from anabranch.planning.compressed import compressed_if_faster
 from anabranch.planning.ladder import least_lossy
-from anabranch.planning.prices import BETWEEN_NODES, Exchange
-from anabranch.planning.quantised_prices import exchange_of as quantised_exchange
-from anabranch.planning.sparse_prices import exchange_of as sparse_exchange
+from anabranch.planning.merge import compressed_if_faster
+from anabranch.planning.prices import BETWEEN_NODES, Exchange, quantised_exchange, sparse_exchange
 from anabranch.tools.predict.scaling.result import Kind
 from anabranch.tools.predict.scaling.sweep import Planner
 from anabranch.values.kinds.fidelity import error_of, ladder
