@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from anabranch.tools.cli.lab import UNSHAPED, EmulateOption, link_rate
-from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.tools.cli.options import ForceOption, JsonOption
+from anabranch.tools.cli.output import check_free, print_json, show_tables
 from anabranch.tools.cli.report import write_page
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.predict.scaling import scale

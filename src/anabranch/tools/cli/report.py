@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from anabranch.planning.simulator import simulate
-from anabranch.tools.cli.output import ForceOption, check_free, check_other
+from anabranch.tools.cli.options import ForceOption
+from anabranch.tools.cli.output import check_free, check_other
 from anabranch.tools.predict.scaling import line_up
 from anabranch.tools.predict.scaling.compression import priced
 from anabranch.values.files import write_text
@@ -16,22 +17,20 @@ if TYPE_CHECKING:
     from anabranch.tools.report.html.step_view import Predicted
     from anabranch.tools.report.runs.reading import Runs
 
-RunsArgument = Annotated[
+RunFiles = Annotated[
     list[Path],
-    typer.Argument(
+    Argument(
         metavar="RUN...",
         help="Files: traces, networks, plans, timelines, what --json prints, lines of ab.JsonLines, traces of "
         "model.trace_steps. Of a folder, all of these that are in it.",
     ),
 ]
-OutputOption = Annotated[Path, typer.Option("-o", "--output", help="Write the page to this file.")]
-TitleOption = Annotated[str, typer.Option(help="What stands at its top.")]
 
 
 def report(
-    runs: RunsArgument,
-    output: OutputOption = Path("report.html"),
-    title: TitleOption = "anabranch report",
+    runs: RunFiles,
+    output: Annotated[Path, Option("-o", "--output", help="Write the page to this file.")] = Path("report.html"),
+    title: Annotated[str, Option(help="Its heading.")] = "anabranch report",
     force: ForceOption = False,
 ) -> None:
     """Draw a run: its plan, predicted and measured steps, curves, tables, memory, in one HTML file."""
