@@ -1,7 +1,7 @@
 """What to do within a budget of memory: how residuals are stored, and what happens to activations.
 
 Every way to store residuals leaves some room for activations, and takes some time in each step. How much a way holds at
-every moment of a step is said by the account (``footprint.account``), as for ``anabranch memory``: of a model that
+every moment of a step is computed by ``planning.memory``, as for ``anabranch memory``: of a model that
 trains it gets what its blocks were seen to save. For each way the solver finds the least extra time with which
 activations keep within the room. The way with the least sum is chosen; of ways that differ by less than a measurement
 can tell, the most exact one. What copies to the host must be faster by more than that, since its price is less certain.
@@ -21,24 +21,22 @@ from anabranch.lean.activations.cost_model import RECOMPUTED, Action, BlockCosts
 from anabranch.lean.activations.solver import BudgetError, Choice, choose, choose_with_windows, smallest_budget
 from anabranch.lean.activations.speeds import Speeds
 from anabranch.lean.host_waits import HostBucket, predicted_wait_s
-from anabranch.planning.memory import account
-from anabranch.planning.memory.account import (
+from anabranch.planning.memory import (
     FRAGMENTATION,
     Footprint,
-    Moment,
-    ResidualPlacement,
-    Setting,
-    Way,
-    lean_moments,
-    residual_nbytes,
-    residuals_by_bucket,
-)
-from anabranch.planning.memory.step_profile import (
     MemoryUse,
+    Moment,
     OptimizerMemory,
     ReadyGradient,
+    ResidualPlacement,
+    Setting,
     StepProfile,
+    TrainingMode,
     allocated_nbytes,
+    lean_moments,
+    peak_footprint,
+    residual_nbytes,
+    residuals_by_bucket,
 )
 
 ALIKE = 0.005  # share of the computing time by which ways may differ and count as equally fast
@@ -71,7 +69,7 @@ class Held:
     weights_nbytes: int
     optimizer: OptimizerMemory
     gradients: Sequence[Gradient]
-    exchanges: Sequence[tuple[Way, Setting]]
+    exchanges: Sequence[tuple[TrainingMode, Setting]]
 
     def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float, with_host: bool) -> list["Storage"]:
         """The ways to store residuals, the most exact first; ``with_host``: host memory is not the device's.
@@ -94,7 +92,7 @@ class Held:
     def _storage(self, step: "BlockStep", residuals: ResidualPlacement) -> "Storage":
         ways = [(way._replace(residuals=residuals), setting) for way, setting in self.exchanges]
         moments = [moment for way, setting in ways for moment in lean_moments(step.profile, setting, way)]
-        held_nbytes = min(moment.beside.nbytes for moment in moments)
+        held_nbytes = min(moment.footprint.nbytes for moment in moments)
         return Storage(residuals, step, ways, held_nbytes, step.on_top(moments, held_nbytes), step.at_end(moments))
 
     def _step(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
@@ -126,7 +124,7 @@ class BlockStep:
         most: dict[tuple[int, bool], int] = {}
         for moment in moments:
             if moment.index < len(gradients):
-                nbytes = moment.beside.nbytes + gradients[moment.index].nbytes - held_nbytes
+                nbytes = moment.footprint.nbytes + gradients[moment.index].nbytes - held_nbytes
                 key = (moment.index, moment.ready)
                 most[key] = max(most.get(key, 0), nbytes)
         return {
@@ -136,7 +134,7 @@ class BlockStep:
 
     def at_end(self, moments: Iterable[Moment]) -> int:
         """The most that is in memory when backward is over."""
-        return max(moment.beside.nbytes for moment in moments if moment.index == len(self.profile.gradients))
+        return max(moment.footprint.nbytes for moment in moments if moment.index == len(self.profile.gradients))
 
     def computed_s(self, blocks: Iterable[BlockCosts], actions: Mapping[str, Action]) -> list[float]:
         """By gradient: seconds of backward, with what it recomputes, until its block is differentiated."""
@@ -179,7 +177,7 @@ class Storage:
 
     residuals: ResidualPlacement
     step: BlockStep
-    ways: Sequence[tuple[Way, Setting]]
+    ways: Sequence[tuple[TrainingMode, Setting]]
     held_nbytes: int
     on_top_nbytes: Mapping[str, int]
     end_nbytes: int
@@ -191,7 +189,7 @@ class Storage:
         moved_nbytes = predict(blocks, link, actions).moved_nbytes
         profile = self.step.with_activations(in_use(blocks, link, actions), moved_nbytes)
         window_nbytes = max(link.window_nbytes or 0, link.ahead_nbytes or 0)
-        found = (account.predict(profile, way, replace(s, window_nbytes=window_nbytes)) for way, s in self.ways)
+        found = (peak_footprint(profile, way, replace(s, window_nbytes=window_nbytes)) for way, s in self.ways)
         return max(found, key=lambda footprint: footprint.nbytes)
 
     def peak_nbytes(self, blocks: Sequence[BlockCosts], link: HostLink, actions: Mapping[str, Action]) -> int:

@@ -32,7 +32,7 @@ from anabranch.values.quantities import size_nbytes
 from anabranch.values.trace import Trace
 
 if TYPE_CHECKING:
-    from anabranch.planning.memory.account import Setting
+    from anabranch.planning.memory import Setting
     from anabranch.tools.report.plot import Format
 
 STRAGGLER_FACTOR = 2.0
@@ -195,7 +195,7 @@ def _sharded_setting(ways: Sequence[str], ranges: Sequence[NetworkRange], fewest
         raise ValueError(f"--within is {within}: the memory of --sharded {planned} is not predicted; run them apart")
     if not ways:
         return None
-    from anabranch.planning.memory.account import Setting
+    from anabranch.planning.memory import Setting
 
     sizes = {node_size(network.middle) for network in ranges}
     if len(sizes) > 1 and any(sharding_mode(way).nodes for way in ways):
