@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import anabranch as ab
-from fsdp.sharded_runs import model_of, oktopk, same, train, two_nodes, weights
+from fsdp.small_model import model_of, oktopk, same, train, two_nodes, weights
 from ranks import on_ranks
 
 

@@ -37,7 +37,7 @@ from anabranch.fsdp.shard import no_groups_reason
 from anabranch.observe.measure import drive
 from anabranch.tools.bench.host_memory import FastHost
 from anabranch.tools.cli.ranks import join
-from fsdp.sharded_runs import weights
+from fsdp.small_model import weights
 from gpu import ON_GPU, no_waiting
 
 NODES, RANKS = 2, 4
