@@ -242,8 +242,7 @@ def later(hook: Any, buffer: torch.Tensor) -> None:
 
 
 def predicted_and_measured(half: bool, nodes: int) -> list[tuple[float, float]]:
-    """Two layouts, predicted from a record of the first one, by a clock of the test's own."""
-    usual, watching.clock_for = watching.clock_for, lambda device: CLOCK
+    """Two layouts, predicted from a record of the first one."""
     names, found = [str(i) for i in range(3)], []
     mesh = init_device_mesh("cpu", (2,)) if nodes == 1 else two_nodes()
     inside, between = ab.Network.linear(2, 0.16, 0.0), ab.Network.linear(2, 0.06, 0.0)
@@ -262,14 +261,15 @@ def predicted_and_measured(half: bool, nodes: int) -> list[tuple[float, float]]:
             group._reduce_scatter_comm = SlowCollective(group._reduce_scatter_comm)
             if replication is not None:
                 group._all_reduce_hook = partial(later, group._all_reduce_hook)
-        watch = ab.watch(model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(watching, "clock_for", lambda device: CLOCK)
+            watch = ab.watch(model)
         for _ in range(4):
             model(torch.randn(2, 4)).sum().backward()
         trace = trace or watch.trace()
         found.append((ab.sharded.simulate(trace, plan, links).iteration_s, watch.timeline().iteration_s))
         if replication is not None:
             replication.close()
-    watching.clock_for = usual
     return found
 
 
