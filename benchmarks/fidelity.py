@@ -41,8 +41,8 @@ from anabranch.exchange.residuals.optimizer_momentum import share_momentum
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.oktopk import exchange as sparse_exchange
 from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.block_format import FORMATS
-from anabranch.values.kinds.sparse_names import density_of
+from anabranch.values.kinds.formats import FORMATS
+from anabranch.values.kinds.names import density_of
 
 RANKS = 4
 WARMUP_STEPS = 100  # of the learning rate, and of OkTopk

@@ -18,8 +18,8 @@ from anabranch.exchange.sparse.exact import exact_exchange
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.tools.bench.baselines import BASELINES, ExchangeFunction
 from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES
+from anabranch.values.kinds.formats import ENTRY_NBYTES
+from anabranch.values.kinds.options import OkTopk
 
 PERIODS = OkTopk()  # its defaults: exact thresholds every 32 steps, new regions every 64
 OURS: dict[str, ExchangeFunction] = {

@@ -32,8 +32,7 @@ from anabranch.lean.within import (
     gradients_of,
 )
 from anabranch.planning.memory import FRAGMENTATION, OptimizerMemory, Setting, TrainingMode, allocated_nbytes
-from anabranch.tools.predict.memory.modes import OKTOPK
-from anabranch.values.kinds.names import DENSE
+from anabranch.values.kinds.names import DENSE, OKTOPK
 from lean.activations.naive_solver import chains, every_choice, links, moves, played_extra_s, played_peak
 from lean.test_host_waits import naive_wait_s
 from ranks import on_ranks

@@ -19,11 +19,11 @@ from anabranch.planning.memory import (
     quantised_nbytes,
 )
 from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OKTOPK, OUR_MODES, modes_of, predict
+from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OUR_MODES, modes_of, predict
 from anabranch.tools.predict.memory.probe import probe
-from anabranch.values.kinds.block_format import FORMATS
-from anabranch.values.kinds.names import COMPRESSED
-from anabranch.values.kinds.quantised import Quantised
+from anabranch.values.kinds.formats import FORMATS
+from anabranch.values.kinds.names import COMPRESSED, OKTOPK
+from anabranch.values.kinds.options import Quantised
 from tools.predict.memory.models import images
 
 MIB = 2**20

@@ -25,7 +25,6 @@ from anabranch.exchange.compression import (
     Settings,
     collectives_for,
     described,
-    in_account,
     may_be_sparse,
     settings_of,
 )
@@ -38,7 +37,7 @@ from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.optimizer_memory import memory_of, nbytes_of
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.torch_calls import scaler_of_this_pass, watch
-from anabranch.lean.within import Held, WithinBudget, gradients_of
+from anabranch.lean.within import Held, WithinBudget, gradients_of, in_account
 from anabranch.lean.within import described as described_within
 from anabranch.observe.step_timer import StepObserver
 from anabranch.planning.fixed import DDP_CAP_NBYTES
@@ -47,8 +46,8 @@ from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import Tuned
 from anabranch.tuning.tuner import Tuner
-from anabranch.values.kinds.block_format import STORED
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.formats import STORED
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import TensorSpec, Trace

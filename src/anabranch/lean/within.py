@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
 from anabranch.lean.activations.cost_model import RECOMPUTED, Action, BlockCosts, HostLink, in_use, predict
 from anabranch.lean.activations.solver import BudgetError, Choice, choose, choose_with_windows, smallest_budget
@@ -38,6 +39,8 @@ from anabranch.planning.memory import (
     residual_nbytes,
     residuals_by_bucket,
 )
+from anabranch.values.kinds.names import DENSE, OKTOPK, density_of
+from anabranch.values.kinds.options import Auto, OkTopk
 
 ALIKE = 0.005  # share of the computing time by which ways may differ and count as equally fast
 # What copies to the host must be faster than what does not by more than this share of the computing time. Other copies
@@ -404,3 +407,18 @@ def _host_buckets(residuals: Iterable[tuple[int, int]], computed_s: Sequence[flo
         found.append(HostBucket(nbytes, computed_s[index] - before_s))
         before_s = computed_s[index]
     return found
+
+
+def in_account(settings: Settings, setting: Setting) -> list[tuple[TrainingMode, Setting]]:
+    """The exchanges that plans may choose on Lean, for the account of memory: dense where nothing is compressed."""
+    options = settings.oktopk if isinstance(settings, Auto) else settings if isinstance(settings, OkTopk) else OkTopk()
+    found = []
+    for kind in kinds_of(settings):
+        density = density_of(kind)
+        mode = (
+            TrainingMode(kind, True, rounding_errors=keeps_residual(settings, kind))
+            if density is None
+            else TrainingMode(OKTOPK, True)
+        )
+        found.append((mode, replace(setting, density=density or 1.0, options=options)))
+    return found or [(TrainingMode(DENSE, True), setting)]

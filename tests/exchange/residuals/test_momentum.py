@@ -12,7 +12,7 @@ from anabranch.exchange.residuals.momentum import Momentum
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.oktopk import exchange
 from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import gradients, states
 from ranks import on_ranks
 

@@ -10,7 +10,7 @@ from anabranch.exchange.residuals.monitor import MAX_SAMPLES, ResidualMonitor, R
 from anabranch.exchange.residuals.state import SparseState
 from anabranch.exchange.sparse.oktopk import exchange
 from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import gradients
 
 DENSITY = 0.05

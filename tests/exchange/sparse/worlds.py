@@ -15,7 +15,7 @@ from anabranch.exchange.sparse.oktopk import in_float32
 from anabranch.tools.bench.baselines import BASELINES, ExchangeFunction
 from anabranch.tools.bench.byte_counts import ByteCounts
 from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.options import OkTopk
 
 SOON = OkTopk(threshold_period=3, region_period=2)  # so that few steps see refreshes and steps without
 EXCHANGES: dict[str, ExchangeFunction] = {

@@ -54,7 +54,7 @@ def benchmark(rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_compiled_twins_run_beside_the_others() -> None:
     for answer in on_ranks(benchmark, 2, timeout_s=100):
         for name in (COMPUTE, BASELINE, OURS):
@@ -128,7 +128,7 @@ def found_in_caches(rank: int, own: bool, folder: str) -> int:
     return hits[2] - hits[1]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("own", [True, False])
 def test_contestants_may_have_caches_of_their_own(own: bool, tmp_path: Path) -> None:
     (hits,) = on_ranks(found_in_caches, 1, own, str(tmp_path), timeout_s=150)

@@ -172,7 +172,7 @@ def whole(rank: int) -> list[str]:
     return [row.name for row in found.rows]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_what_was_asked_for_by_name_runs_whatever_only_says() -> None:
     wanted = {COMPUTE, BASELINE, OURS, f"{OURS}, bf16", *(f"{name}:0.1" for name in OTHERS)}
     for names in on_ranks(whole, 2, timeout_s=100):

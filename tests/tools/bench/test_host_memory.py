@@ -70,7 +70,7 @@ def trained(rank: int) -> dict[str, Any]:
     return {**found, "measured": sorted(inside.curves), "positive": inside.seconds(ALL_GATHER, 1 << 20) > 0}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_model_trains_to_the_same_losses_and_links_can_be_measured() -> None:
     for found in on_ranks(trained, 4, timeout_s=100):
         for name in ("hsdp", "bf16", "int8"):

@@ -9,8 +9,8 @@ from torch import nn
 from anabranch.tools.bench import zoo
 from anabranch.tools.bench.memory import FIRST, OPTIMIZERS, compressed_plan, world
 from anabranch.tools.bench.trainings import ON_ONE_RANK, Training, TrainingSetup, naive_exchange, training_of
-from anabranch.tools.predict.memory.modes import OKTOPK
 from anabranch.tools.predict.memory.probe import probe
+from anabranch.values.kinds.names import OKTOPK
 from ranks import on_ranks
 from tools.predict.memory.models import images
 

@@ -222,7 +222,7 @@ def searched(rank: int, hold_after: int | None) -> tuple[int, bool]:
     return taken[0], known
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_search_can_be_ended_after_some_steps() -> None:
     for steps, known in on_ranks(searched, 2, 30):
         assert 30 <= steps <= 40 and known

@@ -44,7 +44,7 @@ def benchmark(rank: int) -> dict[str, Any]:
     return {row.name: [len(row.turns_s), row.predicted_s] for row in found.rows}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_sharded_contestants_run_beside_the_others() -> None:
     for rows in on_ranks(benchmark, 2, timeout_s=100):
         for way in FLAT:

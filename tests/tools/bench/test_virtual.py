@@ -100,7 +100,7 @@ def test_bad_worlds() -> None:
         VirtualWorld(2).run([iter(())])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_2048_ranks_on_a_small_vector() -> None:
     held, world = states(2048, 4096), VirtualWorld(2048)
     made = gradients(2048, 4096, 0)

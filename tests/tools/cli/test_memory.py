@@ -19,7 +19,7 @@ from anabranch.tools.predict.memory.probe import Loss, probe
 from anabranch.tools.predict.memory.throughput import samples_per_s
 from anabranch.tools.report.memory import abreast, memory_report, unit
 from anabranch.values.files import save
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.network import Network
 from anabranch.values.plan import Bucket, Plan
 from tools.cli.nouns import error_of, json_of, small_trace

@@ -65,6 +65,7 @@ def started(*argv: str, ranks: bool = False, folder: str | None = None) -> "subp
     )
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize("launcher", [["anabranch", "run", "--nproc-per-node", "2"], ["torch.distributed.run"]])
 def test_two_ranks_of_an_unchanged_script(launcher: list[str], script: str) -> None:
     torchrun = ["--standalone", "--nproc-per-node", "2", "-m", "anabranch.run"]
@@ -77,6 +78,7 @@ def test_two_ranks_of_an_unchanged_script(launcher: list[str], script: str) -> N
     assert "nothing was gained (running DDP's own buckets: " in said or "× as fast" in said
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize(("end", "code"), [("return", 0), ("0", 0), ("3", 3), ("error", 1)])
 def test_the_end_is_the_scripts_own(end: str, code: int, script: str) -> None:
     done = started("anabranch.run", script, "--steps", "2", "--end", end)
@@ -89,12 +91,14 @@ def test_the_end_is_the_scripts_own(end: str, code: int, script: str) -> None:
         assert 'raise LookupError("of the script")' in done.stderr
 
 
+@pytest.mark.campaign
 def test_a_module(script: str) -> None:
     done = started("anabranch", "run", "-m", "train", "--steps", "1", folder=str(Path(script).parent))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("['--steps', '1'] train.py __main__ True")
 
 
+@pytest.mark.campaign
 def test_a_script_without_ddp(tmp_path: Path) -> None:
     path = tmp_path / "plain.py"
     path.write_text("print('hello')")

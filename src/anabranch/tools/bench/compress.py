@@ -4,20 +4,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from anabranch.tools.bench.baselines import BASELINES
-from anabranch.values.kinds.auto import Auto
-from anabranch.values.kinds.names import COMPRESSED
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_names import KIND, given_density, split_wire
+from anabranch.values.kinds.names import COMPRESSED, OKTOPK, given_density, split_wire
+from anabranch.values.kinds.options import Auto, OkTopk
 
 OTHERS = [name for name in BASELINES if name != "dense"]
 OURS = [
     *COMPRESSED,
     "auto",
     "auto:int8",
-    f"auto:{KIND}:0.01",
-    KIND,
-    f"{KIND}:bf16",
-    *(f"{KIND}:0.01{w}" for w in ("", ":bf16", ":int8")),
+    f"auto:{OKTOPK}:0.01",
+    OKTOPK,
+    f"{OKTOPK}:bf16",
+    *(f"{OKTOPK}:0.01{w}" for w in ("", ":bf16", ":int8")),
 ]
 ALLOWED = f"{', '.join(OURS)}, or a rival: {', '.join(f'{name}:0.01' for name in OTHERS)}"
 
@@ -49,7 +47,7 @@ def of_ours(text: str, oktopk: OkTopk) -> str | OkTopk | Auto | None:
     name, _, rest = text.partition(":")
     if name == "auto":
         return Auto(at_least=rest or None, oktopk=oktopk)
-    if name != KIND:
+    if name != OKTOPK:
         return None
     plain, wire = split_wire(text, oktopk.wire)
-    return replace(oktopk, wire=wire, density=oktopk.density if plain == KIND else given_density(text, wires=True))
+    return replace(oktopk, wire=wire, density=oktopk.density if plain == OKTOPK else given_density(text, wires=True))

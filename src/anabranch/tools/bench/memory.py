@@ -22,9 +22,9 @@ from anabranch.planning.memory import BUCKET_NBYTES, StepProfile, buckets_by_siz
 from anabranch.tools.bench import zoo
 from anabranch.tools.bench.contestants import PLAN_WARMUP_STEPS
 from anabranch.tools.bench.trainings import ON_ONE_RANK, TrainingSetup, training_of
-from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OKTOPK, OUR_MODES
+from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OUR_MODES
 from anabranch.tools.predict.memory.probe import Loss, probe
-from anabranch.values.kinds.sparse_names import kind_of
+from anabranch.values.kinds.names import OKTOPK, kind_of
 from anabranch.values.plan import Bucket, Plan
 
 FIRST, STEPS = 2 * PLAN_WARMUP_STEPS, 3  # after FIRST steps the plan is used, and older memory is freed

@@ -21,7 +21,7 @@ from anabranch.tools.bench.baselines import BASELINES
 from anabranch.tools.bench.compress import Rival
 from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant
 from anabranch.tools.bench.zoo import Step
-from anabranch.values.kinds.sparse_names import density_of
+from anabranch.values.kinds.names import density_of
 from anabranch.values.network import Network
 from anabranch.values.plan import Bucket, Plan
 from anabranch.values.trace import Trace

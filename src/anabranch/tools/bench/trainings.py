@@ -25,10 +25,10 @@ from anabranch.lean.options import KEPT, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
 from anabranch.planning.memory import TrainingMode
 from anabranch.tools.bench.baselines import top_count, top_pairs
-from anabranch.tools.predict.memory.modes import DDP, NAIVE, OKTOPK, OUR_MODES
+from anabranch.tools.predict.memory.modes import DDP, NAIVE, OUR_MODES
 from anabranch.tools.predict.memory.probe import Loss
-from anabranch.values.kinds.names import DENSE
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.names import DENSE, OKTOPK
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.plan import Plan
 
 

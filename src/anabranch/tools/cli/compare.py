@@ -17,8 +17,7 @@ from anabranch.tools.predict.scaling.compression import (
     compressed_strategies,
 )
 from anabranch.values.kinds.fidelity import by_fidelity, error_of_plan
-from anabranch.values.kinds.names import AUTO, COMPRESSED
-from anabranch.values.kinds.sparse_names import kind_of
+from anabranch.values.kinds.names import AUTO, COMPRESSED, kind_of
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace

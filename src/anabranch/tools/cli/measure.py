@@ -11,8 +11,7 @@ import typer
 from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
 from anabranch.tools.cli.ranks import join
 from anabranch.values.files import save
-from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT
-from anabranch.values.kinds.sparse_names import density_of, kind_of, split_wire
+from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT, density_of, kind_of, split_wire
 from anabranch.values.network import ALL_GATHER, BUS_FACTORS, REDUCE_SCATTER, Network
 from anabranch.values.plan import MAX_LANES
 

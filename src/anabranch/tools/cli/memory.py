@@ -13,10 +13,8 @@ from anabranch.tools.cli import arguments, network_text, own_model
 from anabranch.tools.cli.output import JsonOption, print_json, show_tables
 from anabranch.tools.network_presets import PRESETS
 from anabranch.values.files import bundled_traces
-from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_names import KIND, given_density, split_wire
-from anabranch.values.kinds.sparse_sizes import Precision as Wire
+from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK, Wire, given_density, split_wire
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.links import TwoLevel
 from anabranch.values.quantities import size_nbytes
 
@@ -164,7 +162,7 @@ def memory(
     if measure:
         _check_measurable(plan, clips, compress or ())
     buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
-    asked = _asked(compress or [KIND], density)
+    asked = _asked(compress or [OKTOPK], density)
     modes = _modes(asked.exchanges, sharded or ())
     node = _ranks_per_node(ranks_per_node, links, sharded or ())
     setting = Setting(ranks, asked.density, buckets, clips, options=OkTopk(wire=asked.wire), ranks_per_node=node)
@@ -224,26 +222,26 @@ class _Asked(NamedTuple):
 
 def _asked(compress: Sequence[str], density: float | None) -> _Asked:
     """What these values of --compress and --density ask for; ValueError if they do not fit together."""
-    sparse = list(dict.fromkeys(way for way in compress if way.partition(":")[0] == KIND))
+    sparse = list(dict.fromkeys(way for way in compress if way.partition(":")[0] == OKTOPK))
     if unknown := next((way for way in compress if way not in (AUTO, *COMPRESSED, *sparse)), None):
         raise ValueError(
-            f"--compress is {unknown!r}: expected {KIND} (or {KIND}:0.01, {KIND}:0.01:bf16), {AUTO}, or one of "
+            f"--compress is {unknown!r}: expected {OKTOPK} (or {OKTOPK}:0.01, {OKTOPK}:0.01:bf16), {AUTO}, or one of "
             f"{', '.join(COMPRESSED)}"
         )
     if len(sparse) > 1:
         raise ValueError(f"--compress is {' and '.join(sparse)}: expected one density and one wire; run them apart")
-    plain, wire = split_wire(sparse[0] if sparse else KIND)
-    if plain != KIND:
+    plain, wire = split_wire(sparse[0] if sparse else OKTOPK)
+    if plain != OKTOPK:
         if density is not None:
             raise ValueError(f"--density is {density:g} and --compress is {sparse[0]}: expected the density once")
         density = given_density(sparse[0], wires=True)
-    exchanges = list(dict.fromkeys(KIND if way in sparse else way for way in compress))
+    exchanges = list(dict.fromkeys(OKTOPK if way in sparse else way for way in compress))
     return _Asked(exchanges, DEFAULT_DENSITY if density is None else density, wire)
 
 
 def _modes(exchanges: Sequence[str], sharded: Sequence[str]) -> list[str]:
     """DDP, Lean without compression, and the modes of these exchanges, the naive one too; then FSDP2's."""
-    from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
+    from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, modes_of
 
     for way in sharded:
         sharding_mode(way, UNPLANNED)  # refuses what it does not know
@@ -361,7 +359,7 @@ def _chosen(
     from anabranch.planning.memory import TrainingMode
     from anabranch.tools.bench.memory import OPTIMIZERS
     from anabranch.tools.bench.within import ASSUMED, chosen_within, profile
-    from anabranch.tools.predict.memory.modes import LEAN, OKTOPK
+    from anabranch.tools.predict.memory.modes import LEAN
 
     found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
     profiled = profile(_build_at(model, precision)(batch), half=precision is Precision.bf16)

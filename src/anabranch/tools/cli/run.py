@@ -106,7 +106,7 @@ def run(
 
 def _compression(text: str) -> Any:
     from anabranch.tools.bench.compress import OURS, of_ours
-    from anabranch.values.kinds.oktopk import OkTopk
+    from anabranch.values.kinds.options import OkTopk
 
     found = of_ours(text, OkTopk())
     if found is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from anabranch.fsdp.planning.modes import PLANNED, SHARDING_MODES, help_of, sharding_mode
-from anabranch.planning.simulator.ranks import MAX_JITTER
+from anabranch.planning.simulator import MAX_JITTER
 from anabranch.tools.cli import arguments, network_text
 from anabranch.tools.cli.memory import Activations, Optimizer, estimator_of, node_size
 from anabranch.tools.cli.network_text import MAX_RANKS

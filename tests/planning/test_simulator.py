@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch import Contention, Curve, Network, NetworkError, Plan, PlanError, TensorSpec, Trace, simulate
-from anabranch.planning.simulator import finish_s, lower_bound_s, undelayed
-from anabranch.planning.simulator.iteration import Message, messages, schedule
+from anabranch.planning.simulator import Message, finish_s, lower_bound_s, messages, schedule, undelayed
 from oracles import Task, fifo, fluid, work_done
 from shorthand import bucket_of, plan_of, trace_of
 from strategies import contentions, curves, plans_of, traces

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import TensorSpec, Trace
-from anabranch.planning.simulator import slowest_ranks
-from anabranch.planning.simulator.ranks import LEAST_RANKS, WORLDS
+from anabranch.planning.simulator import LEAST_RANKS, WORLDS, slowest_ranks
 from shorthand import trace_of
 from strategies import traces
 
@@ -39,7 +38,7 @@ def test_a_pool_is_its_naive_twin(size: int) -> None:
 
 def test_portions_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = slowest_ranks(TRACE, [3, 100], 0.2, seed=1)
-    monkeypatch.setattr("anabranch.planning.simulator.ranks.CHUNK_NUMBERS", 13 * 7)
+    monkeypatch.setattr("anabranch.planning.simulator.CHUNK_NUMBERS", 13 * 7)
     parts = slowest_ranks(TRACE, [3, 100], 0.2, seed=1)
     assert [ends(parts[size]) for size in (3, 100)] == [pytest.approx(ends(whole[size])) for size in (3, 100)]
 

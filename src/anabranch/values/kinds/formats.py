@@ -1,13 +1,36 @@
-"""Sizes and encodings of a sparse exchange's messages. Imports no torch, so planners and simulators can use it."""
+"""Formats of messages, and the sizes that follow from them: of quantised exchanges, then of sparse ones.
+
+A quantised message holds a region of float values: integers first, then numbers in bfloat16.
+
+int8 and int4: a block of integers shares a scale, which is its number: its largest magnitude over ``most``, the largest
+integer of the format. A block that holds a value which is not finite has the scale NaN, and is NaN when it is read. A
+block whose largest magnitude is under ``NEGLIGIBLE`` is sent as zeros: its scale would not be a normal number.
+
+bf16: no integers, and every value is a number. Infinities stay infinite, and only the values concerned are NaN.
+
+``binary_scales``: a scale is the least power of two for which no integer is too large. Such values are the same after
+they are read and rounded again, so that they can be stored, read and stored any number of times.
+
+``rotates``: a Walsh-Hadamard transform of each block comes first. It spreads a large value over its block, so that
+the others are not rounded to 0. Sums of rotated blocks are rotated sums, so owners need not turn them back.
+
+A sparse message holds pairs of values and positions; ``exchange/sparse/encoding.py`` has its layout.
+"""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass
+from math import isqrt
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.names import BF16, INT4, INT8, Wire
+from anabranch.values.kinds.options import OkTopk
 
-Precision = Literal["fp32", "bf16", "int8"]
-ENTRY_NBYTES: Mapping[Precision, int] = {"fp32": 8, "bf16": 4, "int8": 3}  # a value and its position or offset
+NEGLIGIBLE = 2.0**-100  # about 8e-31
+FINITE = (2.0 - 2.0**-23) * 2.0**127  # the largest float32
+NUMBER_NBYTES = 2  # of a bfloat16
+NAN_BITS = 0x7FC0  # of a bfloat16
+
+ENTRY_NBYTES: Mapping[Wire, int] = {"fp32": 8, "bf16": 4, "int8": 3}  # a value and its position or offset
 CHUNK_BITS = 16  # a chunk has 65,536 elements, so that an offset in it has 16 bits
 GROUP_ENTRIES = 128  # about as many entries share a scale
 HEAD_NBYTES = 8  # two int32 at the beginning of a message
@@ -18,6 +41,61 @@ MAX_REGION_NUMEL = 2**31 - 1  # positions within a region are int32
 MAX_SELECTED_FACTOR = 2  # an exact exchange offers, and applies, at most this many times k values
 
 
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """Values of ``bits`` bits, in blocks of ``block`` values, a power of 4 if it ``rotates``."""
+
+    kind: str
+    bits: int
+    block: int
+    rotates: bool = False
+    binary_scales: bool = False
+
+    @property
+    def scaled(self) -> bool:
+        """Whether values are integers with a scale per block; else they are bfloat16 numbers."""
+        return self.bits < 16
+
+    @property
+    def most(self) -> int:
+        """The largest integer; the least one is its negative."""
+        most: int = 2 ** (self.bits - 1) - 1
+        return most
+
+    @property
+    def rotation_scale(self) -> float:
+        """By which a rotated block is multiplied, so that its norm stays the same."""
+        return 1.0 / isqrt(self.block)
+
+    def region_numel(self, numel: int, ranks: int) -> int:
+        """Values of a region, of which every rank owns one: whole blocks, the same number for all ranks."""
+        return -(-numel // (ranks * self.block)) * self.block
+
+    def region_in(self, message_nbytes: int) -> int:
+        """The number of values in a message of this many bytes."""
+        return message_nbytes // self.message_nbytes(self.block) * self.block
+
+    def integers_nbytes(self, region: int) -> int:
+        """Bytes of a region's integers."""
+        return region * self.bits // 8 if self.scaled else 0
+
+    def message_nbytes(self, region: int) -> int:
+        """Bytes of a region's integers and numbers."""
+        numbers = region // self.block if self.scaled else region
+        return self.integers_nbytes(region) + numbers * NUMBER_NBYTES
+
+
+FORMATS: Mapping[str, BlockFormat] = {
+    BF16: BlockFormat(BF16, 16, 8),  # values have no block in common; 8 of them keep messages aligned
+    INT8: BlockFormat(INT8, 8, 128),
+    INT4: BlockFormat(INT4, 4, 64, rotates=True),
+}
+STORED: Mapping[str, BlockFormat] = {  # of residuals
+    BF16: FORMATS[BF16],
+    INT8: BlockFormat(INT8, 8, 128, binary_scales=True),
+}
+
+
 class Encoding(NamedTuple):
     """How pairs are encoded: ``encoding.py`` says what a message looks like.
 
@@ -26,7 +104,7 @@ class Encoding(NamedTuple):
     group_bits   a group has 2 to the power of this many elements
     """
 
-    precision: Precision
+    precision: Wire
     chunks: int
     groups: int
     group_bits: int
@@ -54,7 +132,7 @@ class Encoding(NamedTuple):
 FP32 = Encoding("fp32", 1, 0, 0)
 
 
-def encoding_for(precision: Precision, widest_region_numel: int, density: float) -> Encoding:
+def encoding_for(precision: Wire, widest_region_numel: int, density: float) -> Encoding:
     """The encoding for regions of at most this width, of whose elements a share of ``density`` is sent."""
     if precision == "fp32":
         return FP32
@@ -91,7 +169,7 @@ class Sizes(NamedTuple):
     selects_all: bool
 
     @classmethod
-    def of(cls, numel: int, ranks: int, density: float, options: "OkTopk") -> "Sizes":
+    def of(cls, numel: int, ranks: int, density: float, options: OkTopk) -> "Sizes":
         """For a bucket of ``numel`` elements. At density 1 regions are uniform and every element has a slot."""
         widest = widest_numel(numel, ranks)
         k = min(numel, max(1, round(density * numel)))
