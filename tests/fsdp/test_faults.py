@@ -35,6 +35,9 @@ def build() -> nn.Module:
 def rank_program(rank: int, folder: Path, fault: str, ending: str, program: str) -> None:
     """Train between the nodes of a mesh, or try plans, until the fault; note what was raised."""
     limit = timedelta(seconds=TIMEOUT_S)
+    Path(folder, f"ready-{rank}").touch()  # importing may take longer than the limit
+    while len(list(folder.glob("ready-*"))) < prod(MESHES.get(program, (RANKS,))):
+        time.sleep(0.02)
     init_method, shape = f"file://{folder}/rendezvous", MESHES.get(program, (RANKS,))
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=prod(shape), timeout=limit)
     steps = 0
