@@ -1,4 +1,4 @@
-"""Baseline exchanges that Ok-Topk is compared with, under the same contract and the same count of words.
+"""Published exchanges that Ok-Topk is compared with, under the same contract and the same count of words.
 
 dense       2n(P−1)/P words: an all-reduce
 topk        2k(P−1): an all-gather of every rank's top-k; the simplest exchange, and the oracle for the others
@@ -18,6 +18,7 @@ from anabranch.exchange.communicator import MAX, Communicator
 from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import regions, select
+from anabranch.tools.bench.trainings import pairs_at, top_count, top_pairs
 
 MAX_NUMEL = 2**31 - 1  # positions in the bucket are sent as int32 here
 
@@ -109,7 +110,7 @@ def dsa_exchange(
         select.add_pairs(gradient, part[None])
     low, high = int(bounds[comm.rank]), int(bounds[comm.rank + 1])
     region = gradient[low:high]
-    sums = _pairs_at(gradient, region.nonzero().flatten() + low)
+    sums = pairs_at(gradient, region.nonzero().flatten() + low)
     lengths = torch.empty(comm.size, dtype=torch.int32, device=mine.device)
     yield comm.all_gather(lengths, torch.tensor([len(sums)], dtype=torch.int32, device=mine.device), "counts")
     words = [min(2 * pairs, int(size)) for pairs, size in zip(lengths.tolist(), bounds.diff(), strict=True)]
@@ -134,7 +135,7 @@ def gaussian_exchange(
     if poisoned:
         return
     threshold = gaussian_magnitude(state.residual, density)
-    mine = _pairs_at(state.residual, select.passing(state.residual, threshold).nonzero().flatten())
+    mine = pairs_at(state.residual, select.passing(state.residual, threshold).nonzero().flatten())
     lengths = torch.empty(comm.size, dtype=torch.int32, device=mine.device)
     yield comm.all_gather(lengths, torch.tensor([len(mine)], dtype=torch.int32, device=mine.device), "counts")
     counts = lengths.tolist()
@@ -144,7 +145,7 @@ def gaussian_exchange(
     _apply(gradient, everyone.split(counts), divisor)
 
 
-BASELINES: Mapping[str, ExchangeFunction] = {
+RIVALS: Mapping[str, ExchangeFunction] = {
     "dense": dense_exchange,
     "topk": topk_exchange,
     "gtopk": gtopk_exchange,
@@ -164,16 +165,6 @@ def gaussian_magnitude(values: torch.Tensor, density: float) -> torch.Tensor:
     return values.mean().abs() + spread * NormalDist().inv_cdf(1 - density / 2)
 
 
-def top_count(numel: int, density: float) -> int:
-    """k: at least one value, at most all."""
-    return min(numel, max(1, round(density * numel)))
-
-
-def top_pairs(values: torch.Tensor, k: int) -> torch.Tensor:
-    """int32 [k, 2]: the bits and positions of the k largest magnitudes, in order of position."""
-    return _pairs_at(values, torch.topk(values.abs(), k, sorted=False).indices.sort().values)
-
-
 def _begin(gradient: torch.Tensor, state: BucketState, comm: Communicator) -> Generator[dist.Work, None, bool]:
     """Accumulate, and agree whether any rank is poisoned; if so, the step is undone and over. Counts the step."""
     if len(gradient) > MAX_NUMEL:
@@ -189,11 +180,6 @@ def _begin(gradient: torch.Tensor, state: BucketState, comm: Communicator) -> Ge
     if poisoned:
         select.undo(gradient, state.residual)
     return poisoned
-
-
-def _pairs_at(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """int32 [m, 2]: the bits of the values at these positions, and the positions."""
-    return torch.stack([values[positions].view(torch.int32), positions.to(torch.int32)], dim=-1)
 
 
 def _clear(residual: torch.Tensor, offered: torch.Tensor) -> None:

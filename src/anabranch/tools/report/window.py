@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from anabranch.values.errors import FileError
 from anabranch.values.timeline import COMPUTE, Span, Timeline
@@ -112,8 +112,6 @@ def _wanted(raw: object) -> bool:
 
 
 def _event(raw: Any, where: str, at: int) -> _Slice:
-    from pydantic import ValidationError
-
     try:
         return _Slice.model_validate(raw)
     except ValidationError as error:

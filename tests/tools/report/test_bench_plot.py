@@ -2,8 +2,9 @@
 
 from xml.etree import ElementTree
 
+from benchmarks.bench_plot import bench_plot
+
 from anabranch.tools.report.documents import Benchmark, BenchmarkRow
-from anabranch.tools.report.race_plot import race_plot
 
 
 def example(model: str, *rows: BenchmarkRow) -> Benchmark:
@@ -23,7 +24,7 @@ LEAST = example("bert", BenchmarkRow("DDP", (0.2,)), BenchmarkRow("DataParallel"
 
 
 def test_svg_names_models_choices_and_numbers() -> None:
-    content = race_plot([FULL, LEAST], "svg")
+    content = bench_plot([FULL, LEAST])
     assert ElementTree.fromstring(content).tag.endswith("svg")
     text = content.decode()  # matplotlib notes each text beside its outlines
     for words in ("resnet $50$", "sent in 12 messages, 2 at a time", "sent as by DDP", "0.80  (80 ms)", "0.90  (90 ms)",
@@ -31,7 +32,7 @@ def test_svg_names_models_choices_and_numbers() -> None:
                   "4 workers: 4 hosts, 25 Gbit/s, NVIDIA H200"):  # fmt: skip
         assert words in text
     assert "0.20  (20 ms)" not in text
-    assert content == race_plot([FULL, LEAST], "svg")
+    assert content == bench_plot([FULL, LEAST])
 
 
 def test_hooks_and_compressions_have_bars_of_their_own() -> None:
@@ -43,7 +44,7 @@ def test_hooks_and_compressions_have_bars_of_their_own() -> None:
         BenchmarkRow("DataParallel", (0.09,), 0.09),
         BenchmarkRow("DataParallel, int8", (0.05,), 0.051),
     )
-    text = race_plot([LEAST, example("gpt2", *rows)], "svg").decode()
+    text = bench_plot([LEAST, example("gpt2", *rows)]).decode()
     for words in ("DDP, fp16 hook", "DDP, PowerSGD rank 4", "anabranch.DataParallel, int8", "0.70  (70 ms)",
                   "0.60  (60 ms)", "0.50  (50 ms)", "1.00  (200 ms)"):  # fmt: skip
         assert words in text
@@ -51,14 +52,14 @@ def test_hooks_and_compressions_have_bars_of_their_own() -> None:
 
 
 def test_what_only_a_later_model_has_is_in_the_legend() -> None:
-    text = race_plot([LEAST, FULL], "svg").decode()
+    text = bench_plot([LEAST, FULL]).decode()
     for words in ("predicted", "computing alone, nothing sent", "DDP with the best bucket size tried"):
         assert text.count(words) == 1
 
 
 def test_a_compiled_model_stands_beside_ddp_s_compiled_one() -> None:
     compiled = (BenchmarkRow("DDP, compiled", (0.12,)), BenchmarkRow("DataParallel, compiled", (0.1,), 0.11))
-    text = race_plot([example("bert", *LEAST.rows, *compiled)], "svg").decode()
+    text = bench_plot([example("bert", *LEAST.rows, *compiled)]).decode()
     for words in ("DDP, compiled", "anabranch.DataParallel, compiled", "0.60  (120 ms)", "0.50  (100 ms)"):
         assert words in text
 
@@ -66,9 +67,5 @@ def test_a_compiled_model_stands_beside_ddp_s_compiled_one() -> None:
 def test_bars_of_one_colour_differ_in_their_hatching() -> None:
     kinds = ("bf16", "int8", "int4", "auto", "oktopk:0.1", "oktopk:0.01", "oktopk:0.001")
     rows = [*LEAST.rows, *(BenchmarkRow(f"DataParallel, {kind}", (0.1,)) for kind in kinds)]
-    assert "<pattern" not in race_plot([example("bert", *rows[:8])], "svg").decode()
-    assert "<pattern" in race_plot([example("bert", *rows)], "svg").decode()
-
-
-def test_png_has_its_signature() -> None:
-    assert race_plot([LEAST]).startswith(b"\x89PNG\r\n\x1a\n")
+    assert "<pattern" not in bench_plot([example("bert", *rows[:8])]).decode()
+    assert "<pattern" in bench_plot([example("bert", *rows)]).decode()

@@ -1,16 +1,26 @@
-"""The plot of a benchmark: for each model, steps relative to DDP's, predicted beside measured."""
+"""What ``anabranch bench --json`` printed as an SVG: for each model, steps relative to DDP's, predicted and measured.
 
+python -m benchmarks.bench_plot bench.json ... -o steps.svg
+"""
+
+import argparse
+import io
+import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anabranch.tools.report.documents import BASELINE, COMPILED, COMPUTE, OURS, Benchmark, BenchmarkRow
 from anabranch.tools.report.formatting import count, plain
-from anabranch.tools.report.plot import COLOURS, Format, figure_bytes
-from anabranch.values.extras import require
+from anabranch.tools.report.runs import read_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+# Okabe and Ito's colours, which colour-blind readers can tell apart; markers differ, too, also where colours repeat.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "h")
 BARS_SHARE = 0.8  # of a model's share of the height: its bars
 BAR_INCHES = 0.22  # of a bar
 MIB_SUFFIX = "MiB"
@@ -20,13 +30,12 @@ HATCH = "///"
 BEST_SIZE = "DDP with the best bucket size tried"
 
 
-def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
+def bench_plot(benchmarks: Sequence[Benchmark]) -> bytes:
     """Horizontal bars per model; shorter is faster.
 
     DDP, DDP at the best bucket size if some were tried, DDP's hooks, DataParallel with every compression, and DDP
     and DataParallel compiled.
     """
-    require("matplotlib", "report", "a plot")
     from matplotlib.figure import Figure
 
     bars = [_bars(benchmark) for benchmark in benchmarks]
@@ -48,7 +57,18 @@ def race_plot(benchmarks: Sequence[Benchmark], form: Format = "png") -> bytes:
     first = benchmarks[0]
     where = ", ".join(filter(None, (f"{first.ranks} workers: {first.network}", first.facts.get("device"))))
     figure.suptitle(plain(where), fontsize=11, parse_math=False)
-    return figure_bytes(figure, form)
+    return svg_of(figure)
+
+
+def svg_of(figure: "Figure") -> bytes:
+    """The bytes of a figure's SVG file; the same figure gives the same bytes."""
+    from matplotlib import rc_context
+
+    content = io.BytesIO()
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "anabranch"}):
+        warnings.filterwarnings("ignore", message="Glyph")  # letters that the font lacks are drawn as boxes
+        figure.savefig(content, format="svg", metadata={"Date": None})
+    return content.getvalue()
 
 
 def _bars(benchmark: Benchmark) -> dict[str, BenchmarkRow]:
@@ -99,3 +119,17 @@ def _label(benchmark: Benchmark) -> str:
     ours = benchmark.row(OURS)
     sent = f"sent in {count(ours.buckets, 'message')}" if ours.buckets else "sent as by DDP"
     return f"{plain(benchmark.model)}\n{sent}" + (f", {ours.lanes} at a time" if (ours.lanes or 1) > 1 else "")
+
+
+def main() -> None:
+    """Draw the benchmarks of some files."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    options = parser.parse_args()
+    found = [document for _, document in read_runs(options.files).benches]
+    options.output.write_bytes(bench_plot([benchmark for document in found for benchmark in document.benchmarks]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
-"""Reads the files and folders of a run; what a file is, is told by its content."""
+"""Reads the files and folders of a run. The content of a file says what it is; its name does not matter."""
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from anabranch.tools.report.documents import (
     PlanDocument,
     SimulateDocument,
 )
-from anabranch.tools.report.runs.training import Training, trainings
-from anabranch.tools.report.runs.window import RankStep, rank_steps
+from anabranch.tools.report.tables import Cell, Table
+from anabranch.tools.report.training import Training, trainings
+from anabranch.tools.report.window import RankStep, rank_steps
 from anabranch.values.errors import FileError
 from anabranch.values.files import KINDS, brief, complaint, loads, parse_json, read_bytes
 from anabranch.values.network import Network
@@ -38,6 +39,22 @@ FIRST_FIELD = b'{"step"'  # how a line of ab.JsonLines begins, also one that is 
 MAX_FILES = 200  # of a folder
 
 Content = Trace | Network | Plan | Timeline | Document | list[RankStep] | list[Training]
+
+
+# Where the content of a file is kept, and how the page calls it.
+PLACES: Mapping[type[Any], tuple[str, str]] = {
+    Trace: ("traces", "trace"),
+    Network: ("networks", "network"),
+    Plan: ("plans", "plan"),
+    Timeline: ("timelines", "timeline"),
+    PlanDocument: ("steps", "predicted step"),
+    SimulateDocument: ("steps", "predicted step"),
+    CompareDocument: ("comparisons", "comparison of planners"),
+    Scaling: ("scalings", "scaling"),
+    MemoryDocument: ("memories", "memory"),
+    BenchDocument: ("benches", "benchmark"),
+    DemoDocument: ("demos", "demo"),
+}
 
 
 @dataclass(slots=True)
@@ -61,37 +78,23 @@ class Runs:
 
     def add(self, name: str, content: Content) -> None:
         """Append the content of file ``name`` to the list of its kind."""
-        if isinstance(content, list):
-            kind = self._add_steps(name, content)
+        if not isinstance(content, list):
+            place, kind = PLACES[type(content)]
+            getattr(self, place).append((name, content))
+        elif ranks := [item for item in content if isinstance(item, RankStep)]:
+            self.windows.append((name, ranks))
+            kind = f"step {ranks[0].step} of {len(ranks)} ranks"
         else:
-            place, kind = self._place(content)
-            place.append((name, content))
+            found = [item for item in content if isinstance(item, Training)]
+            self.trainings += found
+            kind = f"{sum(len(training.lines) for training in found):,} lines of a training"
         self.files.append((name, kind))
 
-    def _add_steps(self, name: str, content: list[RankStep] | list[Training]) -> str:
-        ranks = [item for item in content if isinstance(item, RankStep)]
-        if ranks:
-            self.windows.append((name, ranks))
-            return f"step {ranks[0].step} of {len(ranks)} ranks"
-        found = [item for item in content if isinstance(item, Training)]
-        self.trainings += found
-        return f"{sum(len(training.lines) for training in found):,} lines of a training"
 
-    def _place(self, content: Trace | Network | Plan | Timeline | Document) -> tuple[list[Any], str]:
-        places: dict[type[Any], tuple[list[Any], str]] = {
-            Trace: (self.traces, "trace"),
-            Network: (self.networks, "network"),
-            Plan: (self.plans, "plan"),
-            Timeline: (self.timelines, "timeline"),
-            PlanDocument: (self.steps, "predicted step"),
-            SimulateDocument: (self.steps, "predicted step"),
-            CompareDocument: (self.comparisons, "comparison of planners"),
-            Scaling: (self.scalings, "scaling"),
-            MemoryDocument: (self.memories, "memory"),
-            BenchDocument: (self.benches, "benchmark"),
-            DemoDocument: (self.demos, "demo"),
-        }
-        return places[type(content)]
+def file_table(runs: Runs) -> Table:
+    """Every file and what it is; what was skipped, and why."""
+    rows = [[Cell(name), Cell(kind)] for name, kind in runs.files]
+    return Table("Files read", ["file", "content"], rows, "".join(f"Skipped: {reason}. " for reason in runs.skipped))
 
 
 def read_runs(paths: Iterable[Path]) -> Runs:

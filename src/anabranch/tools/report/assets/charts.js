@@ -1,6 +1,6 @@
 // Charts: plotly unpacked and run, figures drawn in the page's colours, and keys and buttons to move in them.
 {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const figures = [...document.querySelectorAll("script.figure")].map((script) => JSON.parse(script.textContent));
   const packed = document.getElementById("plotly");
   const narrow = matchMedia("(max-width: 640px)");
   const coarse = matchMedia("(pointer: coarse)"); // there, dragging is how one scrolls the page

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from anabranch.tools.cli.main import main
+from anabranch.tools.report.chart import DASHES, PATTERNS, SYMBOLS, log_ticks, marker, name_lines, plotly_text
 from anabranch.tools.report.formatting import size
-from anabranch.tools.report.html.chart import DASHES, PATTERNS, SYMBOLS, marker
-from anabranch.tools.report.html.escaping import escaped, json_block, name_lines, plotly_text
-from anabranch.tools.report.html.scaling_chart import log_ticks, network_chart
-from anabranch.tools.report.html.training_chart import BINS, MAX_POINTS, downsample
+from anabranch.tools.report.page import templates
+from anabranch.tools.report.scaling import network_chart
+from anabranch.tools.report.training import BINS, MAX_POINTS, downsample
 from anabranch.values.curve import Curve
 from anabranch.values.network import Network
 from tools.report.run_files import metrics_line, run_folder, write_lines, written_page
@@ -41,10 +41,10 @@ class Elements(HTMLParser):
 
 
 def figures(page: str) -> list[dict[str, Any]]:
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S)
-    assert found is not None
-    read: list[dict[str, Any]] = json.loads(found[1])
-    return read
+    """What the page's script draws."""
+    return [
+        json.loads(text) for text in re.findall(r'<script type="application/json" class="figure">(.*?)</script>', page)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_series_differ_without_colour(page: str) -> None:
 
 
 def test_predicted_and_measured_share_an_axis(page: str) -> None:
-    chart = next(figure for figure in figures(page) if figure["key"] == "timelines")
+    chart = next(figure for figure in figures(page) if figure["key"] == "timelines-chart")
     titles = [note["text"] for note in chart["layout"]["annotations"]]
     assert ["Predicted" in title for title in titles] == [True, False, False, False]  # and a timeline, and two ranks
     assert [name for name in chart["layout"] if name.startswith("xaxis")] == ["xaxis"]
@@ -162,7 +162,7 @@ def test_a_narrow_range_of_costs_has_several_ticks() -> None:
 
 
 def test_the_best_planner_says_of_what(page: str) -> None:
-    assert "DDP&#x27;s default, predicted for " in page
+    assert "DDP&#39;s default, predicted for " in page
 
 
 def test_exposed_and_hidden_parts_add_up(page: str) -> None:
@@ -180,11 +180,13 @@ def test_exposed_and_hidden_parts_add_up(page: str) -> None:
 
 
 def test_texts_are_spelled_out() -> None:
-    assert escaped("<b>\"'&\x1b") == "&lt;b&gt;&quot;&#x27;&amp;\\x1b"
+    page = templates()
+    assert page.from_string("{{ text }}").render(text="<b>\"'&\x1b") == "&lt;b&gt;&#34;&#39;&amp;\\x1b"
+    json_of = page.from_string("{{ value|tojson }}").render
+    assert json_of(value=["</script><!--&\u2028"]) == '["\\u003c/script\\u003e\\u003c!--\\u0026\\u2028"]'
+    assert json.loads(json_of(value=["</script>&"])) == ["</script>&"]
     assert plotly_text("<a href='x'>&lt;") == "&lt;a href='x'&gt;&amp;lt;"
     assert len(plotly_text("x" * 1000, 20)) == 20
-    assert json_block(["</script><!--&\u2028"]) == '["\\u003c/script\\u003e\\u003c!--\\u0026\\u2028"]'
-    assert json.loads(json_block(["</script>&"])) == ["</script>&"]
 
 
 def test_many_names_are_counted() -> None:
@@ -216,7 +218,7 @@ def test_a_long_run_of_a_large_model_stays_small(tmp_path: Path) -> None:
     page = written_page(run_folder(tmp_path / "run", steps=10_000, tensors=600), tmp_path / "report.html")
     assert len(page.encode()) < 5_000_000  # the target is 20 MB
     assert "the median of up to 13 steps" in page and "layer.599" in page
-    chart = next(figure for figure in figures(page) if figure["key"] == "training")
+    chart = next(figure for figure in figures(page) if figure["key"] == "training-chart")
     words = [text for series in chart["data"] for text in series.get("customdata", ())]
     assert any("200 (step 7)" in text for text in words)  # milliseconds, and which step it was
 

@@ -1,4 +1,4 @@
-"""The page of a demo, its verdict, and the verdicts of other pages; what flattens a scaling plot is hidden."""
+"""The page of a demo, the headlines of all pages; what flattens a scaling plot is hidden."""
 
 import json
 from pathlib import Path
@@ -7,22 +7,21 @@ from typing import Any
 import pytest
 
 from anabranch.tools.predict.scaling.result import ScalePoint
-from anabranch.tools.report.html.bars import Bars, bar_chart
-from anabranch.tools.report.html.scaling_chart import flattening
-from anabranch.tools.report.html.verdict import verdict
-from anabranch.tools.report.runs.reading import Runs, parse_file
+from anabranch.tools.report.benchmark import benchmark_chart
+from anabranch.tools.report.page import headline
+from anabranch.tools.report.runs import Runs, parse_file
+from anabranch.tools.report.scaling import flattening
 from tools.report.demos import SLOW_S, demo, demo_document
 from tools.report.run_files import (
     bench_document,
     comparison_document,
-    memory_document,
     metrics_line,
     planned_document,
     scaling_document,
     write_lines,
     written_page,
 )
-from tools.report.test_html import Elements, figures
+from tools.report.test_page import Elements, figures
 
 
 @pytest.fixture(scope="module")
@@ -33,39 +32,39 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return written_page(folder, folder / "report.html")
 
 
-def test_the_story_in_five_pictures(page: str) -> None:
+def test_a_demo_in_five_sections(page: str) -> None:
     titles = [
-        "1. Your network is the limit", "2. A dense plan, predicted beside measured", "3. Compressed: loss beside time",
+        "1. Your network is the limit", "2. A dense plan, predicted and measured", "3. Compressed: loss over time",
         "4. What happens on a fast link", "5. At your size",
     ]  # fmt: skip
     places = [page.index(f">{title}</h2>") for title in titles]
     assert places == sorted(places)
     keys = [figure["key"] for figure in figures(page)]
-    assert keys == ["story-limit", "story-dense", "story-loss", "story-fast", "scaling-0-0-iteration",
-                    "scaling-0-0-efficiency"]  # fmt: skip
+    assert keys == ["demo-limit-chart", "demo-dense-chart", "demo-loss-chart", "demo-fast-chart",
+                    "scaling-0-0-iteration", "scaling-0-0-efficiency"]  # fmt: skip
 
 
 def test_the_page_opens_with_the_headline_and_its_conditions(page: str) -> None:
-    words = "<p class=headline>A step with int8 is 2.50× as fast as DDP&#x27;s here"
-    assert page.index(words) < page.index("<dl class=tiles>") < page.index("<section")
-    assert "<p class=note>Measured in this run: 2 hosts, 100 Mbit/s links.</p>" in page
+    words = '<p class="headline">A step with int8 is 2.50× as fast as DDP&#39;s here'
+    assert page.index(words) < page.index('<dl class="tiles">') < page.index("<section")
+    assert '<p class="note">Measured in this run: 2 hosts, 100 Mbit/s links.</p>' in page
 
 
 def test_every_number_of_the_pictures_is_the_documents(page: str) -> None:
     found = demo()
     by_key = {figure["key"]: figure for figure in figures(page)}
-    computing, exposed = by_key["story-limit"]["data"]
+    computing, exposed, predicted = by_key["demo-limit-chart"]["data"]
     steps_ms = [1e3 * found.benchmark.row(one.name).step_s for one in found.trainings]
     assert [a + b for a, b in zip(computing["x"], exposed["x"], strict=True)] == pytest.approx(steps_ms)
     assert computing["x"] == pytest.approx([1e3 * SLOW_S["compute only"]] * len(steps_ms))
-    measured, predicted = by_key["story-dense"]["data"]
-    assert measured["x"] == pytest.approx([300, 400, 320]) and predicted["x"][1:] == pytest.approx([360, 288])
-    assert predicted["x"][0] is None  # nothing was predicted of computing alone
-    curves = {series["name"]: series for series in by_key["story-loss"]["data"]}
+    assert predicted["x"] == pytest.approx([0.9 * step_ms for step_ms in steps_ms])
+    computing, exposed, predicted = by_key["demo-dense-chart"]["data"]
+    assert computing["x"] == pytest.approx([300, 300]) and exposed["x"] == pytest.approx([100, 20])
+    assert exposed["text"] == ["400 ms", "320 ms"] and predicted["x"] == pytest.approx([360, 288])
+    curves = {series["name"]: series for series in by_key["demo-loss-chart"]["data"]}
     assert list(curves) == [one.name for one in found.trainings]
     assert all(curves[one.name]["x"] == list(one.elapsed_s) for one in found.trainings)
-    slow, fast = by_key["story-fast"]["data"]
-    assert slow["x"] == pytest.approx([0.4, 0.25, 0.4]) and fast["x"] == pytest.approx([1.0] * 3)
+    assert by_key["demo-fast-chart"]["data"][1]["text"] == ["21 ms"] * 4
 
 
 def test_what_was_chosen_and_kept_in_memory(page: str) -> None:
@@ -95,54 +94,50 @@ def test_a_hostile_demo_adds_no_element(page: str, tmp_path: Path) -> None:
 
 
 def test_bars_leave_room_for_their_texts() -> None:
-    kinds = [Bars(name, "--wire", "", [10.0, 20.0], ["a", "b"], ["", ""]) for name in ("one", "two")]
-    stacked, grouped = (bar_chart("k", "l", ["x", "y"], kinds, "ms", "", stacked=stack) for stack in (True, False))
-    assert stacked.layout["xaxis"]["range"][1] > 40 > grouped.layout["xaxis"]["range"][1] > 20
+    chart = benchmark_chart("key", "label", demo().benchmark)
+    assert chart.layout["xaxis"]["range"][1] > 1.1 * 1e3 * SLOW_S["DDP"]
 
 
-# ----------------------------------------------------------------------------------------------------- verdicts
+# ---------------------------------------------------------------------------------------------------- headlines
 
 
-def verdict_of(*documents: dict[str, Any]) -> str:
+def headline_of(*documents: dict[str, Any]) -> str:
     runs = Runs()
     for number, document in enumerate(documents):
         runs.add(f"{number}.json", parse_file(json.dumps(document).encode(), "x.json"))
-    return verdict(runs, [])
+    return headline(runs)
 
 
-def test_verdicts_of_documents() -> None:
+def test_headlines_of_documents() -> None:
     bench = bench_document()
     assert (
-        verdict_of(bench)
+        headline_of(comparison_document(), bench)
         == "resnet50: DataParallel is no faster than DDP beyond the noise (90.00 ms a step, DDP 105.0 ms)."
     )
     bench["benchmarks"][0]["rows"][1]["buckets"] = 4
-    assert "resnet50: DataParallel is 1.17× as fast as DDP (90.00 ms a step, DDP 105.0 ms)." in verdict_of(bench)
-    assert "optimal, the best dense plan, is 1.25× as fast" in verdict_of(comparison_document())
-    assert verdict_of(scaling_document()) == "Predicted, densenet: 10gbe: it helps."
-    assert "bert-large: ddp 5.0 GiB, lean 5.0 GiB" in verdict_of(memory_document())
-    assert verdict_of(bench, comparison_document()).startswith("resnet50")  # measured before predicted
+    assert "resnet50: DataParallel is 1.17× as fast as DDP (90.00 ms a step, DDP 105.0 ms)." in headline_of(bench)
+    assert headline_of(scaling_document(), comparison_document()) == ""  # nothing was measured
 
 
-def test_verdicts_of_a_training(tmp_path: Path) -> None:
+def test_headlines_of_a_training(tmp_path: Path) -> None:
     own = [{**metrics_line(step), "plan": None, "measured_s": 0.2} for step in range(1, 5)]
     planned = [{**metrics_line(step), "measured_s": 0.1} for step in range(5, 9)]
     for lines, expected in (
-        ([*own, *planned], "The plan in force is 2.00× as fast as DDP&#x27;s own buckets (100.0 ms a step"),
+        ([*own, *planned], "The plan in force is 2.00× as fast as DDP&#39;s own buckets (100.0 ms a step"),
         ([*own, *({**line, "measured_s": 0.2} for line in planned)], "The plan in force is no faster"),
-        (own, "Nothing is gained: run.jsonl ends with DDP&#x27;s own buckets, 200.0 ms a step."),
+        (own, "Nothing is gained: run.jsonl ends with DDP&#39;s own buckets, 200.0 ms a step."),
     ):
         (tmp_path / "run.jsonl").unlink(missing_ok=True)
         write_lines(tmp_path / "run.jsonl", lines)
         (tmp_path / "page.html").unlink(missing_ok=True)
-        assert f"<p class=headline>{expected}" in written_page(tmp_path, tmp_path / "page.html")
+        assert f'<p class="headline">{expected}' in written_page(tmp_path, tmp_path / "page.html")
 
 
-def test_a_predicted_step_and_nothing_at_all(tmp_path: Path) -> None:
+def test_a_predicted_step_has_tiles(tmp_path: Path) -> None:
     (tmp_path / "step.json").write_text(json.dumps(planned_document()))
     page = written_page(tmp_path, tmp_path / "page.html")
-    assert "<p class=headline>Of a step of 400.0 ms, 25.0% is exposed communication (predicted).</p>" in page
-    assert verdict(Runs(), []) == ""
+    assert "headline" not in page[page.index("<body>") :]
+    assert "<dt>Step, predicted</dt><dd>400.0 ms</dd>" in page and "<span>25.0% of this step</span>" in page
 
 
 # ------------------------------------------------------------------------------------------------------ scaling
