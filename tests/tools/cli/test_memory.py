@@ -17,7 +17,8 @@ from anabranch.tools.cli.memory import AUTO_AS, throughput_network
 from anabranch.tools.predict.memory.modes import DEFAULT_MODES, modes_of, predict
 from anabranch.tools.predict.memory.probe import Loss, probe
 from anabranch.tools.predict.memory.throughput import samples_per_s
-from anabranch.tools.report.memory import abreast, memory_report, unit
+from anabranch.tools.report.documents import MemoryDocument, MemoryMode
+from anabranch.tools.report.memory import memory_tables, pieces
 from anabranch.values.files import save
 from anabranch.values.kinds.options import OkTopk
 from anabranch.values.network import Network
@@ -63,10 +64,17 @@ def test_small_models_are_told_in_mib(capsys: pytest.CaptureFixture[str]) -> Non
     assert "4 ranks, MiB" in out and "GiB" not in out
 
 
+def document_of(**nbytes: int) -> MemoryDocument:
+    """A model that has weights only, this many bytes in each mode."""
+    modes = {mode: MemoryMode(kinds={"weights": n}, predicted_nbytes=n) for mode, n in nbytes.items()}
+    return MemoryDocument(model="m", batch_size=1, ranks=2, optimizer="sgd", modes=modes)
+
+
 def test_large_models_are_told_in_gib() -> None:
-    assert unit(2**30) == ("GiB", 2**30) and unit(2**30 - 1) == ("MiB", 2**20)
-    assert str(memory_report("m", {"ddp": {"weights": 3 * 2**29}}, {}, {}).title) == "m, GiB"
-    assert str(memory_report("m", {"ddp": {"weights": 2**20}}, {}, {"ddp": 2**30}).title) == "m, GiB"
+    for nbytes, unit in ((2**30, "GiB"), (2**30 - 1, "MiB")):
+        assert memory_tables(document_of(ddp=nbytes))[0].title == f"m, batch 1, sgd, 2 ranks, {unit}"
+    measured = MemoryMode(kinds={"weights": 2**20}, predicted_nbytes=2**20, measured_nbytes=2**30)
+    assert memory_tables(replace(document_of(), modes={"ddp": measured}))[0].title.endswith("GiB")
 
 
 def test_the_largest_batch_looked_at_is_said(
@@ -101,12 +109,12 @@ def test_many_modes_are_tables_below_each_other_that_100_columns_hold(capsys: py
     assert max(map(len, lines)) <= 100
     chosen = ["lean, dense, within", "lean, auto, within", "lean, within"]
     modes = [*DEFAULT_MODES[:3], *modes_of("auto"), *modes_of("oktopk"), *chosen]
-    assert sum(line.startswith("predicted peak") for line in lines) == len(abreast(modes)) > 2
+    (table,) = memory_tables(document_of(**{**dict.fromkeys(modes, 2**29), "ddp": 2**30}))
+    found = pieces(table)
+    assert sum(line.startswith("predicted peak") for line in lines) == len(found) > 2
     assert all(any(mode in line for line in lines) for mode in modes)
-    assert [mode for group in abreast(modes) for mode in group] == modes
-    shown = memory_report("m", {"ddp": {"weights": 2**30}, "lean": {"weights": 2**29}}, {}, {}, ["lean"])
-    assert [str(column.header) for column in shown.columns] == ["", "lean"]
-    assert "-0.50" in map(str, shown.columns[1].cells) and str(shown.title) == "m, GiB"
+    assert [mode for piece in found for mode in piece.headers[1:]] == modes
+    assert [row[1].text for row in found[-1].rows] == ["0.50", "0.50", "-0.50"]
 
 
 def test_what_lean_would_choose_within_the_limit_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,8 +437,8 @@ def test_the_difference_to_ddp_is_shown(capsys: pytest.CaptureFixture[str]) -> N
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     shown = next(row for row in rows if row[:3] == ["more", "than", "DDP"])
     peaks = [float(number) for number in next(row for row in rows if row[:2] == ["predicted", "peak"])[2:]]
-    assert shown[3] == "-"
-    assert [0.0 if more == "-" else float(more) for more in shown[4:]] == pytest.approx(
+    assert shown[3] == "–"
+    assert [0.0 if more == "–" else float(more) for more in shown[4:]] == pytest.approx(
         [peak - peaks[0] for peak in peaks[1:]], abs=0.011
     )
 

@@ -110,7 +110,7 @@ def content(text: str) -> Noun | ShardedTrace | ShardingPlan | Entry:
 
 def _drawn_by_report(found: bytes, text: str) -> FileError | None:
     """The error about a file that anabranch report draws and nothing prints; None if report cannot read it either."""
-    from anabranch.tools.report.runs.reading import Runs, parse_file
+    from anabranch.tools.report.runs import Runs, parse_file
 
     runs = Runs()
     try:

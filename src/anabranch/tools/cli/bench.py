@@ -11,7 +11,7 @@ from typer import Option
 from anabranch.fsdp.planning.modes import SHARDING_MODES, help_of, sharding_mode
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import BackendOption, ForceOption, JsonOption, PlotOption
-from anabranch.tools.cli.output import check_free, plot_format, print_json, show_tables
+from anabranch.tools.cli.output import check_free, check_plot, print_json, show_tables, write_plot
 from anabranch.tools.cli.ranks import join
 from anabranch.values.errors import AnabranchError
 from anabranch.values.files import write_bytes
@@ -71,8 +71,7 @@ Compressions = Annotated[
         metavar="KIND",
         help="Also DataParallel with auto (as faithful as is hidden, down to int4), auto:int8 (down to int8), "
         "auto:oktopk:0.01 (down to 1 % sparse), bf16, int8, int4, oktopk (as dense as is hidden) or oktopk:0.01 "
-        "(1 % of the elements), the last two also with :bf16 or :int8, as which values travel then; or a rival, in the "
-        "same buckets: topk:0.01, gtopk:0.01, dsa:0.01, gaussian:0.01; may be repeated.",
+        "(1 % of the elements), the last two also with :bf16 or :int8, as which values travel then; may be repeated.",
     ),
 ]
 Compile = Annotated[
@@ -183,9 +182,8 @@ def _run(
     from anabranch.tools.bench.run import run
     from anabranch.tools.report import benchmark as reports
     from anabranch.tools.report.documents import BenchDocument, printed
-    from anabranch.tools.report.race_plot import race_plot
 
-    leads, form = dist.get_rank() == 0, plot_format(plot)
+    leads = dist.get_rank() == 0
     results = []
     for workload in workloads:
         results.append(run(workload, settings, _print_progress if leads else lambda _: None))
@@ -194,8 +192,8 @@ def _run(
             show_tables(reports.benchmark_report(results[-1]), closing, "")
         if leads and report is not None:  # check_free has made sure of it
             write_bytes(reports.markdown(TITLE, results).encode(), report, force=True)
-        if leads and plot is not None and form is not None:
-            write_bytes(race_plot(results, form), plot, force=True)
+        if leads and plot is not None:
+            write_plot(BenchDocument(benchmarks=tuple(results)), plot, force=True)
     if leads and as_json:
         print_json(printed(BenchDocument(benchmarks=tuple(results))))
     elif leads and (written := [str(path) for path in (report, plot) if path]):
@@ -229,7 +227,7 @@ def _check_known(kinds: Sequence[str], shardings: Sequence[str]) -> None:
 def _check_outputs(report: Path | None, plot: Path | None, force: bool) -> None:
     """Refuse, before minutes of measuring, an output file that exists, or in a folder that does not."""
     check_free([report, plot], force)
-    plot_format(plot)
+    check_plot(plot)
     for path in (report, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path.absolute().parent}: no such folder, expected one for {path.name}")

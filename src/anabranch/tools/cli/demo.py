@@ -154,7 +154,7 @@ def _keep(folder: Path, kept: Path) -> str:
 def _print(path: Path, as_json: bool) -> None:
     from anabranch.tools.report.demo import demo_report
     from anabranch.tools.report.documents import DemoDocument, printed
-    from anabranch.tools.report.runs.reading import parse_file
+    from anabranch.tools.report.runs import parse_file
 
     document = parse_file(path.read_bytes(), f"{path}")
     assert isinstance(document, DemoDocument)

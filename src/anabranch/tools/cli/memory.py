@@ -287,8 +287,8 @@ def _chosen(
     from anabranch.lean.activations.solver import BudgetError
     from anabranch.lean.within import described
     from anabranch.planning.memory import TrainingMode
-    from anabranch.tools.bench.within import ASSUMED, chosen_within, profile
     from anabranch.tools.predict.memory.modes import LEAN
+    from anabranch.tools.predict.memory.within import ASSUMED, chosen_within, profile
 
     found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
     profiled = profile(training.build_at()(training.batch), half=training.precision is Precision.bf16)
@@ -337,35 +337,10 @@ def throughput_network(text: str | None, ranks: int | None) -> "Network | None":
 
 def _show(found: "MemoryDocument", as_json: bool) -> None:
     """Print tables, or JSON."""
-    from rich.text import Text
-
     from anabranch.tools.report.documents import printed
-    from anabranch.tools.report.formatting import plain, size
-    from anabranch.tools.report.memory import abreast, batch_report, memory_report
+    from anabranch.tools.report.memory import memory_report
 
     if as_json:
         print_json(printed(found))
-        return
-    modes = found.modes
-    title = f"{found.model}, batch {found.batch_size}, {found.optimizer}, {found.ranks} ranks"
-    parts: list[Any] = [
-        memory_report(
-            title,
-            {mode: peak.kinds for mode, peak in modes.items()},
-            {mode: peak.host_nbytes for mode, peak in modes.items()},
-            {},
-            shown,
-        )
-        for shown in abreast(list(modes))
-    ]
-    rows: dict[str, dict[str, str]] = {}
-    if found.largest_batch is not None:
-        rows["largest batch per rank"] = {mode: str(batch) for mode, batch in found.largest_batch.items()}
-    if found.samples_per_s:
-        rows["samples/s, all ranks"] = {mode: f"{speed:.1f}" for mode, speed in found.samples_per_s.items()}
-    if rows:
-        where = f"Within {size(found.within_nbytes)}" if found.within_nbytes is not None else "At this batch"
-        known = [mode for mode in modes if any(mode in cells for cells in rows.values())]
-        parts += [batch_report(where, shown, rows) for shown in abreast(known)]
-    parts.append(Text(plain(f"Assumed: {'; '.join(found.assumptions)}.")))
-    show_tables(*parts)
+    else:
+        show_tables(memory_report(found))

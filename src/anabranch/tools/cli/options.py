@@ -18,7 +18,7 @@ NetworkOption = Annotated[
     ),
 ]
 BackendOption = Annotated[str | None, Option(metavar="B", help="gloo or nccl. Default: nccl with a GPU.")]
-PlotOption = Annotated[Path | None, Option(help="Draw a plot to this .png or .svg file.")]
+PlotOption = Annotated[Path | None, Option(help="Write a page with charts to this .html file.")]
 JsonOption = Annotated[
     bool, Option("--json", help="Print one JSON document instead of tables; names end in their unit (_s: seconds).")
 ]

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.values.errors import FileError
 from anabranch.values.extras import require
+from anabranch.values.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from anabranch.tools.report.plot import Format
+    from anabranch.tools.report.documents import Document
 
 PIPED_WIDTH = 240  # of tables in a file or a pipe, which have no edge
 PROSE_WIDTH = 100  # of sentences there
@@ -92,12 +93,19 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
         yield update
 
 
-def plot_format(plot: Path | None) -> "Format | None":
-    """The format of a plot by its file name; ValueError for other names than .png and .svg."""
-    if plot is None:
-        return None
-    require("matplotlib", "report", "--plot")
-    formats: dict[str, Format] = {".png": "png", ".svg": "svg"}
-    if (found := formats.get(plot.suffix.lower())) is None:
-        raise ValueError(f"--plot is {plot}: expected a name that ends in .png or .svg")
-    return found
+def check_plot(plot: Path | None) -> None:
+    """Refuse, before any work is done, a plot that would not be a page."""
+    if plot is not None:
+        require("plotly", "report", "--plot")
+        if plot.suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"--plot is {plot}: a plot is an HTML page, expected a name that ends in .html")
+
+
+def write_plot(document: "Document", plot: Path, force: bool) -> None:
+    """Write the page of what a command prints with --json."""
+    from anabranch.tools.report.page import report_page
+    from anabranch.tools.report.runs import Runs
+
+    runs = Runs()
+    runs.add(f"anabranch {document.command} --json", document)
+    write_text(report_page(f"anabranch {document.command}", runs), plot, force)

@@ -14,8 +14,8 @@ from anabranch.tools.predict.scaling.compression import priced
 from anabranch.values.files import write_text
 
 if TYPE_CHECKING:
-    from anabranch.tools.report.html.step_view import Predicted
-    from anabranch.tools.report.runs.reading import Runs
+    from anabranch.tools.report.runs import Runs
+    from anabranch.tools.report.steps import Predicted
 
 RunFiles = Annotated[
     list[Path],
@@ -46,8 +46,8 @@ def report(
 
 def write_page(paths: Sequence[Path], output: Path, title: str, force: bool = False) -> "tuple[str, Runs]":
     """Write the page of these files; returns it, and what was read."""
-    from anabranch.tools.report.html.page import report_page
-    from anabranch.tools.report.runs.reading import read_runs
+    from anabranch.tools.report.page import report_page
+    from anabranch.tools.report.runs import read_runs
 
     found = read_runs(paths)
     page = report_page(title, found, _predicted(found))
@@ -57,7 +57,7 @@ def write_page(paths: Sequence[Path], output: Path, title: str, force: bool = Fa
 
 def _predicted(runs: "Runs") -> "list[Predicted]":
     """Each plan on the first trace that it fits and the first network that prices it; without any, DDP's default."""
-    from anabranch.tools.report.html.step_view import plan_fits
+    from anabranch.tools.report.steps import plan_fits
     from anabranch.values.errors import NetworkError
 
     if not runs.traces or not runs.networks:

@@ -14,13 +14,12 @@ from anabranch.tools.cli import arguments
 from anabranch.tools.cli.memory import Optimizer, estimator_of, node_size
 from anabranch.tools.cli.network_text import MAX_RANKS
 from anabranch.tools.cli.options import ForceOption, JsonOption, PlotOption, TraceOption
-from anabranch.tools.cli.output import check_free, plot_format, print_json, progress, show_tables
+from anabranch.tools.cli.output import check_free, check_plot, print_json, progress, show_tables, write_plot
 from anabranch.tools.network_presets import NetworkRange
 from anabranch.tools.predict.scaling import Compute, Scaling, line_up, strategy_kinds
 from anabranch.tools.predict.scaling import scale as predict
 from anabranch.tools.predict.scaling.compression import LEAN
 from anabranch.tools.predict.scaling.study import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
-from anabranch.values.files import write_bytes
 from anabranch.values.quantities import size_nbytes
 from anabranch.values.trace import Trace
 
@@ -131,7 +130,7 @@ def scale(
     as_json: JsonOption = False,
 ) -> None:
     """Predict which strategy wins at which world size on which network, and by how much, with bands."""
-    form = plot_format(plot)
+    check_plot(plot)
     check_free([plot], force)
     sizes = _sizes(world_sizes)
     compute = _compute(fixed_share, jitter, stragglers, sizes[-1])
@@ -147,10 +146,8 @@ def scale(
             batch=chosen.batch, compute=compute, assumptions=chosen.assumptions, on_point=on_point,
         )  # fmt: skip
     found = replace(found, written=str(plot) if plot else None)
-    if plot and form:
-        from anabranch.tools.report.plot import scaling_plot
-
-        write_bytes(scaling_plot(found, form), plot, force)
+    if plot:
+        write_plot(found, plot, force)
     if as_json:
         print_json(asdict(found))
     else:

@@ -62,8 +62,7 @@ def simulate(
 
 def _print(document: "SimulateDocument", timeline: Timeline) -> None:
     from anabranch.tools.report.formatting import count, plain
-    from anabranch.tools.report.gantt import Gantt
-    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts
+    from anabranch.tools.report.tables import Gantt, bucket_table, duration_pairs, facts
 
     pairs = [*duration_pairs(document), ("fingerprint", document.fingerprint)]
     pairs += [("written to", plain(path)) for path in document.written]
