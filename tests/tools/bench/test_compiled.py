@@ -71,15 +71,11 @@ def test_compiled_twins_run_beside_the_others() -> None:
         assert sum("Compiled: 1 graph in" in line for line in answer["said"]) == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["DDP", "DataParallel", "DataParallel, int4", "DDP, compile", "DataParallel, topk:0.01"]
-)
-def test_what_others_need_or_does_not_run_cannot_be_skipped(name: str) -> None:
-    settings = Settings(compress=("int8", "topk:0.01"), compiled=True, skip=(name,))
-    with pytest.raises(
-        ValueError, match=f"--skip is '{name}': expected 'DataParallel, int8', 'compute only, compiled'"
-    ):
-        settings.check_skipped()
+def test_what_others_need_or_does_not_run_cannot_be_skipped() -> None:
+    for name in ("DDP", "DataParallel", "DataParallel, int4", "DDP, compile"):
+        settings = Settings(compress=("int8",), compiled=True, skip=(name,))
+        with pytest.raises(ValueError, match=f"--skip is '{name}': expected 'DataParallel, int8', 'compute only, comp"):
+            settings.check_skipped()
     Settings(compress=("int8",), compiled=True, skip=("DDP, compiled", "DataParallel, int8")).check_skipped()
 
 

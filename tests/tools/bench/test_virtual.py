@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.communicator import MAX, Communicator
 from anabranch.exchange.contracts import Steps
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.errors import DisagreementError
 from exchange.sparse.worlds import EXCHANGES, gradients, states, step
 

@@ -71,8 +71,7 @@ Compressions = Annotated[
         metavar="KIND",
         help="Also DataParallel with auto (as faithful as is hidden, down to int4), auto:int8 (down to int8), "
         "auto:oktopk:0.01 (down to 1 % sparse), bf16, int8, int4, oktopk (as dense as is hidden) or oktopk:0.01 "
-        "(1 % of the elements), the last two also with :bf16 or :int8, as which values travel then; or a rival, in the "
-        "same buckets: topk:0.01, gtopk:0.01, dsa:0.01, gaussian:0.01; may be repeated.",
+        "(1 % of the elements), the last two also with :bf16 or :int8, as which values travel then; may be repeated.",
     ),
 ]
 Compile = Annotated[

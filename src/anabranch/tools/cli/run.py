@@ -38,7 +38,7 @@ class Program:
 
             torchrun(["--standalone", f"--nproc-per-node={self.ranks}", "-m", MODULE, *self.arguments])
             return
-        from anabranch.frameworks.replaced_ddp import replaced_ddp
+        from anabranch.frameworks.run import replaced_ddp
 
         with replaced_ddp(self.options) as outcomes:
             try:
@@ -98,13 +98,10 @@ def run(
 
 
 def _compression(text: str) -> Any:
-    from anabranch.tools.bench.compress import OURS, of_ours
+    from anabranch.tools.bench.compress import compression
     from anabranch.values.kinds.options import OkTopk
 
-    found = of_ours(text, OkTopk())
-    if found is None:
-        raise ValueError(f"--compress is {text!r}: expected {', '.join(OURS)}")
-    return found
+    return compression(text, OkTopk())
 
 
 def _report(outcomes: Sequence[object]) -> None:
