@@ -42,7 +42,7 @@ def scaling_report(scaling: Scaling) -> RenderableType:
 
 
 def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[RenderableType]:
-    """DDP and the best dense strategy, with the band of each step; then the best that round values and that send some."""
+    """DDP and the best dense strategy with the band of each step; then the best that round values or send some."""
     found = best_at_sizes(scaling, curves)
     # In the unit of the best: what differs little between good strategies must not drown in what a bad one takes.
     scale = time_scale(row.best.iteration_s for row in found)
