@@ -20,7 +20,7 @@ import anabranch as ab
 from anabranch.fsdp.planning import Unit, save
 from anabranch.fsdp.planning.simulator import REST, host_order, unit_label
 from anabranch.fsdp.shard import no_groups_reason
-from fsdp.sharded_runs import (
+from fsdp.small_model import (
     BLOCKS,
     HALF,
     WIDTH,
@@ -35,6 +35,7 @@ from fsdp.sharded_runs import (
 from ranks import on_ranks
 
 STEPS = range(4)
+LASTING_S = 20.0  # no thread is delayed that long
 NAMES = [str(index) for index in range(1, BLOCKS + 1)]  # the first layer is left to the root, as in model_of
 PLANS = [
     ab.ShardingPlan.per_block(NAMES),
@@ -61,6 +62,35 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(weight, stock[name]) for name, weight in weights(one).items())
 
 
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Found:
+    """What each of two ranks found, by scenario."""
+    return on_ranks(on_two, 2, timeout_s=150)
+
+
+@pytest.fixture(scope="module")
+def four() -> Found:
+    """What each of four ranks found, in two nodes."""
+    return on_ranks(on_four, 4, timeout_s=120)
+
+
+def on_two(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {one.__name__: one(rank) for one in (mixed_precision, layout, other_plans)}
+    found["planned"] = planned_and_stock(rank, 1, False)
+    found["order"] = [order(plan) for plan in PLANS]
+    found["memory"] = [memory(plan) for plan in PLANS]
+    found["older"] = on_an_older_torch(rank)
+    return found
+
+
+def on_four(rank: int) -> dict[str, Any]:
+    planned = [planned_and_stock(rank, 2, replicated) for replicated in (False, True)]
+    return {"planned": planned, "replicated": replicated_units(rank)}
+
+
 def planned_and_stock(rank: int, nodes: int, replicated: bool) -> list[bool]:
     mesh = one_node() if nodes == 1 else two_nodes()
     stock = model_of(mesh)
@@ -75,10 +105,9 @@ def planned_and_stock(rank: int, nodes: int, replicated: bool) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize(("nodes", "ranks", "replicated"), [(1, 2, False), (2, 4, False), (2, 4, True)])
-def test_planned_units_are_stock_fsdp2_bit_by_bit(nodes: int, ranks: int, replicated: bool) -> None:
-    for found in on_ranks(planned_and_stock, ranks, nodes, replicated):
-        assert found == [True] * len(PLANS)
+def test_planned_units_are_stock_fsdp2_bit_by_bit(two: Found, four: Found) -> None:
+    for equal in [*(one["planned"] for one in two), *(case for one in four for case in one["planned"])]:
+        assert equal == [True] * len(PLANS)
 
 
 def mixed_precision(rank: int) -> bool:
@@ -87,13 +116,13 @@ def mixed_precision(rank: int) -> bool:
     return train(ours, STEPS) == train(stock, STEPS) and same(ours, stock)
 
 
-def test_options_of_fully_shard_are_passed_on() -> None:
-    assert all(on_ranks(mixed_precision, 2))
+def test_options_of_fully_shard_are_passed_on(two: Found) -> None:
+    assert all(one["mixed_precision"] for one in two)
 
 
 def on_an_older_torch(rank: int) -> str:
     """What a grouped unit is told; units of one block, and blocks that are given what they compute with, are not."""
-    as_before_torch_2_13()
+    as_before_torch_2_13()  # from here on
     ab.shard(whole(), one_node(), PLANS[1], mp_policy=HALF)
     assert not no_groups_reason({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)})
     assert not no_groups_reason({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)})
@@ -102,15 +131,14 @@ def on_an_older_torch(rank: int) -> str:
     return str(caught.value)
 
 
-def test_an_older_torch_cannot_cast_for_grouped_units() -> None:
-    for said in on_ranks(on_an_older_torch, 2):
+def test_an_older_torch_cannot_cast_for_grouped_units(two: Found) -> None:
+    for said in (one["older"] for one in two):
         assert "a unit of the plan has 2 blocks, 2 to 3, and FSDP2 of torch" in said
         assert "casts to torch.bfloat16 only what the first block of a unit is given: give a plan" in said
 
 
-def order(rank: int, number: int) -> tuple[list[str], list[str], list[str], list[str]]:
+def order(plan: ab.ShardingPlan) -> tuple[list[str], list[str], list[str], list[str]]:
     """Messages, and messages with computing, as they were and as simulated."""
-    plan = PLANS[number]
     model = ab.shard(whole(), one_node(), plan)
     watch = ab.watch(model)
     train(model, range(3))
@@ -130,12 +158,11 @@ def order(rank: int, number: int) -> tuple[list[str], list[str], list[str], list
     return messages(found), messages(simulated), found, simulated
 
 
-@pytest.mark.parametrize("number", range(len(PLANS)))
-def test_fsdp2_does_what_the_simulator_says_in_that_order(number: int) -> None:
-    messages, simulated_messages, all_found, all_simulated = on_ranks(order, 2, number)[0]
-    assert messages == simulated_messages
-    if PLANS[number].prefetch > 1:  # else FSDP2 launches a gather when the device is asked for it: on CPUs, later
-        assert all_found == all_simulated
+def test_fsdp2_does_what_the_simulator_says_in_that_order(two: Found) -> None:
+    for plan, (messages, simulated_messages, every, every_simulated) in zip(PLANS, two[0]["order"], strict=True):
+        assert messages == simulated_messages, plan
+        if plan.prefetch > 1:  # else FSDP2 launches a gather when the device is asked for it: on CPUs, later
+            assert every == every_simulated, plan
 
 
 class Counted:
@@ -158,11 +185,11 @@ class Counted:
 
 
 class Memory:
-    """What FSDP2 holds beside shards: gathered parameters, whole gradients, buffers of messages."""
+    """What FSDP2 holds besides shards: gathered parameters, whole gradients, buffers of messages."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, expected: int) -> None:
         self.live: dict[tuple[Counted, int], int] = {}
-        self.peak = 0
+        self.peak, self.expected = 0, expected
         self.groups = groups_of(model)
         for group in self.groups:
             group._all_gather_comm = Counted(group._all_gather_comm, self, 1)
@@ -176,34 +203,39 @@ class Memory:
         inputs[0].register_hook(lambda _: self.sample())
 
     def sample(self) -> None:
-        time.sleep(0.005)  # Gloo's thread may hold a buffer for a moment after its message
+        """Gloo's thread may hold a buffer for a moment after its message: what is more than expected has to last."""
+        until = time.monotonic() + LASTING_S
+        while (held := self.held()) > self.expected and time.monotonic() < until:
+            time.sleep(0.001)
+        self.peak = max(self.peak, held)
+
+    def held(self) -> int:
         held = sum(self.live.values())
         for one in (param for group in self.groups for param in group.fsdp_params):
             held += sum(tensor.untyped_storage().nbytes() for tensor in one.all_gather_outputs)
             whole = getattr(one, "_unsharded_param", None)
             held += 0 if whole is None or whole.grad is None else whole.grad.nbytes
-        self.peak = max(self.peak, held)
+        return held
 
 
-def memory(rank: int, number: int) -> tuple[int, int]:
+def memory(plan: ab.ShardingPlan) -> tuple[int, int]:
     """The most bytes at a time, as counted and as predicted."""
-    plan = PLANS[number]
     widths = (16, 64, 16, 32, 8)
     layers = [nn.Linear(a, b, bias=False) for a, b in pairwise(widths)]
     model = nn.Sequential(OrderedDict(zip([*NAMES, "rest"], layers, strict=True)))
     *sizes, rest = [layer.weight.nbytes for layer in layers]
     ab.shard(model, one_node(), plan)
-    counted = Memory(model)
+    blocks = [ab.sharded.Block(name, size, size, 0.0, 0.0) for name, size in zip(NAMES, sizes, strict=True)]
+    predicted = ab.sharded.peak_nbytes(ab.ShardedTrace(tuple(blocks), rest, rest), plan)
+    counted = Memory(model, predicted)
     for _ in range(2):
         model(torch.randn(2, widths[0], requires_grad=True)).sum().backward()
-    blocks = [ab.sharded.Block(name, size, size, 0.0, 0.0) for name, size in zip(NAMES, sizes, strict=True)]
-    return counted.peak, ab.sharded.peak_nbytes(ab.ShardedTrace(tuple(blocks), rest, rest), plan)
+    return counted.peak, predicted
 
 
-@pytest.mark.parametrize("number", range(len(PLANS)))
-def test_fsdp2_needs_the_memory_that_is_predicted(number: int) -> None:
-    counted, predicted = on_ranks(memory, 2, number)[0]
-    assert counted == predicted
+def test_fsdp2_needs_the_memory_that_is_predicted(two: Found) -> None:
+    for plan, (counted, predicted) in zip(PLANS, two[0]["memory"], strict=True):
+        assert counted == predicted, plan
 
 
 def layout(rank: int) -> tuple[list[int], list[bool]]:
@@ -213,8 +245,8 @@ def layout(rank: int) -> tuple[list[int], list[bool]]:
     return [len(group.modules) for group in groups], [group._reshard_after_forward for group in groups]
 
 
-def test_units_and_what_they_free_are_those_of_the_plan() -> None:
-    modules, freed = on_ranks(layout, 2)[0]
+def test_units_and_what_they_free_are_those_of_the_plan(two: Found) -> None:
+    modules, freed = two[0]["layout"]
     assert (modules, freed) == ([1, 1, 2], [False, True, False])  # the root, then the units
 
 
@@ -226,9 +258,9 @@ def replicated_units(rank: int) -> str:
     return replication.explain()
 
 
-def test_a_unit_of_several_modules_is_exchanged_once() -> None:
+def test_a_unit_of_several_modules_is_exchanged_once(four: Found) -> None:
     """All parameters once: 2 (n - 1) / n of their bytes between n = 2 nodes, half of them on each of two ranks."""
-    text = on_ranks(replicated_units, 4)[0]
+    text = four[0]["replicated"]
     assert "2 units between 2 nodes" in text
     sent, whole_nbytes = (float(word) for word in re.findall(r"([0-9.]+) MiB", text))
     assert sent == whole_nbytes
@@ -252,8 +284,8 @@ def other_plans(rank: int) -> str:
     return ""
 
 
-def test_ranks_with_different_plans_are_told() -> None:
-    for error in on_ranks(other_plans, 2):
+def test_ranks_with_different_plans_are_told(two: Found) -> None:
+    for error in (one["other_plans"] for one in two):
         assert "the sharding plan is not the same on all ranks: rank 0 has" in error
 
 
@@ -286,9 +318,8 @@ class Residual(nn.Module):
         self.conv, self.downsample = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
 
 
-@pytest.mark.parametrize(
-    ("model", "names"),
-    [
+def test_blocks_are_the_members_of_lists() -> None:
+    cases: list[tuple[nn.Module, list[str]]] = [
         (whole(), ["0", *NAMES]),
         (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3))), ["0", "2.0"]),
         (Tied(), ["blocks.0", "blocks.1"]),
@@ -297,10 +328,9 @@ class Residual(nn.Module):
             ["transformer.0", "transformer.1", "transformer.2"],
         ),
         (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), ["a", "b"]),
-    ],
-)
-def test_blocks_are_the_members_of_lists(model: nn.Module, names: list[str]) -> None:
-    assert ab.block_names(model) == names
+    ]
+    for model, names in cases:
+        assert ab.block_names(model) == names
 
 
 def test_a_layer_that_is_used_twice_is_no_block() -> None:
@@ -311,48 +341,41 @@ def test_a_layer_that_is_used_twice_is_no_block() -> None:
 # ----------------------------------------------------------------------------------------------------- refusals
 
 
-def refused(rank: int, model: nn.Module, plan: list[str], options: dict[str, Any]) -> str:
-    with pytest.raises((ab.PlanError, ValueError)) as caught:
-        ab.shard(model, one_node(), ab.ShardingPlan.per_block(plan), **options)
-    return str(caught.value)
+REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
+    (["blocks.7"], {}, "the plan names blocks.7, which this model does not have"),
+    (["embedding", "head"], {}, "embedding.weight is in embedding and in head, which are two units"),
+    (["head"], {}, "embedding.weight is in the unit of head, and embedding uses it outside"),
+    (["norm"], {"reshard_after_forward": True}, "reshard_after_forward is for the plan to say"),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "options", "words"),
-    [
-        (Tied(), ["blocks.7"], {}, "the plan names blocks.7, which this model does not have"),
-        (Tied(), ["embedding", "head"], {}, "embedding.weight is in embedding and in head, which are two units"),
-        (Tied(), ["head"], {}, "embedding.weight is in the unit of head, and embedding uses it outside"),
-        (Tied(), ["norm"], {"reshard_after_forward": True}, "reshard_after_forward is for the plan to say"),
-    ],
-)
-def test_what_cannot_be_is_refused(model: nn.Module, plan: list[str], options: dict[str, Any], words: str) -> None:
-    assert words in on_ranks(refused, 1, model, plan, options)[0]
+def refused(rank: int) -> list[str]:
+    """By case; then a model that is sharded already, and another torch."""
+    said = []
+
+    def attempt(error: type[Exception], model: nn.Module, plan: ab.ShardingPlan | None, **options: Any) -> None:
+        with pytest.raises(error) as caught:
+            ab.shard(model, one_node(), plan, **options)
+        said.append(str(caught.value))
+
+    for names, options, _ in REFUSED:
+        attempt(ValueError if options else ab.PlanError, Tied(), ab.ShardingPlan.per_block(names), **options)
+    attempt(ValueError, ab.shard(whole(), one_node()), None)
+    del FSDPModule.set_modules_to_forward_prefetch
+    attempt(RuntimeError, Tied(), None)
+    return said
 
 
-def sharded_twice(rank: int) -> str:
-    with pytest.raises(ValueError) as caught:
-        ab.shard(ab.shard(whole(), one_node()), one_node())
-    return str(caught.value)
-
-
-def test_a_model_that_is_sharded_already_is_refused() -> None:
-    (said,) = on_ranks(sharded_twice, 1)
-    assert "the model is sharded already, and FSDP2 cannot change its units: give ab.shard() the whole" in said
+def test_what_cannot_be_is_refused() -> None:
+    (said,) = on_ranks(refused, 1)
+    for text, words in zip(said, [
+        *(words for *_, words in REFUSED),
+        "the model is sharded already, and FSDP2 cannot change its units: give ab.shard() the whole",
+        "FSDPModule has no set_modules_to_forward_prefetch",
+    ], strict=True):  # fmt: skip
+        assert words in text
 
 
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="Wrapped has no list of layers"):
         ab.block_names(Wrapped(nn.ReLU()))
-
-
-def on_another_torch(rank: int) -> str:
-    del FSDPModule.set_modules_to_forward_prefetch
-    with pytest.raises(RuntimeError) as caught:
-        ab.shard(Tied(), one_node())
-    return str(caught.value)
-
-
-def test_another_torch_is_refused_by_name() -> None:
-    (said,) = on_ranks(on_another_torch, 1)
-    assert "anabranch does not fit torch" in said and "FSDPModule has no set_modules_to_forward_prefetch" in said

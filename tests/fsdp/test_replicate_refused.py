@@ -9,9 +9,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import anabranch as ab
-from anabranch.fsdp import replicate as sharded
-from fsdp.sharded_runs import batch_of, model_of, oktopk, refused, train, two_nodes, without
+from fsdp.small_model import batch_of, model_of, oktopk, train, two_nodes
 from ranks import on_ranks
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """What every rank found, by scenario."""
+    return on_ranks(scenarios, 4)
+
+
+def scenarios(rank: int) -> dict[str, Any]:
+    return {"refusals": refusals(rank), "broken_off": [broken_off(rank, block) for block in (1, 3)]}
 
 
 def finalized_by_hand(rank: int) -> str:
@@ -58,9 +67,8 @@ def broken_off(rank: int, block: int) -> tuple[str, int]:
     return str(caught.value), replication.state_dict()["steps_trained"]
 
 
-@pytest.mark.parametrize("block", [1, 3])
-def test_no_step_follows_a_backward_that_was_broken_off(block: int) -> None:
-    for said, steps in on_ranks(broken_off, 4, block):
+def test_no_step_follows_a_backward_that_was_broken_off(found: list[dict[str, Any]]) -> None:
+    for said, steps in (case for one in found for case in one["broken_off"]):
         assert "was broken off by an error" in said and "load the last checkpoint" in said and steps == 2
 
 
@@ -102,7 +110,7 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
-def test_what_cannot_work_is_refused_with_a_sentence() -> None:
+def test_what_cannot_work_is_refused_with_a_sentence(found: list[dict[str, Any]]) -> None:
     expected = [
         "has an all-reduce hook already: close() the Replication or the Watch",
         "has an all-reduce hook already: close() the Replication or the Watch",
@@ -118,21 +126,6 @@ def test_what_cannot_work_is_refused_with_a_sentence() -> None:
         "0.weight is on the meta device, and has no values that nodes could share: call model.to_empty",
         "not the same on all ranks",
     ]
-    for said in on_ranks(refusals, 4):
+    for said in (one["refusals"] for one in found):
         for text, words in zip(said, expected, strict=True):
             assert words in text
-
-
-def without_a_part(rank: int, part: str) -> str:
-    mesh = two_nodes()
-    model = without(model_of(mesh["shard"]), part)
-    return refused(lambda: ab.replicate(model, mesh))
-
-
-PARTS = (*sharded.STATE_PARTS, *sharded.GROUP_PARTS, *sharded.PARAMETER_PARTS)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_another_torch_is_refused_by_name(part: str) -> None:
-    for said in on_ranks(without_a_part, 2, part):
-        assert "anabranch does not fit torch" in said and f" has no {part}; it is tested with" in said

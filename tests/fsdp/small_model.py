@@ -1,6 +1,7 @@
 """A small model that FSDP2 shards inside each of two nodes, trained through ``ab.replicate`` or as stock HSDP."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 import anabranch as ab
-from anabranch.fsdp.replicate import parameter_groups
+from anabranch.fsdp.internals import parameter_groups
 
 WIDTH, BLOCKS, BATCH = 24, 3, 6
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -87,16 +88,23 @@ def oktopk(density: float = 0.1, **options: Any) -> ab.OkTopk:
     return ab.OkTopk(density=density, warmup_steps=0, deterministic=True, **options)
 
 
-def without(model: nn.Module, part: str) -> nn.Module:
-    """The model, and FSDP2's own objects without this part, as if this torch had it elsewhere."""
+@contextmanager
+def without(model: nn.Module, part: str) -> Iterator[None]:
+    """A context in which FSDP2's own objects lack this part, as if this torch had it elsewhere."""
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     states = [unit._get_fsdp_state() for unit in units]
     groups = groups_of(model)
     owners = [*states, *(state._state_ctx for state in states), *groups, *(p for g in groups for p in g.fsdp_params)]
+    removed: list[tuple[Any, Any]] = []
     for owner in owners:
         if hasattr(owner, part):
-            delattr(owner if part in vars(owner) else type(owner), part)  # of the class: a property
-    return model
+            holder = owner if part in vars(owner) else type(owner)  # of the class: a property
+            removed.append((holder, vars(holder)[part]))
+            delattr(holder, part)
+    assert removed, f"nothing has {part}"
+    yield
+    for holder, value in removed:
+        setattr(holder, part, value)
 
 
 def refused(function: Callable[[], object]) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import anabranch as ab
 from anabranch.fsdp import trial as sharding_trial
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, step_s
-from fsdp.sharded_runs import HALF, as_before_torch_2_13, two_nodes
+from fsdp.small_model import HALF, as_before_torch_2_13, two_nodes
 from ranks import on_ranks
 
 WIDTH = 64
@@ -35,8 +35,35 @@ def costly_messages(
     return Links(network, network if mesh.ndim == 2 else None, overlaps=False)
 
 
-def trial(rank: int, nodes: int, compress: Any, memory_nbytes: int | None) -> dict[str, Any]:
+Found = list[dict[str, Any]]
+BOUND_NBYTES = 6 * 4 * (WIDTH * WIDTH + WIDTH)  # six layers' parameters: too little to keep all of them
+
+
+@pytest.fixture(scope="module")
+def two() -> Found:
+    """What each of two ranks found, by scenario."""
+    return on_ranks(on_two, 2, timeout_s=150)
+
+
+@pytest.fixture(scope="module")
+def four() -> Found:
+    """What each of four ranks found, in two nodes."""
+    return on_ranks(on_four, 4, timeout_s=150)
+
+
+def on_two(rank: int) -> dict[str, Any]:
     sharding_trial.measure_links = costly_messages
+    found: dict[str, Any] = {"merged": [trial(1, None, None)], "bound": trial(1, None, BOUND_NBYTES)}
+    return {**found, "one_dimension": one_dimension(rank), "no_gain": no_gain(rank), "ungrouped": ungrouped(rank)}
+
+
+def on_four(rank: int) -> dict[str, Any]:
+    measured = links(rank)
+    sharding_trial.measure_links = costly_messages
+    return {"links": measured, "merged": [trial(2, compress, None) for compress in (None, "int8")]}
+
+
+def trial(nodes: int, compress: Any, memory_nbytes: int | None) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if nodes == 1 else two_nodes()
     found = ab.find_sharding(build, mesh, step, compress=compress, memory_nbytes=memory_nbytes, rounds=3)
     ab.shard(build(), mesh, found.plan)
@@ -47,56 +74,54 @@ def trial(rank: int, nodes: int, compress: Any, memory_nbytes: int | None) -> di
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("nodes", "ranks", "compress"), [(1, 2, None), (2, 4, None), (2, 4, "int8")])
-def test_small_blocks_are_merged_and_kept(nodes: int, ranks: int, compress: str | None) -> None:
+def test_small_blocks_are_merged_and_kept(two: Found, four: Found) -> None:
     """On CPUs every message is waited for, so that fewer are faster."""
-    found = on_ranks(trial, ranks, nodes, compress, None, timeout_s=120)
-    assert len({one["plan"] for one in found}) == 1  # the same on every rank
-    one = found[0]
-    assert one["units"] < 6 and one["kept"] and one["kind"] == (compress or "dense")
-    assert one["planned"] == (len(one["text"].split("The planned units are used.")) == 2)
-    assert "ms simulated" in one["text"] and "measured" in one["text"]
+    for ranks, number, kind in ((two, 0, "dense"), (four, 0, "dense"), (four, 1, "int8")):
+        assert len({rank["merged"][number]["plan"] for rank in ranks}) == 1  # the same on every rank
+        one = ranks[0]["merged"][number]
+        assert one["units"] < 6 and one["kept"] and one["kind"] == kind
+        assert one["planned"] == (len(one["text"].split("The planned units are used.")) == 2)
+        assert "ms simulated" in one["text"] and "measured" in one["text"]
 
 
-def test_a_bound_on_memory_is_kept() -> None:
-    bound = 6 * 4 * (WIDTH * WIDTH + WIDTH)  # six layers' parameters: too little to keep all of them
-    found = on_ranks(trial, 2, 1, None, bound, timeout_s=120)[0]
-    assert found["peak"] <= bound and not found["kept"]
+def test_a_bound_on_memory_is_kept(two: Found) -> None:
+    found = two[0]["bound"]
+    assert found["peak"] <= BOUND_NBYTES and not found["kept"]
 
 
 def ungrouped(rank: int) -> tuple[list[int], bool, str]:
     """Blocks by unit, whether all are kept, and what is said, where FSDP2 cannot cast for grouped units."""
-    as_before_torch_2_13()
-    sharding_trial.measure_links = costly_messages
+    as_before_torch_2_13()  # from here on
     found = ab.find_sharding(build, init_device_mesh("cpu", (2,)), step, rounds=1, mp_policy=HALF)
     units = found.fastest.units
     return [len(unit.names) for unit in units], not any(unit.reshard for unit in units), found.explain()
 
 
-def test_an_older_torch_gets_units_of_one_block_under_mixed_precision() -> None:
-    for sizes, kept, said in on_ranks(ungrouped, 2, timeout_s=120):
+def test_an_older_torch_gets_units_of_one_block_under_mixed_precision(two: Found) -> None:
+    for sizes, kept, said in (one["ungrouped"] for one in two):
         assert sizes == [1] * 6 and kept
         assert "Units have one block each: FSDP2 of torch" in said and "only what the first block" in said
 
 
 def no_gain(rank: int) -> dict[str, Any]:
     """A plan that loses its trial, and one that promises nothing."""
-    sharding_trial.measure_links = costly_messages
     mesh = init_device_mesh("cpu", (2,))
     seconds = iter(range(100))
     # Ours takes 2 s, stock 1 s.
+    usual = sharding_trial._Trial.timed, sharding_trial.WORTH
     sharding_trial._Trial.timed = lambda *_: 1.0 + next(seconds) % 2  # type: ignore[method-assign]
     lost = ab.find_sharding(build, mesh, step, rounds=3)
     sharding_trial.WORTH = 0.0
     untried = ab.find_sharding(build, mesh, step)
+    sharding_trial._Trial.timed, sharding_trial.WORTH = usual  # type: ignore[method-assign]
     return {
         "lost": lost.plan == lost.default != lost.fastest, "why": lost.explain(),
         "untried": untried.plan == untried.default and untried.fastest_s is None, "why not": untried.explain(),
     }  # fmt: skip
 
 
-def test_a_plan_that_does_not_gain_is_not_used() -> None:
-    found = on_ranks(no_gain, 2, timeout_s=120)[0]
+def test_a_plan_that_does_not_gain_is_not_used(two: Found) -> None:
+    found = two[0]["no_gain"]
     assert found["lost"] and "did not gain 1 % here" in found["why"]
     assert found["untried"] and "no plan is predicted to gain 1 %" in found["why not"]
 
@@ -122,11 +147,9 @@ def one_dimension(rank: int) -> str:
     return ""
 
 
-def test_compression_needs_nodes() -> None:
-    assert (
-        "mesh has 1 dimension, and compress is 'int8': between nodes, mesh must have two"
-        in on_ranks(one_dimension, 2)[0]
-    )
+def test_compression_needs_nodes(two: Found) -> None:
+    words = "mesh has 1 dimension, and compress is 'int8': between nodes, mesh must have two"
+    assert words in two[0]["one_dimension"]
 
 
 def links(rank: int) -> list[Any]:
@@ -137,8 +160,8 @@ def links(rank: int) -> list[Any]:
     return [[n.world_size, sorted(n.curves), n.allreduce_s(1 << 20)] for n in networks] + [found.overlaps]
 
 
-def test_networks_are_measured_and_the_same_on_all_ranks() -> None:
-    found = on_ranks(links, 4, timeout_s=120)
+def test_networks_are_measured_and_the_same_on_all_ranks(four: Found) -> None:
+    found = [one["links"] for one in four]
     assert all(one == found[0] for one in found)
     inside, between, overlaps = found[0]
     assert inside[:2] == [2, ["all_gather", "dense", "reduce_scatter"]] and between[:2] == [2, ["dense"]]

@@ -1,6 +1,5 @@
 """ab.watch: what a sharded model does in a step, recorded on live ranks, beside what is predicted."""
 
-import time
 from functools import partial
 from typing import Any
 
@@ -12,24 +11,56 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import anabranch as ab
-from anabranch.fsdp import watch as sharded_watch
+from anabranch.fsdp import watch as watching
 from anabranch.fsdp.planning import Links
 from anabranch.fsdp.shard import no_groups_reason
-from fsdp.sharded_runs import (
+from anabranch.observe.clock import HostClock
+from fsdp.small_model import (
     BLOCKS,
     WIDTH,
     batch_of,
     groups_of,
     model_of,
-    refused,
     train,
     two_nodes,
     weights,
-    without,
 )
-from ranks import on_ranks, patience
+from ranks import on_ranks
 
 BLOCK_NUMEL = WIDTH * (WIDTH + 1) + 3 * (WIDTH + 1) + (WIDTH + 1) * WIDTH + WIDTH
+
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Found:
+    """What each of two ranks found, by scenario."""
+    return on_ranks(on_two, 2, timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def four() -> Found:
+    """What each of four ranks found, in two nodes."""
+    return on_ranks(on_four, 4, timeout_s=120)
+
+
+def on_two(rank: int) -> dict[str, Any]:
+    every = [nodes_of_one_rank, closed_before_backward, accumulating]
+    if hasattr(FSDPModule, "finalize_backward"):
+        every.append(finalized_by_hand)
+    found: dict[str, Any] = {scenario.__name__: scenario(rank) for scenario in every}
+    found["recorded"] = [recorded(rank, 1, None, half) for half in (False, True)]
+    found["predicted"] = [predicted_and_measured(half, nodes=1) for half in (False, True)]
+    found["in another order"] = [in_another_order(rank, unused) for unused in (False, True)]
+    return found
+
+
+def on_four(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {one.__name__: one(rank) for one in (replication_closed_first, watched_too_early)}
+    found["recorded"] = [recorded(rank, 2, compress, False) for compress in (None, "int8")]
+    found["predicted"] = [predicted_and_measured(False, nodes=2)]
+    return found
 
 
 def parts_of(model: nn.Module) -> list[Any]:
@@ -68,12 +99,14 @@ def recorded(rank: int, nodes: int, compress: str | None, half: bool) -> dict[st
     }
 
 
-CASES = [(1, 2, None, False), (1, 2, None, True), (2, 4, None, False), (2, 4, "int8", False)]
+def test_a_step_is_recorded_and_not_changed(two: Found, four: Found) -> None:
+    for half in (False, True):
+        check_recorded(two[0]["recorded"][half], nodes=1, half=half)
+    for found in four[0]["recorded"]:
+        check_recorded(found, nodes=2, half=False)
 
 
-@pytest.mark.parametrize(("nodes", "ranks", "compress", "half"), CASES)
-def test_a_step_is_recorded_and_not_changed(nodes: int, ranks: int, compress: str | None, half: bool) -> None:
-    found = on_ranks(recorded, ranks, nodes, compress, half)[0]
+def check_recorded(found: dict[str, Any], nodes: int, half: bool) -> None:
     assert found["equal"] and found["restored"] and found["positive"]
     assert found["tracks"] == ["between", "compute", "inside"][nodes == 1 :]
     names = [str(i) for i in range(1, BLOCKS + 1)]
@@ -105,8 +138,8 @@ def replication_closed_first(rank: int) -> bool:
     return parts_of(model)[2::3] == closed
 
 
-def test_a_closed_replication_does_not_come_back() -> None:
-    assert all(on_ranks(replication_closed_first, 4))
+def test_a_closed_replication_does_not_come_back(four: Found) -> None:
+    assert all(one["replication_closed_first"] for one in four)
 
 
 def watched_too_early(rank: int) -> str:
@@ -123,9 +156,9 @@ def watched_too_early(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_watch_says_that_it_came_too_early() -> None:
-    for said in on_ranks(watched_too_early, 4):
-        assert "ab.replicate() came after ab.watch(): close() this watch, and make another one" in said
+def test_a_watch_says_that_it_came_too_early(four: Found) -> None:
+    for one in four:
+        assert "came after ab.watch(): close() this watch, and make another one" in one["watched_too_early"]
 
 
 def nodes_of_one_rank(rank: int) -> list[str]:
@@ -135,9 +168,9 @@ def nodes_of_one_rank(rank: int) -> list[str]:
     return [span.name for span in watch.timeline().communication]
 
 
-def test_hsdp_with_one_rank_in_a_node_only_averages() -> None:
+def test_hsdp_with_one_rank_in_a_node_only_averages(two: Found) -> None:
     expected = [f"average {unit}" for unit in ("3", "2", "1", "the rest")]
-    assert on_ranks(nodes_of_one_rank, 2) == [expected] * 2
+    assert [one["nodes_of_one_rank"] for one in two] == [expected] * 2
 
 
 def closed_before_backward(rank: int) -> bool:
@@ -150,22 +183,37 @@ def closed_before_backward(rank: int) -> bool:
     return watch._now is None and not watch._gradients and not watch._passes
 
 
-def test_a_watch_may_be_closed_at_any_time() -> None:
-    assert all(on_ranks(closed_before_backward, 2))
+def test_a_watch_may_be_closed_at_any_time(two: Found) -> None:
+    assert all(one["closed_before_backward"] for one in two)
+
+
+class OwnClock(HostClock):
+    """Goes on only where something is said to take time."""
+
+    now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+CLOCK = OwnClock()
 
 
 class Slow(torch.autograd.Function):
-    """So many seconds in forward, and twice as many in backward."""
+    """Takes ``seconds`` in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
+        CLOCK.sleep(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(2 * ctx.seconds)
+        CLOCK.sleep(2 * ctx.seconds)
         return gradients[0], None
 
 
@@ -183,17 +231,17 @@ class SlowCollective:
         self.inner, self.allocate = inner, inner.allocate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.08)
+        CLOCK.sleep(0.08)
         return self.inner(*args, **kwargs)
 
 
 def later(hook: Any, buffer: torch.Tensor) -> None:
     """The exchange between nodes, 60 ms late."""
-    time.sleep(0.06)
+    CLOCK.sleep(0.06)
     hook(buffer)
 
 
-def predicted_and_measured(rank: int, half: bool, nodes: int) -> list[tuple[float, float]]:
+def predicted_and_measured(half: bool, nodes: int) -> list[tuple[float, float]]:
     """Two layouts, predicted from a record of the first one."""
     names, found = [str(i) for i in range(3)], []
     mesh = init_device_mesh("cpu", (2,)) if nodes == 1 else two_nodes()
@@ -213,7 +261,9 @@ def predicted_and_measured(rank: int, half: bool, nodes: int) -> list[tuple[floa
             group._reduce_scatter_comm = SlowCollective(group._reduce_scatter_comm)
             if replication is not None:
                 group._all_reduce_hook = partial(later, group._all_reduce_hook)
-        watch = ab.watch(model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(watching, "clock_for", lambda device: CLOCK)
+            watch = ab.watch(model)
         for _ in range(4):
             model(torch.randn(2, 4)).sum().backward()
         trace = trace or watch.trace()
@@ -223,11 +273,11 @@ def predicted_and_measured(rank: int, half: bool, nodes: int) -> list[tuple[floa
     return found
 
 
-@pytest.mark.parametrize(("half", "nodes"), [(False, 1), (True, 1), (False, 2)])
-def test_predicted_steps_are_those_measured(half: bool, nodes: int) -> None:
+def test_predicted_steps_are_those_measured(two: Found, four: Found) -> None:
     """Also where FSDP2 casts what a block returns, and waits for parameters behind that cast; and between nodes."""
-    for predicted_s, measured_s in on_ranks(predicted_and_measured, 2 * nodes, half, nodes)[0]:
-        assert predicted_s == pytest.approx(measured_s, rel=0.1 * patience())
+    for layouts in [*two[0]["predicted"], *four[0]["predicted"]]:
+        for predicted_s, measured_s in layouts:
+            assert predicted_s == pytest.approx(measured_s, rel=1e-9)
 
 
 def accumulating(rank: int) -> tuple[int, str]:
@@ -246,8 +296,8 @@ def accumulating(rank: int) -> tuple[int, str]:
     return len(watch._passes), error
 
 
-def test_passes_that_do_not_reduce_are_no_steps() -> None:
-    for steps, error in on_ranks(accumulating, 2):
+def test_passes_that_do_not_reduce_are_no_steps(two: Found) -> None:
+    for steps, error in (one["accumulating"] for one in two):
         assert steps == 2  # of three: the last one's optimizer is not over
         assert "no step was recorded yet: none was made; train two or more steps" in error
 
@@ -265,8 +315,8 @@ def finalized_by_hand(rank: int) -> str:
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="newer torch has it")
-def test_a_backward_that_ends_by_hand_is_no_step() -> None:
-    for error in on_ranks(finalized_by_hand, 2):
+def test_a_backward_that_ends_by_hand_is_no_step(two: Found) -> None:
+    for error in (one["finalized_by_hand"] for one in two):
         assert "did not reduce all gradients" in error and "set_manual_backward_finalization" in error
 
 
@@ -296,28 +346,12 @@ def in_another_order(rank: int, unused: bool) -> str:
     return " ".join(watch.plan.names)
 
 
-def test_units_are_in_the_order_of_forward() -> None:
-    assert on_ranks(in_another_order, 2, False)[0] == "layers.3 layers.0 layers.1 layers.2"
-
-
-def test_a_block_that_is_not_called_is_named() -> None:
-    assert "layers.2 was not called in the last forward: leave it out" in on_ranks(in_another_order, 2, True)[0]
+def test_units_are_in_the_order_of_forward_and_one_that_is_not_called_is_named(two: Found) -> None:
+    names, error = two[0]["in another order"]
+    assert names == "layers.3 layers.0 layers.1 layers.2"
+    assert "layers.2 was not called in the last forward: leave it out" in error
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match="no units to watch"):
         ab.watch(nn.Linear(2, 2))
-
-
-def without_a_part(rank: int, part: str) -> str:
-    model = without(model_of(init_device_mesh("cpu", (2,))), part)
-    return refused(lambda: ab.watch(model))
-
-
-PARTS = (*sharded_watch.STATE_PARTS, *sharded_watch.GROUP_PARTS, *sharded_watch.PARAMETER_PARTS)
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_another_torch_is_refused_by_name(part: str) -> None:
-    for said in on_ranks(without_a_part, 2, part):
-        assert "anabranch does not fit torch" in said and f" has no {part}; it is tested with" in said

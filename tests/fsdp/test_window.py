@@ -2,6 +2,7 @@
 
 import json
 import logging
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,28 @@ import torch.distributed as dist
 import anabranch as ab
 from anabranch.observe import trace_window
 from anabranch.tools.report.window import rank_steps
-from fsdp.sharded_runs import BLOCKS, batch_of, model_of, train, two_nodes
+from fsdp.small_model import BLOCKS, batch_of, model_of, train, two_nodes
 from observe.trace_events import check_format, of_rank
 from ranks import on_ranks
 
+KINDS = ("int8", None)
 UNITS = [str(i) for i in range(1, BLOCKS + 1)]
 
 
-def window(rank: int, path: str, compress: str | None) -> list[int]:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[list[int]], dict[str, Any]]]:
+    """By int8 and as HSDP: the groups on every rank, and the file."""
+    folder = tmp_path_factory.mktemp("windows")
+    found = on_ranks(windows, 4, str(folder))
+    documents = [json.loads((folder / f"{kind}.json").read_text()) for kind in KINDS]
+    return [([rank[number] for rank in found], document) for number, document in enumerate(documents)]
+
+
+def windows(rank: int, folder: str) -> list[list[int]]:
+    return [window(f"{folder}/{kind}.json", kind) for kind in KINDS]
+
+
+def window(path: str, compress: str | None) -> list[int]:
     """Steps 2 and 3 of four, each of two batches; groups before, during and after."""
     mesh = two_nodes()
     model = model_of(mesh["shard"] if compress else mesh)
@@ -37,13 +52,15 @@ def window(rank: int, path: str, compress: str | None) -> list[int]:
     return groups
 
 
-@pytest.mark.parametrize("compress", ["int8", None])
-def test_steps_of_all_ranks_are_in_one_file(compress: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "steps.json"
-    for before, during, after in on_ranks(window, 4, str(path), compress):
-        assert during == before + 1 and after == before, "the window's own group is gone with it"
-    document = json.loads(path.read_text())
-    check_format(document)
+def test_steps_of_all_ranks_are_in_one_file(written: list[tuple[list[list[int]], dict[str, Any]]]) -> None:
+    for groups, document in written:
+        for before, during, after in groups:
+            assert during == before + 1 and after == before, "the window's own group is gone with it"
+        check_format(document)
+        check_steps(document)
+
+
+def check_steps(document: dict[str, Any]) -> None:
     facts = document["otherData"]
     assert (facts["first_step"], facts["last_step"], facts["ranks"], facts["device"]) == (2, 3, 4, "cpu")
     for rank in range(4):
@@ -62,11 +79,9 @@ def test_steps_of_all_ranks_are_in_one_file(compress: str | None, tmp_path: Path
             assert event["args"]["ranks"] == (inside if event["tid"] == 1 else between)
 
 
-def test_a_page_shows_which_rank_was_waited_for(tmp_path: Path) -> None:
+def test_a_page_shows_which_rank_was_waited_for(written: list[tuple[list[list[int]], dict[str, Any]]]) -> None:
     """A rank waits for those of its node inside, and for those with its shard between nodes."""
-    path = tmp_path / "steps.json"
-    on_ranks(window, 4, str(path), "int8")
-    document = json.loads(path.read_text())
+    document = deepcopy(written[0][1])
     document["otherData"]["clock_error_s"] = {}
     begin_us: dict[tuple[int, str], float] = {}  # the same on all ranks, but for two messages that rank 3 begins late
     for event in document["traceEvents"]:

@@ -14,11 +14,38 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import anabranch as ab
-from fsdp.sharded_runs import model_of, oktopk, same, train, two_nodes, weights
+from fsdp.small_model import model_of, oktopk, same, train, two_nodes, weights
 from ranks import on_ranks
 
+KINDS: dict[str, Any] = {"oktopk": oktopk(), "int4": "int4"}
+LOADED = {4: (2, 4), 2: (2, 1), 3: (3,)}  # by number of ranks, in how many nodes a checkpoint is loaded
 
-def resumed(rank: int) -> bool:
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def saves(folder: Path) -> Found:
+    """What each of four ranks found, in two nodes, by scenario; the checkpoints of both kinds are in the folder."""
+    return on_ranks(scenarios, 4, str(folder), timeout_s=150)
+
+
+def scenarios(rank: int, folder: str) -> dict[str, Any]:
+    return {
+        "saved": {kind: saved(f"{folder}/{kind}", compress) for kind, compress in KINDS.items()},
+        "frozen": [frozen_since(f"{folder}/frozen-{kind}", compress) for kind, compress in KINDS.items()],
+        "resumed": resumed(),
+        "went on": went_on(f"{folder}/went-on"),
+        "without": other_checkpoint(f"{folder}/without"),
+        "not everywhere": not_everywhere(rank, f"{folder}/somewhere"),
+    }
+
+
+def resumed() -> bool:
     mesh = two_nodes()
     whole = model_of(mesh["shard"])
     ab.replicate(whole, mesh, compress=oktopk())
@@ -37,11 +64,11 @@ def resumed(rank: int) -> bool:
     return same(weights(second), weights(whole))
 
 
-def test_a_resumed_run_is_as_if_it_had_not_been_stopped() -> None:
-    assert all(on_ranks(resumed, 4))
+def test_a_resumed_run_is_as_if_it_had_not_been_stopped(saves: Found) -> None:
+    assert all(one["resumed"] for one in saves)
 
 
-def saved(rank: int, folder: str, compress: Any) -> dict[str, torch.Tensor]:
+def saved(folder: str, compress: Any) -> dict[str, torch.Tensor]:
     """Train and save; the sums of the residuals of both nodes, whole parameters by name."""
     mesh = two_nodes()
     model = model_of(mesh["shard"])
@@ -68,7 +95,16 @@ def sums(replication: ab.Replication, mesh: DeviceMesh) -> dict[str, torch.Tenso
     return found
 
 
-def loaded(rank: int, folder: str, nodes: int, compress: Any) -> dict[str, torch.Tensor]:
+def loads(rank: int, folder: str) -> list[list[dict[str, torch.Tensor]]]:
+    """By number of nodes, then by kind; first a model with shards of one element."""
+    if dist.get_world_size() == 2:
+        _small(f"{folder}/small", 2, saves=True)
+        _small(f"{folder}/small", 1, saves=False)
+    every = LOADED[dist.get_world_size()]
+    return [[loaded(f"{folder}/{kind}", nodes, compress) for kind, compress in KINDS.items()] for nodes in every]
+
+
+def loaded(folder: str, nodes: int, compress: Any) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("replicate", "shard"))
     model = model_of(mesh["shard"], seed=5)
     replication = ab.replicate(model, mesh, compress=compress)
@@ -81,25 +117,23 @@ def loaded(rank: int, folder: str, nodes: int, compress: Any) -> dict[str, torch
     return {**whole, **{f"weight of {name}": weight for name, weight in weights(model).items()}}
 
 
-SIZES = [(nodes, ranks, oktopk()) for nodes, ranks in [(2, 4), (4, 4), (2, 2), (1, 2), (3, 3)]]
+@pytest.mark.parametrize("ranks", LOADED)
+def test_a_checkpoint_is_loaded_by_other_nodes_of_other_sizes(ranks: int, saves: Found, folder: Path) -> None:
+    """On two ranks also one with shards of one element."""
+    found = on_ranks(loads, ranks, str(folder), timeout_s=120)
+    for place, nodes in enumerate(LOADED[ranks]):
+        for number, kind in enumerate(KINDS):
+            before = [one["saved"][kind] for one in saves]
+            after = [one[place][number] for one in found]
+            names = [name for name in before[0] if not name.startswith("weight of ")]
+            assert any(before[0][name].any() for name in names)
+            for name in names:
+                torch.testing.assert_close(after[0][name], before[0][name], rtol=0, atol=1e-6)
+            if (nodes, ranks) == (2, 4):
+                assert all(same(one, other) for one, other in zip(before, after, strict=True)), "bit by bit"
 
 
-@pytest.mark.parametrize(("nodes", "ranks", "compress"), [*SIZES, (2, 4, "int4"), (4, 4, "int4"), (1, 2, "int4")])
-def test_a_checkpoint_is_loaded_by_other_nodes_of_other_sizes(
-    nodes: int, ranks: int, compress: Any, tmp_path: Path
-) -> None:
-    folder = str(tmp_path / "checkpoint")
-    before = on_ranks(saved, 4, folder, compress)
-    after = on_ranks(loaded, ranks, folder, nodes, compress)
-    names = [name for name in before[0] if not name.startswith("weight of ")]
-    assert any(before[0][name].any() for name in names)
-    for name in names:
-        torch.testing.assert_close(after[0][name], before[0][name], rtol=0, atol=1e-6)
-    if (nodes, ranks) == (2, 4):
-        assert all(same(one, other) for one, other in zip(before, after, strict=True)), "bit by bit"
-
-
-def went_on(rank: int, folder: str) -> bool:
+def went_on(folder: str) -> bool:
     """From a checkpoint, as the run that has written it does."""
     mesh = two_nodes()
     runs = [model_of(mesh["shard"]) for _ in range(2)]
@@ -113,12 +147,12 @@ def went_on(rank: int, folder: str) -> bool:
     return same(weights(runs[0]), weights(runs[1]))
 
 
-def test_rounding_errors_in_padding_are_saved(tmp_path: Path) -> None:
+def test_rounding_errors_in_padding_are_saved(saves: Found) -> None:
     """Blocks of int4 reach from a shard's last value into the zeros behind it."""
-    assert all(on_ranks(went_on, 4, str(tmp_path / "checkpoint")))
+    assert all(one["went on"] for one in saves)
 
 
-def other_checkpoint(rank: int, folder: str) -> str:
+def other_checkpoint(folder: str) -> str:
     mesh = two_nodes()
     model = model_of(mesh["shard"])
     replication = ab.replicate(model, mesh, compress=oktopk())
@@ -128,9 +162,8 @@ def other_checkpoint(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_checkpoint_without_the_state_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    for said in on_ranks(other_checkpoint, 4, str(tmp_path / "checkpoint")):
-        assert "has no entry anabranch/node" in said
+def test_a_checkpoint_without_the_state_is_refused_with_a_sentence(saves: Found) -> None:
+    assert all("has no entry anabranch/node" in one["without"] for one in saves)
 
 
 def not_everywhere(rank: int, folder: str) -> str:
@@ -144,23 +177,15 @@ def not_everywhere(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(tmp_path: Path) -> None:
-    *others, last = on_ranks(not_everywhere, 4, str(tmp_path / "checkpoint"))
-    assert "checkpoint-of-another-host" in last
+def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(saves: Found) -> None:
+    *others, last = (one["not everywhere"] for one in saves)
+    assert "somewhere-of-another-host" in last
     for said in others:
         assert "reading the checkpoint failed on ranks 3, and not here" in said
 
 
-def small_saved(rank: int, folder: str) -> None:
-    """A model with shards of one element on two ranks."""
-    _small(folder, 2, saves=True)
-
-
-def small_loaded(rank: int, folder: str) -> None:
-    _small(folder, 1, saves=False)
-
-
 def _small(folder: str, nodes: int, saves: bool) -> None:
+    """A model with shards of one element on two ranks."""
     mesh = init_device_mesh("cpu", (nodes, dist.get_world_size() // nodes), mesh_dim_names=("replicate", "shard"))
     model = nn.Linear(24, 2)
     fully_shard(model, mesh=mesh["shard"])
@@ -172,12 +197,7 @@ def _small(folder: str, nodes: int, saves: bool) -> None:
         load({"comm": ab.ReplicationState(replication, folder)}, checkpoint_id=folder)
 
 
-def test_shards_of_one_element_are_loaded(tmp_path: Path) -> None:
-    on_ranks(small_saved, 2, str(tmp_path / "checkpoint"))
-    on_ranks(small_loaded, 2, str(tmp_path / "checkpoint"))
-
-
-def frozen_since(rank: int, folder: str, compress: Any) -> list[bool]:
+def frozen_since(folder: str, compress: Any) -> list[bool]:
     """A block is frozen when a checkpoint is loaded, and trained again when the next one is; what waits then."""
     mesh = two_nodes()
     runs = [model_of(mesh["shard"]) for _ in range(4)]
@@ -198,6 +218,5 @@ def frozen_since(rank: int, folder: str, compress: Any) -> list[bool]:
     return [waits, same(waiting[2], waiting[0]), same(weights(runs[3]), weights(runs[0]))]
 
 
-@pytest.mark.parametrize("compress", [oktopk(), "int4"], ids=["oktopk", "int4"])
-def test_what_waits_for_a_block_that_is_frozen_is_kept_in_checkpoints(compress: Any, tmp_path: Path) -> None:
-    assert on_ranks(frozen_since, 4, str(tmp_path / "checkpoint"), compress) == [[True] * 3] * 4
+def test_the_residual_of_a_block_that_is_frozen_is_kept_in_checkpoints(saves: Found) -> None:
+    assert [one["frozen"] for one in saves] == [[[True] * 3] * 2] * 4

@@ -2,11 +2,11 @@
 
 One lab of two hosts with two ranks each runs this file as its program, on one GPU; the tests read what the ranks found.
 
-    pytest -m gpu tests/parallel/test_sharded_gpu.py
+    pytest -m gpu tests/fsdp/test_gpu.py
 
 The program also runs on CPUs, where there is nothing to see but that it runs:
 
-    anabranch lab --hosts 2 --ranks-per-host 2 --rate unshaped -- python tests/parallel/test_sharded_gpu.py FOLDER
+    anabranch lab --hosts 2 --ranks-per-host 2 --rate unshaped -- python tests/fsdp/test_gpu.py FOLDER
 """
 
 import json
@@ -37,7 +37,7 @@ from anabranch.fsdp import trial as sharding_trial
 from anabranch.fsdp.shard import no_groups_reason
 from anabranch.observe.measure import drive
 from anabranch.tools.cli.ranks import join
-from fsdp.sharded_runs import weights
+from fsdp.small_model import weights
 from gpu import ON_GPU, no_waiting
 
 NODES, RANKS = 2, 4

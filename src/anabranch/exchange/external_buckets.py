@@ -1,4 +1,4 @@
-"""Buckets that somebody else made, DDP's or those of sharded models, exchanged all by one kind."""
+"""Exchanges of buckets that no plan of ours made, all by one kind: DDP's own (comm hooks) or FSDP2's units."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ def only_kind(settings: Settings) -> str | None:
     return None if len(kinds) > 1 else kinds[0] if kinds else DENSE
 
 
-class OneKindExchanges:
+class ExternalBuckets:
     """The exchanges of one model, and what they keep between steps.
 
     settings   name one kind (``only_kind``)

@@ -1,19 +1,32 @@
 """ab.replicate: what is one step, where blocks are recomputed in backward, or used in some steps only."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
-from fsdp.sharded_runs import model_of, train, two_nodes, weights
+from fsdp.small_model import model_of, train, two_nodes, weights
 from ranks import on_ranks
 
 WARMUP_STEPS, STEPS = 3, 6
+CAN_RESET = hasattr(FSDPModule, "reset_iter_state")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """What every rank found, by scenario."""
+    return on_ranks(scenarios, 4, timeout_s=120)
+
+
+def scenarios(rank: int) -> dict[str, Any]:
+    every = (recomputed, sent_in_turns, *((reset_after_an_error,) if CAN_RESET else ()))
+    return {scenario.__name__: scenario(rank) for scenario in every}
 
 
 class Recomputed(nn.Module):
@@ -43,24 +56,27 @@ def trained(mesh: DeviceMesh, where: str, reentrant: bool) -> tuple[list[torch.T
     return list(weights(model).values()), state
 
 
-def recomputed(rank: int, where: str, reentrant: bool) -> list[Any]:
+def recomputed(rank: int) -> list[list[Any]]:
     mesh = two_nodes()
-    plain, usual = trained(mesh, "nowhere", reentrant)
-    found, state = trained(mesh, where, reentrant)
-    residuals = zip(usual["residuals"].values(), state["residuals"].values(), strict=True)
-    return [
-        usual["steps_trained"],
-        state["steps_trained"],
-        all(torch.equal(one, other) for one, other in zip(plain, found, strict=True)),
-        all(torch.equal(one, other) for one, other in residuals),
-    ]
+    plain, usual = trained(mesh, "nowhere", reentrant=False)
+    results = []
+    for where, reentrant in product(("around", "inside"), (True, False)):
+        found, state = trained(mesh, where, reentrant)
+        residuals = zip(usual["residuals"].values(), state["residuals"].values(), strict=True)
+        results.append(
+            [
+                usual["steps_trained"],
+                state["steps_trained"],
+                all(torch.equal(one, other) for one, other in zip(plain, found, strict=True)),
+                all(torch.equal(one, other) for one, other in residuals),
+            ]
+        )
+    return results
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("where", ["around", "inside"])
-def test_recomputing_changes_no_bit(where: str, reentrant: bool) -> None:
+def test_recomputing_changes_no_bit(found: list[dict[str, Any]]) -> None:
     """A re-entrant checkpoint runs a backward inside backward: each is no step of its own."""
-    assert on_ranks(recomputed, 4, where, reentrant) == [[STEPS, STEPS, True, True]] * 4
+    assert [one["recomputed"] for one in found] == [[[STEPS, STEPS, True, True]] * 4] * 4
 
 
 class Alternating(nn.Module):
@@ -91,8 +107,8 @@ def sent_in_turns(rank: int) -> list[int]:
     return found
 
 
-def test_only_what_was_sent_in_the_last_step_is_counted() -> None:
-    for both, one, *later in on_ranks(sent_in_turns, 4):
+def test_only_what_was_sent_in_the_last_step_is_counted(found: list[dict[str, Any]]) -> None:
+    for both, one, *later in (one["sent_in_turns"] for one in found):
         assert 0 < one < both and later == [both, one]
 
 
@@ -114,8 +130,8 @@ def reset_after_an_error(rank: int) -> tuple[list[float], int]:
     return losses, replication.state_dict()["steps_trained"]
 
 
-def test_a_backward_that_sent_nothing_may_be_repeated_after_a_reset() -> None:
-    if not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):
+def test_a_backward_that_sent_nothing_may_be_repeated_after_a_reset(found: list[dict[str, Any]]) -> None:
+    if not CAN_RESET:
         pytest.skip("this torch cannot reset FSDP2")
-    for losses, steps in on_ranks(reset_after_an_error, 4):
+    for losses, steps in (one["reset_after_an_error"] for one in found):
         assert len(losses) == steps == 2

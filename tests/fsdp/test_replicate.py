@@ -13,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import anabranch as ab
 from anabranch.exchange.lanes import Lanes
-from anabranch.fsdp import replicate as sharded
-from fsdp.sharded_runs import (
+from anabranch.fsdp import internals, replicate
+from fsdp.small_model import (
     batch_of,
     groups_of,
     model_of,
@@ -29,6 +29,25 @@ from ranks import on_ranks
 STEPS = range(5)
 
 
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """What every rank found, by scenario: two nodes of two ranks, one launch."""
+    return on_ranks(scenarios, 4, timeout_s=150)
+
+
+def scenarios(rank: int) -> dict[str, Any]:
+    plain = (
+        dense_and_hsdp, accumulated_in_the_node, accumulated_and_clipped, divided_otherwise, half_precision,
+        reduced_dtypes, frozen_and_unused, unfrozen_later, compressed, skipped_in_half_precision, lanes_of,
+    )  # fmt: skip
+    found: dict[str, Any] = {scenario.__name__: scenario(rank) for scenario in plain}
+    found["conserved"] = [conserved(rank, compress) for compress in (oktopk(0.05), "int4")]
+    found["not_finite"] = [
+        not_finite(rank, compress, scaled) for compress in (oktopk(0.05), "int4") for scaled in (True, False)
+    ]
+    return found
+
+
 def dense_and_hsdp(rank: int) -> bool:
     mesh = two_nodes()
     ours, stock = model_of(mesh["shard"], seed=mesh.get_local_rank(0)), model_of(mesh)  # other nodes start elsewhere
@@ -38,8 +57,8 @@ def dense_and_hsdp(rank: int) -> bool:
     return equal and same(weights(ours), weights(stock))
 
 
-def test_dense_is_stock_hsdp_bit_by_bit() -> None:
-    assert all(on_ranks(dense_and_hsdp, 4))
+def test_dense_is_stock_hsdp_bit_by_bit(found: list[dict[str, Any]]) -> None:
+    assert all(one["dense_and_hsdp"] for one in found)
 
 
 def accumulated_in_the_node(rank: int) -> list[bool]:
@@ -69,9 +88,8 @@ def accumulated_in_the_node(rank: int) -> list[bool]:
     return [same(weights(models[0]), weights(models[1])), once]
 
 
-def test_what_is_accumulated_in_a_node_is_sent_once() -> None:
-    for found in on_ranks(accumulated_in_the_node, 4):
-        assert found == [True, True]
+def test_what_is_accumulated_in_a_node_is_sent_once(found: list[dict[str, Any]]) -> None:
+    assert [one["accumulated_in_the_node"] for one in found] == [[True, True]] * 4
 
 
 def accumulated_and_clipped(rank: int) -> bool:
@@ -91,8 +109,8 @@ def accumulated_and_clipped(rank: int) -> bool:
     return same(weights(models[0]), weights(models[1]))
 
 
-def test_accumulation_and_clipping_are_those_of_hsdp() -> None:
-    assert all(on_ranks(accumulated_and_clipped, 4))
+def test_accumulation_and_clipping_are_those_of_hsdp(found: list[dict[str, Any]]) -> None:
+    assert all(one["accumulated_and_clipped"] for one in found)
 
 
 def divided_otherwise(rank: int) -> list[bool]:
@@ -113,8 +131,8 @@ def divided_otherwise(rank: int) -> list[bool]:
     return found
 
 
-def test_gradients_are_divided_as_under_hsdp() -> None:
-    assert on_ranks(divided_otherwise, 4) == [[True] * 4] * 4
+def test_gradients_are_divided_as_under_hsdp(found: list[dict[str, Any]]) -> None:
+    assert [one["divided_otherwise"] for one in found] == [[True] * 4] * 4
 
 
 KINDS: list[tuple[Any, float]] = [("bf16", 1e-2), ("int8", 2e-2), ("int4", 0.2), (oktopk(), 0.5)]
@@ -139,17 +157,17 @@ def compressed(rank: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_kind_trains_and_nodes_keep_the_same_weights() -> None:
-    for dense, *others in on_ranks(compressed, 4):
-        for (compress, near), found in zip(KINDS, others, strict=True):
-            assert found["same"], compress
-            moved = (found["weights"] - dense["weights"]).norm() / dense["weights"].norm()
+def test_every_kind_trains_and_nodes_keep_the_same_weights(found: list[dict[str, Any]]) -> None:
+    for dense, *others in (one["compressed"] for one in found):
+        for (compress, near), by_kind in zip(KINDS, others, strict=True):
+            assert by_kind["same"], compress
+            moved = (by_kind["weights"] - dense["weights"]).norm() / dense["weights"].norm()
             assert 0 < moved < near, (compress, moved)
-            assert sum(found["losses"][-5:]) < 0.8 * sum(found["losses"][:5]), compress
-        sent = [float(found["text"].split("sends ")[1].split(" MiB")[0]) for found in (dense, *others)]
+            assert sum(by_kind["losses"][-5:]) < 0.8 * sum(by_kind["losses"][:5]), compress
+        sent = [float(by_kind["text"].split("sends ")[1].split(" MiB")[0]) for by_kind in (dense, *others)]
         assert all(0 < less < sent[0] for less in sent[1:]), sent
         assert dense["metrics"]["sent_nbytes"] == dense["metrics"]["dense_nbytes"]
-        assert sent == [round(found["metrics"]["sent_nbytes"] / 2**20, 3) for found in (dense, *others)]
+        assert sent == [round(by_kind["metrics"]["sent_nbytes"] / 2**20, 3) for by_kind in (dense, *others)]
 
 
 def conserved(rank: int, compress: Any) -> list[float]:
@@ -176,10 +194,8 @@ def conserved(rank: int, compress: Any) -> list[float]:
     return off
 
 
-@pytest.mark.parametrize("compress", [oktopk(0.05), "int4"], ids=["oktopk", "int4"])
-def test_nothing_is_lost_between_nodes(compress: Any) -> None:
-    for off in on_ranks(conserved, 4, compress):
-        assert max(off) < 1e-5
+def test_nothing_is_lost_between_nodes(found: list[dict[str, Any]]) -> None:
+    assert max(off for one in found for by_kind in one["conserved"] for off in by_kind) < 1e-5
 
 
 def not_finite(rank: int, compress: Any, scaled: bool) -> dict[str, Any]:
@@ -213,14 +229,10 @@ def not_finite(rank: int, compress: Any, scaled: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("compress", [oktopk(0.05), "int4"], ids=["oktopk", "int4"])
-def test_a_nan_on_one_rank_reaches_all_and_nothing_that_waits_is_lost(compress: Any, scaled: bool) -> None:
-    for found in on_ranks(not_finite, 4, compress, scaled):
-        assert found == {
-            "waits": True, "kept": True, "reached": True, "finite": True, "scale": 2.0 if scaled else 1.0,
-            "goes on": True,
-        }  # fmt: skip
+def test_a_nan_on_one_rank_reaches_all_and_no_residual_is_lost(found: list[dict[str, Any]]) -> None:
+    expected = {"waits": True, "kept": True, "reached": True, "finite": True, "goes on": True}
+    for one in found:
+        assert one["not_finite"] == [{**expected, "scale": scale} for scale in (2.0, 1.0, 2.0, 1.0)]
 
 
 def half_precision(rank: int) -> bool:
@@ -232,8 +244,8 @@ def half_precision(rank: int) -> bool:
     return same(weights(ours), weights(stock))
 
 
-def test_mixed_precision_is_that_of_hsdp() -> None:
-    assert all(on_ranks(half_precision, 4))
+def test_mixed_precision_is_that_of_hsdp(found: list[dict[str, Any]]) -> None:
+    assert all(one["half_precision"] for one in found)
 
 
 def reduced_dtypes(rank: int) -> list[list[torch.dtype]]:
@@ -247,16 +259,14 @@ def reduced_dtypes(rank: int) -> list[list[torch.dtype]]:
         model, buffers = model_of(mesh["shard"], policy=policy), set[torch.dtype]()
         for group in groups_of(model):
             group._all_reduce_hook = lambda buffer, buffers=buffers: buffers.add(buffer.dtype)
-        known = {sharded.gradient_dtype(one) for group in groups_of(model) for one in group.fsdp_params}
+        known = {internals.gradient_dtype(one) for group in groups_of(model) for one in group.fsdp_params}
         train(model, range(1))
         found.append([*known, *buffers])
     return found
 
 
-def test_the_dtype_of_gradients_is_known_before_a_step() -> None:
-    for found in on_ranks(reduced_dtypes, 2):
-        for known, buffer in found:
-            assert known == buffer
+def test_the_dtype_of_gradients_is_known_before_a_step(found: list[dict[str, Any]]) -> None:
+    assert all(known == buffer for one in found for known, buffer in one["reduced_dtypes"])
 
 
 class PartlyUsed(nn.Module):
@@ -292,8 +302,8 @@ def frozen_and_unused(rank: int) -> bool:
     return same(*results)
 
 
-def test_frozen_and_unused_parts_are_left_alone() -> None:
-    assert all(on_ranks(frozen_and_unused, 4))
+def test_frozen_and_unused_parts_are_left_alone(found: list[dict[str, Any]]) -> None:
+    assert all(one["frozen_and_unused"] for one in found)
 
 
 def unfrozen_later(rank: int) -> list[Any]:
@@ -310,8 +320,8 @@ def unfrozen_later(rank: int) -> list[Any]:
     return found
 
 
-def test_a_unit_whose_parameters_were_unfrozen_later_is_named() -> None:
-    for said, counted, usual, whole in on_ranks(unfrozen_later, 4):
+def test_a_unit_whose_parameters_were_unfrozen_later_is_named(found: list[dict[str, Any]]) -> None:
+    for said, counted, usual, whole in (one["unfrozen_later"] for one in found):
         assert "the unit 1 travelled exactly in the last step, 663 elements for the 351 that were" in said
         assert "parameters were unfrozen since, or frozen: close() this Replication" in said and "exactly" not in usual
         assert 0 < whole["sent_nbytes"] < counted["sent_nbytes"] < whole["dense_nbytes"]
@@ -366,8 +376,8 @@ def skipped_in_half_precision(rank: int) -> float:
     return float((found[: expected.numel()] - expected).norm() / expected.norm())
 
 
-def test_a_skipped_step_in_half_precision_puts_back_what_was_sent() -> None:
-    assert max(on_ranks(skipped_in_half_precision, 4)) < 1e-3
+def test_a_skipped_step_in_half_precision_puts_back_what_was_sent(found: list[dict[str, Any]]) -> None:
+    assert max(one["skipped_in_half_precision"] for one in found) < 1e-3
 
 
 def lanes_of(rank: int) -> list[Any]:
@@ -375,17 +385,18 @@ def lanes_of(rank: int) -> list[Any]:
     given: list[Any] = []
 
     class Recorded(Lanes):
-        def __init__(self, group: Any, device: Any, max_ctas: Any = None, siblings: Any = ()) -> None:
-            given.append([max_ctas, siblings])
-            super().__init__(group, device, max_ctas, siblings)
+        def __init__(self, group: Any, device: Any, max_ctas: Any, siblings: Any, own_streams: bool) -> None:
+            given.append([max_ctas, siblings, own_streams])
+            super().__init__(group, device, max_ctas, siblings, own_streams)
 
-    sharded.Lanes = Recorded  # type: ignore[attr-defined]
+    replicate.Lanes = Recorded  # type: ignore[assignment, attr-defined]
     mesh = two_nodes()
     for compress in (None, "bf16", "int8", oktopk()):
         ab.replicate(model_of(mesh["shard"]), mesh, compress=compress).close()
+    replicate.Lanes = Lanes  # type: ignore[attr-defined]
     return given
 
 
-def test_compressed_messages_between_nodes_take_few_multiprocessors() -> None:
+def test_compressed_messages_between_nodes_take_few_multiprocessors(found: list[dict[str, Any]]) -> None:
     lines = [[0, 2], [1, 3]]
-    assert on_ranks(lanes_of, 4) == [[[None, lines], [2, lines], [1, lines], [1, lines]]] * 4
+    assert [one["lanes_of"] for one in found] == [[[ctas, lines, False] for ctas in (None, 2, 1, 1)]] * 4

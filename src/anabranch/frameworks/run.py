@@ -1,4 +1,4 @@
-"""DDP replaced by DataParallel in a program that knows nothing of it, and what that has gained."""
+"""``anabranch run``: DataParallel in place of DDP in an unchanged program, and a summary of each model."""
 
 import weakref
 from collections.abc import Iterator, Mapping
@@ -13,8 +13,8 @@ from anabranch.tuning.explain import in_short
 from anabranch.tuning.tuner import Tuner
 
 
-class Outcome:
-    """What DataParallel did for one model, in a few lines. It does not keep the model alive."""
+class ModelSummary:
+    """What DataParallel did for one model, in a few lines, as text. It does not keep the model alive."""
 
     def __init__(self, model: DataParallel) -> None:
         self._name = type(model.module).__name__
@@ -31,19 +31,19 @@ class Outcome:
 
 
 @contextmanager
-def replaced_ddp(options: Mapping[str, Any]) -> Iterator[list[Outcome]]:
+def replaced_ddp(options: Mapping[str, Any]) -> Iterator[list[ModelSummary]]:
     """A context in which ``DistributedDataParallel(...)`` makes a DataParallel with these options.
 
-    Yields the outcomes of all models, in the order in which they were wrapped. It does not matter by which name, or
+    Yields the summaries of all models, in the order in which they were wrapped. It does not matter by which name, or
     when, a program has imported the class: the class itself is the same, so that isinstance() holds, and only its
     constructor returns another object. Subclasses of a program's own stay what they are.
     """
-    outcomes: list[Outcome] = []
+    summaries: list[ModelSummary] = []
 
     class Replacement(DataParallel):
         def __init__(self, module: nn.Module, *args: Any, **given: Any) -> None:
             super().__init__(module, *args, **{**options, **given})
-            outcomes.append(Outcome(self))
+            summaries.append(ModelSummary(self))
 
     def new(cls: type, *_: Any, **__: Any) -> Any:
         return _plain(Replacement if cls is DistributedDataParallel else cls)
@@ -51,7 +51,7 @@ def replaced_ddp(options: Mapping[str, Any]) -> Iterator[list[Outcome]]:
     Replacement.__name__ = Replacement.__qualname__ = DataParallel.__name__
     DistributedDataParallel.__new__ = new  # type: ignore[method-assign]
     try:
-        yield outcomes
+        yield summaries
     finally:
         # Not deleted: Python would then refuse the constructor's arguments (its issue 5322).
         DistributedDataParallel.__new__ = _plain  # type: ignore[method-assign]
