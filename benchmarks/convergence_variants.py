@@ -3,8 +3,8 @@
     python -m benchmarks.convergence_variants --task char --contestant oktopk:0.01,via=update --steps 1000 \\
         --output variants.jsonl
 
-The exchange is the library's own (``anabranch.exchange.sparse``), on ranks that share one process; every rank's gradient is
-computed by itself. Contestants are those of ``convergence.py`` and may add:
+The exchange is the library's own (``anabranch.exchange.sparse``), on ranks that share one process; every rank's
+gradient is computed by itself. Contestants are those of ``convergence.py`` and may add:
 
 via=gradient   what is sent is the gradient, and the optimizer sees the averages: the library's way
 via=update     each rank's own Adam makes an update of its gradient, and the updates are sent

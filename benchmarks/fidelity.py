@@ -4,8 +4,8 @@
     python -m benchmarks.fidelity_report curves.jsonl --times times.jsonl --output benchmarks/fidelity_...
 
 Every rank's gradient is computed by itself, on its own batch; then the buckets of a plan are exchanged by the same
-kernels and the same steps as between real ranks (``anabranch.tools.bench.virtual``), and one optimizer applies the averages
-that all ranks have. Contestants:
+kernels and the same steps as between real ranks (``anabranch.tools.bench.virtual``), and one optimizer applies the
+averages that all ranks have. Contestants:
 
     dense                       float32
     bf16, int8, int4            the quantised exchanges; int4 keeps its rounding errors

@@ -4,8 +4,8 @@ r"""Steps of a transformer that FSDP2 shards inside nodes: stock HSDP and ``ab.r
         python -m benchmarks.sharded --inside memory
 
 Inside a host, messages pass its loopback, or with ``--inside memory`` they are copies in memory: slower and faster than
-the links of a real node (``anabranch.tools.bench.host_memory``). FSDP2 with a shard on every rank, whose messages go around
-all hosts, passes loopbacks in both.
+the links of a real node (``anabranch.tools.bench.host_memory``). FSDP2 with a shard on every rank, whose messages go
+around all hosts, passes loopbacks in both.
 
 Every contestant trains its own copy of the model. A step is forward, backward and an SGD update; the time is that of
 the slowest rank. Ratios are medians over rounds of the ratio to HSDP in the same round.

@@ -186,7 +186,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     (folder / "run").mkdir()
     network = ab.Network.ring(4, alpha_s=30e-6, beta_s_per_byte=8e-10)
-    trace = ab.load(ROOT / "src" / "anabranch" / "traces" / "googlenet.json")
+    trace = ab.load(ROOT / "src" / "anabranch" / "values" / "traces" / "googlenet.json")
     assert isinstance(trace, ab.Trace)
     ab.save(trace, folder / "run" / "trace.json")
     ab.save(network, folder / "network.json")

@@ -5,6 +5,7 @@ turns a Plan into a Timeline, and files for all of them: none of these imports t
 DistributedDataParallel that runs a plan on a live model, imports torch when it is first used.
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -113,6 +114,8 @@ __all__ = [
     "watch",
 ]
 
+# These two are public by name: ``from anabranch.sharded import Block`` works wherever their rooms are.
+_sys.modules.update({"anabranch.planners": planners, "anabranch.sharded": sharded})
 
 # Imported on first use, since they import torch, which planning does not need.
 _WITH_TORCH = {

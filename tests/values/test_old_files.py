@@ -13,7 +13,7 @@ from anabranch.tools.predict.scaling import Scaling
 from anabranch.values.files import dumps
 from tools.cli.nouns import json_of
 
-OLD = Path(__file__).parent / "data" / "before_second_edition"
+OLD = Path(__file__).parents[1] / "data" / "before_second_edition"
 NOUNS = {"trace": ab.Trace, "network": ab.Network, "two_level": ab.Network, "plan": ab.Plan, "timeline": ab.Timeline}
 INPUTS = ["--trace", str(OLD / "trace.json"), "--network", str(OLD / "network.json")]
 SCALE = ["--network", "10gbe", "--world-sizes", "4,64", "--planners", "by_bytes,optimal", "--compress", "oktopk:0.01",

@@ -16,7 +16,7 @@ from anabranch.exchange.residuals.memory import NO_PARAMETERS, ResidualMemory
 from anabranch.exchange.residuals.momentum import Momentum
 from anabranch.exchange.sparse.exchanges import OkTopkExchanges
 from anabranch.exchange.sparse.exchanges import probe_of as sparse_probe_of
-from anabranch.planning.memory.account import Setting, Way
+from anabranch.planning.memory import Setting, TrainingMode
 from anabranch.values.kinds.auto import Auto
 from anabranch.values.kinds.block_format import BlockFormat
 from anabranch.values.kinds.names import COMPRESSED, DENSE
@@ -75,16 +75,16 @@ def may_be_sparse(parameter: torch.Tensor) -> bool:
     return parameter.dim() > 1 and parameter.dtype in DTYPES
 
 
-def in_account(settings: Settings, setting: Setting) -> list[tuple[Way, Setting]]:
+def in_account(settings: Settings, setting: Setting) -> list[tuple[TrainingMode, Setting]]:
     """The exchanges that plans may choose on Lean, for the account of memory: dense where nothing is compressed."""
     keeps = _keeps_residual(settings)
     options = settings.oktopk if isinstance(settings, Auto) else settings if isinstance(settings, OkTopk) else OkTopk()
     found = []
     for kind in kinds_of(settings):
         density = density_of(kind)
-        way = Way(kind, True, rounding_errors=keeps(kind)) if density is None else Way(KIND, True)
+        way = TrainingMode(kind, True, rounding_errors=keeps(kind)) if density is None else TrainingMode(KIND, True)
         found.append((way, replace(setting, density=density or 1.0, options=options)))
-    return found or [(Way(DENSE, True), setting)]
+    return found or [(TrainingMode(DENSE, True), setting)]
 
 
 def probe_of(kind: str) -> Collective:

@@ -19,23 +19,21 @@ from anabranch.lean.activations.blocks import END, REST, blocks_of
 from anabranch.lean.activations.cost_model import Action, BlockCosts, in_use
 from anabranch.lean.activations.solver import BudgetError, Choice, choose, smallest_budget
 from anabranch.observe.clock import clock_for
-from anabranch.planning.memory import account
-from anabranch.planning.memory.account import (
+from anabranch.planning.memory import (
     FRAGMENTATION,
     Footprint,
-    Moment,
-    ResidualPlacement,
-    Setting,
-    Way,
-    lean_moments,
-    residual_nbytes,
-)
-from anabranch.planning.memory.step_profile import (
     MemoryUse,
+    Moment,
     OptimizerMemory,
     ReadyGradient,
+    ResidualPlacement,
+    Setting,
     StepProfile,
+    TrainingMode,
     allocated_nbytes,
+    lean_moments,
+    peak_footprint,
+    residual_nbytes,
 )
 
 ALIKE = 0.005  # share of the computing time by which choices may differ and count as equally fast
@@ -66,23 +64,23 @@ class Held:
     weights_nbytes: int
     optimizer: OptimizerMemory
     gradients: Sequence[Gradient]
-    exchanges: Sequence[tuple[Way, Setting]]
+    exchanges: Sequence[tuple[TrainingMode, Setting]]
 
     def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["Storage"]:
         """How residuals may be stored, the most exact first. Rounding reads and writes all values twice."""
         step = self._step(blocks)
-        exact_nbytes = max(residual_nbytes(step.profile, setting, way) for way, setting in self.exchanges)
+        exact_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in self.exchanges)
         found = [self._storage(step, "in place")]
         for how in ROUNDED if exact_nbytes else ():
-            stored = (residual_nbytes(step.profile, s, way._replace(residuals=how)) for way, s in self.exchanges)
+            stored = (residual_nbytes(step.profile, s, mode._replace(residuals=how)) for mode, s in self.exchanges)
             passed_s = (2 * exact_nbytes + 3 * max(stored)) / memory_nbytes_per_s
             found.append(replace(self._storage(step, how), extra_s=passed_s))
         return found
 
     def _storage(self, step: "BlockStep", residuals: ResidualPlacement) -> "Storage":
-        exchanges = [(way._replace(residuals=residuals), setting) for way, setting in self.exchanges]
-        moments = [moment for way, setting in exchanges for moment in lean_moments(step.profile, setting, way)]
-        held_nbytes = min(moment.beside.nbytes for moment in moments)
+        exchanges = [(mode._replace(residuals=residuals), setting) for mode, setting in self.exchanges]
+        moments = [moment for mode, setting in exchanges for moment in lean_moments(step.profile, setting, mode)]
+        held_nbytes = min(moment.footprint.nbytes for moment in moments)
         return Storage(residuals, step, exchanges, held_nbytes, step.on_top(moments, held_nbytes), step.at_end(moments))
 
     def _step(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
@@ -114,7 +112,7 @@ class BlockStep:
         most: dict[tuple[int, bool], int] = {}
         for moment in moments:
             if moment.index < len(gradients):
-                nbytes = moment.beside.nbytes + gradients[moment.index].nbytes - held_nbytes
+                nbytes = moment.footprint.nbytes + gradients[moment.index].nbytes - held_nbytes
                 key = (moment.index, moment.ready)
                 most[key] = max(most.get(key, 0), nbytes)
         return {
@@ -124,7 +122,7 @@ class BlockStep:
 
     def at_end(self, moments: Iterable[Moment]) -> int:
         """The most that is in memory when backward is over."""
-        return max(moment.beside.nbytes for moment in moments if moment.index == len(self.profile.gradients))
+        return max(moment.footprint.nbytes for moment in moments if moment.index == len(self.profile.gradients))
 
     def with_activations(self, in_use_nbytes: Mapping[str, int]) -> StepProfile:
         """The profile with these bytes of activations while each block is differentiated."""
@@ -157,7 +155,7 @@ class Storage:
 
     residuals: ResidualPlacement
     step: BlockStep
-    exchanges: Sequence[tuple[Way, Setting]]
+    exchanges: Sequence[tuple[TrainingMode, Setting]]
     held_nbytes: int
     on_top_nbytes: Mapping[str, int]
     end_nbytes: int
@@ -166,7 +164,7 @@ class Storage:
     def peak(self, blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> Footprint:
         """The peak of a step with these actions, by the account."""
         profile = self.step.with_activations(in_use(blocks, actions))
-        found = (account.predict(profile, way, setting) for way, setting in self.exchanges)
+        found = (peak_footprint(profile, mode, setting) for mode, setting in self.exchanges)
         return max(found, key=lambda footprint: footprint.nbytes)
 
     def occupied(self, blocks: Iterable[BlockCosts]) -> list[BlockCosts]:

@@ -42,8 +42,7 @@ from anabranch.lean.within import Held, WithinBudget, gradients_of
 from anabranch.lean.within import described as described_within
 from anabranch.observe.step_timer import StepObserver
 from anabranch.planning.fixed import DDP_CAP_NBYTES
-from anabranch.planning.memory.account import BLAS_WORKSPACE_NBYTES, Setting
-from anabranch.planning.memory.step_profile import allocated_nbytes
+from anabranch.planning.memory import BLAS_WORKSPACE_NBYTES, Setting, allocated_nbytes
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import Tuned

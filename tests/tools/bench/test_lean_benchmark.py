@@ -11,8 +11,8 @@ import pytest
 from tools.bench.tiny_training import TOO_LARGE
 from torchrun import torchrun
 
-ROOT = Path(__file__).parents[2]
-MODEL = "bench.tiny_training:build"
+ROOT = Path(__file__).parents[3]
+MODEL = "tools.bench.tiny_training:build"
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.planning.memory.account import OKTOPK
 from anabranch.tools.bench import zoo
 from anabranch.tools.bench.memory import FIRST, OPTIMIZERS, compressed_plan, world
 from anabranch.tools.bench.trainings import ON_ONE_RANK, Training, TrainingSetup, naive_exchange, training_of
+from anabranch.tools.predict.memory.modes import OKTOPK
 from anabranch.tools.predict.memory.probe import probe
 from ranks import on_ranks
 from tools.predict.memory.models import images

@@ -7,14 +7,15 @@ from torch import nn
 from anabranch.lean.activations.offloader import Offloader
 from anabranch.lean.activations.profiler import BlockProfiler
 from anabranch.lean.activations.solver import BudgetError
-from anabranch.planning.memory.account import LEAN, WAYS, Setting
+from anabranch.planning.memory import Setting
 from anabranch.tools.bench.memory import OPTIMIZERS
 from anabranch.tools.bench.within import AssumedClock, Device, chosen_within, profile
+from anabranch.tools.predict.memory.modes import LEAN, OUR_MODES
 from anabranch.tools.predict.memory.probe import Loss
 from lean.test_one_account import LAYERS, ROWS, WIDTH, build_at
 from tools.predict.memory.test_probe import Asking
 
-EXCHANGE = (WAYS[LEAN], Setting(ranks=2, density=0.1, blas_workspace_nbytes=0))
+EXCHANGE = (OUR_MODES[LEAN], Setting(ranks=2, density=0.1, blas_workspace_nbytes=0))
 
 
 def test_blocks_show_the_same_bytes_with_data_and_without() -> None:

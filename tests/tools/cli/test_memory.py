@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.planning.memory.account import KINDS, MODES, Setting, modes_of, predict
+from anabranch.planning.memory import KINDS, Setting
 from anabranch.tools.bench import memory as bench
 from anabranch.tools.bench import zoo
 from anabranch.tools.cli import arguments, network_text
 from anabranch.tools.cli.main import main
 from anabranch.tools.cli.memory import AUTO_AS, throughput_network
+from anabranch.tools.predict.memory.modes import DEFAULT_MODES, modes_of, predict
 from anabranch.tools.predict.memory.probe import Loss, probe
 from anabranch.tools.predict.memory.throughput import samples_per_s
 from anabranch.tools.report.memory import abreast, memory_report, unit
@@ -40,7 +41,7 @@ def small_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--ranks", "8", "--optimizer", "adamw", "--density", "0.02")
     profile = probe(images(4), bench.OPTIMIZERS["adamw"])
-    assert list(document["modes"]) == list(MODES)
+    assert list(document["modes"]) == list(DEFAULT_MODES)
     for mode, row in document["modes"].items():
         expected = predict(profile, mode, Setting(ranks=8, density=0.02))
         assert row["kinds"] == expected.kinds and row["predicted_nbytes"] == expected.nbytes
@@ -50,7 +51,9 @@ def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -
 def test_the_table_has_every_kind_and_mode(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--within", "1GiB", "--rate", "10gbit"]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in (*KINDS, *MODES, "predicted peak", "largest batch", "samples/s", "Assumed: "))
+    assert all(
+        word in out for word in (*KINDS, *DEFAULT_MODES, "predicted peak", "largest batch", "samples/s", "Assumed: ")
+    )
 
 
 def test_small_models_are_told_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +99,7 @@ def test_many_modes_are_tables_below_each_other_that_100_columns_hold(capsys: py
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     chosen = ["lean, dense, within", "lean, auto, within", "lean, within"]
-    modes = [*MODES[:3], *modes_of("auto"), *modes_of("oktopk"), *chosen]
+    modes = [*DEFAULT_MODES[:3], *modes_of("auto"), *modes_of("oktopk"), *chosen]
     assert sum(line.startswith("predicted peak") for line in lines) == len(abreast(modes)) > 2
     assert all(any(mode in line for line in lines) for mode in modes)
     assert [mode for group in abreast(modes) for mode in group] == modes
@@ -319,7 +322,7 @@ def test_a_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_offloaded_activations_have_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--activations", "offload", "--rate", "10gbit")
-    assert set(document["samples_per_s"]) == {mode for mode in MODES if not mode.startswith("lean")}
+    assert set(document["samples_per_s"]) == {mode for mode in DEFAULT_MODES if not mode.startswith("lean")}
     assert any("no throughput of lean" in said for said in document["assumptions"])
 
 
@@ -362,7 +365,7 @@ def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
     speeds = document["samples_per_s"]
     assert speeds["int4"] == speeds["lean, int4"] > speeds["int8"] > speeds["ddp"]
     both = json_of(capsys, *ASKED, "--compress", "oktopk", "--compress", "bf16")["modes"]
-    assert list(both) == [*MODES, "bf16", "lean, bf16"]
+    assert list(both) == [*DEFAULT_MODES, "bf16", "lean, bf16"]
     assert "--compress is 'fp8': expected oktopk (or oktopk:0.01, oktopk:0.01:bf16), auto, or one of bf16" in error_of(
         capsys, *ASKED, "--compress", "fp8"
     )
@@ -404,7 +407,7 @@ def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) 
 def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--ranks", "4", "--sharded", "fsdp2", "--sharded", "fsdp2:reshard"]
     document = json_of(capsys, *asked, "--within", "1GiB", "--rate", "10gbit")
-    assert list(document["modes"]) == [*MODES, "fsdp2", "fsdp2:reshard", "lean, dense, within", "lean, within"]
+    assert list(document["modes"]) == [*DEFAULT_MODES, "fsdp2", "fsdp2:reshard", "lean, dense, within", "lean, within"]
     profile = probe(images(4), bench.OPTIMIZERS["momentum"])
     for mode in ("fsdp2", "fsdp2:reshard"):
         assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4)).nbytes

@@ -62,7 +62,7 @@ class Settings:
     """How long to measure, and which contestants.
 
     ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP, cut and uncut,
-    and every DataParallel also under torch.compile. ``sharded``: FSDP2 in these ways, of ``sharded.ways``. ``skip``:
+    and every DataParallel also under torch.compile. ``sharded``: FSDP2, by ``fsdp.planning.modes``. ``skip``:
     names of contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled.
     ``own_caches``: torch finds nothing that it has compiled for another contestant. ``search_steps``: what each search
     may cost, in steps. ``hold_after``: steps after which a search ends at its next decision, with the best layout so

@@ -23,8 +23,9 @@ from anabranch.exchange.sparse.select import add_pairs
 from anabranch.lean.activations.policy import Activations
 from anabranch.lean.options import KEPT, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
-from anabranch.planning.memory.account import DDP, NAIVE, OKTOPK, WAYS, Way
+from anabranch.planning.memory import TrainingMode
 from anabranch.tools.bench.baselines import top_count, top_pairs
+from anabranch.tools.predict.memory.modes import DDP, NAIVE, OKTOPK, OUR_MODES
 from anabranch.tools.predict.memory.probe import Loss
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.kinds.oktopk import OkTopk
@@ -127,7 +128,7 @@ def naive_exchange(
         cast(torch.Tensor, parameter.grad).copy_(piece.view_as(parameter))
 
 
-def data_parallel(setup: TrainingSetup, way: Way) -> Generator[None, None, None]:
+def data_parallel(setup: TrainingSetup, way: TrainingMode) -> Generator[None, None, None]:
     """DataParallel with an exchange that compresses; Ok-Topk's on one rank with replicated ranks."""
     if way.exchange == OKTOPK and dist.get_world_size(setup.group) == 1:
         yield from _oktopk_on_one_rank(setup)
@@ -173,7 +174,7 @@ def _oktopk_on_one_rank(setup: TrainingSetup) -> Generator[None, None, None]:
 
 
 def lean(
-    setup: TrainingSetup, way: Way, activations: Activations = KEPT, within_nbytes: int | None = None
+    setup: TrainingSetup, way: TrainingMode, activations: Activations = KEPT, within_nbytes: int | None = None
 ) -> Generator[Any, None, None]:
     """DataParallel with Lean, which it yields; with a budget Lean chooses how it stores residuals and activations."""
     memory = Lean(setup.optimizer, way.residuals, activations, within_nbytes)
@@ -186,7 +187,7 @@ def lean(
         wrapped.close()
 
 
-def _wrapped(setup: TrainingSetup, way: Way, **options: Any) -> Any:
+def _wrapped(setup: TrainingSetup, way: TrainingMode, **options: Any) -> Any:
     compress: Compress = None if way.exchange == DENSE else way.exchange
     if way.exchange == OKTOPK:
         compress = OkTopk(density=setup.density, warmup_steps=0)
@@ -206,7 +207,7 @@ def _steps(wrapped: nn.Module, setup: TrainingSetup) -> Generator[None, None, No
 
 def training_of(mode: str, activations: Activations = KEPT) -> Training:
     """The training of this mode; ``activations`` applies to Lean's modes."""
-    if mode in WAYS:
-        way = WAYS[mode]
+    if mode in OUR_MODES:
+        way = OUR_MODES[mode]
         return partial(lean, way=way, activations=activations) if way.lean else partial(data_parallel, way=way)
     return {DDP: ddp, NAIVE: naive}[mode]

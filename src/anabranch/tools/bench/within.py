@@ -22,8 +22,7 @@ from anabranch.lean.activations.profiler import BlockProfiler
 from anabranch.lean.options import OptimizerFactory
 from anabranch.lean.within import Held, WithinChoice, choose_within, gradients_of
 from anabranch.observe.clock import HostClock
-from anabranch.planning.memory.account import Footprint, Setting, Way
-from anabranch.planning.memory.step_profile import CONVOLUTION_WORKSPACE, allocated_nbytes
+from anabranch.planning.memory import CONVOLUTION_WORKSPACE, Footprint, Setting, TrainingMode, allocated_nbytes
 from anabranch.tools.predict.memory.half import half_precision
 from anabranch.tools.predict.memory.probe import META, Build, StorageTracker, optimizer_memory, saving_as_on_gpu
 
@@ -81,7 +80,7 @@ class Profiled(NamedTuple):
 
 
 def chosen_within(
-    profiled: Profiled, optimizer: OptimizerFactory, exchange: tuple[Way, Setting], budget_nbytes: int
+    profiled: Profiled, optimizer: OptimizerFactory, exchange: tuple[TrainingMode, Setting], budget_nbytes: int
 ) -> tuple[WithinChoice, Footprint]:
     """What Lean would choose within the budget, and its peak; BudgetError if nothing fits."""
     model, blocks, device = profiled

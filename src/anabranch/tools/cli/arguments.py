@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from anabranch.fsdp.planning import ShardedTrace, ShardingPlan
-from anabranch.fsdp.planning.files import FORMATS
+from anabranch.fsdp.planning.values import FORMATS
 from anabranch.tools.cli import network_text
 from anabranch.tools.network_presets import PRESETS, NetworkRange
 from anabranch.tuning.plan_cache import FORMAT, Entry

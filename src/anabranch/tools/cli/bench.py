@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from anabranch.fsdp.planning.ways import WAYS, help_of, way_of
+from anabranch.fsdp.planning.modes import SHARDING_MODES, help_of, sharding_mode
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, plot_format, print_json, show_tables
 from anabranch.tools.cli.ranks import join
@@ -99,8 +99,8 @@ ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help=f"Also the model sharded over all ranks, or inside nodes of several ranks: {help_of(WAYS)}; for --model; "
-        "may be repeated.",
+        help=f"Also the model sharded over all ranks, or inside nodes of several: {help_of(SHARDING_MODES)}; for "
+        "--model; may be repeated.",
     ),
 ]
 OnlyOption = Annotated[
@@ -259,7 +259,7 @@ def _check_known(ways: Sequence[str], kinds: Sequence[str]) -> None:
     from anabranch.tools.bench.compress import compression
 
     for way in ways:
-        way_of(way)
+        sharding_mode(way)
     for kind in kinds:
         compression(kind)
 

@@ -11,14 +11,13 @@ from anabranch.tools.cli import arguments
 from anabranch.tools.cli.output import JsonOption, print_json, progress, show_tables
 from anabranch.tools.predict.scaling import line_up
 from anabranch.tools.predict.scaling.compression import (
-    AUTO,
     CompressedStrategies,
     Compression,
     as_sent,
     compressed_strategies,
 )
 from anabranch.values.kinds.fidelity import by_fidelity, error_of_plan
-from anabranch.values.kinds.names import COMPRESSED
+from anabranch.values.kinds.names import AUTO, COMPRESSED
 from anabranch.values.kinds.sparse_names import kind_of
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan

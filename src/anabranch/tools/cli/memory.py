@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from anabranch.fsdp.planning.ways import UNPLANNED, help_of, way_of
+from anabranch.fsdp.planning.modes import UNPLANNED, help_of, sharding_mode
 from anabranch.tools.cli import arguments, network_text, own_model
 from anabranch.tools.cli.output import JsonOption, print_json, show_tables
 from anabranch.tools.network_presets import PRESETS
-from anabranch.tools.predict.scaling.compression import AUTO
 from anabranch.values.files import bundled_traces
-from anabranch.values.kinds.names import COMPRESSED, DENSE
+from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE
 from anabranch.values.kinds.oktopk import OkTopk
 from anabranch.values.kinds.sparse_names import KIND, given_density, split_wire
 from anabranch.values.kinds.sparse_sizes import Precision as Wire
@@ -22,7 +21,7 @@ from anabranch.values.links import TwoLevel
 from anabranch.values.quantities import size_nbytes
 
 if TYPE_CHECKING:
-    from anabranch.planning.memory.account import Footprint, Setting
+    from anabranch.planning.memory import Footprint, Setting
     from anabranch.tools.predict.memory.estimator import BuildAt, MemoryEstimator
     from anabranch.tools.report.documents import MemoryDocument, MemoryMode
     from anabranch.values.network import Network
@@ -159,7 +158,7 @@ def memory(
     limit_nbytes = None if within is None else size_nbytes("--within", within)
     links = throughput_network(network, rate, ranks)
     ranks = ranks or (links.world_size if links else DEFAULT_RANKS)
-    from anabranch.planning.memory.account import Setting
+    from anabranch.planning.memory import Setting
     from anabranch.tools.report.documents import MemoryDocument
 
     if measure:
@@ -244,10 +243,10 @@ def _asked(compress: Sequence[str], density: float | None) -> _Asked:
 
 def _modes(exchanges: Sequence[str], sharded: Sequence[str]) -> list[str]:
     """DDP, Lean without compression, and the modes of these exchanges, the naive one too; then FSDP2's."""
-    from anabranch.planning.memory.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
+    from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, OKTOPK, modes_of
 
     for way in sharded:
-        way_of(way, UNPLANNED)  # refuses what it does not know
+        sharding_mode(way, UNPLANNED)  # refuses what it does not know
     naive = [NAIVE] if OKTOPK in exchanges else []
     compressed = [mode for exchange in exchanges for mode in modes_of(exchange)]
     return [DDP, LEAN_DENSE, *naive, *compressed, *dict.fromkeys(sharded)]
@@ -263,7 +262,7 @@ def _ranks_per_node(given: int | None, network: "Network | None", sharded: Seque
     known = None if network is None or (size := node_size(network)) is None else min(size, network.world_size)
     if given is not None and known is not None and given != known:
         raise ValueError(f"--ranks-per-node is {given}, and the network has {known} in a node: expected one of them")
-    if inside := next((way for way in sharded if way_of(way).nodes), None):
+    if inside := next((way for way in sharded if sharding_mode(way).nodes), None):
         if given is None and known is None:
             raise ValueError(
                 f"--sharded is {inside}, which shards inside nodes: say how many ranks a node has by --ranks-per-node, "
@@ -281,7 +280,7 @@ def _ranks_per_node(given: int | None, network: "Network | None", sharded: Seque
 def _about(setting: "Setting", sharded: Sequence[str]) -> list[str]:
     """What is assumed of clipping and of the sharded modes."""
     said = [*([CLIPPED] if setting.clips else []), *([SHARDED_ASSUMPTION] if sharded else [])]
-    if setting.ranks_per_node is not None and any(way_of(way).nodes for way in sharded):
+    if setting.ranks_per_node is not None and any(sharding_mode(way).nodes for way in sharded):
         nodes = setting.ranks // setting.ranks_per_node
         said.append(f"hsdp: {nodes} nodes of {setting.ranks_per_node} ranks, each with one copy of the model")
     return said
@@ -340,7 +339,7 @@ def _made_at(model: str) -> "BuildAt":
 
 def _limits(batches: Mapping[str, int]) -> list[str]:
     """What the search for the largest batches assumes."""
-    from anabranch.planning.memory.account import FRAGMENTATION
+    from anabranch.planning.memory import FRAGMENTATION
     from anabranch.tools.predict.memory.largest_batch import MAX_BATCH
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
@@ -359,15 +358,16 @@ def _chosen(
     """What ``Lean(within=...)`` would choose at this batch, dense and by exchange: peaks, and choices in words."""
     from anabranch.lean.activations.solver import BudgetError
     from anabranch.lean.within import described
-    from anabranch.planning.memory.account import LEAN, OKTOPK, Way
+    from anabranch.planning.memory import TrainingMode
     from anabranch.tools.bench.memory import OPTIMIZERS
     from anabranch.tools.bench.within import ASSUMED, chosen_within, profile
+    from anabranch.tools.predict.memory.modes import LEAN, OKTOPK
 
     found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
     profiled = profile(_build_at(model, precision)(batch), half=precision is Precision.bf16)
     for exchange in (DENSE, *exchanges):
         name = LEAN if exchange == OKTOPK else f"{LEAN}, {exchange}"
-        way = (Way(exchange, lean=True), setting)
+        way = (TrainingMode(exchange, lean=True), setting)
         try:
             choice, found[f"{name}, within"] = chosen_within(profiled, OPTIMIZERS[optimizer.value], way, limit_nbytes)
             words.append(f"{name}, {described(choice.message(limit_nbytes))}")
@@ -391,8 +391,8 @@ def _measured(
     if not torch.cuda.is_available():
         raise ValueError("--measure runs the model on a GPU, and torch finds none here: leave it out")
     from anabranch.lean.activations import policy
-    from anabranch.planning.memory.account import is_sharded
     from anabranch.tools.bench.memory import OPTIMIZERS, peak, runnable_modes, under_autocast, world
+    from anabranch.tools.predict.memory.modes import is_sharded
 
     build, factory = _build_at(model, precision)(batch), OPTIMIZERS[optimizer.value]
     build = under_autocast(build) if precision is Precision.bf16 else build

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from anabranch.fsdp.planning.ways import PLANNED, WAYS, help_of, way_of
+from anabranch.fsdp.planning.modes import PLANNED, SHARDING_MODES, help_of, sharding_mode
 from anabranch.planning.simulator.ranks import MAX_JITTER
 from anabranch.tools.cli import arguments, network_text
 from anabranch.tools.cli.memory import Activations, Optimizer, estimator_of, node_size
@@ -32,7 +32,7 @@ from anabranch.values.quantities import size_nbytes
 from anabranch.values.trace import Trace
 
 if TYPE_CHECKING:
-    from anabranch.planning.memory.account import Setting
+    from anabranch.planning.memory import Setting
     from anabranch.tools.report.plot import Format
 
 STRAGGLER_FACTOR = 2.0
@@ -95,7 +95,7 @@ ShardedOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="WAY",
-        help=f"Also models sharded over all ranks, or inside the nodes of a network that has some: {help_of(WAYS)}; "
+        help=f"Also models sharded over all ranks, or inside the nodes of a network: {help_of(SHARDING_MODES)}; "
         "may be repeated.",
     ),
 ]
@@ -191,19 +191,19 @@ def _chosen(planners: str, compress: Sequence[str] | None, batch: int | None, wi
 
 def _sharded_setting(ways: Sequence[str], ranges: Sequence[NetworkRange], fewest: int, within: str) -> "Setting | None":
     """How sharded strategies are trained where each rank holds most: at the fewest ranks. None if there is none."""
-    if planned := next((way for way in ways if way_of(way).units == PLANNED), None):
+    if planned := next((way for way in ways if sharding_mode(way).units == PLANNED), None):
         raise ValueError(f"--within is {within}: the memory of --sharded {planned} is not predicted; run them apart")
     if not ways:
         return None
-    from anabranch.planning.memory.account import Setting
+    from anabranch.planning.memory import Setting
 
     sizes = {node_size(network.middle) for network in ranges}
-    if len(sizes) > 1 and any(way_of(way).nodes for way in ways):
+    if len(sizes) > 1 and any(sharding_mode(way).nodes for way in ways):
         raise ValueError(
             f"--within is {within}: what a rank holds under hsdp depends on the nodes of the network, and these have "
             f"{sorted(size or 1 for size in sizes)} ranks; run them apart"
         )
-    size = sizes.pop() if any(way_of(way).nodes for way in ways) else None
+    size = sizes.pop() if any(sharding_mode(way).nodes for way in ways) else None
     return Setting(ranks=fewest, ranks_per_node=size and min(size, fewest))
 
 

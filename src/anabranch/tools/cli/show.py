@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anabranch.fsdp.planning import ShardedTrace, ShardingPlan
-from anabranch.fsdp.planning import files as sharded_files
+from anabranch.fsdp.planning import values as sharding_values
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.cache import choice_figures
 from anabranch.tools.cli.output import JsonOption, print_json, show_tables
@@ -42,7 +42,7 @@ def show(file: FileArgument, as_json: JsonOption = False) -> None:
         return
     if isinstance(found, ShardedTrace | ShardingPlan):
         if as_json:
-            content = json.loads(sharded_files.dumps(found))
+            content = json.loads(sharding_values.dumps(found))
             print_json({"command": "show", "summary": _sharded_figures(found), "content": content})
         else:
             show_tables(_sharded_report(found))

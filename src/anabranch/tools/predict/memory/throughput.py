@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anabranch.planning import by_bytes
-from anabranch.planning.memory.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, WAYS, is_sharded
 from anabranch.planning.simulator import finish_s
+from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, OKTOPK, OUR_MODES, is_sharded
 from anabranch.tools.predict.scaling.compression import compressed_strategies
 from anabranch.tools.predict.scaling.sharding import Sharding
 from anabranch.tools.predict.scaling.sweep import recorded_batch
@@ -75,7 +75,7 @@ def samples_per_s(
     elif is_sharded(mode):
         (step_s,) = Sharding.named(mode)(here, here, [network]).steps_s
     else:
-        kind = WAYS[mode].exchange
+        kind = OUR_MODES[mode].exchange
         step_s = here.forward_s + _compressed_s(here, network, kind_of(density, wire) if kind == OKTOPK else kind)
     return network.world_size * batch / step_s
 

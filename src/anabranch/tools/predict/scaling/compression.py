@@ -13,7 +13,7 @@ from anabranch.planning.sparse_prices import exchange_of as sparse_exchange
 from anabranch.tools.predict.scaling.result import Kind
 from anabranch.tools.predict.scaling.sweep import Planner
 from anabranch.values.kinds.fidelity import error_of, ladder
-from anabranch.values.kinds.names import COMPRESSED, DENSE
+from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE
 from anabranch.values.kinds.oktopk import OkTopk
 from anabranch.values.kinds.sparse_names import (
     DENSITIES,
@@ -29,7 +29,6 @@ from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import TensorSpec, Trace
 
-AUTO = "auto"
 AS_FP32 = (
     "Sparse buckets are taken to send 8 bytes an entry, as fp32: a plan does not say OkTopk's wire. Where they were "
     "not measured, they cost that."

@@ -92,6 +92,17 @@ def test_backward_waits_for_the_reduction_before_the_last_one() -> None:
     assert (begins["backward b1"], begins["backward b0"]) == (2, 7)  # after the reduction of b2, from 2 to 7 s
 
 
+def test_a_unit_without_gradients_delays_no_gather() -> None:
+    blocks = (Block("b0", 7, 7, 0.0, 0.0), Block("b1", 0, 0, 0.0, 0.0), Block("b2", 4, 0, 0.0, 0.0))
+    trace, plan = (
+        ShardedTrace(blocks, loss_s=1.0),
+        ShardingPlan((Unit(("b0",)), Unit(("b1",), False), Unit(("b2",), False))),
+    )
+    timeline = simulate(trace, plan, links(1.0))
+    assert step_s(trace, plan, links(1.0)) == twin_step_s(trace, plan, links(1.0))
+    assert [span.start_s for span in timeline.spans if span.name == "gather b0"] == [-12, -1]  # beside the loss
+
+
 def test_between_nodes_each_rank_sends_its_shard() -> None:
     between = Network.linear(2, 1.0, 0.4)
     timeline = simulate(trace_of(1), ShardingPlan.per_block(["b0"], reshard=False), links(0.1, between))

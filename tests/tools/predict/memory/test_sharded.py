@@ -4,8 +4,8 @@ import pytest
 
 from anabranch import Network
 from anabranch.fsdp.planning import Block, ShardedTrace, ShardingPlan, peak_nbytes
-from anabranch.planning.memory.account import Setting, predict, quantised_messages
-from anabranch.planning.memory.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
+from anabranch.planning.memory import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile, quantised_nbytes
+from anabranch.tools.predict.memory.modes import predict
 from anabranch.tools.predict.memory.throughput import samples_per_s
 from anabranch.values.files import load_bundled_trace
 
@@ -69,7 +69,7 @@ def test_shards_that_are_rounded_between_nodes_need_messages_and_maybe_a_residua
     profile = StepProfile(4 * N, (ReadyGradient("layers.0.w", N, 4 * N, use, use),), MemoryUse(0))
     setting = Setting(ranks=8, ranks_per_node=4, blas_workspace_nbytes=0)
     found = predict(profile, f"hsdp:reshard@{kind}", setting)
-    messages = quantised_messages(kind, N // 4, 2, keeps_residual=kind == "int4")
+    messages = quantised_nbytes(kind, N // 4, 2, keeps_residual=kind == "int4")
     assert found.at == "reduction of layers.0"
     assert {kind: nbytes for kind, nbytes in found.kinds.items() if nbytes} == {
         "weights": N,  # a shard of 4 N bytes; the whole layer is freed

@@ -16,9 +16,7 @@ The host is taken to be far ahead of the device. Copies into and out of the buff
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from anabranch.fsdp.planning.links import Links
-from anabranch.fsdp.planning.plan import ShardingPlan
-from anabranch.fsdp.planning.trace import ShardedTrace
+from anabranch.fsdp.planning.values import Links, ShardedTrace, ShardingPlan
 from anabranch.values.checks import Meta
 from anabranch.values.timeline import COMPUTE, Span, Timeline
 
@@ -92,8 +90,7 @@ def peak_nbytes(trace: ShardedTrace, plan: ShardingPlan) -> int:
 
     Shards, the optimizer's state and activations come on top, whatever the plan.
     """
-    sizes = [(unit.nbytes, unit.gradient_nbytes) for unit in _sums(trace, plan)]
-    return peak_of(sizes, _actions(plan))
+    return peak_of([sums[:2] for sums in _sums(trace, plan)], _actions(plan))
 
 
 def host_order(reshard: Sequence[bool], prefetch: int) -> Iterator[Action]:
@@ -179,17 +176,17 @@ def walk(
             compute_s = run(COMPUTE, "backward", unit, compute_s, one.backward_s)
         elif kind == "reduce":
             compute_s = max(compute_s, reduced_s)
-            begin_s = max(inside_s, compute_s) if one.reduce_s else compute_s
-            reduced_s = run(INSIDE, "reduce", unit, begin_s, one.reduce_s)
-            inside_s = max(inside_s, reduced_s)
+            reduced_s = compute_s
+            if one.reduce_s:
+                reduced_s = inside_s = run(INSIDE, "reduce", unit, max(inside_s, compute_s), one.reduce_s)
             if one.average_s:
                 between_s = run(BETWEEN, "average", unit, max(between_s, reduced_s), one.average_s)
     compute_s = run(COMPUTE, "update", REST, max(compute_s, inside_s, between_s), cost.update_s)
     return Finish(backward_s or 0.0, compute_s)
 
 
-class Held(NamedTuple):
-    """Bytes beside shards: gathered parameters, whole gradients, buffers of gathers and of reductions."""
+class UnshardedBytes(NamedTuple):
+    """Bytes of gathered parameters, of whole gradients, and of the buffers of gathers and of reductions."""
 
     parameters: int
     gradients: int
@@ -197,7 +194,9 @@ class Held(NamedTuple):
     reducing: int
 
 
-def held_at(sizes: Sequence[tuple[int, int]], actions: Iterable[Action]) -> Iterator[tuple[Action, Held]]:
+def unsharded_at(
+    sizes: Sequence[tuple[int, int]], actions: Iterable[Action]
+) -> Iterator[tuple[Action, UnshardedBytes]]:
     """What is held at the fullest moment of each action; sizes are (parameter bytes, gradient bytes), the rest last."""
     parameters = gradients = gathering = reducing = 0
     kept = 0  # the buffer of the last gather in forward, which lives until the next unit is used
@@ -221,7 +220,7 @@ def held_at(sizes: Sequence[tuple[int, int]], actions: Iterable[Action]) -> Iter
             gradients += gradient_nbytes
         elif kind == "reduce":  # parameters and the last buffer are freed, gradients are copied into a new one
             parameters, reducing = parameters - nbytes, gradient_nbytes
-        yield action, Held(parameters, gradients, gathering, reducing)
+        yield action, UnshardedBytes(parameters, gradients, gathering, reducing)
         gathering -= freed
         if kind == "reduce":
             gradients -= gradient_nbytes
@@ -229,30 +228,24 @@ def held_at(sizes: Sequence[tuple[int, int]], actions: Iterable[Action]) -> Iter
 
 def peak_of(sizes: Sequence[tuple[int, int]], actions: Iterable[Action]) -> int:
     """``peak_nbytes`` for (parameter bytes, gradient bytes) of the units, the rest last, and FSDP2's ``actions``."""
-    return max(sum(held) for _, held in held_at(sizes, actions))
+    return max(sum(held) for _, held in unsharded_at(sizes, actions))
 
 
 def _actions(plan: ShardingPlan) -> Iterator[Action]:
     return host_order([unit.reshard for unit in plan.units], plan.prefetch)
 
 
-class _Sums(NamedTuple):
-    nbytes: int
-    gradient_nbytes: int
-    forward_s: float
-    backward_s: float
-
-
-def _sums(trace: ShardedTrace, plan: ShardingPlan) -> list[_Sums]:
+def _sums(trace: ShardedTrace, plan: ShardingPlan) -> list[tuple[int, int, float, float]]:
+    """By unit, the rest last: bytes of parameters and of gradients, seconds of forward and of backward."""
     blocks = iter(trace.blocks)
     found = []
     for unit in plan.units:
         mine = [next(blocks) for _ in unit.names]
-        found.append(_Sums(
+        found.append((
             sum(block.nbytes for block in mine), sum(block.gradient_nbytes for block in mine),
             sum(block.forward_s for block in mine), sum(block.backward_s for block in mine),
         ))  # fmt: skip
-    return [*found, _Sums(trace.rest_nbytes, trace.rest_gradient_nbytes, 0.0, 0.0)]
+    return [*found, (trace.rest_nbytes, trace.rest_gradient_nbytes, 0.0, 0.0)]
 
 
 def step_cost(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> StepCost:
