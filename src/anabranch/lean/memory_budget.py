@@ -240,30 +240,6 @@ def check_fits(message: Mapping[str, Any], blocks: Sequence[BlockCosts], storage
         )
 
 
-class WithinBudget:
-    """Chooses for one model on one rank, when its first steps were profiled.
-
-    held   returns what this rank holds besides activations; called then
-    """
-
-    def __init__(self, budget_nbytes: int, held: Callable[[], Held], device: torch.device) -> None:
-        self._budget_nbytes = budget_nbytes
-        self._held = held
-        self._device = device
-        self._found: tuple[Sequence[BlockCosts], Sequence[Storage]] | None = None
-
-    def choosing(self, blocks: Sequence[BlockCosts]) -> dict[str, Any]:
-        """What this rank would choose, as a message; BudgetError if nothing fits."""
-        storages = self._held().storages(blocks, memory_nbytes_per_s(self._device))
-        self._found = (blocks, storages)
-        return choose_within(blocks, storages, self._budget_nbytes).message(self._budget_nbytes)
-
-    def check(self, message: Mapping[str, Any]) -> None:
-        """Raise BudgetError if what rank 0 has chosen does not fit here, as far as this rank was profiled."""
-        if self._found is not None:
-            check_fits(message, *self._found)
-
-
 def memory_nbytes_per_s(device: torch.device) -> float:
     """Bytes a second that the device reads and writes in its own memory, measured."""
     clock = clock_for(device)

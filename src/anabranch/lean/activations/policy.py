@@ -38,7 +38,7 @@ class Activations:
     budget_nbytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mode == "offload":
+        if str(self.mode) == "offload":
             raise ValueError(f"Activations mode is 'offload': {OFFLOADING}")
         if self.mode not in get_args(Mode):
             raise ValueError(f"Activations mode is {self.mode!r}: expected one of {', '.join(get_args(Mode))}")
@@ -47,7 +47,7 @@ class Activations:
             raise ValueError(f"Activations budget_nbytes is {budget!r}: expected a whole number from 1 on, or None")
         if self.mode != "auto" and budget is not None:
             raise ValueError(
-                f"Activations mode is {self.mode!r} with budget_nbytes={budget}: expected a budget with mode 'auto' only"
+                f"Activations mode is {self.mode!r} with budget_nbytes={budget}: expected one with 'auto' only"
             )
         if self.mode == "auto" and budget is None:
             raise ValueError(
@@ -60,16 +60,12 @@ class ManagedActivations:
     """A model whose activations are managed by a mode until ``undo()``.
 
     In mode "auto" the first steps are profiled, with as little memory as possible. The wrapper calls ``choose()``
-    before each forward, on all ranks: when enough steps were profiled, ``choosing`` returns what this rank would choose
-    by the costs of its blocks.
-
-    ``agreed``: the choice of mode "auto" as all ranks have got it.
+    before each forward, on all ranks, until there is a ``choice``, which all ranks follow; ``agreed`` is its message.
     """
 
-    def __init__(self, model: nn.Module, mode: Mode, choosing: Choosing | None = None) -> None:
+    def __init__(self, model: nn.Module, mode: Mode) -> None:
+        self.choice: Choice | None = None
         self.agreed: ChoiceMessage = {}
-        self.choice: Choice | None = None  # of mode "auto", once it is made: the one that all ranks follow
-        self._choosing = choosing
         self._model = model
         self._patched = recompute(model) if mode == "recompute" else None
         self._profiler = BlockProfiler(model) if mode == "auto" else None
@@ -87,16 +83,17 @@ class ManagedActivations:
         self._patched = None
         self._profiler = None
 
-    def choose(self, agree: Agree = dict) -> None:
-        """Choose the mix if enough steps were profiled. ``agree`` turns this rank's choice into that of all ranks.
+    def choose(self, choosing: Choosing, agree: Agree = dict) -> None:
+        """Choose the mix if enough steps were profiled.
 
-        Ranks must recompute alike where a block communicates, as SyncBatchNorm does. Raises BudgetError, in every call,
-        if no mix keeps within the budget.
+        ``choosing`` returns what this rank would choose, by the costs of its blocks. ``agree`` turns it into the choice
+        of all ranks, which must recompute alike where a block communicates, as SyncBatchNorm does. Raises BudgetError,
+        in every call, if no mix keeps within the budget.
         """
         if self._profiler is None:
             return
         enough = self._profiler.steps >= PROFILED_STEPS
-        agreed = agree(self._own_choice(self._profiler) if enough else {"wait": True})
+        agreed = agree(_own_choice(self._profiler, choosing) if enough else {"wait": True})
         if "wait" in agreed:
             return
         if "error" in agreed:
@@ -107,28 +104,25 @@ class ManagedActivations:
         self._profiler = None
         self._patched = PatchedModel(self._model, self.choice.actions)
 
-    def _own_choice(self, profiler: BlockProfiler) -> ChoiceMessage:
-        """Return this rank's choice, or why none is possible: ranks must agree on that, too, or one would wait."""
-        assert self._choosing is not None
-        try:
-            return self._choosing(profiler.costs())
-        except BudgetError as error:
-            return {"error": str(error)}
-        except Exception as error:
-            log.exception("anabranch: choosing which activations are recomputed has failed")
-            return {"error": f"choosing which activations are recomputed failed: {type(error).__name__}: {error}"}
+
+def _own_choice(profiler: BlockProfiler, choosing: Choosing) -> ChoiceMessage:
+    """Return this rank's choice, or why none is possible: ranks must agree on that, too, or one would wait."""
+    try:
+        return choosing(profiler.costs())
+    except BudgetError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        log.exception("anabranch: choosing which activations are recomputed has failed")
+        return {"error": f"choosing which activations are recomputed failed: {type(error).__name__}: {error}"}
 
 
-def choosing_within(budget_nbytes: int) -> Choosing:
-    """What chooses the fastest mix whose activations keep within a budget."""
-
-    def choosing(blocks: Sequence[BlockCosts]) -> ChoiceMessage:
-        try:
-            return choose(blocks, budget_nbytes)._asdict()
-        except BudgetError:
-            raise BudgetError(
-                f"budget_nbytes is {budget_nbytes}: no choice of blocks to recompute keeps within it; give at least "
-                f"{smallest_budget(blocks)}, or a smaller batch"
-            ) from None
-
-    return choosing
+def choose_activations(blocks: Sequence[BlockCosts], budget_nbytes: int | None) -> ChoiceMessage:
+    """The fastest mix whose activations keep within a budget; BudgetError, which names the least one, if none does."""
+    assert budget_nbytes is not None  # ``Activations`` has checked it
+    try:
+        return choose(blocks, budget_nbytes)._asdict()
+    except BudgetError:
+        raise BudgetError(
+            f"budget_nbytes is {budget_nbytes}: no choice of blocks to recompute keeps within it; give at least "
+            f"{smallest_budget(blocks)}, or a smaller batch"
+        ) from None

@@ -117,9 +117,7 @@ class PatchedModel:
     ``run`` runs a range of blocks; the profiler puts its measurement around it, also around blocks that are kept.
     """
 
-    def __init__(
-        self, model: nn.Module, actions: Mapping[str, Action], run: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, actions: Mapping[str, Action], run: Callable[..., Any] | None = None) -> None:
         blocks = {block.name: block for block in blocks_of(model)}
         _check(blocks, actions)
         self.actions = dict(actions)

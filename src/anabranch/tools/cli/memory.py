@@ -54,7 +54,6 @@ class Activations(StrEnum):
     """Where activations are between forward and backward."""
 
     keep = "keep"
-    offload = "offload"
     recompute = "recompute"
 
 
@@ -293,7 +292,6 @@ def _mode(footprint: "Footprint", measured_nbytes: int | None) -> "MemoryMode":
         kinds=dict(footprint.kinds),
         predicted_nbytes=footprint.nbytes,
         at=footprint.at,
-        host_nbytes=footprint.host_nbytes,
         measured_nbytes=measured_nbytes,
     )
 
@@ -357,7 +355,7 @@ def _chosen(
 ) -> tuple[dict[str, "Footprint"], list[str]]:
     """What ``Lean(within=...)`` would choose at this batch, dense and by exchange: peaks, and choices in words."""
     from anabranch.lean.activations.solver import BudgetError
-    from anabranch.lean.within import described
+    from anabranch.lean.memory_budget import described
     from anabranch.planning.memory import TrainingMode
     from anabranch.tools.bench.memory import OPTIMIZERS
     from anabranch.tools.bench.within import ASSUMED, chosen_within, profile
@@ -425,8 +423,6 @@ def _throughputs(
     activations = {mode: activations_of(mode) for mode in batches}
     if "recompute" in activations.values():
         assumptions.append("lean's forward runs twice")
-    if "offload" in activations.values():
-        assumptions.append("no throughput of lean: its activations wait for the link to the host, which no trace knows")
     wire = setting.options.wire
     return throughputs(arguments.trace(name), network, batches, setting.density, activations, wire), assumptions
 
@@ -461,7 +457,7 @@ def _show(found: "MemoryDocument", as_json: bool) -> None:
         memory_report(
             title,
             {mode: peak.kinds for mode, peak in modes.items()},
-            {mode: peak.host_nbytes for mode, peak in modes.items()},
+            {},
             {mode: peak.measured_nbytes for mode, peak in modes.items() if peak.measured_nbytes is not None},
             shown,
         )

@@ -1,14 +1,12 @@
 """MemoryEstimator: the peak memory of one model in every mode of training, at any batch, without running it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Literal
 
 import torch
 from torch import nn
 
-from anabranch.lean.activations.policy import Activations
 from anabranch.lean.activations.recompute import recompute
 from anabranch.lean.options import OptimizerFactory
 from anabranch.planning.memory import CONVOLUTION_WORKSPACE, FRAGMENTATION, Footprint, Setting, StepProfile
@@ -16,10 +14,9 @@ from anabranch.tools.predict.memory.largest_batch import largest_batch
 from anabranch.tools.predict.memory.modes import DEFAULT_MODES, predict
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
 
-ActivationMode = Literal["keep", "offload", "recompute"]
+ActivationMode = Literal["keep", "recompute"]
 BuildAt = Callable[[int], Build]  # by batch: what makes the model and its loss
 
-WINDOW_NBYTES = max(Activations.window_nbytes, Activations.ahead_nbytes)
 DDP_BUCKETS = "25 MiB in the order of backward"
 
 
@@ -59,7 +56,7 @@ class MemoryEstimator:
             build = build_at(batch)
             if activations == "recompute":
                 build = _with_recomputation(build)
-            return probe(build, optimizer, offload=activations == "offload", half=half)
+            return probe(build, optimizer, half=half)
 
         self._profile = profile
         self.assumptions = [
@@ -71,10 +68,6 @@ class MemoryEstimator:
         ]
         if half:
             self.assumptions.append("forward runs under autocast to bfloat16; weights and gradients stay as they are")
-        if activations == "offload":
-            self.assumptions.append(
-                f"up to {WINDOW_NBYTES >> 20} MiB of lean's activations are on their way to the host, or back early"
-            )
 
     def footprints(self, batch: int, setting: Setting, modes: Sequence[str] = DEFAULT_MODES) -> dict[str, Footprint]:
         """The peak of these modes at one batch."""
@@ -90,9 +83,7 @@ class MemoryEstimator:
         return self._activations if mode.startswith("lean") else "keep"
 
     def _footprint(self, batch: int, mode: str, setting: Setting) -> Footprint:
-        activations = self.activations_of(mode)
-        window_nbytes = WINDOW_NBYTES if activations == "offload" else 0
-        return predict(self._profile(batch, activations), mode, replace(setting, window_nbytes=window_nbytes))
+        return predict(self._profile(batch, self.activations_of(mode)), mode, setting)
 
 
 def _with_recomputation(build: Build) -> Build:

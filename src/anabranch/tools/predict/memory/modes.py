@@ -31,10 +31,10 @@ from anabranch.values.kinds.block_format import STORED
 from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE
 from anabranch.values.kinds.sparse_names import KIND
 
-DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_HOST, LEAN_BF16, LEAN_INT8 = (
-    "ddp", "lean, dense", "naive sparse", KIND, "lean", "lean, host", "lean, residuals bf16", "lean, residuals int8",
+DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_BF16, LEAN_INT8 = (
+    "ddp", "lean, dense", "naive sparse", KIND, "lean", "lean, residuals bf16", "lean, residuals int8",
 )  # fmt: skip
-DEFAULT_MODES = (DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_HOST, LEAN_BF16, LEAN_INT8)
+DEFAULT_MODES = (DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_BF16, LEAN_INT8)
 
 
 def _named() -> Iterator[tuple[str, TrainingMode]]:
@@ -44,7 +44,6 @@ def _named() -> Iterator[tuple[str, TrainingMode]]:
         yield kind, TrainingMode(kind)
         yield lean, TrainingMode(kind, lean=True)
         if TrainingMode(kind).keeps_residual:
-            yield f"{lean}, host", TrainingMode(kind, lean=True, residuals="host")
             for form in STORED:
                 yield f"{lean}, residuals {form}", TrainingMode(kind, True, cast(ResidualPlacement, form))
 
