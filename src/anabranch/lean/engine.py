@@ -122,13 +122,13 @@ class Engine(StepObserver):
         assert launcher is not None  # there is a default plan
         self._drop_buckets()
         self._launcher = launcher
-        self.buckets = [
-            LiveBucket(bucket, own, self.optimizers.for_bucket(own))
-            for bucket in launcher.plan.buckets
-            if (own := [self.parameters[name] for name in bucket.names])
-        ]
         try:
             with self._model.as_wrapped():  # torch allows no hooks on what is frozen
+                self.buckets = [
+                    LiveBucket(bucket, own, self.optimizers.for_bucket(own))
+                    for bucket in launcher.plan.buckets
+                    if (own := [self.parameters[name] for name in bucket.names])
+                ]
                 for bucket in self.buckets:
                     for name, parameter in bucket.named:
                         hook = partial(self._on_gradient, bucket, name)

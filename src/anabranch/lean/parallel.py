@@ -337,7 +337,6 @@ class LeanDataParallel(Tuned, nn.Module):
             with all_or_none("checking what rank 0 has chosen within the budget", self.process_group):
                 if self._profiled is not None:
                     check_fits(agreed, *self._profiled)
-        self._profiled = None if "actions" in agreed else self._profiled
         return agreed
 
     def trained_parameters(self) -> Collection[nn.Parameter]:
@@ -383,6 +382,7 @@ class LeanDataParallel(Tuned, nn.Module):
                 "profiled: copy the module before it is wrapped, and load this one's state_dict()"
             )
         own = (
+            "_pass",
             "_tuner",
             "_cache",
             "_collectives",
@@ -401,6 +401,7 @@ class LeanDataParallel(Tuned, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._no_plan_reason = COPIED
+        self._pass = PassState()
         self.require_backward_grad_sync = True
         self._activations.undo()  # of the copy
 

@@ -55,7 +55,7 @@ class MemoryEstimator:
         def profile(batch: int, activations: ActivationMode) -> StepProfile:
             build = build_at(batch)
             if activations == "recompute":
-                build = _with_recomputation(build)
+                build = with_recomputation(build)
             return probe(build, optimizer, half=half)
 
         self._profile = profile
@@ -86,7 +86,7 @@ class MemoryEstimator:
         return predict(self._profile(batch, self.activations_of(mode)), mode, setting)
 
 
-def _with_recomputation(build: Build) -> Build:
+def with_recomputation(build: Build) -> Build:
     """The same model, whose blocks are computed again in backward."""
 
     def rebuilt(device: torch.device) -> tuple[nn.Module, Loss]:
