@@ -50,9 +50,7 @@ if _TYPE_CHECKING:
     from anabranch.observe.metrics import Logger, Metrics
     from anabranch.parallel import DataParallel
     from anabranch.tuning.policy import TuningPolicy
-    from anabranch.values.kinds.auto import Auto
-    from anabranch.values.kinds.oktopk import OkTopk
-    from anabranch.values.kinds.quantised import Quantised
+    from anabranch.values.kinds.options import Auto, OkTopk, Quantised
 
 __all__ = [
     "Activations",
@@ -120,7 +118,7 @@ _sys.modules.update({"anabranch.planners": planners, "anabranch.sharded": sharde
 # Imported on first use, since they import torch, which planning does not need.
 _WITH_TORCH = {
     "Activations": "anabranch.lean.activations.policy",
-    "Auto": "anabranch.values.kinds.auto",
+    "Auto": "anabranch.values.kinds.options",
     "CommHookState": "anabranch.frameworks.comm_hooks",
     "CommState": "anabranch.frameworks.distributed_checkpoint",
     "DataParallel": "anabranch.parallel",
@@ -130,9 +128,9 @@ _WITH_TORCH = {
     "LeanDataParallel": "anabranch.lean.parallel",
     "Logger": "anabranch.observe.metrics",
     "Metrics": "anabranch.observe.metrics",
-    "OkTopk": "anabranch.values.kinds.oktopk",
+    "OkTopk": "anabranch.values.kinds.options",
     "Progress": "anabranch.observe.loggers",
-    "Quantised": "anabranch.values.kinds.quantised",
+    "Quantised": "anabranch.values.kinds.options",
     "Replication": "anabranch.fsdp.replicate",
     "ReplicationState": "anabranch.frameworks.replication_checkpoint",
     "TensorBoard": "anabranch.observe.loggers",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import anabranch as ab
 from anabranch.observe import window_file
-from anabranch.tools.report.runs.window import rank_steps
+from anabranch.tools.report.window import rank_steps
 from fsdp.sharded_runs import BLOCKS, batch_of, model_of, train, two_nodes
 from observe.trace_events import check_format, of_rank
 from ranks import on_ranks

@@ -13,9 +13,9 @@ from torch.optim import lr_scheduler, swa_utils
 
 import anabranch as ab
 from anabranch.lean.activations.solver import BudgetError
+from lean.launches import each_on_ranks
 from lean.test_habits import STEPS, adamw, adapted, same_weights, train, wrapped
 from lean.test_parallel import WIDTH, made, planned, tokens
-from lean.launches import each_on_ranks
 from ranks import on_ranks
 
 Pair = list[tuple[Any, Any]]  # ours and stock DDP, each with its optimizer

@@ -22,8 +22,7 @@ from anabranch.planning.memory import (
     TrainingMode,
     allocated_nbytes,
 )
-from anabranch.values.kinds.names import DENSE
-from anabranch.values.kinds.sparse_names import KIND as OKTOPK
+from anabranch.values.kinds.names import DENSE, OKTOPK
 from lean.activations.naive_solver import chains, every_choice, played_extra_s, played_peak
 from lean.launches import each_on_ranks
 from ranks import on_ranks
@@ -129,7 +128,7 @@ def language_model() -> tuple[list[BlockCosts], Held]:
 
 @pytest.mark.parametrize(("memory_nbytes_per_s", "chosen"), [(2.5e12, "int8"), (1e11, "in place")])
 def test_rounding_is_weighed_against_recomputing(memory_nbytes_per_s: float, chosen: str) -> None:
-    """In 16 GiB a language model rounds its residuals where that is fast, and recomputes more blocks where it is not."""
+    """In 16 GiB residuals are rounded where that is fast; where it is not, more blocks are recomputed."""
     blocks, held = language_model()
     found = choose_within(blocks, held.storages(blocks, memory_nbytes_per_s), 16 << 30)
     assert found.residuals == chosen

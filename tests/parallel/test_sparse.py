@@ -12,7 +12,7 @@ from torch import nn
 import anabranch as ab
 from anabranch.tuning.comparison import Verdict
 from anabranch.tuning.live_trials import LiveTrials
-from anabranch.values.kinds.sparse_names import DENSITIES, kind_of
+from anabranch.values.kinds.names import DENSITIES, kind_of
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
 from parallel.twins import SCENARIOS
 from ranks import on_ranks

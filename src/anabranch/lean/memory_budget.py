@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
 from anabranch.lean.activations.cost_model import Action, BlockCosts, in_use
 from anabranch.lean.activations.solver import BudgetError, Choice, choose, smallest_budget
@@ -35,6 +36,8 @@ from anabranch.planning.memory import (
     peak_footprint,
     residual_nbytes,
 )
+from anabranch.values.kinds.names import DENSE, OKTOPK, density_of
+from anabranch.values.kinds.options import Auto, OkTopk
 
 ALIKE = 0.005  # share of the computing time by which choices may differ and count as equally fast
 ROUNDED: tuple[ResidualPlacement, ...] = ("bf16", "int8")
@@ -293,6 +296,19 @@ def gradients_of(
         nbytes = allocated_nbytes(parameter.nbytes)
         found.append(Gradient(name, parameter.numel(), nbytes, may_be_sparse(parameter), block_name))
     return found
+
+
+def exchanges_of(settings: Settings, setting: Setting) -> list[tuple[TrainingMode, Setting]]:
+    """The exchanges that plans may choose, each with its setting for the account; dense where nothing is compressed."""
+    options = settings.oktopk if isinstance(settings, Auto) else settings if isinstance(settings, OkTopk) else OkTopk()
+    found = []
+    for kind in kinds_of(settings):
+        if (density := density_of(kind)) is None:
+            mode = TrainingMode(kind, lean=True, rounding_errors=keeps_residual(settings, kind))
+            found.append((mode, replace(setting, density=1.0, options=options)))
+        else:
+            found.append((TrainingMode(OKTOPK, lean=True), replace(setting, density=density, options=options)))
+    return found or [(TrainingMode(DENSE, lean=True), setting)]
 
 
 def _size(nbytes: int) -> str:

@@ -92,8 +92,8 @@ class Lean:
             raise ValueError(f"Lean optimizer is {self.optimizer!r}: expected a function (parameters) -> optimizer")
         if str(self.residuals) == "host":
             raise ValueError(
-                "Lean residuals is 'host': residuals in host memory are retired; use 'bf16' or 'int8', which round them "
-                "on the device to half or a quarter of the memory"
+                "Lean residuals is 'host': residuals in host memory are retired; use 'bf16' or 'int8', which round "
+                "them on the device to half or a quarter of the memory"
             )
         if self.residuals not in (allowed := get_args(ResidualPlacement)):
             raise ValueError(f"Lean residuals is {self.residuals!r}: expected one of {', '.join(map(repr, allowed))}")

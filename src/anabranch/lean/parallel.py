@@ -25,7 +25,6 @@ from anabranch.exchange.compression import (
     Settings,
     collectives_for,
     described,
-    in_account,
     may_be_sparse,
     settings_of,
 )
@@ -39,6 +38,7 @@ from anabranch.lean.memory_budget import (
     Storage,
     check_fits,
     choose_within,
+    exchanges_of,
     gradients_of,
     memory_nbytes_per_s,
 )
@@ -54,8 +54,8 @@ from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import Tuned
 from anabranch.tuning.tuner import Tuner
-from anabranch.values.kinds.block_format import STORED
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.formats import STORED
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import TensorSpec, Trace
@@ -313,7 +313,7 @@ class LeanDataParallel(Tuned, nn.Module):
             blas_workspace_nbytes=BLAS_WORKSPACE_NBYTES if next(iter(parameters.values())).is_cuda else 0,
         )
         weights_nbytes = sum(allocated_nbytes(nbytes_of(tensor)) for tensor in tensors.values())
-        return Held(weights_nbytes, memory_of(self.optimizer), gradients, in_account(self._compress, setting))
+        return Held(weights_nbytes, memory_of(self.optimizer), gradients, exchanges_of(self._compress, setting))
 
     def _choose(self) -> None:
         """Choose which activations are recomputed and, within a budget, how residuals are stored; after profiling."""

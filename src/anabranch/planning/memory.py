@@ -24,14 +24,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from anabranch.planning.quantised_prices import Region
-from anabranch.values.kinds.block_format import STORED
 from anabranch.values.kinds.fidelity import LEAST
-from anabranch.values.kinds.names import AUTO, DENSE
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.quantised import Quantised
-from anabranch.values.kinds.sparse_names import KIND as OKTOPK
-from anabranch.values.kinds.sparse_sizes import CHUNK_NUMEL, Sizes, widest_numel
+from anabranch.values.kinds.formats import CHUNK_NUMEL, FORMATS, STORED, Sizes, widest_numel
+from anabranch.values.kinds.names import AUTO, DENSE, OKTOPK
+from anabranch.values.kinds.options import OkTopk, Quantised
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
 FRAGMENTATION = 0.05  # share of the memory that torch's allocator holds in pieces too small to use
@@ -463,11 +459,13 @@ def quantised_nbytes(kind: str, numel: int, ranks: int, keeps_residual: bool) ->
     It sends messages to all owners and one as owner, and receives as many of each from all. With a residual an owner
     holds the errors of its own rounding. Left out: a copy of the scales of all averages, at most 1/17 of them.
     """
-    region = Region.of(kind, numel, ranks)
+    form = FORMATS[kind]
+    region = form.region_numel(numel, ranks)
+    message_nbytes = form.message_nbytes(region)
     return {
-        "send": (ranks + 1) * region.message_nbytes,
-        "receive": 2 * ranks * region.message_nbytes,
-        "workspace": FLOAT_NBYTES * region.numel if keeps_residual else 0,
+        "send": (ranks + 1) * message_nbytes,
+        "receive": 2 * ranks * message_nbytes,
+        "workspace": FLOAT_NBYTES * region if keeps_residual else 0,
     }
 
 

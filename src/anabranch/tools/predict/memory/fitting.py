@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 from anabranch.planning.memory import FRAGMENTATION, Setting, TrainingMode
 from anabranch.tools.predict.memory.estimator import MemoryEstimator
-from anabranch.tools.predict.memory.modes import DDP, OKTOPK, OUR_MODES
+from anabranch.tools.predict.memory.modes import DDP, OUR_MODES
 from anabranch.tools.predict.scaling.compression import Compression
 from anabranch.tools.predict.scaling.result import Kind
-from anabranch.values.kinds.names import COMPRESSED
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_names import density_of
+from anabranch.values.kinds.names import COMPRESSED, OKTOPK, density_of
+from anabranch.values.kinds.options import OkTopk
 
 
 class Fitting(NamedTuple):

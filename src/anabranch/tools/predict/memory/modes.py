@@ -27,12 +27,11 @@ from anabranch.planning.memory import (
     peak_footprint,
 )
 from anabranch.tools.predict.memory.sharded import sharded_footprints
-from anabranch.values.kinds.block_format import STORED
-from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE
-from anabranch.values.kinds.sparse_names import KIND
+from anabranch.values.kinds.formats import STORED
+from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK
 
-DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_BF16, LEAN_INT8 = (
-    "ddp", "lean, dense", "naive sparse", KIND, "lean", "lean, residuals bf16", "lean, residuals int8",
+DDP, LEAN_DENSE, NAIVE, LEAN, LEAN_BF16, LEAN_INT8 = (
+    "ddp", "lean, dense", "naive sparse", "lean", "lean, residuals bf16", "lean, residuals int8",
 )  # fmt: skip
 DEFAULT_MODES = (DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_BF16, LEAN_INT8)
 

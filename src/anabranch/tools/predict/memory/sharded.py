@@ -27,8 +27,7 @@ from anabranch.planning.memory import (
     owner_sums_nbytes,
 )
 from anabranch.tools.predict.scaling.sharding import block_of
-from anabranch.values.kinds.sparse_names import KIND as OKTOPK
-from anabranch.values.kinds.sparse_names import density_of
+from anabranch.values.kinds.names import OKTOPK, density_of
 
 
 def sharded_footprints(profile: StepProfile, setting: Setting, sharded: ShardingMode) -> Iterator[Footprint]:
