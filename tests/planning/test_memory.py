@@ -204,7 +204,7 @@ def test_lean_with_int8_holds_neither_gradients_nor_residual() -> None:
 def test_modes_by_exchange() -> None:
     rounded = ["residuals bf16", "residuals int8"]
     assert modes_of("dense") == ["lean, dense"]
-    assert modes_of("oktopk") == ["oktopk", "lean", "lean, host", *(f"lean, {how}" for how in rounded)]
+    assert modes_of("oktopk") == ["oktopk", "lean", *(f"lean, {how}" for how in rounded)]
     assert modes_of("int8") == ["int8", "lean, int8"]
-    assert modes_of("int4") == ["int4", "lean, int4", "lean, int4, host", *(f"lean, int4, {how}" for how in rounded)]
+    assert modes_of("int4") == ["int4", "lean, int4", *(f"lean, int4, {how}" for how in rounded)]
     assert all(mode in OUR_MODES for kind in COMPRESSED for mode in modes_of(kind))
