@@ -127,11 +127,11 @@ def with_activations() -> Section:
 
 def saved_percent(model: str, batch: int) -> float:
     """How much less Lean is predicted to need than naive sparse, in percent."""
-    from anabranch.tools.bench import memory as ways
-    from anabranch.tools.predict.memory.estimator import with_recomputation
+    from anabranch.tools.bench import zoo
+    from anabranch.tools.predict.memory.estimator import OPTIMIZERS, with_recomputation
     from anabranch.tools.predict.memory.probe import probe
 
-    build, optimizer = ways.zoo_build(model, batch), ways.OPTIMIZERS["momentum"]
+    build, optimizer = zoo.build_at(model, batch), OPTIMIZERS["momentum"]
     lean = predict(probe(with_recomputation(build), optimizer), LEAN_INT8, SETTING)
     naive = predict(probe(build, optimizer), NAIVE, SETTING)
     return 100 * (1 - lean.nbytes / naive.nbytes)

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from anabranch.planning.memory import KINDS, Setting
-from anabranch.tools.bench import memory as bench
 from anabranch.tools.bench import zoo
 from anabranch.tools.cli import arguments, network_text
 from anabranch.tools.cli.main import main
 from anabranch.tools.cli.memory import AUTO_AS, throughput_network
+from anabranch.tools.predict.memory.estimator import OPTIMIZERS, in_bfloat16
 from anabranch.tools.predict.memory.modes import DEFAULT_MODES, modes_of, predict
 from anabranch.tools.predict.memory.probe import Loss, probe
 from anabranch.tools.predict.memory.throughput import samples_per_s
@@ -42,7 +42,7 @@ def small_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--ranks", "8", "--optimizer", "adamw", "--compress", "oktopk:0.02")
-    profile = probe(images(4), bench.OPTIMIZERS["adamw"])
+    profile = probe(images(4), OPTIMIZERS["adamw"])
     assert list(document["modes"]) == list(DEFAULT_MODES)
     for mode, row in document["modes"].items():
         expected = predict(profile, mode, Setting(ranks=8, density=0.02))
@@ -97,7 +97,7 @@ def test_the_largest_batch_fits_in_what_blocks_leave(capsys: pytest.CaptureFixtu
     assert found["ddp"] >= found["oktopk"] > 0
     for mode in ("ddp", "lean"):
         fits, too_much = (
-            predict(probe(images(found[mode] + more), bench.OPTIMIZERS["momentum"]), mode).nbytes for more in (0, 1)
+            predict(probe(images(found[mode] + more), OPTIMIZERS["momentum"]), mode).nbytes for more in (0, 1)
         )
         assert fits <= 0.95 * 100 * 2**20 < too_much
 
@@ -353,7 +353,7 @@ def test_a_trace_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--compress", "int4", "--compress", "int8", "--network", NETWORK)
     assert list(document["modes"]) == ["ddp", "lean, dense", *modes_of("int4"), "int8", "lean, int8"]
-    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    profile = probe(images(4), OPTIMIZERS["momentum"])
     for mode, row in document["modes"].items():
         expected = predict(profile, mode, Setting(ranks=4))
         assert row["kinds"] == expected.kinds
@@ -381,7 +381,7 @@ def test_auto_needs_the_memory_of_int4(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--network", NETWORK, "--compress"]
     plain, packed = (json_of(capsys, *asked, way) for way in ("oktopk:0.05", "oktopk:0.05:bf16"))
-    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    profile = probe(images(4), OPTIMIZERS["momentum"])
     setting = Setting(ranks=4, density=0.05, options=OkTopk(wire="bf16"))
     for mode, row in packed["modes"].items():
         assert row["kinds"] == predict(profile, mode, setting).kinds
@@ -399,7 +399,7 @@ def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--ranks", "4", "--sharded", "fsdp2", "--sharded", "fsdp2:reshard"]
     document = json_of(capsys, *asked, "--within", "1GiB", "--network", NETWORK)
     assert list(document["modes"]) == [*DEFAULT_MODES, "fsdp2", "fsdp2:reshard", "lean, dense, within", "lean, within"]
-    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    profile = probe(images(4), OPTIMIZERS["momentum"])
     for mode in ("fsdp2", "fsdp2:reshard"):
         assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4)).nbytes
         assert document["largest_batch"][mode] > 0 and document["samples_per_s"][mode] > 0
@@ -412,7 +412,7 @@ def test_models_that_are_sharded_inside_nodes(capsys: pytest.CaptureFixture[str]
     asked = [*ASKED, "--ranks", "16", "--sharded", "hsdp"]
     four = "two_level:ranks=16,per_node=4,alpha=50us,rate=10gbit,inside_alpha=5us,inside_rate=200gbit"
     document = json_of(capsys, *asked, "--network", four, "--within", "1GiB")
-    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    profile = probe(images(4), OPTIMIZERS["momentum"])
     expected = predict(profile, "hsdp", Setting(ranks=16, ranks_per_node=4)).nbytes
     assert document["modes"]["hsdp"]["predicted_nbytes"] == expected and document["largest_batch"]["hsdp"] > 0
     assert "hsdp: 4 nodes of 4 ranks, each with one copy of the model" in document["assumptions"]
@@ -440,7 +440,7 @@ def test_the_difference_to_ddp_is_shown(capsys: pytest.CaptureFixture[str]) -> N
 def test_clipping_counts_what_lean_holds(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--optimizer", "adamw"]
     plain, clipped = (json_of(capsys, *asked, *more) for more in ([], ["--clip-norm"]))
-    profile = probe(images(4), bench.OPTIMIZERS["adamw"])
+    profile = probe(images(4), OPTIMIZERS["adamw"])
     for mode, row in clipped["modes"].items():
         assert row["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4, clips=True)).nbytes
     assert any("lean holds averages" in said for said in clipped["assumptions"])
@@ -449,7 +449,7 @@ def test_clipping_counts_what_lean_holds(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_bf16_is_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--precision", "bf16")
-    profile = probe(images(4), bench.OPTIMIZERS["momentum"], half=True)
+    profile = probe(images(4), OPTIMIZERS["momentum"], half=True)
     assert document["modes"]["ddp"]["predicted_nbytes"] == predict(profile, "ddp").nbytes
     assert any("autocast to bfloat16" in said for said in document["assumptions"])
     full = json_of(capsys, *ASKED)["modes"]["ddp"]["kinds"]
@@ -470,11 +470,6 @@ def test_pure_bf16_halves_weights_and_state_but_not_exact_residuals(capsys: pyte
 
 
 def test_a_pure_build_takes_what_the_other_takes() -> None:
-    model, loss = bench.in_bfloat16(images(2))(torch.device("cpu"))
+    model, loss = in_bfloat16(images(2))(torch.device("cpu"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert loss(model).isfinite()
-
-
-def test_a_build_under_autocast() -> None:
-    model, loss = bench.under_autocast(images(2))(torch.device("cpu"))
-    assert loss(model).dtype == torch.float32, "only on a GPU"

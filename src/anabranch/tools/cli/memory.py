@@ -180,15 +180,16 @@ class _Training:
 
     @property
     def optimizer_factory(self) -> "OptimizerFactory":
-        from anabranch.tools.bench.memory import OPTIMIZERS
+        from anabranch.tools.predict.memory.estimator import OPTIMIZERS
 
         return OPTIMIZERS[self.optimizer.value]
 
     def build_at(self) -> "BuildAt":
         """By batch, what makes the model. A function of the user's own is looked up once."""
-        from anabranch.tools.bench.memory import in_bfloat16, zoo_build
+        from anabranch.tools.bench import zoo
+        from anabranch.tools.predict.memory.estimator import in_bfloat16
 
-        made = build_at(self.model) if ":" in self.model else partial(zoo_build, self.model)
+        made = build_at(self.model) if ":" in self.model else partial(zoo.build_at, self.model)
         return (lambda batch: in_bfloat16(made(batch))) if self.precision is Precision.pure_bf16 else made
 
     def estimator(self, plan: Path | None = None) -> "MemoryEstimator":

@@ -7,7 +7,7 @@ from torch import nn
 from anabranch.lean.activations.profiler import BlockProfiler
 from anabranch.lean.activations.solver import BudgetError
 from anabranch.planning.memory import Setting
-from anabranch.tools.bench.memory import OPTIMIZERS
+from anabranch.tools.predict.memory.estimator import OPTIMIZERS
 from anabranch.tools.predict.memory.modes import LEAN, OUR_MODES
 from anabranch.tools.predict.memory.probe import Loss
 from anabranch.tools.predict.memory.within import AssumedClock, Device, chosen_within, profile

@@ -22,7 +22,7 @@ from anabranch.lean.memory_budget import Held, WithinChoice, choose_within, grad
 from anabranch.lean.options import OptimizerFactory
 from anabranch.observe.clock import HostClock
 from anabranch.planning.memory import CONVOLUTION_WORKSPACE, Footprint, Setting, TrainingMode, allocated_nbytes
-from anabranch.tools.predict.memory.half import half_precision
+from anabranch.tools.predict.memory.autocast import autocast_to_bfloat16
 from anabranch.tools.predict.memory.probe import META, Build, StorageTracker, optimizer_memory, saving_as_on_gpu
 
 
@@ -101,7 +101,7 @@ def profile(build: Build, *, half: bool = False, device: Device = ASSUMED) -> Pr
     with ExitStack() as stack:
         stack.enter_context(META)
         stack.enter_context(saving_as_on_gpu())
-        cast_weights = stack.enter_context(half_precision()) if half else None
+        cast_weights = stack.enter_context(autocast_to_bfloat16()) if half else None
         model, loss = build(META)
         stack.enter_context(StorageTracker(META))  # answers what models ask about values
         clock = AssumedClock(device)
