@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, Plan
-from anabranch.ddp.hook import PlanHook
+from anabranch.ddp.layout import PlanHook
 from anabranch.ddp.reducer import Reduction, reduced_parameters, relayout
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
@@ -19,7 +18,7 @@ from anabranch.exchange.quantised.exchanges import QuantisedExchanges
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepTimer
 from parallel.twins import WIDTH, batch, bits
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 CPU = torch.device("cpu")
 PLAN = Plan(
@@ -84,14 +83,19 @@ def each_bucket_its_own_way(rank: int, options: dict[str, Any]) -> list[list[str
     return apart
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
-    ids=["plain", "static", "unused", "views"],
-)
-def test_each_bucket_is_exchanged_by_its_own_collective(options: dict[str, Any]) -> None:
-    for apart in on_ranks(each_bucket_its_own_way, 2, options):
-        assert apart == [["0.weight", "2.bias"]] * 4, "only what bfloat16 has rounded"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "views": {"gradient_as_bucket_view": True},
+}
+
+
+def test_each_bucket_is_exchanged_by_its_own_collective() -> None:
+    found = cases_on_ranks({name: (each_bucket_its_own_way, options) for name, options in OPTIONS.items()}, 2)
+    for name, answers in found.items():
+        for apart in answers:
+            assert apart == [["0.weight", "2.bias"]] * 4, f"{name}: only what bfloat16 has rounded"
 
 
 def divisor(rank: int) -> list[float]:
