@@ -23,10 +23,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from anabranch.ddp.compiled.cuts import Cuts, operations
 from anabranch.ddp.reducer import running_graph_cutter
-from anabranch.values.compatibility import check_seams
+from anabranch.values.compatibility import check_signatures
 
 TESTED = "2.13.0"  # in CI; 2.11 and 2.15 by hand
-SEAMS: tuple[tuple[object, Mapping[str, Sequence[str]]], ...] = (
+SIGNATURES: tuple[tuple[object, Mapping[str, Sequence[str]]], ...] = (
     (
         torch_cutter,
         {
@@ -55,8 +55,8 @@ def install() -> None:
 
     Only graphs of a DataParallel that plans are cut by us. Torch looks the class up each time it compiles.
     """
-    for owner, seams in SEAMS:
-        check_seams("torch", TESTED, owner, seams)
+    for owner, signatures in SIGNATURES:
+        check_signatures("torch", TESTED, owner, signatures)
     torch_class: Any = torch_cutter.DDPOptimizer
     if hasattr(torch_class, "cut_by_plan"):
         return
