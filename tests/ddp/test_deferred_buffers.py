@@ -99,39 +99,31 @@ def changed(rank: int, what: str) -> dict[str, Any]:
     return {"installed": installed, "values": values}
 
 
-CHANGES = {
-    "nothing": True,
-    "in place on rank 0": False,
-    "in place on rank 1": True,
-    "replaced on rank 0": False,
-    "replaced on rank 1": True,
-    "another shape": False,
-    "another dtype": False,
-    "one more": False,
-    "one less": False,
-}
-
-
 def test_all_ranks_decide_alike() -> None:
-    found = cases_on_ranks({what: (changed, what) for what in CHANGES}, 2)
-    for what, installed in CHANGES.items():
-        answers = found[what]
-        assert [answer["installed"] for answer in answers] == [installed] * 2, what
-        if installed:
+    installed = {
+        "nothing": True,
+        "in place on rank 0": False,
+        "in place on rank 1": True,
+        "replaced on rank 0": False,
+        "replaced on rank 1": True,
+        "another shape": False,
+        "another dtype": False,
+        "one more": False,
+        "one less": False,
+    }
+    for what, answers in cases_on_ranks({what: (changed, what) for what in installed}, 2).items():
+        assert [answer["installed"] for answer in answers] == [installed[what]] * 2, what
+        if installed[what]:
             assert answers[0]["values"] == answers[1]["values"], what
 
 
-def without_buffers(rank: int) -> bool:
+def none(rank: int) -> bool:
     rig = Rig()
     rig.buffers = []
     rig.send()
     answer = rig.behind.install()
     rig.lanes.close()
     return answer
-
-
-def test_a_model_without_buffers() -> None:
-    assert on_ranks(without_buffers, 2) == [False, False]
 
 
 def broadcasts(rank: int, doing: str) -> int:
@@ -167,6 +159,6 @@ def broadcasts(rank: int, doing: str) -> int:
 
 
 def test_nothing_is_broadcast_before_a_forward_unless_it_must_be() -> None:
-    expected = {"training": 0, "writing": 6, "evaluating": 0}
-    found = cases_on_ranks({doing: (broadcasts, doing) for doing in expected}, 2)
-    assert found == {doing: [count] * 2 for doing, count in expected.items()}
+    cases = {doing: (broadcasts, doing) for doing in ("training", "writing", "evaluating")}
+    found = cases_on_ranks({**cases, "without buffers": (none,)}, 2)
+    assert found == {"training": [0, 0], "writing": [6, 6], "evaluating": [0, 0], "without buffers": [False, False]}

@@ -69,7 +69,7 @@ class Rig:
         return {name: [p.grad, ours[name].grad] for name, p in theirs.items() if p.grad is not None}
 
 
-def each_bucket_its_own_way(rank: int, options: dict[str, Any]) -> list[list[str]]:
+def each_bucket_by_its_own(rank: int, options: dict[str, Any]) -> list[list[str]]:
     """Which gradients are not DDP's to the last bit, step by step, the first included."""
     rig = Rig(**options)
     apart = []
@@ -83,19 +83,11 @@ def each_bucket_its_own_way(rank: int, options: dict[str, Any]) -> list[list[str
     return apart
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "static": {"static_graph": True},
-    "unused": {"find_unused_parameters": True},
-    "views": {"gradient_as_bucket_view": True},
-}
-
-
 def test_each_bucket_is_exchanged_by_its_own_collective() -> None:
-    found = cases_on_ranks({name: (each_bucket_its_own_way, options) for name, options in OPTIONS.items()}, 2)
-    for name, answers in found.items():
-        for apart in answers:
-            assert apart == [["0.weight", "2.bias"]] * 4, f"{name}: only what bfloat16 has rounded"
+    names = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+    options: list[dict[str, Any]] = [{}, *({name: True} for name in names)]
+    for name, answers in cases_on_ranks({str(one): (each_bucket_by_its_own, one) for one in options}, 2).items():
+        assert answers == [[["0.weight", "2.bias"]] * 4] * 2, f"{name}: only what bfloat16 has rounded"
 
 
 def divisor(rank: int) -> list[float]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from anabranch.lean.activations.recompute import recompute
-from anabranch.tools.predict.memory.half import half_precision
+from anabranch.tools.predict.memory.autocast import IN_BFLOAT16, IN_FLOAT32, autocast_to_bfloat16
 from anabranch.tools.predict.memory.probe import Loss, probe
 from tools.predict.memory.models import images
 
@@ -48,8 +48,9 @@ def test_memory_is_that_of_torchs_own_on_a_cpu() -> None:
 
 def test_functions_have_the_precision_of_a_gpu() -> None:
     weight, x = nn.Parameter(torch.zeros(8, 8, device=META)), torch.zeros(2, 8, device=META)
-    before = [(owner, dict(vars(owner))) for owner in (functional, torch, torch.Tensor)]
-    with half_precision() as weights:
+    tables = (*IN_BFLOAT16.items(), *IN_FLOAT32.items())
+    before = [(owner, name, vars(owner).get(name)) for owner, names in tables for name in names]
+    with autocast_to_bfloat16() as weights:
         y = functional.linear(x, weight)
         assert y.dtype == (x @ weight).dtype == torch.addmm(x, x, weight).dtype == torch.bfloat16
         assert functional.layer_norm(y, (8,)).dtype == functional.softmax(y, dim=1).dtype == torch.float32
@@ -61,7 +62,7 @@ def test_functions_have_the_precision_of_a_gpu() -> None:
         weights.forget()
         assert weights.lowered(weight) is not once
     assert functional.linear(x, weight).dtype == torch.float32
-    assert all(dict(vars(owner)) == kept for owner, kept in before), "all is as it was"
+    assert all(vars(owner).get(name) is kept for owner, name, kept in before), "all is as it was"
 
 
 def test_a_model_needs_less() -> None:

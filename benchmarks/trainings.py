@@ -15,12 +15,12 @@ from anabranch.exchange.sparse.select import add_pairs
 from anabranch.lean.activations.policy import Activations
 from anabranch.lean.options import KEPT, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
-from anabranch.planning.memory import TrainingMode
+from anabranch.planning.memory import BUCKET_NBYTES, StepProfile, TrainingMode, buckets_by_size
 from anabranch.tools.predict.memory.modes import DDP, NAIVE, OUR_MODES
 from anabranch.tools.predict.memory.probe import Loss
-from anabranch.values.kinds.names import DENSE, OKTOPK
+from anabranch.values.kinds.names import DENSE, OKTOPK, kind_of
 from anabranch.values.kinds.options import OkTopk
-from anabranch.values.plan import Plan
+from anabranch.values.plan import Bucket, Plan
 
 
 class TrainingSetup(NamedTuple):
@@ -153,3 +153,13 @@ def top_pairs(values: torch.Tensor, k: int) -> torch.Tensor:
 def pairs_at(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """int32 [m, 2]: the bits of the values at these positions, and the positions."""
     return torch.stack([values[positions].view(torch.int32), positions.to(torch.int32)], dim=-1)
+
+
+def compressed_plan(profile: StepProfile, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
+    """Buckets in the order of backward, of the size and kind that ``planning.memory`` assumes for this mode."""
+    training = OUR_MODES[mode]
+    buckets = buckets_by_size(profile, bucket_nbytes, training.compresses)
+    kind = kind_of(density) if training.exchange == OKTOPK else training.exchange
+    names = {bucket: tuple(profile.gradients[index].name for index in bucket.indices) for bucket in buckets}
+    in_order = sorted(buckets, key=lambda bucket: bucket.last_index)
+    return Plan(tuple(Bucket(names[bucket], 0, kind if bucket.compressed else DENSE) for bucket in in_order))

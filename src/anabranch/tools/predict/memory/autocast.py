@@ -1,9 +1,9 @@
 """Autocast to bfloat16 on tensors without data: torch's own knows CPUs and GPUs only.
 
-While it is open, the functions below compute in bfloat16 and in float32, as under ``torch.autocast("cuda",
-torch.bfloat16)``; all others take what they are given. As there, a weight is cast once in a forward. Left out are
-functions that no known model calls, those that torch calls below the level of Python, and names that a model's file has
-imported before.
+While it is open, the functions below compute in bfloat16 and in
+float32, as under ``torch.autocast("cuda", torch.bfloat16)``; all others take what they are given. As there, a weight is
+cast once in a forward. Left out are functions that no known model calls, those that torch calls below the level of
+Python, and names that a model's file has imported before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ IN_FLOAT32: Mapping[Any, Sequence[str]] = {
 }  # fmt: skip
 
 
-class Weights:
+class CastWeights:
     """The weights of one forward in bfloat16."""
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class Weights:
 
 
 @contextmanager
-def half_precision() -> Iterator[Weights]:
-    """Compute so while it is open, also where backward recomputes; yields the weights that were cast."""
-    weights = Weights()
+def autocast_to_bfloat16() -> Iterator[CastWeights]:
+    """Cast while it is open, also where backward recomputes; yields the weights that were cast."""
+    weights = CastWeights()
     replaced = [(owner, name, weights.lowered) for owner, names in IN_BFLOAT16.items() for name in names]
     replaced += [(owner, name, _raised) for owner, names in IN_FLOAT32.items() for name in names]
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
@@ -77,7 +77,7 @@ def half_precision() -> Iterator[Weights]:
 
 
 def _casting(function: Callable[..., Any], cast: Cast) -> Callable[..., Any]:
-    leaf = partial(_of_leaf, cast)
+    leaf = partial(_cast_leaf, cast)
 
     @wraps(function)
     def casting(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def _casting(function: Callable[..., Any], cast: Cast) -> Callable[..., Any]:
     return casting
 
 
-def _of_leaf(cast: Cast, leaf: Any) -> Any:
+def _cast_leaf(cast: Cast, leaf: Any) -> Any:
     return cast(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from benchmarks.peak_memory import FIRST, world
+from benchmarks.trainings import ON_ONE_RANK, TrainingSetup, compressed_plan, naive_exchange, training_of
 from torch import nn
 
 from anabranch.tools.bench import zoo
-from anabranch.tools.bench.memory import FIRST, OPTIMIZERS, compressed_plan, world
-from anabranch.tools.bench.trainings import ON_ONE_RANK, TrainingSetup, naive_exchange, training_of
+from anabranch.tools.predict.memory.estimator import OPTIMIZERS
 from anabranch.tools.predict.memory.modes import OUR_MODES
 from anabranch.tools.predict.memory.probe import probe
 from anabranch.values.kinds.names import OKTOPK
