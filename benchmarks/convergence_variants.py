@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from benchmarks.convergence import Contestant
 from benchmarks.convergence_tasks import TASKS, Task, anneal
+from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
 from anabranch.exchange.residuals.packing import PackedResidual
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.oktopk import exchange
-from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.block_format import STORED
+from anabranch.values.kinds.formats import STORED
 
 RANKS = 4
 BETA1, BETA2, EPS, DECAY = 0.9, 0.999, 1e-8, 0.01  # AdamW's

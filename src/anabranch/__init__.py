@@ -36,23 +36,19 @@ from anabranch.values.trace import TensorSpec, Trace
 from anabranch.values.version import __version__
 
 if _TYPE_CHECKING:
+    from anabranch.frameworks.checkpoint import CommState, ReplicationState
     from anabranch.frameworks.comm_hooks import CommHookState, oktopk_hook, quantised_hook
-    from anabranch.frameworks.distributed_checkpoint import CommState
-    from anabranch.frameworks.replication_checkpoint import ReplicationState
     from anabranch.fsdp.replicate import Replication, replicate
     from anabranch.fsdp.shard import block_names, shard
     from anabranch.fsdp.trial import FoundSharding, find_sharding
     from anabranch.fsdp.watch import Watch, watch
-    from anabranch.lean.activations.policy import Activations
-    from anabranch.lean.options import Lean
+    from anabranch.lean.options import Activations, Lean
     from anabranch.lean.parallel import LeanDataParallel
     from anabranch.observe.loggers import JsonLines, Progress, TensorBoard, WandB
     from anabranch.observe.metrics import Logger, Metrics
     from anabranch.parallel import DataParallel
     from anabranch.tuning.policy import TuningPolicy
-    from anabranch.values.kinds.auto import Auto
-    from anabranch.values.kinds.oktopk import OkTopk
-    from anabranch.values.kinds.quantised import Quantised
+    from anabranch.values.kinds.options import Auto, OkTopk, Quantised
 
 __all__ = [
     "Activations",
@@ -119,10 +115,10 @@ _sys.modules.update({"anabranch.planners": planners, "anabranch.sharded": sharde
 
 # Imported on first use, since they import torch, which planning does not need.
 _WITH_TORCH = {
-    "Activations": "anabranch.lean.activations.policy",
-    "Auto": "anabranch.values.kinds.auto",
+    "Activations": "anabranch.lean.options",
+    "Auto": "anabranch.values.kinds.options",
     "CommHookState": "anabranch.frameworks.comm_hooks",
-    "CommState": "anabranch.frameworks.distributed_checkpoint",
+    "CommState": "anabranch.frameworks.checkpoint",
     "DataParallel": "anabranch.parallel",
     "FoundSharding": "anabranch.fsdp.trial",
     "JsonLines": "anabranch.observe.loggers",
@@ -130,11 +126,11 @@ _WITH_TORCH = {
     "LeanDataParallel": "anabranch.lean.parallel",
     "Logger": "anabranch.observe.metrics",
     "Metrics": "anabranch.observe.metrics",
-    "OkTopk": "anabranch.values.kinds.oktopk",
+    "OkTopk": "anabranch.values.kinds.options",
     "Progress": "anabranch.observe.loggers",
-    "Quantised": "anabranch.values.kinds.quantised",
+    "Quantised": "anabranch.values.kinds.options",
     "Replication": "anabranch.fsdp.replicate",
-    "ReplicationState": "anabranch.frameworks.replication_checkpoint",
+    "ReplicationState": "anabranch.frameworks.checkpoint",
     "TensorBoard": "anabranch.observe.loggers",
     "TuningPolicy": "anabranch.tuning.policy",
     "WandB": "anabranch.observe.loggers",

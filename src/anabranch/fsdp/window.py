@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, clone_group, default_group, destroy_clone, no_clone_reason
 from anabranch.observe.clock import Clock
-from anabranch.observe.window_file import WindowFile
+from anabranch.observe.trace_window import WindowFile
 from anabranch.values.timeline import Span
 
 SpansOf = Callable[[Callable[[object], float]], Sequence[Span]]  # given the time of a mark
@@ -21,7 +21,7 @@ class ShardedWindow:
     inside   the ranks of this rank's node, itself among them: those that share one copy of the model
     over     the window has ended
 
-    The constructor, the begin and the end of the window are collective among all ranks, and wait for the device.
+    The constructor, the start and the end of the window are collective among all ranks, and wait for the device.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What an optimizer holds, and what its step needs beside that."""
+"""The memory of an optimizer: its state, and the workspace of its step."""
 
 import weakref
 from collections import OrderedDict, defaultdict
@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from anabranch.lean.optimizers import STEP_HOOKS
-from anabranch.planning.memory.step_profile import OptimizerMemory, allocated_nbytes
+from anabranch.planning.memory import OptimizerMemory, allocated_nbytes
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> OptimizerMemory:
-    """Its state, and what a step of all parameters needs beside it."""
+    """Its state, and the workspace of a step of all parameters."""
     return OptimizerMemory(state_nbytes(optimizer), _workspace_nbytes(optimizer))
 
 

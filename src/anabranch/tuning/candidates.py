@@ -4,11 +4,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from anabranch import planning as planners
-from anabranch.planning.compressed import compressed
-from anabranch.planning.fewer_messages import with_fewer_messages
-from anabranch.planning.ladder import FREE, least_lossy
-from anabranch.planning.simulator import finish_s, lower_bound_s
-from anabranch.planning.simulator.iteration import messages
+from anabranch.planning.ladder import FREE, least_lossy, with_fewer_messages
+from anabranch.planning.merge import compressed
+from anabranch.planning.simulator import finish_s, lower_bound_s, messages
 from anabranch.tuning.calibration import as_recorded
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy

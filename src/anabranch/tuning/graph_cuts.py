@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from anabranch import planning as planners
-from anabranch.planning.simulator.iteration import messages, schedule
+from anabranch.planning.simulator import messages, schedule
 from anabranch.tuning.calibration import as_recorded
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan

@@ -52,7 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {  # that differ from the defaults of the mod
 }
 
 NO_CACHE = {"use_cache": False}
-LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, bool]]] = {  # by the begin of a name: classes of transformers
+LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, bool]]] = {  # classes of transformers by the first part of a name
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", NO_CACHE),
     "llama": ("LlamaForCausalLM", "LlamaConfig", NO_CACHE),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", NO_CACHE),
@@ -99,6 +99,11 @@ def model_and_loss(
         default_batch, length = SEQUENCES[name]
         return _language_model(name, device, batch or default_batch, length)
     raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
+
+
+def build_at(name: str, batch: int) -> Callable[[torch.device], tuple[nn.Module, Loss]]:
+    """A function that builds a model, and its loss at this batch, on a device."""
+    return lambda device: model_and_loss(name, device, batch)
 
 
 def trace_meta(name: str, half: bool = False, batch: int | None = None) -> dict[str, Scalar]:

@@ -4,26 +4,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anabranch.planning import by_bytes
-from anabranch.planning.memory.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, WAYS, is_sharded
 from anabranch.planning.simulator import finish_s
+from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, OUR_MODES, is_sharded
 from anabranch.tools.predict.scaling.compression import compressed_strategies
 from anabranch.tools.predict.scaling.sharding import Sharding
 from anabranch.tools.predict.scaling.sweep import recorded_batch
-from anabranch.values.kinds.sparse_names import kind_of
-from anabranch.values.kinds.sparse_sizes import Precision
+from anabranch.values.kinds.names import OKTOPK, Wire, kind_of
 from anabranch.values.links import AlphaBeta
 from anabranch.values.network import Network
 from anabranch.values.trace import Trace
 
-# Naive sparsification beside its messages: ResNet-152's step on an H200 took 198 ms with it and 136 ms without.
+# Naive sparsification without its messages: ResNet-152's step on an H200 took 198 ms with it and 136 ms without.
 NAIVE_S_PER_ELEMENT = (0.198 - 0.136) / 60.2e6
 PAIR_NBYTES = 8
 
 ASSUMPTIONS = (
     "computing takes as long as in the bundled trace, in proportion to the batch",
     "naive sparse selects for 1.03 ns per element after backward, as on an H200, and then gathers, hiding nothing",
-    "compressed buckets travel by the exact plan for their kind, under auto by the least lossy one; lean's copies of "
-    "the residual, to host memory and back, are hidden",
+    "compressed buckets travel by the exact plan for their kind, under auto by the least lossy one",
 )
 
 
@@ -33,17 +31,16 @@ def throughputs(
     batches: Mapping[str, int],
     density: float,
     activations: Mapping[str, str],
-    wire: Precision = "fp32",
+    wire: Wire = "fp32",
 ) -> dict[str, float]:
     """Samples per second of each mode at its batch, with activations as ``activations`` says by mode.
 
-    Ok-Topk sends a share of ``density``, its values as ``wire`` says. A mode whose batch is 0 is left out. So is one
-    that offloads all activations: the link to the host is slower than computing, and a trace does not contain it.
+    Ok-Topk sends a share of ``density``, its values as ``wire`` says. A mode whose batch is 0 is left out.
     """
     return {
         mode: samples_per_s(trace, network, mode, batch, density, activations[mode] == "recompute", wire)
         for mode, batch in batches.items()
-        if batch and activations[mode] != "offload"
+        if batch
     }
 
 
@@ -54,7 +51,7 @@ def samples_per_s(
     batch: int,
     density: float,
     recompute: bool = False,
-    wire: Precision = "fp32",
+    wire: Wire = "fp32",
 ) -> float:
     """Samples per second of all ranks together; with ``recompute``, backward runs the forward a second time.
 
@@ -75,7 +72,7 @@ def samples_per_s(
     elif is_sharded(mode):
         (step_s,) = Sharding.named(mode)(here, here, [network]).steps_s
     else:
-        kind = WAYS[mode].exchange
+        kind = OUR_MODES[mode].exchange
         step_s = here.forward_s + _compressed_s(here, network, kind_of(density, wire) if kind == OKTOPK else kind)
     return network.world_size * batch / step_s
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, plan, step_s
-from anabranch.fsdp.planning.ways import PLANNED, ShardedWay, way_of
+from anabranch.fsdp.planning.modes import PLANNED, ShardingMode, sharding_mode
 from anabranch.tools.predict.scaling.compression import Compression, priced
 from anabranch.tools.predict.scaling.sweep import Ran
 from anabranch.values.kinds.names import DENSE
@@ -26,35 +26,35 @@ BETWEEN = (
 )
 
 
-def assumptions(ways: Iterable[str]) -> list[str]:
-    """What the predictions of these ways assume."""
-    exchanges = [way_of(name).exchange for name in ways]
+def assumptions(names: Iterable[str]) -> list[str]:
+    """What the predictions for these sharding modes assume."""
+    exchanges = [sharding_mode(name).exchange for name in names]
     return [*(ASSUMPTIONS if exchanges else ()), *(BETWEEN if set(exchanges) - {DENSE} else ())]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The strategy of a way to shard: what it predicts of a step."""
+    """A strategy that shards by FSDP2: predicts the step of one sharding mode."""
 
-    way: ShardedWay
+    mode: ShardingMode
 
     @classmethod
     def named(cls, name: str) -> "Sharding":
         """The strategy of this name; ValueError if there is none."""
-        return cls(way_of(name))
+        return cls(sharding_mode(name))
 
     def __call__(self, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
         """Planned for the first network and the quiet trace, as planners of buckets are."""
         links = [self.links(network) for network in networks]
         trace = sharded_trace(quiet)
         names = [block.name for block in trace.blocks]
-        chosen = plan(trace, links[0]) if self.way.units == PLANNED else self.way.per_block(names)
+        chosen = plan(trace, links[0]) if self.mode.units == PLANNED else self.mode.per_block(names)
         run = sharded_trace(real, names)
         return Ran(len(chosen), 1, [step_s(run, chosen, one) for one in links])
 
     def links(self, network: Network) -> Links:
         """What a step sends on, on this network."""
-        if not self.way.nodes:
+        if not self.mode.nodes:
             return Links(network)
         model = network.model
         if not isinstance(model, TwoLevel):
@@ -65,7 +65,7 @@ class Sharding:
             return Links(Network.modelled(inside, model.inside))
         # The shards of a node pass its one card together.
         card = replace(model.across, beta_s_per_byte=inside * model.across.beta_s_per_byte)
-        (kind,) = (DENSE,) if self.way.exchange == DENSE else Compression.named(self.way.exchange).kinds
+        (kind,) = (DENSE,) if self.mode.exchange == DENSE else Compression.named(self.mode.exchange).kinds
         return Links(Network.modelled(inside, model.inside), priced(Network.modelled(count, card), [kind]), kind)
 
 

@@ -1,0 +1,101 @@
+"""The page of a report: one HTML file with words, numbers, style, script and plotly.js in it.
+
+Its templates escape every value. Nothing of a file can run and nothing is fetched: scripts are allowed by their hashes
+alone, so that even a mistake in escaping would show a tag and not obey it.
+"""
+
+import base64
+import gzip
+import hashlib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import cache
+from statistics import median
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from anabranch.tools.report import benchmark, comparison, demo, memory, scaling, steps, training
+from anabranch.tools.report.documents import OURS
+from anabranch.tools.report.runs import Runs, file_table
+from anabranch.tools.report.templates import environment
+from anabranch.values.extras import require
+from anabranch.values.plan import Bucket
+from anabranch.values.version import __version__
+
+SCRIPTS = ("theme.js", "tables.js", "charts.js")
+CHARTS_AND_TABLES = (
+    benchmark.benchmark_chart, benchmark.benchmark_table, benchmark.remarks, comparison.comparison_tables,
+    demo.demo_table, demo.loss_chart, file_table, memory.memory_chart, memory.memory_tables, scaling.network_chart,
+    scaling.scaling_charts, steps.bucket_table, steps.plan_table, steps.step_chart, training.stage_table,
+    training.training_chart,
+)  # fmt: skip
+
+
+def report_page(title: str, runs: Runs, predicted: Sequence[steps.Predicted] = ()) -> str:
+    """The page of what was read; ``predicted`` are steps that the caller simulated."""
+    pages = templates()
+    script = "\n".join(_asset(pages, name) for name in SCRIPTS)
+    library, packed = _plotly()
+    return pages.get_template("page.html").render(
+        title=title,
+        runs=runs,
+        steps=steps.step_views(runs, predicted),
+        headline=headline(runs),
+        date=f"{datetime.now(UTC):%d %B %Y}",
+        version=__version__,
+        policy=_policy(script, library),
+        style=Markup(_asset(pages, "style.css")),
+        script=Markup(script),
+        plotly=packed,
+    )
+
+
+@cache
+def templates() -> Environment:
+    """The page's templates, with all that they call."""
+    pages = environment(*CHARTS_AND_TABLES, *demo.SENTENCES)
+    pages.filters |= {"median": median, "buckets_in_order": buckets_in_order}
+    pages.globals["max_networks"] = scaling.MAX_NETWORKS
+    return pages
+
+
+def _asset(pages: Environment, name: str) -> str:
+    assert pages.loader is not None
+    return pages.loader.get_source(pages, name)[0]
+
+
+@cache
+def _plotly() -> tuple[str, str]:
+    """plotly.js, and the same packed: three quarters of it are air."""
+    require("plotly", "report", "anabranch report")
+    from plotly.offline import get_plotlyjs
+
+    library: str = get_plotlyjs()
+    return library, base64.b64encode(gzip.compress(library.encode(), 9, mtime=0)).decode()
+
+
+def _policy(*scripts: str) -> str:
+    """A browser that keeps to this runs these scripts and no other, and talks to nobody."""
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+
+
+def buckets_in_order(view: steps.StepView) -> tuple[Bucket, ...]:
+    """The buckets of a step, as a plan lists them."""
+    return tuple(view.buckets.values())
+
+
+def headline(runs: Runs) -> str:
+    """The first of the run's measurements in a sentence: how much was gained, or that nothing was; else empty."""
+    words: Any = templates().get_template("sentences.txt").module
+    benchmarks = [found for _, bench in runs.benches for found in bench.benchmarks]
+    gains = filter(None, map(training.layout_gain, runs.trainings))
+    said = [words.headline(found) for _, found in runs.demos]
+    said += [words.benchmark_gain(found) for found in benchmarks if OURS in {row.name for row in found.rows}]
+    return next(iter([*said, *map(words.training_gain, gains)]), "")
