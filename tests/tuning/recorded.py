@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -20,14 +21,15 @@ from torch import nn
 from anabranch import DataParallel, Plan, TuningPolicy
 from anabranch.exchange.collectives import Collectives
 from anabranch.observe.clock import HostClock
+from anabranch.observe.measure import measure
 from anabranch.observe.step_timer import StepMarks, StepObserver
-from anabranch.tuning import live_network, tuner
-from anabranch.tuning.background_planner import BackgroundPlanner
+from anabranch.tuning import calibration, tuner
+from anabranch.tuning.candidates import BackgroundPlanner
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry
 from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.tuner import Tuner
-from anabranch.values.files import document_of, dumps, loads
+from anabranch.values.files import document_of, loads
 
 FOLDER = Path(__file__).parents[1] / "data" / "tuning"
 DIGITS = 7  # of seconds
@@ -55,7 +57,7 @@ class Recording(StepObserver):
 
     def __enter__(self) -> "Recording":
         written, enter = self.training, self._patches.enter_context
-        reading, reduce = tuner.perf_counter, dist.all_reduce
+        reading, reduce = perf_counter, dist.all_reduce
 
         def read() -> float:
             written["readings_s"].append(round(reading(), DIGITS))
@@ -74,7 +76,7 @@ class Recording(StepObserver):
         enter(_noted(BackgroundPlanner, "outcome", lambda found: written["planned"].append(_outcome(found))))
         enter(mock.patch.object(tuner, "perf_counter", read))
         enter(mock.patch.object(dist, "all_reduce", all_reduce))
-        enter(mock.patch.object(live_network, "measure", self._apart(live_network.measure, document_of, "measured")))
+        enter(mock.patch.object(calibration, "measure", self._apart(measure, document_of, "measured")))
         for name in ("read", "read_newest"):
             enter(mock.patch.object(TrainingCache, name, self._apart(getattr(TrainingCache, name), _text, "cached")))
         return self
@@ -105,7 +107,7 @@ class Recording(StepObserver):
             for name in ("cuts_for", "would_change"):
                 method = getattr(graphs, name)
                 setattr(graphs, name, _keyed(method, name, graphs, cuts))
-        options, collectives = tuner._options, tuner.collectives
+        options, collectives = tuner.search.options, tuner.collectives
         kinds = ("dense", "bf16", *options.kinds)
         self.training["given"] = {
             "options": {
@@ -253,13 +255,14 @@ class _World:
         given = training["given"]
         self._left = {name: iter(training[name]) for name in ("readings_s", "agreed", "measured", "planned", "cached")}
         self._last_reading_s = 0.0
+        parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in given["parameters"].items()}
         self.layout: Any = SimpleNamespace(
-            default_label="DDP's own buckets", default_plan=None, exchange=SimpleNamespace(on_side_stream=lambda _: False),
-            trained=lambda: self.parameters, report_averaged=lambda _: None, may_change=lambda _: True,
+            default_label="DDP's own buckets", default_plan=None,
+            exchange=SimpleNamespace(on_side_stream=lambda _: False),
+            trained=lambda: parameters, report_averaged=lambda _: None, may_change=lambda _: True,
             can_rebuild=lambda: True, before_forward=lambda: None, before_change=lambda: None, use=lambda _: None,
             close=lambda: None,
         )  # fmt: skip
-        self.parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in given["parameters"].items()}
         self.collectives = SimpleNamespace(
             max_ctas=None, kinds=tuple(given["options"]["kinds"]), warmup_steps=given["warmup_steps"],
             keep_memory=given["keep_memory"], keeps_residual=lambda kind: kind in given["with_residual"],
@@ -290,7 +293,7 @@ class _World:
         with (
             mock.patch.object(tuner, "perf_counter", read),
             mock.patch.object(dist, "all_reduce", all_reduce),
-            mock.patch.object(live_network, "measure", measured),
+            mock.patch.object(calibration, "measure", measured),
             mock.patch.object(BackgroundPlanner, "__init__", lambda *_: None),
             mock.patch.object(BackgroundPlanner, "done", lambda _: next(self._left["planned"])),
             mock.patch.object(BackgroundPlanner, "outcome", lambda _: _outcome_of(next(self._left["planned"]))),

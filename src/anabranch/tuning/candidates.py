@@ -1,19 +1,26 @@
-"""The plans to try on a live model, given the options, the trace and the network; and their predicted times."""
+"""Candidates: the plans to try on a live model, their predicted times, and planning them in the background."""
 
-from collections.abc import Collection
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from threading import Thread
+
+import torch.distributed as dist
+from torch import nn
 
 from anabranch import planning as planners
+from anabranch.exchange.agree import agree_on, from_rank_0
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Group
 from anabranch.planning.compressed import compressed
 from anabranch.planning.fewer_messages import with_fewer_messages
 from anabranch.planning.ladder import FREE, least_lossy
-from anabranch.planning.simulator import finish_s, lower_bound_s
 from anabranch.planning.simulator.iteration import messages
-from anabranch.tuning.calibration import as_recorded
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
+from anabranch.tuning.predictions import predicted_s
 from anabranch.tuning.trial import PRICE_OF_FIDELITY
-from anabranch.values.errors import NetworkError
 from anabranch.values.kinds.fidelity import error_of, error_of_plan, is_compressed
 from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT
 from anabranch.values.network import Network
@@ -21,11 +28,14 @@ from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
 MIXED = "as faithful as is hidden"
+WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still waits for its warm-up: it delays nothing
+
+Candidates = list[tuple[str, Plan]]  # with labels
 
 
 def candidates(
     options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy = DEFAULT_POLICY
-) -> list[tuple[str, Plan]]:
+) -> Candidates:
     """Labelled plans to try: the planner's, and one on several lanes if that is predicted to gain enough."""
     planner = planners.PLANNERS[options.planner] if isinstance(options.planner, str) else options.planner
     name = options.planner if isinstance(options.planner, str) else getattr(planner, "__name__", "your planner")
@@ -41,7 +51,7 @@ def _on_one_and_several_lanes(
     trace: Trace,
     network: Network,
     policy: TuningPolicy,
-) -> list[tuple[str, Plan]]:
+) -> Candidates:
     """A plan of this kind, and one on several lanes if that is predicted to gain enough."""
     if options.lanes == 1:
         return [one_lane]
@@ -55,7 +65,7 @@ def _on_one_and_several_lanes(
 
 def _compressed(
     options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy, plain: tuple[str, Plan]
-) -> list[tuple[str, Plan]]:
+) -> Candidates:
     """The plans with compressed buckets, if ``compress`` was given; a mix may have none.
 
     Other plans count only with a compressed bucket: that for bf16 of a model in float16 would be a dense plan in
@@ -80,14 +90,12 @@ def _compressed(
     return _with_compressed(_of_one_kind(kind, options, trace, network, policy))
 
 
-def _with_compressed(plans: list[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
+def _with_compressed(plans: Candidates) -> Candidates:
     """Those of the plans that have a compressed bucket."""
     return [(label, plan) for label, plan in plans if any(is_compressed(bucket.collective) for bucket in plan.buckets)]
 
 
-def _of_one_kind(
-    kind: str, options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy
-) -> list[tuple[str, Plan]]:
+def _of_one_kind(kind: str, options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy) -> Candidates:
     """The planned buckets of one compressed kind, with those dense that must not use it."""
     excluded = options.excluded.get(kind, frozenset())
     if kind not in EVERY_ELEMENT:
@@ -96,9 +104,7 @@ def _of_one_kind(
     return _on_one_and_several_lanes(best, kind, options, trace, network, policy)
 
 
-def _fastest_of_one_kind(
-    options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy
-) -> list[tuple[str, Plan]]:
+def _fastest_of_one_kind(options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy) -> Candidates:
     """Of the plans of one kind the one that is predicted to end first; of those that end with it, the most faithful.
 
     None if no gradient may use any kind. Plans without a compressed bucket do not count.
@@ -137,36 +143,51 @@ def _calibrations(plan: Plan, network: Network) -> str:
     return ", refined" if "refined" in network.meta else ""
 
 
-def lower_bound_step_s(trace: Trace, network: Network) -> float:
-    """A lower bound on the time from the start of forward to averaged gradients, for any plan on one lane."""
-    return trace.forward_s + lower_bound_s(trace, network)
+def warm_up_kinds(kinds: Sequence[str], collectives: Collectives, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Kinds for plans that run while training warms up: those without residuals, or if there are none, bf16."""
+    asked = [kind for kind in kinds if not collectives.keeps_residual(kind)]
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    may_round = all(collectives.supports(WARM_UP_KIND, dtype) for dtype in dtypes)
+    return asked or ([WARM_UP_KIND] if may_round else [])
 
 
-def unmerged_s(trace: Trace, network: Network) -> float:
-    """Predicted time with every gradient in a message of its own."""
-    return predicted_s(trace, planners.per_tensor(trace, network), network)
+def may_run(plan: Plan | None, steps_done: int, collectives: Collectives) -> bool:
+    """Whether a plan may run after this many steps: exchanges with residuals wait for the end of the warm-up."""
+    if plan is None or steps_done >= collectives.warmup_steps:
+        return True
+    return not any(collectives.keeps_residual(bucket.collective) for bucket in plan.buckets)
 
 
-def prediction_s(trace: Trace, plan: Plan | None, network: Network) -> float | None:
-    """As ``predicted_s``; None if the network has no cost for a kind, or the trace no gradient, that a plan names.
+class BackgroundPlanner:
+    """Runs ``plan`` on rank 0, in a daemon thread. Both methods are collective among the ranks of ``control``."""
 
-    The trace has no gradient of a parameter that was frozen before it was recorded, under a plan that was given.
-    """
-    names = {tensor.name for tensor in trace.tensors}
-    if plan is not None and any(name not in names for bucket in plan.buckets for name in bucket.names):
-        return None
-    try:
-        return predicted_s(trace, plan, network)
-    except NetworkError:
-        return None
+    def __init__(self, plan: Callable[[], Candidates], control: Group) -> None:
+        self._control = control
+        self._is_rank_0 = dist.get_rank(control) == 0
+        self._planned: Future[Candidates] = Future()
+        if self._is_rank_0:
+            Thread(target=self._run, args=(plan,), name="anabranch-planner", daemon=True).start()
 
+    def done(self) -> bool:
+        """Whether planning has finished."""
+        return bool(from_rank_0(bytes([self._planned.done()]), self._control)[0])
 
-def predicted_s(trace: Trace, plan: Plan | None, network: Network) -> float:
-    """Predicted time from the start of forward to averaged gradients; without a plan, under DDP's own buckets.
+    def outcome(self) -> tuple[Candidates, str]:
+        """Rank 0's candidates on every rank, once planning has finished; or no candidates, and why planning failed."""
+        failure = self._planned.exception() if self._is_rank_0 else None
+        found = self._planned.result() if self._is_rank_0 and failure is None else []
+        message = {
+            "labels": [label for label, _ in found],
+            "failure": f"{type(failure).__name__}: {failure}" if failure else "",
+        }
+        received = json.loads(from_rank_0(json.dumps(message).encode(), self._control))
+        labels = received["labels"]
+        plans = [agree_on(Plan, found[i][1] if self._is_rank_0 else None, self._control) for i in range(len(labels))]
+        return list(zip(labels, plans, strict=True)), received["failure"]
 
-    The trace was recorded under those, so that what their messages delay is in it already.
-    """
-    if plan is None:
-        trace = as_recorded(trace)
-        plan, network = planners.by_bytes(trace, network), replace(network, delays={})
-    return trace.forward_s + finish_s(trace, plan, network)
+    def _run(self, plan: Callable[[], Candidates]) -> None:
+        # An error must reach outcome(): the other ranks wait for it there.
+        try:
+            self._planned.set_result(plan())
+        except BaseException as error:
+            self._planned.set_exception(error)

@@ -15,7 +15,7 @@ from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Co
 from anabranch.tools.bench.run import Settings, race_all
 from anabranch.tools.bench.workload import replay_workload
 from anabranch.tools.report.documents import BASELINE, OURS, Benchmark
-from anabranch.tuning.candidates import predicted_s
+from anabranch.tuning.predictions import predicted_s
 from anabranch.values.files import load_bundled_trace
 from anabranch.values.plan import Plan
 

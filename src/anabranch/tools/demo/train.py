@@ -22,7 +22,7 @@ from anabranch.tools.demo.replay import NAME, replay
 from anabranch.tools.demo.training import Training, workload
 from anabranch.tools.demo.ways import AUTO, ON_FAST_LINKS, ON_SLOW_LINKS
 from anabranch.tools.report.documents import BASELINE, Benchmark
-from anabranch.tuning.candidates import prediction_s
+from anabranch.tuning.predictions import prediction_s
 
 SLOW, FAST = "slow", "fast"  # the demo's two parts
 LONGER = 2  # how many times as many steps compressed trainings have, so that all end at about the same time

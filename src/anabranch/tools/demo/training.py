@@ -24,8 +24,8 @@ from anabranch.tools.bench.zoo import Step
 from anabranch.tools.demo.text import CharTransformer, StandardLibrary
 from anabranch.tools.demo.ways import Way
 from anabranch.tools.report.documents import DemoTraining
-from anabranch.tuning.candidates import prediction_s
 from anabranch.tuning.explain import in_short
+from anabranch.tuning.predictions import prediction_s
 from anabranch.values.files import save
 
 LAYERS = 2  # with more of them, the demo takes longer than a newcomer waits
