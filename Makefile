@@ -13,13 +13,20 @@ CASE ?=
 RATE ?= 100mbit
 READY := $(VENV)/.ready-$(subst =,,$(TORCH))
 
-.PHONY: demo test quick frameworks torch-suite soak static check format docs clean
+.PHONY: demo test test-all campaigns quick frameworks torch-suite soak static check format docs clean
 
 # Without slow links: make demo RATE=unshaped
 demo: $(READY)
 	$(BIN)/anabranch demo --rate $(RATE) --keep demo --force
 
 test: $(READY)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup -m "not campaign"
+
+# What `make test` leaves out because it takes long: a browser, programs under torchrun, injected faults, torch's own tests.
+campaigns: $(READY)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup -m campaign
+
+test-all: $(READY)
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup
 
 quick: $(READY)
@@ -28,7 +35,7 @@ quick: $(READY)
 # With Transformers, Accelerate, Lightning, peft and torchao themselves, which `make test` leaves out where they are not installed.
 frameworks: $(READY)
 	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test-frameworks]'
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup tests/integrations tests/lean/test_low_bit_optimizers.py tests/test_examples.py
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup tests/frameworks tests/lean/test_low_bit_optimizers.py
 
 torch-suite: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m torch_suite

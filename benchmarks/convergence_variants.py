@@ -3,8 +3,8 @@
     python -m benchmarks.convergence_variants --task char --contestant oktopk:0.01,via=update --steps 1000 \\
         --output variants.jsonl
 
-The exchange is the library's own (``anabranch.exchange.sparse``), on ranks that share one process; every rank's gradient is
-computed by itself. Contestants are those of ``convergence.py`` and may add:
+The exchange is the library's own (``anabranch.exchange.sparse``), on ranks that share one process; every rank's
+gradient is computed by itself. Contestants are those of ``convergence.py`` and may add:
 
 via=gradient   what is sent is the gradient, and the optimizer sees the averages: the library's way
 via=update     each rank's own Adam makes an update of its gradient, and the updates are sent
@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from benchmarks.convergence import Contestant
 from benchmarks.convergence_tasks import TASKS, Task, anneal
+from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
 from anabranch.exchange.residuals.packing import PackedResidual
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.oktopk import exchange
-from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.block_format import STORED
+from anabranch.values.kinds.formats import STORED
 
 RANKS = 4
 BETA1, BETA2, EPS, DECAY = 0.9, 0.999, 1e-8, 0.01  # AdamW's

@@ -55,9 +55,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # not expor
 
 import anabranch as ab
 from anabranch.lean.activations.policy import Mode
-from anabranch.planning.memory.account import DDP, LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8, NAIVE, WAYS
 from anabranch.tools.bench import trainings
 from anabranch.tools.bench.trainings import TrainingSetup
+from anabranch.tools.predict.memory.modes import (
+    DDP,
+    LEAN,
+    LEAN_BF16,
+    LEAN_DENSE,
+    LEAN_HOST,
+    LEAN_INT8,
+    NAIVE,
+    OUR_MODES,
+)
 
 GIB = 1 << 30
 SHRUNK = 0.9  # of a batch that was out of memory
@@ -105,8 +114,8 @@ def by_lean(case: Case, mode: str, activations: Mode = "keep") -> Generator[None
     """Ours; with a budget it chooses how residuals are stored and where activations are."""
     setup = setup_of(case)._replace(plan=plan_of(case, mode))
     if case.budget_nbytes is not None:
-        return trainings.lean(setup, WAYS[mode], within_nbytes=case.budget_nbytes)
-    return trainings.lean(setup, WAYS[mode], ab.Activations(activations))
+        return trainings.lean(setup, OUR_MODES[mode], within_nbytes=case.budget_nbytes)
+    return trainings.lean(setup, OUR_MODES[mode], ab.Activations(activations))
 
 
 def lean(title: str, mode: str, recomputed: bool = False, within: Literal["", "limit", "share"] = "") -> Way:
@@ -455,7 +464,7 @@ def prepared(given: argparse.Namespace, job: Job, store: TCPStore, number: int, 
         torch.cuda.set_per_process_memory_fraction(1.0 if job.batch else limit_nbytes / total_nbytes)
     batch = job.batch or json.loads(store.get(f"predicted/{number}"))[0]
     if not batch and way.within:
-        ours = [row for row in before if SYSTEMS[row.way].mode in WAYS and row.seconds]
+        ours = [row for row in before if SYSTEMS[row.way].mode in OUR_MODES and row.seconds]
         batch = max(ours, key=lambda row: row.rate(given.ranks)).batch if ours else 1
     if tries := store.add(f"tries/{number}", 0):
         batch = max(1, int(batch * SHRUNK**tries))

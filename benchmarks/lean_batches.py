@@ -14,13 +14,12 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.lean.activations.recompute import recompute
-from anabranch.planning.memory import account
-from anabranch.planning.memory.account import DDP, WAYS, Setting, modes_of
-from anabranch.planning.memory.step_profile import StepProfile
+from anabranch.planning.memory import Setting, StepProfile
 from anabranch.tools.bench.memory import Build, compressed_plan, drain, in_bfloat16, release_memory, settle, zoo_build
 from anabranch.tools.bench.zoo import SEQUENCES
 from anabranch.tools.cli.user_function import load_function
 from anabranch.tools.predict.memory.largest_batch import MAX_BATCH, largest_batch
+from anabranch.tools.predict.memory.modes import DDP, OUR_MODES, modes_of, predict
 from anabranch.tools.predict.memory.probe import Loss, probe
 
 ON_GPU = torch.cuda.is_available()  # a CPU is enough to try everything but the measured memory
@@ -116,7 +115,7 @@ Training = Callable[[Case], Generator[Any, None, None]]  # a step per ``next``
 
 def plan_of(case: Case, mode: str) -> ab.Plan:
     """The buckets that Lean exchanges in a mode of the account, whatever it does with residuals."""
-    mode = modes_of(WAYS[mode].exchange)[0]
+    mode = modes_of(OUR_MODES[mode].exchange)[0]
     return compressed_plan(_order(case.name, case.precision), mode, DENSITY, case.weights_nbytes // case.buckets)
 
 
@@ -144,9 +143,9 @@ def _profile(name: str, batch: int, precision: str, recomputed: bool) -> StepPro
 
 def predicted_nbytes(case: Case, mode: str, recomputed: bool) -> int:
     """The peak that ``anabranch memory`` predicts for a mode."""
-    buckets = [bucket.names for bucket in plan_of(case, mode).buckets] if mode in WAYS else None
+    buckets = [bucket.names for bucket in plan_of(case, mode).buckets] if mode in OUR_MODES else None
     setting = Setting(ranks=case.ranks, density=DENSITY, buckets=buckets)
-    return account.predict(_profile(case.name, case.batch, case.precision, recomputed), mode, setting).nbytes
+    return predict(_profile(case.name, case.batch, case.precision, recomputed), mode, setting).nbytes
 
 
 def predicted_batch(case: Case, mode: str, recomputed: bool, limit_nbytes: int) -> int:

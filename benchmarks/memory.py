@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 import torch
 import torch.distributed as dist
 
-from anabranch.planning.memory.account import KINDS, Setting, predict
+from anabranch.planning.memory import KINDS, Setting
 from anabranch.tools.bench.memory import OPTIMIZERS, peak, runnable_modes, world, zoo_build
+from anabranch.tools.predict.memory.modes import predict
 from anabranch.tools.predict.memory.probe import probe
 
 SUBJECTS = ("resnet152:64", "vgg16:64", "bert-large:8", "gpt2:8")

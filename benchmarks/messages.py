@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from anabranch.exchange.contracts import all_gather, issued
 from anabranch.observe.environment import lab_note
-from anabranch.planning.quantised_prices import Region
+from anabranch.planning.prices import quantised_phases
 
 MIB = 1 << 20
 ROUNDS = 9
@@ -39,7 +39,8 @@ class Half:
     """The messages of one bucket, or of a half of it, on one group; sent from a stream of its own."""
 
     def __init__(self, numel: int, group: Any) -> None:
-        ranks, nbytes = dist.get_world_size(), Region.of("int8", numel, dist.get_world_size()).message_nbytes
+        ranks = dist.get_world_size()
+        nbytes = int(quantised_phases("int8", numel, ranks)[0].nbytes)
         self._group = group
         self._stream = torch.cuda.Stream(DEVICE) if CUDA else None
         self._all, self._got = (torch.zeros(ranks * nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))

@@ -15,7 +15,8 @@ from time import perf_counter
 import torch
 
 from anabranch.exchange.quantised.exchange import steps_for
-from anabranch.values.kinds.block_format import FORMATS, BlockFormat, Kept
+from anabranch.exchange.quantised.torch_steps import Kept
+from anabranch.values.kinds.formats import FORMATS, BlockFormat
 
 RANKS = 4
 TIMES = 20

@@ -50,7 +50,7 @@ def row(model: str, planner: str, folder: Path) -> str:
 def write(run: Path, model: str, planner: str) -> tuple[int, int]:
     """What a training of this model would leave behind; how many tensors it has, and how many buckets."""
     run.mkdir()
-    trace = ab.load(Path(ab.__file__).parent / "traces" / f"{model}.json")
+    trace = ab.load(Path(ab.__file__).parent / "values" / "traces" / f"{model}.json")
     assert isinstance(trace, ab.Trace)
     network = ab.Network.ring(16, alpha_s=30e-6, beta_s_per_byte=8e-10)
     plan = getattr(ab.planners, planner)(trace, network)

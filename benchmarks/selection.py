@@ -7,13 +7,14 @@ from statistics import median
 
 import torch
 import triton
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import triton_exchange
 from anabranch.exchange.sparse.triton_exchange import TritonStep
-from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES, Precision, Sizes
+from anabranch.values.kinds.formats import ENTRY_NBYTES, Sizes
+from anabranch.values.kinds.names import Wire
+from anabranch.values.kinds.options import OkTopk
 
 RANKS, DENSITY, DIVISOR, LIMIT = 4, 0.01, 4.0, 1e38
 
@@ -43,13 +44,13 @@ def bucket(numel: int) -> tuple[torch.Tensor, BucketState]:
     return gradient, state
 
 
-def begun(gradient: torch.Tensor, state: BucketState, wire: Precision = "fp32") -> TritonStep:
+def begun(gradient: torch.Tensor, state: BucketState, wire: Wire = "fp32") -> TritonStep:
     """A rank's step, with blank messages."""
     sizes = Sizes.of(len(gradient), RANKS, DENSITY, OkTopk(wire=wire))
     return TritonStep(gradient, state, VirtualWorld(RANKS).comms[0], sizes)
 
 
-def row(numel: int, wire: Precision) -> list[float]:
+def row(numel: int, wire: Wire) -> list[float]:
     """The times of one size."""
     gradient, state = bucket(numel)
     other, work = torch.empty_like(gradient), begun(gradient, state, wire)

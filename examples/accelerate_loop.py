@@ -16,8 +16,8 @@ import torch
 from accelerate import Accelerator
 
 import anabranch
-from anabranch.tools.demo.text import CharTransformer, StandardLibrary
 from anabranch.frameworks.accelerate import use_anabranch
+from anabranch.tools.demo.text import CharTransformer, StandardLibrary
 
 ACCUMULATED = 2  # batches per step
 

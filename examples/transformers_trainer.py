@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from anabranch.tools.demo.text import CHARACTERS, StandardLibrary
 from anabranch.frameworks.transformers import use_anabranch
+from anabranch.tools.demo.text import CHARACTERS, StandardLibrary
 
 LENGTH = 64
 

@@ -43,20 +43,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: set[str] = set()  # functions whose first case is behind us
     for item in items:
         if isinstance(item, pytest.Function):
             _mark(item)
+            function = re.sub(r"\[.*", "", item.nodeid)
+            if item.get_closest_marker("campaign_but_first") and function in seen:
+                item.add_marker("campaign")
+            seen.add(function)
     if config.getoption("--quick"):
-        chosen = _first_cases(item for item in items if not item.get_closest_marker("slow"))
+        long = {item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("campaign")}
+        chosen = _first_cases(item for item in items if item not in long)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # so that no core waits for them in the end
+    # So that no core waits for them in the end.
+    items.sort(key=lambda item: 2 - bool(item.get_closest_marker("campaign")) - bool(item.get_closest_marker("slow")))
 
 
 def _mark(item: pytest.Function) -> None:
-    """Add ``slow`` to tests that start programs or a browser, and a group to tests that must share a worker."""
+    """Add ``slow`` to tests that start programs, ``campaign`` to a browser's, a group to tests that share a worker."""
     fixtures = [definitions[-1] for definitions in item._fixtureinfo.name2fixturedefs.values()]
-    if "browser" in item.fixturenames or _reaches_subprocess([item.function, *(fixture.func for fixture in fixtures)]):
+    if "browser" in item.fixturenames:
+        item.add_marker("campaign")
+    if _reaches_subprocess([item.function, *(fixture.func for fixture in fixtures)]):
         item.add_marker("slow")
     if item.path.parent == TESTS / "tools" / "lab":  # a lab looks at all processes and network devices of the machine
         item.add_marker(pytest.mark.xdist_group("lab"))

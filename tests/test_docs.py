@@ -186,7 +186,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     (folder / "run").mkdir()
     network = ab.Network.ring(4, alpha_s=30e-6, beta_s_per_byte=8e-10)
-    trace = ab.load(ROOT / "src" / "anabranch" / "traces" / "googlenet.json")
+    trace = ab.load(ROOT / "src" / "anabranch" / "values" / "traces" / "googlenet.json")
     assert isinstance(trace, ab.Trace)
     ab.save(trace, folder / "run" / "trace.json")
     ab.save(network, folder / "network.json")
@@ -307,6 +307,7 @@ def test_messages_in_troubleshooting_are_those_of_the_source() -> None:
 # The site.
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     build = subprocess.run(

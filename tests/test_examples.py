@@ -10,7 +10,6 @@ import runpy
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import DEFAULT, patch
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import anabranch as ab
-from anabranch.tools.demo.text import CHARACTERS, CharTransformer
+from anabranch.tools.demo.text import CharTransformer
 from ranks import on_ranks
 from torchrun import DEADLINE_S, KILLER, aborted_at_its_end, torchrun
 
@@ -79,7 +78,10 @@ def test_examples_are_short_and_change_one_line(example: str) -> None:
 
 @pytest.mark.parametrize(
     ("example", "steps", "prints"),
-    [("char_transformer.py", 40, "after 40 steps on 2 ranks"), ("digits.py", 50, "digits it has not seen")],
+    [
+        pytest.param("char_transformer.py", 40, "after 40 steps on 2 ranks", marks=pytest.mark.campaign),
+        ("digits.py", 50, "digits it has not seen"),
+    ],
 )
 def test_the_losses_are_those_of_ddp(example: str, steps: int, prints: str, tmp_path: Path) -> None:
     """Of two summands the order does not matter: with two ranks every layout gives the same bits."""
@@ -91,6 +93,7 @@ def test_the_losses_are_those_of_ddp(example: str, steps: int, prints: str, tmp_
     assert ours == ddp
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("ranks", "victim", "rounding"), [(2, 1, 0.0), (3, 2, 1e-5)])
 def test_a_killed_run_resumes_to_the_losses_of_one_that_was_not(
     ranks: int, victim: int, rounding: float, tmp_path: Path
@@ -120,6 +123,7 @@ def sparse_program(plan: Path) -> tuple[str | Path, ...]:
     return EXAMPLES / "char_transformer.py", "--steps", "25", "--every", "10", "--compress", "0.05", "--plan", plan
 
 
+@pytest.mark.campaign
 def test_a_killed_sparse_run_resumes_bit_by_bit(tmp_path: Path) -> None:
     """What waits on each rank is in the checkpoint: with a plan and deterministic sums, as if nothing had happened."""
     killer, checkpoint = tmp_path / "killer.py", tmp_path / "run.pt"
@@ -136,6 +140,7 @@ def test_a_killed_sparse_run_resumes_bit_by_bit(tmp_path: Path) -> None:
     assert "30 steps on 2 ranks" in out and fewer[:20] == whole[:20] and len(fewer) == 30
 
 
+@pytest.mark.campaign
 def test_torchrun_restarts_a_sparse_run_bit_by_bit(tmp_path: Path) -> None:
     """A rank dies in step 17; under --max-restarts torchrun ends the other and starts both, which go on after 15."""
     killer = tmp_path / "killer.py"
@@ -156,6 +161,7 @@ def test_torchrun_restarts_a_sparse_run_bit_by_bit(tmp_path: Path) -> None:
     assert all(torch.equal(final["model"][name], weight) for name, weight in expected["model"].items())
 
 
+@pytest.mark.campaign
 def test_the_sharded_example_resumes_bit_by_bit_and_on_fewer_ranks(tmp_path: Path) -> None:
     """Two nodes of two ranks; 10 of 14 steps, then the rest, then four more on two nodes of one rank."""
     program = (EXAMPLES / "sharded.py", "--compress", "0.05", "--steps")
@@ -169,6 +175,7 @@ def test_the_sharded_example_resumes_bit_by_bit_and_on_fewer_ranks(tmp_path: Pat
     assert len(fewer) == 4 and max(fewer) < whole[0]
 
 
+@pytest.mark.campaign
 def test_the_sharded_example_finds_a_plan_and_has_the_same_losses(tmp_path: Path) -> None:
     program = (EXAMPLES / "sharded.py", "--compress", "none", "--steps", "6")
     losses, _ = losses_under_torchrun(2, tmp_path, *program)
@@ -177,58 +184,3 @@ def test_the_sharded_example_finds_a_plan_and_has_the_same_losses(tmp_path: Path
     again, out = losses_under_torchrun(2, tmp_path, *program, "--plan", tmp_path / "plan.json")
     assert "ms simulated" not in out
     assert planned == again == losses
-
-
-# With frameworks, where they are installed.
-
-FRAMEWORKS = [("transformers_trainer.py", "transformers"), ("accelerate_loop.py", "accelerate")]
-
-
-@pytest.mark.parametrize(("example", "package"), FRAMEWORKS)
-def test_the_losses_of_a_framework_are_those_of_ddp(example: str, package: str, tmp_path: Path) -> None:
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    program = (EXAMPLES / example, "--steps", "20", "--wrap")
-    ddp, _ = losses_under_torchrun(2, tmp_path, *program, "ddp")
-    ours, out = losses_under_torchrun(2, tmp_path, *program, "anabranch")
-    assert "after 20 steps" in out and "DDP's own buckets" in out
-    assert ours == ddp and ours[-1] < ours[0]
-
-
-def int4_plan(path: Path) -> Path:
-    """Two buckets of the Trainer's GPT-2, whose rounding errors are kept; the output layer shares its weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 64}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=CHARACTERS, bos_token_id=0, eos_token_id=0, **sizes))
-    names = [name for name, _ in model.named_parameters()][::-1]
-    ab.save(
-        ab.Plan((ab.Bucket(tuple(names[:20]), collective="int4"), ab.Bucket(tuple(names[20:]), collective="int4"))),
-        path,
-    )
-    return path
-
-
-def compressed_program(example: str, folder: Path) -> tuple[str | Path, ...]:
-    """An example that keeps residuals under a given plan, so that it repeats bit by bit."""
-    if example == "transformers_trainer.py":
-        return EXAMPLES / example, "--compress", "int4", "--plan", int4_plan(folder / "plan.json")
-    *_, plan = sparse_program(folder / "plan.json")
-    return EXAMPLES / example, "--compress", "0.05", "--plan", plan
-
-
-@pytest.mark.parametrize("compressed", [False, True], ids=["dense", "compressed"])
-@pytest.mark.parametrize(("example", "package"), FRAMEWORKS)
-def test_a_framework_goes_on_if_a_rank_is_killed(example: str, package: str, compressed: bool, tmp_path: Path) -> None:
-    """Rank 1 is killed in step 27 of 30, torchrun starts both again, and they go on from step 20, bit by bit."""
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    killer, kept = tmp_path / "killer.py", "--output" if package == "transformers" else "--checkpoint"
-    killer.write_text(KILLER)
-    ours = compressed_program(example, tmp_path) if compressed else (EXAMPLES / example,)
-    stock = ours if compressed else (*ours, "--wrap", "ddp")
-    whole, _ = losses_under_torchrun(2, tmp_path, *stock, "--steps", "30", kept, tmp_path / "whole")
-    killed = (killer, "1", str(2 * 27), *ours, "--steps", "30", kept, tmp_path / "killed")
-    resumed, out = losses_under_torchrun(2, tmp_path, *killed, restarts=1)
-    assert out.count("20 times backward") == 2, "ten steps of two batches on both ranks"
-    assert resumed == whole

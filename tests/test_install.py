@@ -17,7 +17,6 @@ from importlib.metadata import PathDistribution, distribution, distributions
 from pathlib import Path
 
 import pytest
-from benchmarks.papers import laysa
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -118,13 +117,13 @@ def link_requirements(packages: Path, folder: Path) -> None:
 
 
 def test_the_wheel_and_the_source_distribution_hold_the_whole_package(built: Path) -> None:
-    """Also what is no Python: recorded traces, the pieces of the report's page, our own measurements."""
+    """Also what is no Python: recorded traces, the pieces of the report's page."""
     ours = {
         path.relative_to(SOURCE.parent).as_posix()
         for path in SOURCE.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"anabranch/traces/resnet50.json", "anabranch/py.typed"} <= ours
+    assert {"anabranch/values/traces/resnet50.json", "anabranch/py.typed"} <= ours
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if ".dist-info/" not in name} == ours
@@ -168,25 +167,17 @@ def test_it_plans_simulates_and_compares(installed: Installed) -> None:
     assert (simulated["command"], compared["command"]) == ("simulate", "compare")
 
 
+@pytest.mark.campaign
 def test_a_command_whose_extra_is_missing_says_which_in_one_line(installed: Installed) -> None:
     needs = "which is not installed: pip install 'anabranch"
     what = ("--trace", "vgg16", "--network", CLUSTER)
     installed.command("plan", *what, "-o", "one.json")
     installed.command("simulate", *what, "--plan", "one.json", "-o", "timeline.json")
     assert f"anabranch report needs plotly, {needs}[report]'" in installed.error("report", "timeline.json", "one.json")
-    assert f"--plot needs matplotlib, {needs}[report]'" in installed.error("scale", *what[:2], "--plot", "scaling.svg")
+    assert f"--plot needs plotly, {needs}[report]'" in installed.error("scale", *what[:2], "--plot", "scaling.html")
     assert f"anabranch lab needs pyroute2, {needs}[lab]'" in installed.error("lab", "--rate", "1gbit", "--", "true")
     model = installed.error("record", "resnet50", "--device", "cpu", "-o", "trace.json")
     assert f"the model resnet50 needs torchvision, {needs}[models]' 'torch==" in model
-
-
-def test_our_measurements_are_inside(installed: Installed) -> None:
-    """What ``anabranch reproduce`` shows of them is the same without the source of the project."""
-    document = json.loads(installed.command("reproduce", "laysa", "--json"))
-    expected = laysa.reproduce().sections[0].figures
-    found = [(figure["what"], figure["ours"]) for figure in document["sections"][0]["figures"]]
-    assert found == [(figure.what, figure.ours) for figure in expected]
-    assert any(figure.ours is not None for figure in expected)
 
 
 TRAINING = """
@@ -215,6 +206,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.campaign
 def test_it_trains_on_two_ranks(installed: Installed) -> None:
     ranks = [
         subprocess.Popen(

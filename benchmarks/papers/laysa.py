@@ -6,8 +6,8 @@ from benchmarks.papers.measurements import measurements
 from benchmarks.papers.stand_in import bundled
 from benchmarks.papers.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
 
-from anabranch.planning.memory.account import DDP, LEAN, LEAN_HOST, NAIVE, Setting, predict
-from anabranch.planning.memory.step_profile import MemoryUse, OptimizerMemory, ReadyGradient, StepProfile
+from anabranch.planning.memory import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile
+from anabranch.tools.predict.memory.modes import DDP, LEAN, LEAN_HOST, NAIVE, predict
 
 PAPER = "LaySA (Zhao, Liu, Wang, Feng: IEEE Access 2021)"
 SOURCE = "the abstract, §3.1; models, GPUs, network, density and batch sizes are not available"
@@ -82,7 +82,7 @@ def without_activations() -> Section:
     return Section(
         "Memory beside activations: weights, gradients, residual, optimizer state, messages, workspace",
         "nothing to compare: LaySA's 80.5 % include activations",
-        "predicted by anabranch.planning.memory.account from the sizes in our traces: 4 ranks, 1 %, SGD with momentum; naive "
+        "predicted by anabranch.planning.memory from the sizes in our traces: 4 ranks, 1 %, SGD with momentum; naive "
         "sparse: top-k with error feedback of the whole model after backward; not measured",
         tuple(figures),
         (f"gradients of more than {MATRIX_NUMEL:,} elements are taken for matrices, which may travel sparsely",),
@@ -119,8 +119,8 @@ def with_activations() -> Section:
     return Section(
         "Memory of a whole step, Lean with residuals and activations in host memory",
         SOURCE,
-        "predicted by anabranch.tools.predict.memory from a step on tensors without data: 4 ranks, 1 %, SGD with momentum, against "
-        "naive sparse that keeps everything; not measured",
+        "predicted by anabranch.tools.predict.memory from a step on tensors without data: 4 ranks, 1 %, SGD with "
+        "momentum, against naive sparse that keeps everything; not measured",
         tuple(figures),
     )
 

@@ -10,10 +10,10 @@ from benchmarks.papers.stand_in import StandIn, bundled
 from benchmarks.papers.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
 
 from anabranch import planning as planners
-from anabranch.planning.compressed import compressed_if_faster
+from anabranch.planning.merge import compressed_if_faster
+from anabranch.planning.prices import SPARSE_ON_H200, sparse_exchange, sparse_phases
 from anabranch.planning.simulator import finish_s
-from anabranch.planning.sparse_prices import H200, exchange_of, phases
-from anabranch.values.kinds.sparse_names import kind_of
+from anabranch.values.kinds.names import kind_of
 from anabranch.values.links import AlphaBeta
 from anabranch.values.network import Network
 from anabranch.values.trace import Trace
@@ -72,7 +72,9 @@ def volumes() -> Section:
     case = f"{RANKS} workers, {NUMEL:,} elements"
     figures = [_bounded(case, name, table[name.split(",")[0]], sent / k) for name, sent in words_sent().items()]
     large = published_costs(numel, selected_count(numel), WORKERS)[OURS].words / selected_count(numel)
-    fixed = sum(p.sent_nbytes for p in phases(numel, WORKERS, DENSITY).values()) / (WORD_NBYTES * selected_count(numel))
+    fixed = sum(p.sent_nbytes for p in sparse_phases(numel, WORKERS, DENSITY).values()) / (
+        WORD_NBYTES * selected_count(numel)
+    )
     figures.append(_bounded(f"{WORKERS} workers, BERT", FIXED, large, fixed))
     return Section(
         "Words that the busiest rank sends or receives in a step, in units of k (1 %)",
@@ -105,7 +107,7 @@ def throughput() -> Section:
         "simulated: our H200 trace of BERT-base (batch 8, sequence 128, as theirs), its gradients enlarged alike to "
         "133,547,324 elements; links of 30 µs and the rate named; every scheme sends one flat vector after backward, "
         "as in the paper; the others by the cost table; Ok-Topk by the messages of our exchange (sparse/cost_model.py) "
-        f"and selection of {H200['fp32'].source}, which is granted to all that select",
+        f"and selection of {SPARSE_ON_H200['fp32'].source}, which is granted to all that select",
         tuple(figures),
         (
             "Piz Daint's α, β and the P100's computing time were not to be read, so only the order of magnitude "
@@ -126,8 +128,8 @@ def bert() -> Trace:
 def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
     links = AlphaBeta("ring", ALPHA_S, 8e-9 / gbit)
     numel, case = trace.nbytes // WORD_NBYTES, f"{gbit} Gbit/s"
-    compute_s, selecting_s = trace.forward_s + trace.backward_s, H200["fp32"].seconds(trace.nbytes)
-    own_s = compute_s + exchange_of(DENSITY).seconds(trace.nbytes, links, WORKERS)
+    compute_s, selecting_s = trace.forward_s + trace.backward_s, SPARSE_ON_H200["fp32"].seconds(trace.nbytes)
+    own_s = compute_s + sparse_exchange(DENSITY).seconds(trace.nbytes, links, WORKERS)
     over = {}
     for name, cost in published_costs(numel, selected_count(numel), WORKERS).items():
         if name != OURS:
@@ -143,7 +145,7 @@ def _speedups(trace: Trace, gbit: int) -> Iterator[Figure]:
 
 def _planned(trace: Trace, network: Network) -> float:
     """How many times as fast as the exact dense plan a step with sparse buckets is."""
-    network = exchange_of(DENSITY).priced(network)
+    network = sparse_exchange(DENSITY).priced(network)
     dense, sparse = planners.optimal(trace, network), compressed_if_faster(trace, network, kind_of(DENSITY))
     return (trace.forward_s + finish_s(trace, dense, network)) / (trace.forward_s + finish_s(trace, sparse, network))
 

@@ -5,6 +5,7 @@ turns a Plan into a Timeline, and files for all of them: none of these imports t
 DistributedDataParallel that runs a plan on a live model, imports torch when it is first used.
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -49,9 +50,7 @@ if _TYPE_CHECKING:
     from anabranch.observe.metrics import Logger, Metrics
     from anabranch.parallel import DataParallel
     from anabranch.tuning.policy import TuningPolicy
-    from anabranch.values.kinds.auto import Auto
-    from anabranch.values.kinds.oktopk import OkTopk
-    from anabranch.values.kinds.quantised import Quantised
+    from anabranch.values.kinds.options import Auto, OkTopk, Quantised
 
 __all__ = [
     "Activations",
@@ -113,11 +112,13 @@ __all__ = [
     "watch",
 ]
 
+# These two are public by name: ``from anabranch.sharded import Block`` works wherever their rooms are.
+_sys.modules.update({"anabranch.planners": planners, "anabranch.sharded": sharded})
 
 # Imported on first use, since they import torch, which planning does not need.
 _WITH_TORCH = {
     "Activations": "anabranch.lean.activations.policy",
-    "Auto": "anabranch.values.kinds.auto",
+    "Auto": "anabranch.values.kinds.options",
     "CommHookState": "anabranch.frameworks.comm_hooks",
     "CommState": "anabranch.frameworks.distributed_checkpoint",
     "DataParallel": "anabranch.parallel",
@@ -127,9 +128,9 @@ _WITH_TORCH = {
     "LeanDataParallel": "anabranch.lean.parallel",
     "Logger": "anabranch.observe.metrics",
     "Metrics": "anabranch.observe.metrics",
-    "OkTopk": "anabranch.values.kinds.oktopk",
+    "OkTopk": "anabranch.values.kinds.options",
     "Progress": "anabranch.observe.loggers",
-    "Quantised": "anabranch.values.kinds.quantised",
+    "Quantised": "anabranch.values.kinds.options",
     "Replication": "anabranch.fsdp.replicate",
     "ReplicationState": "anabranch.frameworks.replication_checkpoint",
     "TensorBoard": "anabranch.observe.loggers",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from anabranch.ddp.compiled.graphs import CompiledGraphs, python_reducer_reason
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
+from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.compression import (
     Compress,
@@ -32,15 +33,15 @@ from anabranch.exchange.compression import (
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.exchange.parameters import model_parts
 from anabranch.exchange.residuals.optimizer_momentum import check_shareable, share_momentum
-from anabranch.lean.options import Lean
-from anabranch.lean.parallel import LeanDataParallel
-from anabranch.lean.wrapping import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.tuning.options import Planner, TuningOptions, timeline_path, write_timeline
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import CLOSED, Tuned
 from anabranch.tuning.tuner import Agree
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
+
+if TYPE_CHECKING:
+    from anabranch.lean.options import Lean
 
 log = logging.getLogger("anabranch")
 
@@ -68,10 +69,12 @@ class DataParallel(Tuned, ExtensibleDDP):
     memory: Lean(...) returns a ``LeanDataParallel`` instead, which is no DistributedDataParallel.
     """
 
-    def __new__(cls, module: nn.Module | None = None, *args: Any, memory: Lean | None = None, **options: Any) -> Any:
+    def __new__(cls, module: nn.Module | None = None, *args: Any, memory: "Lean | None" = None, **options: Any) -> Any:
         """A DataParallel; with ``memory``, a short cut to ``LeanDataParallel``."""
         if memory is None:
             return super().__new__(cls)
+        from anabranch.lean.parallel import LeanDataParallel  # only models under Lean load it
+
         return LeanDataParallel(module, *args, memory=memory, **options)  # type: ignore[arg-type]
 
     _alone = False  # one rank: gradients are already their own average
@@ -89,10 +92,10 @@ class DataParallel(Tuned, ExtensibleDDP):
         profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
         cache: str | os.PathLike[str] | bool | None = None,
-        memory: Lean | None = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
+        memory: "Lean | None" = None,  # noqa: ARG002 - always None here: otherwise __new__ returns another class
         **options: Any,
     ) -> None:
-        check_unwrapped(module)
+        check_unwrapped(module, Tuned)
         compress = settings_of(compress)
         check_policy(policy)
         tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)

@@ -15,7 +15,7 @@ SOURCE = Path(anabranch.__file__).parent
 ALLOWED = SOURCE / "ddp" / "reducer.py"
 MODULE = "torch.nn.parallel.distributed"
 EXCEPTIONS = {  # by file and name, with the reason
-    ("comm/model.py", "_ddp_params_and_buffers_to_ignore"): "users' modules carry it, by torch's convention",
+    ("exchange/parameters.py", "_ddp_params_and_buffers_to_ignore"): "users' modules carry it, by torch's convention",
 }
 
 

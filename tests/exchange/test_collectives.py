@@ -13,7 +13,7 @@ from anabranch.exchange.dense import DenseExchanges, dense, dense_traffic
 from anabranch.exchange.lanes import Lanes
 from anabranch.exchange.launcher import BucketLauncher
 from anabranch.exchange.quantised.exchanges import QuantisedExchanges
-from anabranch.values.kinds.quantised import Quantised
+from anabranch.values.kinds.options import Quantised
 from exchange.fake_exchanges import EighthsExchanges, FakeMemory, eighths
 from ranks import on_ranks
 

@@ -67,6 +67,7 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str, program: str)
         dist.destroy_process_group()
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize(
     ("program", "fault"),
     [("trial", "die"), ("trial", "fail"), *((shape, fault) for shape in MESHES for fault in ("die", "stall"))],

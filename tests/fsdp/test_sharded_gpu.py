@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.host_memory import FastHost
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -35,7 +36,6 @@ from anabranch.exchange.agree import from_all_ranks
 from anabranch.fsdp import trial as sharding_trial
 from anabranch.fsdp.shard import no_groups_reason
 from anabranch.observe.measure import drive
-from anabranch.tools.bench.host_memory import FastHost
 from anabranch.tools.cli.ranks import join
 from fsdp.sharded_runs import weights
 from gpu import ON_GPU, no_waiting

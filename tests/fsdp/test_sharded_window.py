@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 import anabranch as ab
-from anabranch.observe import window_file
-from anabranch.tools.report.runs.window import rank_steps
+from anabranch.observe import trace_window
+from anabranch.tools.report.window import rank_steps
 from fsdp.sharded_runs import BLOCKS, batch_of, model_of, train, two_nodes
 from observe.trace_events import check_format, of_rank
 from ranks import on_ranks
@@ -94,7 +94,7 @@ def refusals(rank: int, folder: str) -> list[str]:
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    window_file.log.addHandler(handler)
+    trace_window.log.addHandler(handler)
     train(model, range(2))
     watch.close()
     return [*said, *warned]

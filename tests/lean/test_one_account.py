@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 import anabranch as ab
 from anabranch.lean.activations.cost_model import Action, BlockCosts
 from anabranch.lean.within import Storage, WithinBudget
-from anabranch.planning.memory import account
-from anabranch.planning.memory.account import LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8, Setting
+from anabranch.planning.memory import Setting, peak_footprint
 from anabranch.tools.predict.memory.estimator import ActivationMode, MemoryEstimator
+from anabranch.tools.predict.memory.modes import LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
 from ranks import on_ranks
 
@@ -110,8 +110,7 @@ def probed_peak(storage: Storage, activations: ActivationMode, link: Any) -> int
     )
     window_nbytes = max(link.window_nbytes, link.ahead_nbytes)
     return max(
-        account.predict(step, way, replace(setting, window_nbytes=window_nbytes)).nbytes
-        for way, setting in storage.ways
+        peak_footprint(step, way, replace(setting, window_nbytes=window_nbytes)).nbytes for way, setting in storage.ways
     )
 
 

@@ -17,7 +17,7 @@ import anabranch as ab
 from anabranch.lean import engine, residuals
 from anabranch.lean.slots import FreshSlots, Slot, SlotRing
 from anabranch.lean.update import BucketUpdater
-from anabranch.planning.memory.slots import ring_nbytes
+from anabranch.planning.memory import ring_nbytes
 from lean.activations.lazy_copies import LazyCopies
 from ranks import on_ranks
 

@@ -31,9 +31,8 @@ from anabranch.lean.within import (
     choose_within,
     gradients_of,
 )
-from anabranch.planning.memory.account import FRAGMENTATION, OKTOPK, Setting, Way
-from anabranch.planning.memory.step_profile import OptimizerMemory, allocated_nbytes
-from anabranch.values.kinds.names import DENSE
+from anabranch.planning.memory import FRAGMENTATION, OptimizerMemory, Setting, TrainingMode, allocated_nbytes
+from anabranch.values.kinds.names import DENSE, OKTOPK
 from lean.activations.naive_solver import chains, every_choice, links, moves, played_extra_s, played_peak
 from lean.test_host_waits import naive_wait_s
 from ranks import on_ranks
@@ -96,7 +95,7 @@ def held_of(blocks: list[BlockCosts], numel: int, clips: bool = False, every: in
         if number % every == 0
     ]
     setting = replace(SETTING, clips=clips, buckets=[[one.name] for one in made] if numel else None)
-    return Held(512, OptimizerMemory(1024), made, [(Way(OKTOPK if numel else DENSE, lean=True), setting)])
+    return Held(512, OptimizerMemory(1024), made, [(TrainingMode(OKTOPK if numel else DENSE, lean=True), setting)])
 
 
 def storages_of(blocks: list[BlockCosts], numel: int, with_host: bool = True) -> list[Storage]:
@@ -181,7 +180,7 @@ def language_model() -> tuple[list[BlockCosts], Held]:
     names = [one.name for one in gradients]
     setting = Setting(ranks=4, buckets=[*(names[i : i + 2] for i in range(0, 24, 2)), names[24:]])
     n = sum(one.nbytes for one in gradients)
-    return blocks, Held(n, OptimizerMemory(2 * n), gradients, [(Way(OKTOPK, lean=True), setting)])
+    return blocks, Held(n, OptimizerMemory(2 * n), gradients, [(TrainingMode(OKTOPK, lean=True), setting)])
 
 
 @pytest.mark.parametrize(("ranks_at_once", "chosen"), [(1, "int8"), (4, "in place")])

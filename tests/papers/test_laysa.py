@@ -5,9 +5,9 @@ import torch
 from benchmarks.papers import laysa
 from torch import nn
 
-from anabranch.planning.memory.account import LEAN_HOST, NAIVE, predict
 from anabranch.tools.bench import memory as ways
 from anabranch.tools.bench import zoo
+from anabranch.tools.predict.memory.modes import LEAN_HOST, NAIVE, predict
 from anabranch.tools.predict.memory.probe import Loss, probe
 from tools.predict.memory.models import images
 

@@ -6,7 +6,7 @@ from benchmarks.papers import oktopk
 from benchmarks.papers.oktopk_counts import DENSITY
 from benchmarks.papers.table import AGREES, Section
 
-from anabranch.planning.sparse_prices import phases
+from anabranch.planning.prices import sparse_phases
 from anabranch.values.links import AlphaBeta
 
 
@@ -69,7 +69,7 @@ def test_the_published_range_and_ours_overlap(throughput: Section) -> None:
 def test_where_latencies_weigh_more_than_words(throughput: Section) -> None:
     """As the notes say: of Ok-Topk's messages at 256 workers, from 25 Gbit/s on and not at 10."""
     numel = oktopk.BERT.numel or 0
-    exchange = phases(numel, oktopk.WORKERS, DENSITY).values()
+    exchange = sparse_phases(numel, oktopk.WORKERS, DENSITY).values()
     for gbit in oktopk.GBITS:
         words_s = sum(phase.sent_nbytes for phase in exchange) * 8e-9 / gbit
         latencies_s = sum(phase.messages for phase in exchange) * oktopk.ALPHA_S

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import anabranch as ab
 from anabranch import Network
-from anabranch.values.kinds.block_format import FORMATS
-from anabranch.values.kinds.quantised import ROUNDINGS
+from anabranch.values.kinds.formats import FORMATS
+from anabranch.values.kinds.options import ROUNDINGS
 from parallel.given_gradients import (
     COLUMNS,
     ROWS,

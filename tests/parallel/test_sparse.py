@@ -11,7 +11,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.tuning.decide import Verdict
-from anabranch.values.kinds.sparse_names import DENSITIES, kind_of
+from anabranch.values.kinds.names import DENSITIES, kind_of
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
 from parallel.twins import SCENARIOS
 from ranks import on_ranks

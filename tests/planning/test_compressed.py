@@ -4,7 +4,7 @@ import pytest
 
 from anabranch import Curve, Network, NetworkError, Plan, TensorSpec, Trace
 from anabranch import planning as planners
-from anabranch.planning.compressed import compressed, compressed_if_faster
+from anabranch.planning.merge import compressed, compressed_if_faster
 from anabranch.planning.simulator import finish_s
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from anabranch import Curve, Network, Plan, TensorSpec, Trace
-from anabranch.planning.fewer_messages import ADDED_ERROR, with_fewer_messages
-from anabranch.planning.ladder import MERGED, least_lossy
+from anabranch.planning.ladder import ADDED_ERROR, MERGED, least_lossy, with_fewer_messages
 from anabranch.planning.simulator import finish_s
 from anabranch.values.kinds.fidelity import LADDER, error_of
 from anabranch.values.plan import Bucket

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from anabranch import Curve, CurvePoint, Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
-from anabranch.planning import optimum
+from anabranch.planning import merge as optimum
 from anabranch.planning.simulator import finish_s
 from oracles import Best, all_cuts, allowed, brute_force, naive_dp
 from shorthand import trace_of

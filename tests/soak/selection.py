@@ -1,4 +1,7 @@
-"""A case of every class of faults, for ``make test``: drawn once, by ``next(drawn(seed))``, and written down."""
+"""A case of every class of faults: drawn once, by ``next(drawn(seed))``, and written down.
+
+``make campaigns`` runs them all, ``make test`` three of them.
+"""
 
 SELECTION = (
     "kill-backward/scattered/3/1/20/raise",
@@ -28,4 +31,9 @@ SELECTION = (
     "hostile-plan/default/2/0/0/exit",
     "kill-saving/scattered/2/0/0/raise",
     "links-slower/scattered/2/1/9/exit",
+)
+BRIEF = (
+    "kill-backward/scattered/3/1/20/raise",
+    "nan-skipped/bucket-view/2/1/21/exit",
+    "other-planner/scattered/2/1/0/exit",
 )

@@ -1,40 +1,31 @@
 """The judge itself: what is planted must be found, in the same way as a campaign would find it."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from soak.campaign import Campaign
 from soak.case import Case
 from soak.faults import PLANTED
-from soak.judge import GOOD, Verdict, close, judge
+from soak.judge import GOOD, close, judge
 from soak.world import RankRecord, Server
 
 VICTIM = 1
 MOMENT = 3
 
 
-@pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verdict]]:
-    """The verdicts of all planted faults; most of the time is spent waiting for those that hang."""
+@pytest.mark.campaign
+def test_what_is_planted_is_found_and_nothing_else(tmp_path: Path) -> None:
+    """Most of the time is spent waiting for those that hang."""
     cases = {name: Case(name, "no-tuning", 2, VICTIM, MOMENT, "close") for name in [*PLANTED, "explain-alone"]}
     with Server() as server, ThreadPoolExecutor(len(cases)) as pool:
-        campaign = Campaign(server, tmp_path_factory.mktemp("planted"))
-        yield dict(zip(cases, pool.map(campaign.run, cases.values()), strict=True))
-
-
-@pytest.mark.parametrize("name", list(PLANTED))
-def test_what_is_planted_is_found(verdicts: dict[str, Verdict], name: str) -> None:
-    verdict = verdicts[name]
-    assert verdict.outcome == PLANTED[name].row and verdict.why and not verdict.good, verdict
-
-
-def test_where_nothing_is_planted_nothing_is_found(verdicts: dict[str, Verdict]) -> None:
+        campaign = Campaign(server, tmp_path)
+        verdicts = dict(zip(cases, pool.map(campaign.run, cases.values()), strict=True))
+    for name, planted in PLANTED.items():
+        verdict = verdicts[name]
+        assert verdict.outcome == planted.row and verdict.why and not verdict.good, verdict
     assert verdicts["explain-alone"].outcome == "trained on", verdicts["explain-alone"]
-
-
-def test_a_stalled_rank_is_named_with_its_last_word(verdicts: dict[str, Verdict]) -> None:
     assert f"rank {VICTIM} has not ended" in verdicts["planted-hang"].why and "'fault'" in verdicts["planted-hang"].why
 
 

@@ -13,7 +13,7 @@ from anabranch.tools.network_presets import NO_SPREAD, PRESETS, NetworkRange
 from strategies import models
 from tools.cli.nouns import measured
 
-REPORT = Path(__file__).parents[1] / "benchmarks" / "rivals_h200_lab_25gbit_2026-11-15.md"
+REPORT = Path(__file__).parents[2] / "benchmarks" / "rivals_h200_lab_25gbit_2026-11-15.md"
 SIZES = st.sampled_from([2, 4, 8, 64, 2048, 65536])
 
 

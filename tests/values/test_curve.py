@@ -5,7 +5,7 @@ from math import inf, nan
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from anabranch import Curve, CurvePoint, Network, TensorSpec, Trace
@@ -120,6 +120,7 @@ def test_least_s_per_byte_is_reached(curve: Curve, most: int) -> None:
 
 
 @given(measured_curves, st.floats(0, 3))
+@example(Curve.through([(0, 0.0), (1, 5e-324, 1.0)]), 1.0)
 def test_shifted(curve: Curve, spreads: float) -> None:
     assert curve.shifted(0) == curve
     worse, better = curve.shifted(spreads), curve.shifted(-spreads)

@@ -1,7 +1,7 @@
 """What ``compress=`` may be, and the exchanges that it stands for."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -16,13 +16,9 @@ from anabranch.exchange.residuals.memory import NO_PARAMETERS, ResidualMemory
 from anabranch.exchange.residuals.momentum import Momentum
 from anabranch.exchange.sparse.exchanges import OkTopkExchanges
 from anabranch.exchange.sparse.exchanges import probe_of as sparse_probe_of
-from anabranch.planning.memory.account import Setting, Way
-from anabranch.values.kinds.auto import Auto
-from anabranch.values.kinds.block_format import BlockFormat
-from anabranch.values.kinds.names import COMPRESSED, DENSE
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.quantised import Quantised
-from anabranch.values.kinds.sparse_names import DENSITIES, KIND, density_of, kind_of, split_wire
+from anabranch.values.kinds.formats import BlockFormat
+from anabranch.values.kinds.names import COMPRESSED, DENSE, DENSITIES, density_of, kind_of, split_wire
+from anabranch.values.kinds.options import Auto, OkTopk, Quantised
 
 Compress = str | Sequence[str] | Quantised | OkTopk | Auto | None  # what a user may give
 Settings = Quantised | OkTopk | Auto | None  # the same, with names and lists spelt out
@@ -56,12 +52,17 @@ def described(settings: Settings) -> str:
 
 def keeps_residuals(settings: Settings) -> bool:
     """Whether what is not sent in a step is kept for the next one."""
-    keeps = _keeps_residual(settings)
-    return any(keeps(kind) for kind in kinds_of(settings))
+    return any(keeps_residual(settings, kind) for kind in kinds_of(settings))
+
+
+def keeps_residual(settings: Settings, kind: str) -> bool:
+    """Whether a bucket of this kind has a residual."""
+    options = options_by_kind(_quantised(settings)).get(kind)
+    return options.keeps_residual if options is not None else density_of(kind) is not None
 
 
 def kinds_of(settings: Settings) -> tuple[str, ...]:
-    """The kinds of exchange that plans may choose from, beside dense ones."""
+    """The kinds of exchange that plans may choose from, in addition to dense ones."""
     if isinstance(settings, Auto):
         return tuple(settings.kinds or ())
     if isinstance(settings, OkTopk):
@@ -73,18 +74,6 @@ def kinds_of(settings: Settings) -> tuple[str, ...]:
 def may_be_sparse(parameter: torch.Tensor) -> bool:
     """Whether a gradient may be sent sparsely: vectors (biases, norms) are few, and delay hurts them most."""
     return parameter.dim() > 1 and parameter.dtype in DTYPES
-
-
-def in_account(settings: Settings, setting: Setting) -> list[tuple[Way, Setting]]:
-    """The exchanges that plans may choose on Lean, for the account of memory: dense where nothing is compressed."""
-    keeps = _keeps_residual(settings)
-    options = settings.oktopk if isinstance(settings, Auto) else settings if isinstance(settings, OkTopk) else OkTopk()
-    found = []
-    for kind in kinds_of(settings):
-        density = density_of(kind)
-        way = Way(kind, True, rounding_errors=keeps(kind)) if density is None else Way(KIND, True)
-        found.append((way, replace(setting, density=density or 1.0, options=options)))
-    return found or [(Way(DENSE, True), setting)]
 
 
 def probe_of(kind: str) -> Collective:
@@ -119,7 +108,7 @@ def collectives_for(
     _check_residual_dtypes(rounded, parameters)
     options = settings if isinstance(settings, OkTopk) else settings.oktopk if isinstance(settings, Auto) else OkTopk()
     memory = ResidualMemory(
-        _keeps_residual(settings),
+        partial(keeps_residual, settings),
         parameters,
         group,
         averaged,
@@ -146,12 +135,6 @@ def _quantised(settings: Settings) -> tuple[Quantised, ...]:
     if isinstance(settings, Quantised):
         return (settings,)
     return tuple(Quantised(kind) for kind in kinds_of(settings) if kind in COMPRESSED)
-
-
-def _keeps_residual(settings: Settings) -> Callable[[str], bool]:
-    """Tells whether a bucket of a kind has a residual."""
-    options = options_by_kind(_quantised(settings))
-    return lambda kind: options[kind].keeps_residual if kind in options else density_of(kind) is not None
 
 
 def _excluded(kind: str, parameters: Mapping[str, torch.Tensor]) -> list[str]:

@@ -22,8 +22,7 @@ from anabranch.exchange.compression import Settings, keeps_residuals, name_of, s
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.lanes import Lane, Lanes, Message
 from anabranch.exchange.one_kind import OneKindExchanges, only_kind
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.quantised import Quantised
+from anabranch.values.kinds.options import OkTopk, Quantised
 
 
 class CommHookState:

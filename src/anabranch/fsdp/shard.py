@@ -27,7 +27,7 @@ from anabranch.fsdp.mesh import (
     inherit_timeouts,
 )
 from anabranch.fsdp.planning import ShardingPlan, load
-from anabranch.fsdp.planning.files import dumps
+from anabranch.fsdp.planning.values import dumps
 from anabranch.fsdp.replicate import TESTED
 from anabranch.values.compatibility import check_seams
 from anabranch.values.errors import PlanError

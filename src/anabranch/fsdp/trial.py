@@ -33,8 +33,8 @@ from anabranch.fsdp.mesh import (
 )
 from anabranch.fsdp.planning import Links, ShardedTrace, ShardingPlan, peak_nbytes, step_s
 from anabranch.fsdp.planning import plan as planned
-from anabranch.fsdp.planning.files import dumps
-from anabranch.fsdp.planning.step import BETWEEN
+from anabranch.fsdp.planning.simulator import BETWEEN
+from anabranch.fsdp.planning.values import dumps
 from anabranch.fsdp.replicate import replicate
 from anabranch.fsdp.shard import no_groups_reason, shard
 from anabranch.fsdp.watch import Watch

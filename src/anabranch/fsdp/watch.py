@@ -24,7 +24,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, ShardingPlan, Unit, simulate
-from anabranch.fsdp.planning.step import BETWEEN, INSIDE, REST_LABEL, unit_label
+from anabranch.fsdp.planning.simulator import BETWEEN, INSIDE, REST_LABEL, unit_label
 from anabranch.fsdp.replicate import (
     TESTED,
     gradient_dtype,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from anabranch.lean.activations.cost_model import HostLink
-from anabranch.planning.memory.slots import SLOTS
+from anabranch.planning.memory import SLOTS
 
 
 class HostBucket(NamedTuple):

@@ -17,7 +17,7 @@ from anabranch.lean.options import Lean
 from anabranch.lean.residuals import DeviceResiduals, HostResiduals, ResidualStore, RoundedResiduals
 from anabranch.lean.update import BucketUpdater
 from anabranch.observe.step_timer import StepObserver
-from anabranch.planning.memory.account import ResidualPlacement
+from anabranch.planning.memory import ResidualPlacement
 from anabranch.values.plan import Plan
 
 

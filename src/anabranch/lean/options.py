@@ -10,7 +10,7 @@ import torch
 
 from anabranch.lean.activations.policy import Activations, Mode
 from anabranch.lean.clipping import Clipping
-from anabranch.planning.memory.account import ResidualPlacement
+from anabranch.planning.memory import ResidualPlacement
 from anabranch.values.quantities import size_nbytes
 
 KEPT = Activations(mode="keep")

@@ -17,6 +17,7 @@ from torch._compile import _disable_dynamo
 from anabranch import planning as planners
 from anabranch.ddp.compiled.graphs import CompiledGraphs
 from anabranch.ddp.reducer import compiled_as_ddp
+from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.exchange.agree import all_or_none, check_same, from_rank_0
 from anabranch.exchange.collectives import Scaler
 from anabranch.exchange.compression import (
@@ -24,7 +25,6 @@ from anabranch.exchange.compression import (
     Settings,
     collectives_for,
     described,
-    in_account,
     may_be_sparse,
     settings_of,
 )
@@ -37,19 +37,17 @@ from anabranch.lean.layout import LeanLayout, trained_parameters
 from anabranch.lean.optimizer_memory import memory_of, nbytes_of
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.torch_calls import scaler_of_this_pass, watch
-from anabranch.lean.within import Held, WithinBudget, gradients_of
+from anabranch.lean.within import Held, WithinBudget, gradients_of, in_account
 from anabranch.lean.within import described as described_within
-from anabranch.lean.wrapping import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.observe.step_timer import StepObserver
 from anabranch.planning.fixed import DDP_CAP_NBYTES
-from anabranch.planning.memory.account import BLAS_WORKSPACE_NBYTES, Setting
-from anabranch.planning.memory.step_profile import allocated_nbytes
+from anabranch.planning.memory import BLAS_WORKSPACE_NBYTES, Setting, allocated_nbytes
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned import Tuned
 from anabranch.tuning.tuner import Tuner
-from anabranch.values.kinds.block_format import STORED
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.formats import STORED
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import TensorSpec, Trace
@@ -94,7 +92,7 @@ class LeanDataParallel(Tuned, nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        check_unwrapped(module)
+        check_unwrapped(module, Tuned)
         dtensor_reason(module)
         compress = settings_of(compress)
         _check_arguments(unnamed, others, compress, memory)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.futures import Future
 
-from anabranch.planning.memory.slots import ALIGNMENT, SLOTS, ring_nbytes
+from anabranch.planning.memory import ALIGNMENT, SLOTS, ring_nbytes
 
 
 class Slot(NamedTuple):

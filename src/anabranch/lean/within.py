@@ -1,7 +1,7 @@
 """What to do within a budget of memory: how residuals are stored, and what happens to activations.
 
 Every way to store residuals leaves some room for activations, and takes some time in each step. How much a way holds at
-every moment of a step is said by the account (``footprint.account``), as for ``anabranch memory``: of a model that
+every moment of a step is computed by ``planning.memory``, as for ``anabranch memory``: of a model that
 trains it gets what its blocks were seen to save. For each way the solver finds the least extra time with which
 activations keep within the room. The way with the least sum is chosen; of ways that differ by less than a measurement
 can tell, the most exact one. What copies to the host must be faster by more than that, since its price is less certain.
@@ -16,30 +16,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
 from anabranch.lean.activations.cost_model import RECOMPUTED, Action, BlockCosts, HostLink, in_use, predict
 from anabranch.lean.activations.solver import BudgetError, Choice, choose, choose_with_windows, smallest_budget
 from anabranch.lean.activations.speeds import Speeds
 from anabranch.lean.host_waits import HostBucket, predicted_wait_s
-from anabranch.planning.memory import account
-from anabranch.planning.memory.account import (
+from anabranch.planning.memory import (
     FRAGMENTATION,
     Footprint,
+    MemoryUse,
     Moment,
+    OptimizerMemory,
+    ReadyGradient,
     ResidualPlacement,
     Setting,
-    Way,
+    StepProfile,
+    TrainingMode,
+    allocated_nbytes,
     lean_moments,
+    peak_footprint,
     residual_nbytes,
     residuals_by_bucket,
 )
-from anabranch.planning.memory.step_profile import (
-    MemoryUse,
-    OptimizerMemory,
-    ReadyGradient,
-    StepProfile,
-    allocated_nbytes,
-)
+from anabranch.values.kinds.names import DENSE, OKTOPK, density_of
+from anabranch.values.kinds.options import Auto, OkTopk
 
 ALIKE = 0.005  # share of the computing time by which ways may differ and count as equally fast
 # What copies to the host must be faster than what does not by more than this share of the computing time. Other copies
@@ -71,7 +72,7 @@ class Held:
     weights_nbytes: int
     optimizer: OptimizerMemory
     gradients: Sequence[Gradient]
-    exchanges: Sequence[tuple[Way, Setting]]
+    exchanges: Sequence[tuple[TrainingMode, Setting]]
 
     def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float, with_host: bool) -> list["Storage"]:
         """The ways to store residuals, the most exact first; ``with_host``: host memory is not the device's.
@@ -94,7 +95,7 @@ class Held:
     def _storage(self, step: "BlockStep", residuals: ResidualPlacement) -> "Storage":
         ways = [(way._replace(residuals=residuals), setting) for way, setting in self.exchanges]
         moments = [moment for way, setting in ways for moment in lean_moments(step.profile, setting, way)]
-        held_nbytes = min(moment.beside.nbytes for moment in moments)
+        held_nbytes = min(moment.footprint.nbytes for moment in moments)
         return Storage(residuals, step, ways, held_nbytes, step.on_top(moments, held_nbytes), step.at_end(moments))
 
     def _step(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
@@ -126,7 +127,7 @@ class BlockStep:
         most: dict[tuple[int, bool], int] = {}
         for moment in moments:
             if moment.index < len(gradients):
-                nbytes = moment.beside.nbytes + gradients[moment.index].nbytes - held_nbytes
+                nbytes = moment.footprint.nbytes + gradients[moment.index].nbytes - held_nbytes
                 key = (moment.index, moment.ready)
                 most[key] = max(most.get(key, 0), nbytes)
         return {
@@ -136,7 +137,7 @@ class BlockStep:
 
     def at_end(self, moments: Iterable[Moment]) -> int:
         """The most that is in memory when backward is over."""
-        return max(moment.beside.nbytes for moment in moments if moment.index == len(self.profile.gradients))
+        return max(moment.footprint.nbytes for moment in moments if moment.index == len(self.profile.gradients))
 
     def computed_s(self, blocks: Iterable[BlockCosts], actions: Mapping[str, Action]) -> list[float]:
         """By gradient: seconds of backward, with what it recomputes, until its block is differentiated."""
@@ -179,7 +180,7 @@ class Storage:
 
     residuals: ResidualPlacement
     step: BlockStep
-    ways: Sequence[tuple[Way, Setting]]
+    ways: Sequence[tuple[TrainingMode, Setting]]
     held_nbytes: int
     on_top_nbytes: Mapping[str, int]
     end_nbytes: int
@@ -191,7 +192,7 @@ class Storage:
         moved_nbytes = predict(blocks, link, actions).moved_nbytes
         profile = self.step.with_activations(in_use(blocks, link, actions), moved_nbytes)
         window_nbytes = max(link.window_nbytes or 0, link.ahead_nbytes or 0)
-        found = (account.predict(profile, way, replace(s, window_nbytes=window_nbytes)) for way, s in self.ways)
+        found = (peak_footprint(profile, way, replace(s, window_nbytes=window_nbytes)) for way, s in self.ways)
         return max(found, key=lambda footprint: footprint.nbytes)
 
     def peak_nbytes(self, blocks: Sequence[BlockCosts], link: HostLink, actions: Mapping[str, Action]) -> int:
@@ -406,3 +407,18 @@ def _host_buckets(residuals: Iterable[tuple[int, int]], computed_s: Sequence[flo
         found.append(HostBucket(nbytes, computed_s[index] - before_s))
         before_s = computed_s[index]
     return found
+
+
+def in_account(settings: Settings, setting: Setting) -> list[tuple[TrainingMode, Setting]]:
+    """The exchanges that plans may choose on Lean, for the account of memory: dense where nothing is compressed."""
+    options = settings.oktopk if isinstance(settings, Auto) else settings if isinstance(settings, OkTopk) else OkTopk()
+    found = []
+    for kind in kinds_of(settings):
+        density = density_of(kind)
+        mode = (
+            TrainingMode(kind, True, rounding_errors=keeps_residual(settings, kind))
+            if density is None
+            else TrainingMode(OKTOPK, True)
+        )
+        found.append((mode, replace(setting, density=density or 1.0, options=options)))
+    return found or [(TrainingMode(DENSE, True), setting)]

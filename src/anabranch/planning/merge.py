@@ -1,14 +1,61 @@
-"""Planners that merge gradients on one lane: the published MG-WFBP rule, and the exact optimum that beats it."""
+"""Planners that merge gradients on one lane: the published MG-WFBP rule, and the exact optimum that beats it.
 
-from collections.abc import Sequence
+The optimum is found by dynamic programming over where to cut.
+
+With r[i] the instant at which the i-th gradient is ready, S[i] the bytes of the first i gradients, and T the cost of a
+message, the earliest instant at which the first i gradients can have travelled is
+
+    f[0] = 0        f[i] = min over j < i of  max(f[j], r[i]) + T(S[i] − S[j])
+
+because finishing a prefix earlier never delays the rest. T never falls, hence neither does f, which leaves little to
+try:
+
+*  of the cuts with f[j] ≤ r[i] (the channel is free when gradient i comes) only the last one matters, since it
+   leaves the smallest message;
+*  for the others the term is f[j] + T(S[i] − S[j]). On one straight line of T, with slope s, the best cut is the one
+   with the least f[j] − s·S[j]; and the cuts whose message falls on that line are a window that only moves forward
+   as i grows. So its minimum is kept in a monotone queue, at constant cost per gradient.
+
+That is O(n·K) for n gradients and a curve of K lines. Among all plans that finish at f[n] one with fewest buckets is
+then found by the same recurrence in layers, f_c[i] being the optimum with at most c buckets: the least c with
+f_c[n] = f[n].
+
+Where sending a message delays all later gradients by d, count in a clock that stops for that long at each launch. With
+u_c[i] the earliest instant, on that clock, at which the first i gradients can have travelled in exactly c messages,
+
+    u_0[0] = 0        u_c[i] = min over j < i of  max(u_{c−1}[j], r[i]) + T(S[i] − S[j]) − d
+
+and a plan of c messages finishes at max(u_c[n], r[n]) + c·d. So every c is solved by itself, O(n²) each, until the
+delays or the start-ups of more messages alone take longer than the best plan so far.
+"""
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from anabranch.planning.fixed import by_bytes, in_ready_order, per_tensor, single
-from anabranch.planning.optimum import best_cuts
 from anabranch.planning.simulator import finish_s
+from anabranch.values.curve import Segment
+from anabranch.values.kinds.names import DENSE
 from anabranch.values.network import Network
-from anabranch.values.plan import Plan, runs
+from anabranch.values.plan import Bucket, Plan, runs
 from anabranch.values.trace import TensorSpec, Trace
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+# Sums taken in another order differ in their last bits: two plans this close, relatively, finish together.
+SAME = 1e-12
+# On a steeper line S·s is so much larger than f that f − s·S would lose more digits than that.
+STEEP = 1e3
+MOST_DELAYED = 1024  # gradients, for which all messages that can be are priced: tables of 8 MB
 
 
 def mgwfbp(trace: Trace, network: Network) -> Plan:
@@ -27,7 +74,7 @@ def optimal(trace: Trace, network: Network, cap_nbytes: int | None = None, colle
     """The plan of consecutive buckets on one lane that finishes first; among equals, the one with fewest buckets.
 
     Exact for every network (any curve that never falls; with delays for up to 1024 gradients), by dynamic programming
-    (``planners.optimum``); with ``cap_nbytes`` exact among plans whose buckets hold at most that much (a larger tensor
+    (``best_cuts``); with ``cap_nbytes`` exact among plans whose buckets hold at most that much (a larger tensor
     still travels, by itself).
 
     Several dtypes cannot share a bucket. Each is then planned exactly as if it had the network to itself, and a fixed
@@ -55,7 +102,7 @@ def optimal(trace: Trace, network: Network, cap_nbytes: int | None = None, colle
 
 def using(plan: Plan, collective: str) -> Plan:
     """The same buckets, sent by another collective."""
-    if collective == "dense":
+    if collective == DENSE:
         return plan
     return Plan(tuple(replace(bucket, collective=collective) for bucket in plan.buckets))
 
@@ -73,3 +120,216 @@ def published(trace: Trace, start_s: float, s_per_byte: float, patience_s: float
             parts.append(tensors[first : index + 1])
             first, free_s, nbytes = index + 1, begin_s + start_s + s_per_byte * nbytes, 0
     return in_ready_order(trace, parts, lanes)
+
+
+def compressed(trace: Trace, network: Network, collective: str, dense: Collection[str] = ()) -> Plan:
+    """The exact plan for ``collective``; buckets that the dense collective sends as fast travel dense.
+
+    The gradients named in ``dense`` are planned separately and always travel dense.
+    """
+    always_dense = [tensor for tensor in trace.tensors if tensor.name in dense]
+    compressible = [tensor for tensor in trace.tensors if tensor.name not in dense]
+    buckets: list[Bucket] = []
+    if compressible:
+        tensors = {tensor.name: tensor for tensor in compressible}
+        for bucket in optimal(replace(trace, tensors=tuple(compressible)), network, collective=collective).buckets:
+            seconds, dense_s = (
+                network.seconds(kind, sum(tensors[name].cost_nbytes(kind) for name in bucket.names))
+                for kind in (collective, DENSE)
+            )
+            gains = seconds < dense_s
+            buckets.append(bucket if gains else replace(bucket, collective=DENSE))
+    if always_dense:
+        buckets += optimal(replace(trace, tensors=tuple(always_dense)), network).buckets
+    place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
+    return Plan(tuple(sorted(buckets, key=lambda bucket: max(place[name] for name in bucket.names))))
+
+
+def compressed_if_faster(trace: Trace, network: Network, collective: str, dense: Collection[str] = ()) -> Plan:
+    """The plan for ``collective``; the exact dense plan if that finishes no later."""
+    plans = [optimal(trace, network), compressed(trace, network, collective, dense)]
+    return min(plans, key=lambda plan: finish_s(trace, plan, network))
+
+
+def best_cuts(
+    ready_s: Sequence[float],
+    nbytes: Sequence[int],
+    segments: Sequence[Segment],
+    cap_nbytes: int | None = None,
+    delay_s: float = 0.0,
+) -> list[int]:
+    """Where to open new buckets, so that the last one finishes first, with as few buckets as that allows.
+
+    ``delay_s``: by how much each message delays the gradients after it. Beyond ``MOST_DELAYED`` gradients it counts as
+    a part of the message, which is not exact.
+    """
+    if delay_s and len(ready_s) > MOST_DELAYED:
+        segments, delay_s = [one._replace(seconds=one.seconds + delay_s) for one in segments], 0.0
+    problem = _Problem(ready_s, nbytes, segments, cap_nbytes)
+    return problem.delayed(delay_s) if delay_s else problem.fewest(problem.earliest())
+
+
+class _Problem:
+    """Ready times, prefix sums and cost curve as arrays, for both recurrences."""
+
+    def __init__(
+        self, ready_s: Sequence[float], nbytes: Sequence[int], segments: Sequence[Segment], cap: int | None
+    ) -> None:
+        self.n = len(ready_s)
+        self.ready = np.array([0.0, *ready_s])
+        self.total = np.concatenate(([0], np.cumsum(np.array(nbytes, dtype=np.int64))))
+        self.at = np.array([segment.nbytes for segment in segments], dtype=np.int64)
+        self.seconds = np.array([segment.seconds for segment in segments])
+        self.slope = np.array([segment.s_per_byte for segment in segments])
+        # The first cut that a bucket ending at i may have under the cap; a tensor may always travel by itself.
+        self.least = np.zeros(self.n + 1, dtype=np.int64)
+        if cap is not None:
+            within = np.searchsorted(self.total, self.total - cap, side="left")
+            self.least = np.minimum(within, np.maximum(np.arange(self.n + 1) - 1, 0))
+
+    def cost(self, nbytes: Ints) -> Floats:
+        """T of each message."""
+        k = np.searchsorted(self.at, nbytes, side="right") - 1
+        return np.asarray(self.seconds[k] + self.slope[k] * (nbytes - self.at[k]))
+
+    def earliest(self) -> float:
+        """f[n], by the recurrence with monotone queues, in plain numbers: faster than arrays at this grain."""
+        ready, total, least = self.ready.tolist(), self.total.tolist(), self.least.tolist()
+        lines = list(zip(self.at.tolist(), self.seconds.tolist(), self.slope.tolist(), strict=True))
+        ends = [*self.at.tolist()[1:], math.inf]
+        queues: list[deque[int]] = [deque() for _ in lines]  # cuts j, rising, and with them f[j] − s·S[j]
+        entered = [0] * len(lines)  # the next cut to enter each queue
+        f = [0.0]
+        free = 0
+        for i in range(1, self.n + 1):
+            now, sent = ready[i], total[i]
+            while free + 1 < i and f[free + 1] <= now:
+                free += 1
+            best = math.inf
+            if least[i] <= free:
+                size = sent - total[free]
+                start, seconds, slope = lines[bisect_right(lines, size, key=itemgetter(0)) - 1]
+                best = now + seconds + slope * (size - start)
+            oldest = max(free + 1, least[i])
+            longest = sent - total[oldest] if oldest < i else -1
+            for k, (start, seconds, slope) in enumerate(lines):
+                if longest < start:
+                    break
+                queue = queues[k]
+                j = max(entered[k], oldest)
+                while j < i and sent - total[j] >= start:
+                    # f[q] − s·S[q] ≥ f[j] − s·S[j], written as differences, which lose no digits.
+                    while queue and f[queue[-1]] - f[j] >= slope * (total[queue[-1]] - total[j]):
+                        queue.pop()
+                    queue.append(j)
+                    j += 1
+                entered[k] = j
+                while queue and (queue[0] < oldest or sent - total[queue[0]] >= ends[k]):
+                    queue.popleft()
+                if queue:
+                    best = min(best, f[queue[0]] + (seconds + slope * (sent - total[queue[0]] - start)))
+            f.append(best)
+        return f[-1]
+
+    def fewest(self, finish: float) -> list[int]:
+        """The cuts of a plan with fewest buckets among those that finish by ``finish``."""
+        layers = [np.full(self.n + 1, math.inf)]
+        layers[0][0] = 0.0
+        windows = self._windows()
+        while layers[-1][-1] > finish * (1 + SAME):
+            layers.append(self._one_more_bucket(layers[-1], windows))
+        cuts: list[int] = []
+        i = self.n
+        for before in reversed(layers[:-1]):
+            low = self.least[i]
+            candidates = np.maximum(before[low:i], self.ready[i]) + self.cost(self.total[i] - self.total[low:i])
+            # Of equally good cuts the latest, which leaves the shorter last message.
+            i = int(i - 1 - np.argmin(candidates[::-1]))
+            if i == 0:
+                break
+            cuts.append(i)
+        return cuts[::-1]
+
+    def delayed(self, delay_s: float) -> list[int]:
+        """The cuts of the plan that finishes first, with fewest buckets, if each delays the gradients after it."""
+        size = np.arange(self.n + 1)
+        allowed = (size[:, None] < size[None, :]) & (size[:, None] >= self.least[None, :])  # [j, i]
+        cost = np.where(allowed, self.cost(np.maximum(self.total[None, :] - self.total[:, None], 0)), math.inf)
+        layer = np.where(size == 0, 0.0, math.inf)
+        layers: list[Ints] = []  # of each c: where the last message of the first i gradients begins
+        best, chosen = math.inf, 0
+        start_s, transfers_s = self.seconds[0], self._least_transfers_s()
+        while len(layers) < self.n:
+            messages = len(layers) + 1
+            if max(self.ready[-1] + messages * delay_s, self.ready[1] + messages * start_s + transfers_s) >= best:
+                break
+            ends = np.maximum(layer[:, None], self.ready[None, :]) + cost - delay_s
+            layers.append(ends.argmin(axis=0))
+            layer = ends.min(axis=0)
+            finish = max(layer[-1], self.ready[-1]) + len(layers) * delay_s
+            if finish < best * (1 - SAME):
+                best, chosen = finish, len(layers)
+        cuts, i = [], self.n
+        for before in reversed(layers[:chosen]):
+            i = int(before[i])
+            cuts.append(i)
+        return cuts[-2::-1]
+
+    def _least_transfers_s(self) -> float:
+        """What all bytes take beside start-ups, at the best rate that the curve offers any message."""
+        sizes = np.array([*(size for size in self.at[1:] if size < self.total[-1]), self.total[-1]])
+        rates = (self.cost(sizes) - self.seconds[0]) / np.maximum(sizes, 1)
+        return float(rates.min() * self.total[-1])
+
+    def _windows(self) -> list[tuple[Ints, Ints, Ints]]:
+        """Per line of T: the ends i that have cuts on it, and their first and last-plus-one cut."""
+        high = np.arange(self.n + 1)
+        result = []
+        for beyond in [*self.at[1:], self.total[-1] + 1]:
+            low = np.maximum(np.searchsorted(self.total, self.total - beyond, side="right"), self.least)
+            some = np.flatnonzero(low < high)
+            result.append((some, low[some], high[some]))
+            high = np.minimum(low, high)
+        return result
+
+    def _one_more_bucket(self, f: Floats, windows: list[tuple[Ints, Ints, Ints]]) -> Floats:
+        """f_{c+1} from f_c, for all i at once; the queues' windows become range minima."""
+        last = np.maximum(np.arange(self.n + 1) - 1, 0)
+        free = np.minimum(np.searchsorted(f, self.ready, side="right") - 1, last)
+        at_once = self.ready + self.cost(self.total - self.total[free])
+        best = np.minimum(f, np.where(self.least <= free, at_once, math.inf))
+        for k, (ends, low, high) in enumerate(windows):
+            queued = np.maximum(low, free[ends] + 1)
+            some = np.flatnonzero(queued < high)
+            if some.size:
+                here = ends[some]
+                best[here] = np.minimum(best[here], self._least(f, k, here, queued[some], high[some]))
+        best[0] = 0.0
+        return best
+
+    def _least(self, f: Floats, k: int, ends: Ints, low: Ints, high: Ints) -> Floats:
+        """min over j in [low, high) of f[j] + T(S[i] − S[j]) on line k, for each i of ``ends``; no range is empty."""
+        slope, total, origin = self.slope[k], self.total, self.total[low.min()]
+        if slope * (total[high.max() - 1] - origin) <= STEEP * self.ready[-1]:
+            key = _range_min(f - slope * (total - origin), low, high, np.minimum)
+            return np.asarray(key + (self.seconds[k] + slope * (total[ends] - origin - self.at[k])))
+
+        def better(a: Ints, b: Ints) -> Ints:  # on a steep line f − s·S would cancel: compare differences
+            return np.where(f[a] - f[b] <= slope * (total[a] - total[b]), a, b)
+
+        with np.errstate(invalid="ignore"):  # two cuts that cannot be reached: inf − inf, and either will do
+            cut = _range_min(np.arange(self.n + 1), low, high, better)
+        return np.asarray(f[cut] + (self.seconds[k] + slope * (total[ends] - total[cut] - self.at[k])))
+
+
+def _range_min(values: Any, low: Ints, high: Ints, least: Callable[[Any, Any], Any]) -> Any:
+    """The least of values[low:high] for many non-empty ranges, from the least of all windows of 1, 2, 4, … values."""
+    level = np.frexp((high - low).astype(np.float64))[1] - 1
+    result = np.empty(len(low), dtype=values.dtype)
+    window = values
+    for power in range(int(level.max()) + 1):
+        chosen = np.flatnonzero(level == power)
+        if chosen.size:
+            result[chosen] = least(window[low[chosen]], window[high[chosen] - (1 << power)])
+        window = least(window[: -(1 << power)], window[1 << power :])
+    return result

@@ -1,14 +1,24 @@
-"""Cost of an exchange at any number of ranks: its messages on the links of a network, and the computing beside them.
+"""The price of an exchange at any number of ranks: its messages on the links of a network, and its computing.
 
-``sparse/cost_model.py`` and ``quantised/cost_model.py`` say what the exchanges of their family send and compute.
+Every rank of a quantised exchange sends each other rank a region of 1/P of the bucket, once to its owner and once as
+its owner. Of 100 M elements on 4 ranks in int8 that is 2 · 3 · 25.4 MB, where an all-reduce sends 2 · ¾ · 400 MB.
+
+A sparse exchange is priced as the one of fixed-size messages, which GPUs run. Its traffic depends on sizes alone, so a
+formula gives at 2048 ranks what tests count at a few. Of 100 M elements at 1 % on 4 ranks, each rank sends 312,500
+pairs to every other rank, and as many once around the ring: 2 · 3 · 2.5 MB. With a wire of bf16 it sends half of that,
+with int8 three eighths and the scales.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
 from anabranch.values.curve import Curve
+from anabranch.values.kinds.formats import FORMATS, Sizes
+from anabranch.values.kinds.names import BF16, INT4, INT8, Wire, density_of, kind_of, split_wire
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.links import AlphaBeta, TwoLevel
 from anabranch.values.network import Network
 
@@ -31,7 +41,7 @@ class Phase(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """The time an exchange computes beside its messages, by the bytes of the bucket, and where that is known from."""
+    """The time an exchange computes in addition to its messages, by the bytes of the bucket; and who measured it."""
 
     start_s: float
     s_per_byte: float
@@ -64,7 +74,7 @@ class Exchange:
 
     kind        as a bucket names it, such as "int8"
     phases      what a rank sends, by the elements of the bucket and the number of ranks
-    computing   the time it computes beside that
+    computing   the time it computes in addition
     two_level   ranks of a node are averaged densely, and only nodes exchange in this way
     """
 
@@ -131,3 +141,72 @@ class Exchange:
 def links_of(network: Network) -> AlphaBeta | TwoLevel:
     """The links of a network: those of its model, or of the ring that costs as much as its dense collective."""
     return network.model or AlphaBeta.ring_like(network.world_size, *network.curve("dense").line())
+
+
+def _on_h200(what: str, *passes_ms: float) -> Computing:
+    """The passes of an exchange, measured for 110 M float32 values of four ranks."""
+    source = f"{sum(passes_ms):.2f} ms per 110 M elements{what} on an H200 (2026-11-18)"
+    return Computing(0.0, sum(passes_ms) * 1e-3 / (110e6 * FLOAT_NBYTES), source)
+
+
+# With the defaults of Quantised: quantise, reduce, finish; int4 with its residual (0.68 ms in all without).
+QUANTISED_ON_H200: Mapping[str, Computing] = {
+    BF16: _on_h200(", three passes", 0.153, 0.080, 0.333),
+    INT8: _on_h200(", three passes", 0.196, 0.072, 0.229),
+    INT4: _on_h200(", three passes", 0.444, 0.082, 1.053),
+}
+# At 1 %: the offer with its threshold, reduce, finish.
+SPARSE_ON_H200: Mapping[Wire, Computing] = {
+    "fp32": _on_h200(" (values as fp32), as", 0.286, 0.086, 0.544),
+    "bf16": _on_h200(" (values as bf16), as", 0.416, 0.226, 0.576),
+    "int8": _on_h200(" (values as int8), as", 0.427, 0.407, 0.576),
+}
+
+
+def quantised_phases(kind: str, numel: int, ranks: int) -> list[Phase]:
+    """The messages of one step for a bucket of ``numel`` elements: the all-to-all, then the all-gather."""
+    form = FORMATS[kind]
+    nbytes = form.message_nbytes(form.region_numel(numel, ranks))
+    return [Phase(ranks - 1, nbytes, ring=False), Phase(ranks - 1, nbytes, ring=True)]
+
+
+def quantised_exchange(kind: str, network: Network | None = None) -> Exchange:
+    """The exchange of this kind. It computes for as long as it did on ``network``, if measured there, or an H200."""
+    assumed = Exchange(kind, partial(quantised_phases, kind), QUANTISED_ON_H200[kind])
+    measured = assumed.computing_on(network) if network is not None else None
+    return replace(assumed, computing=measured or assumed.computing)
+
+
+def sparse_phases(numel: int, ranks: int, density: float, options: OkTopk | None = None) -> Mapping[str, Phase]:
+    """The messages of one step for a bucket of ``numel`` elements. What happens every few steps counts in part."""
+    options = options or OkTopk()
+    sizes, others = Sizes.of(numel, ranks, density, options), ranks - 1
+    boundaries_nbytes = 8 * others  # int64, all-reduced: each rank passes on 1/P of them 2(P−1) times
+    balancing = 0 if sizes.selects_all else 2 * others / options.region_period
+    return {
+        "split": Phase(others, sizes.message_nbytes, ring=False),
+        "gather": Phase(others, sizes.message_nbytes, ring=True),
+        "regions": Phase(balancing, boundaries_nbytes / ranks, ring=True),
+    }
+
+
+def sparse_exchange(density: float, network: Network | None = None, options: OkTopk | None = None) -> Exchange:
+    """The exchange of this density. It selects for as long as it did on ``network``, if measured there, or an H200.
+
+    Selection reads every element whatever the density, so the density measured nearest to this one is used, of the same
+    wire if there is one.
+    """
+    options = options or OkTopk()
+    kind = kind_of(density, options.wire)
+    assumed = Exchange(
+        kind,
+        lambda numel, ranks: sparse_phases(numel, ranks, density, options).values(),
+        SPARSE_ON_H200[options.wire],
+    )
+    measured = [split_wire(kind) for kind in (network.curves if network is not None else ())]
+    known = [(wire != options.wire, abs(d - density), d, wire) for kind, wire in measured if (d := density_of(kind))]
+    if network is None or not known:
+        return assumed
+    *_, nearest, wire = min(known)
+    measured_there = sparse_exchange(nearest, options=replace(options, wire=wire)).computing_on(network)
+    return replace(assumed, computing=measured_there or assumed.computing)

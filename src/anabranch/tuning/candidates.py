@@ -13,10 +13,9 @@ from anabranch import planning as planners
 from anabranch.exchange.agree import agree_on, from_rank_0
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
-from anabranch.planning.compressed import compressed
-from anabranch.planning.fewer_messages import with_fewer_messages
-from anabranch.planning.ladder import FREE, least_lossy
-from anabranch.planning.simulator.iteration import messages
+from anabranch.planning.ladder import FREE, least_lossy, with_fewer_messages
+from anabranch.planning.merge import compressed
+from anabranch.planning.simulator import messages
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 from anabranch.tuning.predictions import predicted_s

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from anabranch import planning as planners
-from anabranch.planning.simulator.iteration import messages, schedule
+from anabranch.planning.simulator import messages, schedule
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.predictions import as_recorded, predicted_s
 from anabranch.tuning.trial import Trial

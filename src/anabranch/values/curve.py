@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, NamedTuple, Self
 
-from anabranch.values.checks import STRICT, check_nbytes, check_seconds
+from anabranch.values.checks import MAX_SECONDS, STRICT, check_nbytes, check_seconds
 
 Points = Iterable[tuple[int, float] | tuple[int, float, float]]
 
@@ -143,8 +143,9 @@ class Curve:
         Beyond the last point the slope changes by the same factor as the cost of that point.
         """
         moved = [replace(p, seconds=max(0.0, p.seconds + spreads * p.spread_s)) for p in self.points]
-        last, after = self.points[-1].seconds, moved[-1].seconds
-        tail = self.tail_s_per_byte * (after / last if last else 1.0)
+        last, after, tail = self.points[-1].seconds, moved[-1].seconds, self.tail_s_per_byte
+        if last and tail:  # the ratio of a point of next to no seconds may be infinite
+            tail = min(tail * (after / last), MAX_SECONDS)
         return replace(self, points=_never_falling(moved), tail_s_per_byte=tail)
 
     def scaled(self, factor: float) -> Self:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, DataParallel, Network, OkTopk, Plan, Trace
 from anabranch import planning as planners
-from anabranch.values.kinds.sparse_names import kind_of
+from anabranch.values.kinds.names import kind_of
 from ddp.compiled.models import Log, ResNet, furthest
 from parallel.twins import SCENARIOS, steps
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from anabranch.values.kinds.block_format import NEGLIGIBLE, BlockFormat
+from anabranch.values.kinds.formats import NEGLIGIBLE, BlockFormat
 
 
 def hashed(numel: int, seed: int) -> npt.NDArray[np.uint32]:

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.exchange.quantised.stochastic import Seeds, random_bits
-from anabranch.values.kinds.block_format import FORMATS, INT8, NEGLIGIBLE, BlockFormat
+from anabranch.values.kinds.formats import FORMATS, NEGLIGIBLE, BlockFormat
 from exchange.quantised.oracle import hashed, rotation, rounded
 from exchange.quantised.worlds import Gradients, gradients, step
 
 EACH = pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.kind)
+INT8_FORMAT = FORMATS["int8"]
 ROUNDING = pytest.mark.parametrize("chance", [None, 3], ids=["nearest", "stochastic"])
 
 
@@ -132,18 +133,18 @@ def test_stochastic_rounding_stays_in_the_range(form: BlockFormat) -> None:
 def test_the_largest_value_is_rounded_without_bias_and_never_overflows() -> None:
     """int8, one rank. By Hoeffding's inequality it may fail in one of 10⁹ choices of the seeds."""
     magnitudes, trials = torch.linspace(1.0, 2.0, 100), 30
-    offered = magnitudes.repeat_interleave(INT8.block)
+    offered = magnitudes.repeat_interleave(INT8_FORMAT.block)
     found = torch.zeros(len(magnitudes)).double()
     for trial in range(trials):
         result = [offered.clone()]
-        step(result, None, INT8, chance=trial)
+        step(result, None, INT8_FORMAT, chance=trial)
         found += result[0].view(len(magnitudes), -1).double().mean(dim=1) / trials
-    unit = magnitudes * (1 + 2.0**-7) / INT8.most
-    bound = unit * (2 * np.log(2 * len(magnitudes) / 1e-9) / (2 * trials * INT8.block)) ** 0.5  # two roundings
+    unit = magnitudes * (1 + 2.0**-7) / INT8_FORMAT.most
+    bound = unit * (2 * np.log(2 * len(magnitudes) / 1e-9) / (2 * trials * INT8_FORMAT.block)) ** 0.5  # two roundings
     assert bool(((found - magnitudes).abs() <= bound).all())
     # In float32, 127 · 167 · (1 / 167) is more than 127: by chance about 16 of these would become 128.
     many = [torch.full((1 << 21,), 127.0 * 167.0)]
-    step(many, None, INT8, chance=1)
+    step(many, None, INT8_FORMAT, chance=1)
     assert torch.equal(many[0], torch.full((1 << 21,), 127.0 * 167.0))
 
 
@@ -301,6 +302,7 @@ def test_nothing_is_lost_of_any_values(
         check_conserved(given, residuals, form, divisor or float(ranks), seed + number if stochastic else None)
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.slow
 @EACH
 def test_256_virtual_ranks(form: BlockFormat) -> None:

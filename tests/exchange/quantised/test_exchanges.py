@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from anabranch import Bucket
 from anabranch.exchange.quantised.exchanges import QuantisedExchanges
-from anabranch.values.kinds.quantised import Quantised
+from anabranch.values.kinds.options import Quantised
 from exchange.values import values_of_ranks
 from parallel.twins import bits
 from ranks import on_ranks

@@ -8,7 +8,8 @@ from exchange.quantised.worlds import gradients
 from exchange.sparse.triton_device import DEVICE  # first: it sets the interpreter
 
 from anabranch.exchange.quantised import triton_steps  # isort: skip
-from anabranch.values.kinds.block_format import FORMATS, STORED, BlockFormat, Kept  # isort: skip
+from anabranch.values.kinds.formats import FORMATS, STORED, BlockFormat  # isort: skip
+from anabranch.exchange.quantised.torch_steps import Kept  # isort: skip
 from anabranch.exchange.quantised.stochastic import Seeds  # isort: skip
 
 

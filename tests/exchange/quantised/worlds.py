@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.quantised.exchange import exchange
 from anabranch.exchange.quantised.stochastic import Seeds
-from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.block_format import BlockFormat
+from anabranch.values.kinds.formats import BlockFormat
 
 Gradients = list[torch.Tensor]
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.monitor import MAX_SAMPLES, ResidualMonitor, ResidualSample, residual_grows
 from anabranch.exchange.residuals.state import SparseState
 from anabranch.exchange.sparse.oktopk import exchange
-from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import gradients
 
 DENSITY = 0.05

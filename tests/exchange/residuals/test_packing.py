@@ -5,7 +5,7 @@ import torch
 
 from anabranch.exchange.residuals.packing import PackedResidual
 from anabranch.exchange.residuals.state import BucketState, SparseState
-from anabranch.values.kinds.block_format import STORED, BlockFormat
+from anabranch.values.kinds.formats import STORED, BlockFormat
 
 SIZES = {"a": 5, "b": 300, "c": 1, "d": 77}
 FORMS = pytest.mark.parametrize("form", STORED.values(), ids=STORED)

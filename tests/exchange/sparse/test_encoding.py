@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.exchange.sparse.encoding import frame_messages, join_bodies, message_head, split_bodies, unframe_messages
-from anabranch.values.kinds.sparse_sizes import FP32, Encoding, Precision, encoding_for
+from anabranch.values.kinds.formats import FP32, Encoding, encoding_for
+from anabranch.values.kinds.names import Wire
 
-PRECISIONS: list[Precision] = ["fp32", "bf16", "int8"]
+PRECISIONS: list[Wire] = ["fp32", "bf16", "int8"]
 DENSITY = 0.01
 
 
@@ -32,7 +33,7 @@ def values_of(pairs: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("widest", [60, 65_536, 65_537, 2**21 + 3, 2**31 - 1])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_bodies_of_exactly_their_size(precision: Precision, widest: int) -> None:
+def test_bodies_of_exactly_their_size(precision: Wire, widest: int) -> None:
     encoding = encoding_for(precision, widest, DENSITY if widest < 2**31 - 1 else 1e-6)
     lengths = [5, 0, 33, 1, 0]
     pairs = made_pairs(encoding, widest, lengths)
@@ -50,7 +51,7 @@ def test_bodies_of_exactly_their_size(precision: Precision, widest: int) -> None
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_messages_of_fixed_size(precision: Precision) -> None:
+def test_messages_of_fixed_size(precision: Wire) -> None:
     """Unused slots stay unused, counts beyond the slots fill them all, and a poisoned message has no rounded pairs."""
     encoding = encoding_for(precision, 200_000, DENSITY)
     lengths, slots = [7, 10, 4], 10
@@ -82,7 +83,7 @@ def test_float32_values_are_encoded_without_a_copy() -> None:
     values=st.lists(st.floats(-(2.0**125), 2.0**125, width=32), min_size=1, max_size=40),
     precision=st.sampled_from(["bf16", "int8"]),
 )
-def test_any_finite_value_arrives_finite_and_its_error_is_exact(values: list[float], precision: Precision) -> None:
+def test_any_finite_value_arrives_finite_and_its_error_is_exact(values: list[float], precision: Wire) -> None:
     """Zeros, subnormal numbers, huge ones: value − sent is a float32, so that nothing is lost in the residual."""
     encoding = encoding_for(precision, 64, 0.5)
     before = torch.tensor(values)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.virtual import VirtualWork
 
 from anabranch.exchange.communicator import ZeroBuffer
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.fixed import fixed_exchange
-from anabranch.tools.bench.virtual import VirtualWork
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import Precision
+from anabranch.values.kinds.names import Wire
+from anabranch.values.kinds.options import OkTopk
 
 
 class Nowhere(ZeroBuffer):
@@ -24,7 +24,7 @@ class Nowhere(ZeroBuffer):
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-def test_the_fixed_exchange_never_asks_for_a_value(wire: Precision) -> None:
+def test_the_fixed_exchange_never_asks_for_a_value(wire: Wire) -> None:
     """On the meta device a look at a value is an error."""
     meta = torch.device("meta")
     state = BucketState.of(torch.zeros(9000, device=meta), 4)

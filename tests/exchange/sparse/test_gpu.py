@@ -4,15 +4,16 @@ from functools import partial
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.encoding import unframe_messages
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.exchange.sparse.oktopk import exchange, version_for
 from anabranch.exchange.sparse.select import unpack
-from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import FP32, Precision, Sizes
+from anabranch.values.kinds.formats import FP32, Sizes
+from anabranch.values.kinds.names import Wire
+from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import check_step, gradients, states, step
 from gpu import ON_GPU, no_waiting
 
@@ -20,7 +21,7 @@ pytestmark = ON_GPU
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-def test_fixed_exchange_never_waits_and_gives_the_same_bits(wire: Precision) -> None:
+def test_fixed_exchange_never_waits_and_gives_the_same_bits(wire: Wire) -> None:
     ranks, numel, density = 4, 200_000, 0.01
     options = OkTopk(wire=wire, deterministic=True, region_period=3)
 
@@ -44,7 +45,7 @@ def test_fixed_exchange_never_waits_and_gives_the_same_bits(wire: Precision) -> 
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: Precision) -> None:
+def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: Wire) -> None:
     """In the first step residuals, samples and regions are equal; what owners select is sampled in no fixed order."""
     pytest.importorskip("triton")
     from anabranch.exchange.sparse.triton_exchange import triton_exchange
@@ -75,7 +76,7 @@ def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: Precision) -> N
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 1.0])
-def test_kernels_lose_nothing(wire: Precision, density: float) -> None:
+def test_kernels_lose_nothing(wire: Wire, density: float) -> None:
     pytest.importorskip("triton")
     ranks, numel = 4, 2_000_001
     way = partial(exchange, options=OkTopk(wire=wire, region_period=2))

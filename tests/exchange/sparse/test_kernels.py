@@ -13,7 +13,8 @@ from anabranch.exchange.dense import SUMMABLE_BELOW
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import select, thresholds
 from anabranch.exchange.sparse.encoding import frame_messages, unframe_messages
-from anabranch.values.kinds.sparse_sizes import FP32, HEAD_NBYTES, Precision, Sizes, encoding_for
+from anabranch.values.kinds.formats import FP32, HEAD_NBYTES, Sizes, encoding_for
+from anabranch.values.kinds.names import Wire
 from exchange.sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
 from exchange.sparse.worlds import gradients
 
@@ -265,7 +266,7 @@ def test_an_average_too_small_for_float32_still_clears() -> None:
 
 @pytest.mark.parametrize("widest", [60, 65_536, 200_000, 2_000_000])
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_messages_of_many_chunks_are_the_twins(precision: Precision, widest: int) -> None:
+def test_messages_of_many_chunks_are_the_twins(precision: Wire, widest: int) -> None:
     """Tables and values bit by bit, and entries in any order within their chunk; empty and full rows, unused slots."""
     encoding = encoding_for(precision, widest, 0.01)
     sizes = whole_words(Sizes(1, 300, encoding, False))
@@ -298,7 +299,7 @@ def test_messages_of_many_chunks_are_the_twins(precision: Precision, widest: int
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_a_poisoned_message_has_no_pairs(precision: Precision) -> None:
+def test_a_poisoned_message_has_no_pairs(precision: Wire) -> None:
     sizes = whole_words(Sizes(4, 4, encoding_for(precision, 100, 0.1), False))
     state = BucketState.of(torch.zeros(100, device=DEVICE), 1)
     work = step_for(torch.full((100,), float("nan"), device=DEVICE), state, sizes, 0.0, [0, 100])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.exchange.sparse import regions, select
-from anabranch.values.kinds.sparse_sizes import widest_numel
+from anabranch.values.kinds.formats import widest_numel
 
 
 def proposal(mask: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -5,10 +5,11 @@ An entry has 8 bytes as fp32, 4 as bf16, 3 as int8; heads and tables are counted
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
-from anabranch.tools.bench.virtual import VirtualWorld
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES, HEAD_NBYTES, Precision, Sizes
+from anabranch.values.kinds.formats import ENTRY_NBYTES, HEAD_NBYTES, Sizes
+from anabranch.values.kinds.names import Wire
+from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import (
     DENSITY,
     EXCHANGES,
@@ -25,7 +26,7 @@ from exchange.sparse.worlds import (
 K = round(DENSITY * NUMEL)
 
 
-def wire_of(name: str) -> Precision:
+def wire_of(name: str) -> Wire:
     return "int8" if "int8" in name else "bf16" if "bf16" in name else "fp32"
 
 

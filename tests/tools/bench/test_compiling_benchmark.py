@@ -8,7 +8,7 @@ import pytest
 
 from ddp.compiled.models import LAYERS, Net
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def test_parts_have_about_as_many_bytes_in_the_order_of_backward() -> None:
     assert max(shares) - 1 / PARTS <= 1 / LAYERS, "within one layer of even"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_process_that_fails_ends_them_all() -> None:
-    command = [sys.executable, "benchmarks/compiling.py", "bench.tiny_training:nothing"]
+    command = [sys.executable, "benchmarks/compiling.py", "tools.bench.tiny_training:nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

@@ -11,8 +11,8 @@ import pytest
 from tools.bench.tiny_training import TOO_LARGE
 from torchrun import torchrun
 
-ROOT = Path(__file__).parents[2]
-MODEL = "bench.tiny_training:build"
+ROOT = Path(__file__).parents[3]
+MODEL = "tools.bench.tiny_training:build"
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_rows_come_also_behind_one_that_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     ways = ["ddp", "naive", "lean", "bf16", "dense", "recomputed-host", "share", "within"]

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.planning.memory.account import OKTOPK
 from anabranch.tools.bench import zoo
 from anabranch.tools.bench.memory import FIRST, OPTIMIZERS, compressed_plan, world
-from anabranch.tools.bench.trainings import ON_ONE_RANK, Training, TrainingSetup, naive_exchange, training_of
+from anabranch.tools.bench.trainings import ON_ONE_RANK, TrainingSetup, naive_exchange, training_of
+from anabranch.tools.predict.memory.modes import OUR_MODES
 from anabranch.tools.predict.memory.probe import probe
+from anabranch.values.kinds.names import OKTOPK
 from ranks import on_ranks
 from tools.predict.memory.models import images
 
@@ -23,58 +24,54 @@ def alone() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("training", [training_of(mode) for mode in ON_ONE_RANK])
-def test_it_trains(training: Training, alone: None) -> None:
-    model, loss = images(2)(torch.device("cpu"))
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    plan = compressed_plan(probe(images(2)), OKTOPK, DENSITY)
-    running = training(TrainingSetup(model, loss, OPTIMIZERS["momentum"], 4, DENSITY, plan))
-    for _ in range(3):  # DDP lays out its buckets anew after the first
-        next(running)
-    running.close()
-    pairs = list(zip(before, model.parameters(), strict=True))
-    assert all(new.isfinite().all() for _, new in pairs) and any((new != old).any() for old, new in pairs)
-
-
-def on_real_ranks(rank: int, mode: str = OKTOPK) -> list[torch.Tensor]:
-    torch.manual_seed(rank)  # another batch on each
+def trained(mode: str, ranks: int) -> list[torch.Tensor]:
+    """The weights of a small model after some steps."""
     build = images(2)
     model, loss = build(torch.device("cpu"))
-    plan = compressed_plan(probe(build), mode, DENSITY)
-    running = training_of(mode)(TrainingSetup(model, loss, OPTIMIZERS["momentum"], 2, DENSITY, plan))
+    plan = compressed_plan(probe(build), mode if mode in OUR_MODES else OKTOPK, DENSITY)
+    running = training_of(mode)(TrainingSetup(model, loss, OPTIMIZERS["momentum"], ranks, DENSITY, plan))
     for _ in range(FIRST):
         next(running)
     running.close()
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def test_real_ranks_exchange_what_they_have() -> None:
-    one, other = on_ranks(on_real_ranks, 2)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    mirrored = on_ranks(on_real_ranks, 1)[0]
-    assert not all(torch.equal(a, b) for a, b in zip(one, mirrored, strict=True))
+def test_one_rank_trains_ddp_and_naive(alone: None) -> None:
+    before = list(images(2)(torch.device("cpu"))[0].parameters())
+    for mode in ON_ONE_RANK:
+        pairs = list(zip(before, trained(mode, ranks=4), strict=True))
+        assert all(new.isfinite().all() for _, new in pairs) and any((new != old).any() for old, new in pairs), mode
 
 
-@pytest.mark.parametrize(
-    "mode", ["int8", "lean, int8", "lean, int4, host", "lean", "lean, dense", "lean, residuals bf16"]
-)
-def test_every_mode_trains_on_real_ranks(mode: str) -> None:
-    one, other = on_ranks(on_real_ranks, 2, mode)
-    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, other, strict=True))
+MODES = (OKTOPK, "int8", "lean, int8", "lean, int4, host", "lean", "lean, dense", "lean, residuals bf16")
+
+
+def on_real_ranks(rank: int) -> dict[str, list[torch.Tensor]]:
+    found = {}
+    for mode in MODES:
+        torch.manual_seed(rank)  # another batch on each
+        found[mode] = trained(mode, ranks=2)
+    return found
+
+
+def test_every_mode_trains_on_real_ranks_which_exchange_what_they_have() -> None:
+    one, other = on_ranks(on_real_ranks, 2, timeout_s=100)
     torch.manual_seed(0)
-    untrained, _ = images(2)(torch.device("cpu"))
-    assert not all(torch.equal(a, b) for a, b in zip(one, untrained.parameters(), strict=True))
+    untrained = list(images(2)(torch.device("cpu"))[0].parameters())
+    for mode in MODES:
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one[mode], other[mode], strict=True)), mode
+        assert not all(torch.equal(a, b) for a, b in zip(one[mode], untrained, strict=True)), mode
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_average_of_ranks_that_send_alike_is_what_one_offers(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    parameter = nn.Parameter(torch.zeros(1000, dtype=dtype))
-    parameter.grad = torch.randn(1000, dtype=dtype)
-    given, residual = parameter.grad.clone(), torch.zeros(1000)
-    naive_exchange([parameter], residual, 4, 100)
-    torch.testing.assert_close(parameter.grad + residual, given.float())
-    assert int((parameter.grad != 0).sum()) == 100
+def test_the_average_of_ranks_that_send_alike_is_what_one_offers() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.zeros(1000, dtype=dtype))
+        parameter.grad = torch.randn(1000, dtype=dtype)
+        given, residual = parameter.grad.clone(), torch.zeros(1000)
+        naive_exchange([parameter], residual, 4, 100)
+        torch.testing.assert_close(parameter.grad + residual, given.float())
+        assert int((parameter.grad != 0).sum()) == 100
 
 
 def test_the_plan_is_whole_and_vectors_travel_dense() -> None:

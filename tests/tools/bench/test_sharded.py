@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anabranch.fsdp import trial as sharding_trial
-from anabranch.fsdp.planning.ways import WAYS, way_of
+from anabranch.fsdp.planning.modes import SHARDING_MODES, sharding_mode
 from anabranch.tools.bench.run import Settings, run
 from anabranch.tools.bench.sharded import sharded_contestants
 from anabranch.tools.bench.workload import Workload
@@ -44,11 +44,11 @@ def benchmark(rank: int) -> dict[str, Any]:
     return {row.name: [len(row.turns_s), row.predicted_s] for row in found.rows}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_sharded_contestants_run_beside_the_others() -> None:
     for rows in on_ranks(benchmark, 2, timeout_s=100):
         for way in FLAT:
-            turns, predicted_s = rows[WAYS[way].title]
+            turns, predicted_s = rows[SHARDING_MODES[way].title]
             assert turns == 2 and predicted_s > 0
 
 
@@ -63,38 +63,44 @@ def nodes(rank: int, inside: list[str], names: list[str]) -> list[str]:
         with contestant.enter() as step:
             step()
     return [
-        f"{way_of(name).title}, predicted: {contestant.predicted_s is not None}"
+        f"{sharding_mode(name).title}, predicted: {contestant.predicted_s is not None}"
         for name, contestant in zip(names, contestants, strict=True)
-        if contestant.name == way_of(name).title
+        if contestant.name == sharding_mode(name).title
     ]
 
 
 def test_hsdp_has_the_nodes_of_the_launcher() -> None:
     asked = ["hsdp", "hsdp:reshard", "fsdp2", "hsdp@int8", "hsdp:reshard@oktopk:0.1"]
-    assert on_ranks(nodes, 4, ["2"] * 4, asked) == [[f"{way_of(way).title}, predicted: False" for way in asked]] * 4
+    assert (
+        on_ranks(nodes, 4, ["2"] * 4, asked) == [[f"{sharding_mode(way).title}, predicted: False" for way in asked]] * 4
+    )
 
 
-@pytest.mark.parametrize(
-    ("inside", "words"),
-    [
-        (["1", "1"], "there are 2 ranks, 1 in this node (LOCAL_WORLD_SIZE)"),
-        (["many", "many"], "there are 2 ranks, many in this node"),
-        (["2", "2", "1"], "LOCAL_WORLD_SIZE is 2 on rank 0 and 1 on rank 2: start the same number in each"),
-        (["2", "2", "2"], "there are 3 ranks, 2 in this node"),
-    ],
-)
-def test_other_nodes_are_refused_on_all_ranks(inside: list[str], words: str) -> None:
-    for (said,) in on_ranks(nodes, len(inside), inside, ["hsdp"]):
-        assert words in said
+REFUSED = {
+    ("1", "1", "1"): "there are 3 ranks, 1 in this node (LOCAL_WORLD_SIZE)",
+    ("many", "many", "many"): "there are 3 ranks, many in this node",
+    ("2", "2", "1"): "LOCAL_WORLD_SIZE is 2 on rank 0 and 1 on rank 2: start the same number in each",
+    ("2", "2", "2"): "there are 3 ranks, 2 in this node",
+}
+
+
+def refused(rank: int) -> list[list[str]]:
+    return [nodes(rank, list(inside), ["hsdp"]) for inside in REFUSED]
+
+
+def test_other_nodes_are_refused_on_all_ranks() -> None:
+    for said in on_ranks(refused, 3):
+        for (message,), words in zip(said, REFUSED.values(), strict=True):
+            assert words in message
 
 
 @pytest.mark.slow
 def test_units_inside_nodes_are_planned_and_predicted() -> None:
     asked = ["hsdp:planned@int8", "hsdp@int8", "hsdp"]
     found = on_ranks(nodes, 4, ["2"] * 4, asked, timeout_s=100)
-    assert found == [[f"{way_of(way).title}, predicted: {'int8' in way}" for way in asked]] * 4
+    assert found == [[f"{sharding_mode(way).title}, predicted: {'int8' in way}" for way in asked]] * 4
 
 
 def test_other_ways_are_refused() -> None:
     with pytest.raises(ValueError, match="--sharded is 'fsdp1': expected one of fsdp2, fsdp2:reshard, fsdp2:planned"):
-        way_of("fsdp1")
+        sharding_mode("fsdp1")

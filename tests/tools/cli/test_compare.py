@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from anabranch import plan, save, simulate
-from anabranch.planning.compressed import compressed_if_faster
 from anabranch.planning.fixed import HOROVOD_CAP_NBYTES
 from anabranch.planning.ladder import least_lossy
+from anabranch.planning.merge import compressed_if_faster
 from anabranch.planning.simulator import lower_bound_s
 from anabranch.tools.cli import network_text
 from anabranch.tools.cli.main import main

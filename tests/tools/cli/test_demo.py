@@ -21,7 +21,7 @@ from anabranch.tools.lab import preflight
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.lab.environment import LAB_ID
 from anabranch.tools.report.documents import DemoDocument
-from anabranch.tools.report.runs.reading import parse_file, read_runs
+from anabranch.tools.report.runs import parse_file, read_runs
 from anabranch.values.errors import LabError
 from ranks import on_ranks
 from tools.cli.nouns import error_of
@@ -210,6 +210,7 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
     return found
 
 
+@pytest.mark.campaign
 def test_a_rank_that_is_killed_ends_the_demo(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != LAB_ID}
     command = [sys.executable, "-m", "anabranch", "demo", "--emulate", "--keep", str(tmp_path / "run")]
@@ -242,7 +243,7 @@ def check_slow(found: dict[str, Any], folder: Path, steps: int) -> None:
     assert [line.loss for line in losses[0].lines] == trainings["auto"]["losses"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_slow_part_on_emulated_links(tmp_path: Path) -> None:
     found = demo._part("slow", tmp_path, 2, STEPS, Cluster([1e9] * 2, alpha_s=1e-5))
     assert "emulated" in found["benchmark"]["facts"]["network"]

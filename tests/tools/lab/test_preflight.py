@@ -108,7 +108,8 @@ def test_few_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_is_told_so() -> None:
     """In earnest: a user without rights asks the kernel. Imports come first: the checkout may be closed to nobody."""
     code = (
-        "import os; from anabranch.tools.lab import hosts, namespaces, preflight; from anabranch.tools.lab.cluster import Cluster\n"
+        "import os; from anabranch.tools.lab import hosts, namespaces, preflight\n"
+        "from anabranch.tools.lab.cluster import Cluster\n"
         f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
         "preflight.check(Cluster([1e9]), [])"
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.options import OkTopk
 
 
 def test_density_falls_after_warm_up() -> None:

@@ -8,9 +8,9 @@ import torch
 from anabranch import Bucket
 from anabranch.exchange.compression import collectives_for, keeps_residuals
 from anabranch.exchange.quantised.exchanges import QuantisedExchanges
-from anabranch.values.kinds.block_format import FORMATS
+from anabranch.values.kinds.formats import FORMATS
 from anabranch.values.kinds.names import COMPRESSED
-from anabranch.values.kinds.quantised import Quantised
+from anabranch.values.kinds.options import Quantised
 
 
 def test_every_compressed_kind_has_a_format() -> None:

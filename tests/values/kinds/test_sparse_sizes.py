@@ -2,10 +2,11 @@
 
 import pytest
 
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import Precision, Sizes, widest_numel
+from anabranch.values.kinds.formats import Sizes, widest_numel
+from anabranch.values.kinds.names import Wire
+from anabranch.values.kinds.options import OkTopk
 
-PRECISIONS: list[Precision] = ["fp32", "bf16", "int8"]
+PRECISIONS: list[Wire] = ["fp32", "bf16", "int8"]
 
 
 def test_positions_that_int32_cannot_hold_are_refused() -> None:
@@ -26,7 +27,7 @@ def test_messages_are_whole_words() -> None:
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 1.0])
 @pytest.mark.parametrize("ranks", [2, 4, 64])
 @pytest.mark.parametrize("numel", [1_000_000, 110_000_000])
-def test_bits_an_entry(numel: int, ranks: int, density: float, precision: Precision, bits: int) -> None:
+def test_bits_an_entry(numel: int, ranks: int, density: float, precision: Wire, bits: int) -> None:
     """Tables, whose size follows the widest region, take little: 1 bit an entry from densities of 1 % on."""
     sizes = Sizes.of(numel, ranks, density, OkTopk(wire=precision))
     found = 8 * (sizes.message_nbytes - 8) / sizes.capacity

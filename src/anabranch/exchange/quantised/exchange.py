@@ -20,7 +20,8 @@ from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.quantised import torch_steps
 from anabranch.exchange.quantised.stochastic import Seeds
-from anabranch.values.kinds.block_format import BlockFormat, Kept
+from anabranch.exchange.quantised.torch_steps import Kept
+from anabranch.values.kinds.formats import BlockFormat
 
 
 class QuantisedSteps(Protocol):

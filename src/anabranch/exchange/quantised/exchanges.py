@@ -10,9 +10,9 @@ from anabranch.exchange.contracts import Collective, Group, Steps, Traffic
 from anabranch.exchange.dense import dense, dense_traffic
 from anabranch.exchange.quantised.exchange import exchange
 from anabranch.exchange.quantised.stochastic import Seeds
-from anabranch.values.kinds.block_format import FORMATS
+from anabranch.values.kinds.formats import FORMATS
 from anabranch.values.kinds.names import BF16, COMPRESSED
-from anabranch.values.kinds.quantised import Quantised
+from anabranch.values.kinds.options import Quantised
 from anabranch.values.plan import Bucket
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

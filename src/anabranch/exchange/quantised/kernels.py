@@ -2,7 +2,8 @@
 
 Sums and products must not be fused, or bits would differ from the twin's: launch with ``enable_fp_fusion=False``.
 A program handles ``rows`` blocks of one region. Messages are given twice: as bytes, for their integers, ``integers``
-bytes a block, and as int16, for the numbers behind them (block_format.py). If ``bits`` is 16, all values are numbers.
+bytes a block, and as int16, for the numbers behind them (``values/kinds/formats.py``). If ``bits`` is 16, all values
+are numbers.
 Sizes and seeds are not specialised: else Triton would build another kernel, which takes seconds, where one is 1 or a
 multiple of 16, in the middle of a measurement.
 """
@@ -11,10 +12,10 @@ import triton
 import triton.language as tl
 
 from anabranch.exchange.quantised import stochastic
-from anabranch.values.kinds import block_format
+from anabranch.values.kinds import formats
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it rounds a float32 to an integer, to the even one if in doubt
-NAN_BITS = tl.constexpr(block_format.NAN_BITS)
+NAN_BITS = tl.constexpr(formats.NAN_BITS)
 FIRST_MULTIPLIER, SECOND_MULTIPLIER = tl.constexpr(stochastic.MULTIPLIERS[0]), tl.constexpr(stochastic.MULTIPLIERS[1])
 
 

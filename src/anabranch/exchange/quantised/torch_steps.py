@@ -3,10 +3,27 @@
 Each function computes, bit by bit, what the kernel of the same name does, but for the payload of NaN.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from anabranch.exchange.quantised.stochastic import random_bits, uniform
-from anabranch.values.kinds.block_format import FINITE, NAN_BITS, NEGLIGIBLE, BlockFormat, Kept
+from anabranch.values.kinds.formats import FINITE, NAN_BITS, NEGLIGIBLE, BlockFormat
+
+
+class Kept(NamedTuple):
+    """What a rank with a residual keeps from the first steps of an exchange until ``finish``.
+
+    sent             its own messages to all owners
+    rounding_error   the error that it has made as owner, in the average
+    owner            the region that it owns: its rank
+    """
+
+    residual: torch.Tensor
+    sent: torch.Tensor
+    rounding_error: torch.Tensor
+    owner: int
+    divisor: float
 
 
 def quantise(
@@ -31,7 +48,7 @@ def reduce(
 
     ``received`` has the messages of all ranks, one row each. They are added in the order of ranks.
     """
-    average = torch.zeros(1, form.region_of(received), dtype=torch.float32, device=received.device)
+    average = torch.zeros(1, form.region_in(received.shape[1]), dtype=torch.float32, device=received.device)
     for row in received:
         average += _unrounded(row[None], form, 1.0 / divisor)
     message = _rounded(average, form, seed)
@@ -49,7 +66,7 @@ def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat, kept
         limit = torch.finfo(buffer.dtype).max
         average = average.clamp(-limit, limit)
     if kept is not None:
-        region = form.region_of(gathered)
+        region = form.region_in(gathered.shape[1])
         poisoned = ~average.isfinite().all()
         left = buffer.float() + kept.residual - _decoded(kept.sent, form, len(buffer))
         mine = left[kept.owner * region : (kept.owner + 1) * region]
@@ -97,7 +114,7 @@ def _unrounded(messages: torch.Tensor, form: BlockFormat, factor: float = 1.0) -
     if not form.scaled:
         values = messages.view(torch.bfloat16)
         return values if factor == 1.0 else values.float().mul_(factor)
-    region = form.region_of(messages)
+    region = form.region_in(messages.shape[1])
     payload, scales = messages.tensor_split([form.integers_nbytes(region)], dim=1)
     wide = scales.contiguous().view(torch.bfloat16).float() * factor
     integers = _unpacked(payload, form).view(len(messages), -1, form.block)

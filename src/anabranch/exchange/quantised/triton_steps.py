@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from anabranch.exchange.quantised import kernels
-from anabranch.values.kinds.block_format import FINITE, NEGLIGIBLE, BlockFormat, Kept
+from anabranch.exchange.quantised.torch_steps import Kept
+from anabranch.values.kinds.formats import FINITE, NEGLIGIBLE, BlockFormat
 
 VALUES = 2048  # of a program
 
@@ -28,7 +29,7 @@ def reduce(
     received: torch.Tensor, divisor: float, form: BlockFormat, with_error: bool, seed: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """This owner's message to everyone; ``with_error`` also the error that its rounding has made in the average."""
-    region = form.region_of(received)
+    region = form.region_in(received.shape[1])
     message = torch.empty_like(received[0])
     error = torch.empty(region, dtype=torch.float32, device=received.device) if with_error else None
     kernels.reduce[_grid(region, form),](
@@ -41,7 +42,7 @@ def reduce(
 
 def finish(gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat, kept: Kept | None = None) -> None:
     """``buffer`` ← the averages; and a residual ← what is still to be sent."""
-    region, with_residual = form.region_of(gathered), kept is not None
+    region, with_residual = form.region_in(gathered.shape[1]), kept is not None
     kept = kept or Kept(buffer, gathered, buffer, 0, 1.0)  # the kernel reads none of it
     numbers = gathered[:, form.integers_nbytes(region) :].contiguous().view(torch.bfloat16) if with_residual else None
     poisoned = (~numbers.isfinite().all()).view(1).to(torch.int32) if numbers is not None else buffer

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
-from anabranch.values.kinds.sparse_sizes import widest_numel
+from anabranch.values.kinds.formats import widest_numel
 
 VERSION = 1
 FIELDS = ("version", "rank", "world_size", "step", "residuals", "buckets")

@@ -16,8 +16,8 @@ from anabranch.exchange.residuals.flush import Applied, ResidualFlush
 from anabranch.exchange.residuals.momentum import Momentum
 from anabranch.exchange.residuals.monitor import SAMPLE_PERIOD, residual_grows
 from anabranch.exchange.residuals.state import BucketState, SparseState
-from anabranch.values.kinds.block_format import STORED, BlockFormat
-from anabranch.values.kinds.sparse_names import density_of
+from anabranch.values.kinds.formats import STORED, BlockFormat
+from anabranch.values.kinds.names import density_of
 from anabranch.values.plan import Bucket, Plan
 
 NO_PARAMETERS: Mapping[str, torch.Tensor] = MappingProxyType({})

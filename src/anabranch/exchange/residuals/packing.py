@@ -12,7 +12,7 @@ import torch
 
 from anabranch.exchange.quantised.exchange import steps_for
 from anabranch.exchange.quantised.stochastic import Seeds
-from anabranch.values.kinds.block_format import BlockFormat
+from anabranch.values.kinds.formats import BlockFormat
 
 OWN = "residual"  # so that these bits of chance are not those of an exchange of the same bucket
 

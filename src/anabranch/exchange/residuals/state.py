@@ -22,7 +22,7 @@ from anabranch.exchange.residuals.checkpoint import VERSION
 from anabranch.exchange.residuals.monitor import SAMPLE_PERIOD, ResidualMonitor
 from anabranch.exchange.residuals.packing import PackedResidual
 from anabranch.exchange.sparse import regions
-from anabranch.values.kinds.block_format import BlockFormat
+from anabranch.values.kinds.formats import BlockFormat
 
 log = logging.getLogger("anabranch")
 

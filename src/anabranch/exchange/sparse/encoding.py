@@ -20,10 +20,11 @@ from collections.abc import Sequence
 
 import torch
 
-from anabranch.values.kinds.block_format import INT8, NEGLIGIBLE
-from anabranch.values.kinds.sparse_sizes import CHUNK_BITS, HEAD_NBYTES, Encoding
+from anabranch.values.kinds.formats import CHUNK_BITS, FORMATS, HEAD_NBYTES, NEGLIGIBLE, Encoding
+from anabranch.values.kinds.names import INT8
 
 OFFSET_NBYTES = 2
+MOST = FORMATS[INT8].most
 
 
 def encode(pairs: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +48,7 @@ def encode(pairs: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> tuple
     group = message * encoding.groups + (positions.clamp(min=0) >> encoding.group_bits)
     largest = torch.zeros(len(ends) * encoding.groups, device=pairs.device)
     largest.scatter_reduce_(0, group, torch.where(positions < 0, 0.0, values.abs()), "amax")
-    scales = torch.where(largest >= NEGLIGIBLE, largest * (1.0 / INT8.most), 0.0).to(torch.bfloat16)
+    scales = torch.where(largest >= NEGLIGIBLE, largest * (1.0 / MOST), 0.0).to(torch.bfloat16)
     wide = scales.float()
     inverses = torch.where(wide > 0, 1.0 / wide, 0.0)
     integers = torch.round(values * inverses[group]).nan_to_num_(0.0).to(torch.int8)  # NaN: in a poisoned message

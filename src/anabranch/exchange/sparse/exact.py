@@ -20,8 +20,8 @@ from anabranch.exchange.sparse import regions, select
 from anabranch.exchange.sparse.encoding import join_bodies, message_head, split_bodies
 from anabranch.exchange.sparse.phases import SUM_LIMIT, owner_threshold, record_step, region_buffer, regions_due
 from anabranch.exchange.sparse.thresholds import kth_magnitude, sampled_magnitude
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import Encoding, Sizes
+from anabranch.values.kinds.formats import Encoding, Sizes
+from anabranch.values.kinds.options import OkTopk
 
 CHUNK_NUMEL = 1 << 17  # elements: several such chunks fit into a core's cache
 IMBALANCE = 4  # times the mean: from here on, moving pairs to other owners takes less time than waiting for one owner

@@ -14,9 +14,9 @@ from anabranch.exchange.quantised.exchanges import DTYPES
 from anabranch.exchange.residuals.memory import ResidualMemory
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.oktopk import exchange, in_float32
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_names import density_of
-from anabranch.values.kinds.sparse_sizes import Sizes
+from anabranch.values.kinds.formats import Sizes
+from anabranch.values.kinds.names import density_of
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.plan import Bucket
 
 

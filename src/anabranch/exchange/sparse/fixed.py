@@ -14,8 +14,8 @@ from anabranch.exchange.sparse import select
 from anabranch.exchange.sparse.encoding import frame_messages, message_head, unframe_messages
 from anabranch.exchange.sparse.phases import SUM_LIMIT, owner_threshold, rebalance_regions, record_step, region_buffer
 from anabranch.exchange.sparse.thresholds import sampled_magnitude
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import Sizes
+from anabranch.values.kinds.formats import Sizes
+from anabranch.values.kinds.options import OkTopk
 
 
 def fixed_exchange(

@@ -29,7 +29,7 @@ from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.exact import exact_exchange
 from anabranch.exchange.sparse.fixed import fixed_exchange
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.options import OkTopk
 
 Version = Callable[[torch.Tensor, BucketState, Communicator, float, float, OkTopk], Steps]
 

@@ -7,8 +7,8 @@ from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import regions, select
 from anabranch.exchange.sparse.thresholds import next_threshold_bias, sampled_magnitude
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import Sizes, widest_numel
+from anabranch.values.kinds.formats import Sizes, widest_numel
+from anabranch.values.kinds.options import OkTopk
 
 # Sums of this magnitude count as not finite: rounding may raise a sum by 1/256 before it is sent.
 SUM_LIMIT = torch.finfo(torch.float32).max * (1 - 2**-7)

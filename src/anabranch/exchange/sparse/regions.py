@@ -7,7 +7,7 @@ proposes the positions that divide its own selected values into P equal runs, an
 
 import torch
 
-from anabranch.values.kinds.sparse_sizes import widest_numel
+from anabranch.values.kinds.formats import widest_numel
 
 
 def uniform(numel: int, ranks: int, device: torch.device | None = None) -> torch.Tensor:

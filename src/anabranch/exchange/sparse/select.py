@@ -21,7 +21,7 @@ import torch
 
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
 from anabranch.exchange.sparse import regions
-from anabranch.values.kinds.sparse_sizes import CHUNK_NUMEL
+from anabranch.values.kinds.formats import CHUNK_NUMEL
 
 
 class Offer(NamedTuple):

@@ -20,8 +20,8 @@ from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import thresholds
 from anabranch.exchange.sparse.kernels import message, packing, step, threshold
 from anabranch.exchange.sparse.phases import SUM_LIMIT, rebalance_regions, region_buffer
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_sizes import Sizes
+from anabranch.values.kinds.formats import Sizes
+from anabranch.values.kinds.options import OkTopk
 
 BLOCK, WARPS = 4096, 4  # of passes over all elements: 32 per thread, so that many loads are in flight
 PAIRS = 512  # block of passes over pairs

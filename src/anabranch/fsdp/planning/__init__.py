@@ -1,11 +1,8 @@
-"""Models that FSDP2 shards: a step predicted, and planned, from what its blocks compute and weigh; no torch."""
+"""Predicts and plans the step of a model that FSDP2 shards, from what its blocks compute and weigh; no torch."""
 
-from anabranch.fsdp.planning.files import load, save
-from anabranch.fsdp.planning.links import Links
-from anabranch.fsdp.planning.plan import ShardingPlan, Unit
 from anabranch.fsdp.planning.planner import plan
-from anabranch.fsdp.planning.step import peak_nbytes, simulate, step_s
-from anabranch.fsdp.planning.trace import Block, ShardedTrace
+from anabranch.fsdp.planning.simulator import peak_nbytes, simulate, step_s
+from anabranch.fsdp.planning.values import Block, Links, ShardedTrace, ShardingPlan, Unit, load, save
 
 __all__ = [
     "Block",

@@ -13,10 +13,8 @@ from itertools import accumulate, combinations, pairwise, product
 from math import inf
 from typing import NamedTuple
 
-from anabranch.fsdp.planning.links import Links
-from anabranch.fsdp.planning.plan import ShardingPlan, Unit
-from anabranch.fsdp.planning.step import StepCost, UnitCost, host_order, peak_of, unit_cost, walk
-from anabranch.fsdp.planning.trace import ShardedTrace
+from anabranch.fsdp.planning.simulator import StepCost, UnitCost, host_order, peak_of, unit_cost, walk
+from anabranch.fsdp.planning.values import Links, ShardedTrace, ShardingPlan, Unit
 from anabranch.values.errors import PlanError
 
 FEW = 5000  # plans, all of which are simulated
@@ -25,7 +23,7 @@ STARTS = 3  # the best of the even cuts, from which a search starts
 MIB = 1 << 20
 
 
-class Layout(NamedTuple):
+class Candidate(NamedTuple):
     """A plan in numbers: unit i is blocks edges[i] … edges[i + 1] − 1."""
 
     edges: tuple[int, ...]
@@ -47,13 +45,13 @@ def plan(
     """
     scores = _Scores(trace, links, memory_nbytes, per_block)
     count = len(trace)
-    least = Layout(tuple(range(count + 1)), (True,) * count, 1)  # as FSDP2's users make them
-    kept = Layout(least.edges, (False,) * count, count)
-    layouts: Iterable[Layout] = _all(count, memory_nbytes is not None)
+    least = Candidate(tuple(range(count + 1)), (True,) * count, 1)  # as FSDP2's users make them
+    kept = Candidate(least.edges, (False,) * count, count)
+    candidates: Iterable[Candidate] = _all(count, memory_nbytes is not None)
     if _how_many(count, memory_nbytes is not None) > FEW:
         starts = sorted({least, kept, *_starts(trace, memory_nbytes is not None)}, key=scores.of)
-        layouts = [_climbed(start, scores, TRIALS // STARTS) for start in starts[:STARTS]]
-    best = min((least, *layouts), key=scores.of)
+        candidates = [_climbed(start, scores, TRIALS // STARTS) for start in starts[:STARTS]]
+    best = min((least, *candidates), key=scores.of)
     if scores.of(best) == NEVER:
         needed = peak_of(scores.sizes(least.edges), host_order(least.reshard, least.prefetch))
         raise PlanError(
@@ -64,7 +62,7 @@ def plan(
 
 
 class _Scores:
-    """Simulates layouts, each once."""
+    """Simulates candidates, each once."""
 
     def __init__(self, trace: ShardedTrace, links: Links, memory_nbytes: int | None, per_block: bool) -> None:
         self._trace, self._links, self._memory_nbytes = trace, links, memory_nbytes
@@ -73,33 +71,33 @@ class _Scores:
         self._totals = [list(accumulate(column, initial=0)) for column in columns]
         self._rest = unit_cost(trace.rest_nbytes, trace.rest_gradient_nbytes, 0.0, 0.0, links)
         self._units: dict[tuple[int, int], UnitCost] = {}
-        self._known: dict[Layout, Score] = {}
+        self._known: dict[Candidate, Score] = {}
 
-    def of(self, layout: Layout) -> Score:
-        if layout not in self._known:
-            self._known[layout] = self._simulated(layout)
-        return self._known[layout]
+    def of(self, candidate: Candidate) -> Score:
+        if candidate not in self._known:
+            self._known[candidate] = self._simulated(candidate)
+        return self._known[candidate]
 
     def sizes(self, edges: Sequence[int]) -> list[tuple[int, int]]:
         """Bytes of parameters and of gradients of the units, the rest last."""
         return [(unit.nbytes, unit.gradient_nbytes) for unit in self._costs(edges)]
 
-    def slimmed(self, best: Layout) -> Layout:
+    def slimmed(self, best: Candidate) -> Candidate:
         """The same units with the shortest prefetch that is as fast."""
-        layouts = (best._replace(prefetch=prefetch) for prefetch in range(1, best.prefetch + 1))
-        return next(layout for layout in layouts if self.of(layout)[0] <= self.of(best)[0])
+        candidates = (best._replace(prefetch=prefetch) for prefetch in range(1, best.prefetch + 1))
+        return next(candidate for candidate in candidates if self.of(candidate)[0] <= self.of(best)[0])
 
-    def _simulated(self, layout: Layout) -> Score:
-        if len(layout.reshard) < self._min_units:
+    def _simulated(self, candidate: Candidate) -> Score:
+        if len(candidate.reshard) < self._min_units:
             return NEVER
-        actions = list(host_order(layout.reshard, layout.prefetch))
-        peak = peak_of(self.sizes(layout.edges), actions)
+        actions = list(host_order(candidate.reshard, candidate.prefetch))
+        peak = peak_of(self.sizes(candidate.edges), actions)
         if self._memory_nbytes is not None and peak > self._memory_nbytes:
             return NEVER
         trace = self._trace
-        cost = StepCost(self._costs(layout.edges), trace.before_s, trace.loss_s, trace.update_s)
+        cost = StepCost(self._costs(candidate.edges), trace.before_s, trace.loss_s, trace.update_s)
         finish = walk(cost, actions, self._links.overlaps)
-        return float(f"{finish.step_s:.10g}"), peak, len(layout.reshard)  # rounding is no gain
+        return float(f"{finish.step_s:.10g}"), peak, len(candidate.reshard)  # rounding is no gain
 
     def _costs(self, edges: Sequence[int]) -> list[UnitCost]:
         return [*(self._unit(low, high) for low, high in pairwise(edges)), self._rest]
@@ -116,20 +114,20 @@ def _how_many(count: int, bounded: bool) -> int:
     return plans
 
 
-def _all(count: int, bounded: bool) -> Iterator[Layout]:
-    """Every layout of so many blocks that can be the best."""
+def _all(count: int, bounded: bool) -> Iterator[Candidate]:
+    """Every candidate of so many blocks that can be the best."""
     for cuts in range(count):
         for inner in combinations(range(1, count), cuts):
             edges, units = (0, *inner, count), cuts + 1
             if not bounded:
-                yield Layout(edges, (False,) * units, units)
+                yield Candidate(edges, (False,) * units, units)
                 continue
             for reshard in product((False, True), repeat=units):
                 for prefetch in range(1, units + 1):
-                    yield Layout(edges, reshard, prefetch)
+                    yield Candidate(edges, reshard, prefetch)
 
 
-def _starts(trace: ShardedTrace, bounded: bool) -> Iterator[Layout]:
+def _starts(trace: ShardedTrace, bounded: bool) -> Iterator[Candidate]:
     """Even cuts, by bytes and by time, into few to many units; all kept, all freed, and the last ones kept."""
     count = len(trace)
     weights = (
@@ -141,10 +139,10 @@ def _starts(trace: ShardedTrace, bounded: bool) -> Iterator[Layout]:
         edges = _even(weight, units)
         units = len(edges) - 1
         if not bounded:
-            yield Layout(edges, (False,) * units, units)
+            yield Candidate(edges, (False,) * units, units)
             continue
         for kept, prefetch in product({0, units // 3, 2 * units // 3, units}, {1, 2, units}):
-            yield Layout(edges, (True,) * (units - kept) + (False,) * kept, prefetch)
+            yield Candidate(edges, (True,) * (units - kept) + (False,) * kept, prefetch)
 
 
 def _even(weights: Sequence[float], units: int) -> tuple[int, ...]:
@@ -154,46 +152,46 @@ def _even(weights: Sequence[float], units: int) -> tuple[int, ...]:
     return tuple(sorted({0, *inner, len(weights)}))
 
 
-def _climbed(layout: Layout, scores: _Scores, trials: int) -> Layout:
+def _climbed(candidate: Candidate, scores: _Scores, trials: int) -> Candidate:
     """Small changes, each kept if it is better, until none is or ``trials`` are spent."""
     improved = True
     while improved and trials > 0:
         improved = False
-        for other in _neighbours(layout):
+        for other in _neighbours(candidate):
             trials -= 1
-            if scores.of(other) < scores.of(layout):
-                layout, improved = other, True
+            if scores.of(other) < scores.of(candidate):
+                candidate, improved = other, True
                 break
             if trials <= 0:
                 break
-    return layout
+    return candidate
 
 
-def _neighbours(layout: Layout) -> Iterator[Layout]:
-    edges, reshard, prefetch = layout
+def _neighbours(candidate: Candidate) -> Iterator[Candidate]:
+    edges, reshard, prefetch = candidate
     units = len(reshard)
     for other in (prefetch - 1, prefetch + 1, 2 * prefetch):
         if 1 <= other <= units:
-            yield layout._replace(prefetch=other)
+            yield candidate._replace(prefetch=other)
     for i in range(units):
         if any(reshard):  # where nothing is freed, nothing needs to be
-            yield layout._replace(reshard=(*reshard[:i], not reshard[i], *reshard[i + 1 :]))
+            yield candidate._replace(reshard=(*reshard[:i], not reshard[i], *reshard[i + 1 :]))
         low, high = edges[i], edges[i + 1]
         if i:
             for far in (1, 2, 4):
                 for edge in (low - far, low + far):
                     if edges[i - 1] < edge < high:
-                        yield layout._replace(edges=(*edges[:i], edge, *edges[i + 1 :]))
+                        yield candidate._replace(edges=(*edges[:i], edge, *edges[i + 1 :]))
             merged = reshard[i - 1] or reshard[i]
             fewer = (*reshard[: i - 1], merged, *reshard[i + 1 :])
-            yield Layout((*edges[:i], *edges[i + 1 :]), fewer, max(1, min(prefetch, units - 1)))
+            yield Candidate((*edges[:i], *edges[i + 1 :]), fewer, max(1, min(prefetch, units - 1)))
         for middle in {low + 1, (low + high) // 2, high - 1}:
             if low < middle < high:
                 more = (*reshard[:i], reshard[i], *reshard[i:])
-                yield Layout((*edges[: i + 1], middle, *edges[i + 1 :]), more, prefetch + (prefetch == units))
+                yield Candidate((*edges[: i + 1], middle, *edges[i + 1 :]), more, prefetch + (prefetch == units))
 
 
-def _plan(trace: ShardedTrace, layout: Layout) -> ShardingPlan:
+def _plan(trace: ShardedTrace, candidate: Candidate) -> ShardingPlan:
     names = [block.name for block in trace.blocks]
-    pieces = zip(pairwise(layout.edges), layout.reshard, strict=True)
-    return ShardingPlan(tuple(Unit(tuple(names[a:b]), reshard) for (a, b), reshard in pieces), layout.prefetch)
+    pieces = zip(pairwise(candidate.edges), candidate.reshard, strict=True)
+    return ShardingPlan(tuple(Unit(tuple(names[a:b]), reshard) for (a, b), reshard in pieces), candidate.prefetch)

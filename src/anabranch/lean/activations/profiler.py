@@ -19,7 +19,7 @@ from anabranch.lean.activations.recompute import BlockRange, LastBlock, PatchedM
 from anabranch.lean.activations.side_effects import NoSideEffects, copy_containers
 from anabranch.observe.clock import Clock, clock_for
 from anabranch.observe.step_timer import StepObserver, StepTimer, tensors_in
-from anabranch.planning.memory.step_profile import CONVOLUTION_WORKSPACE
+from anabranch.planning.memory import CONVOLUTION_WORKSPACE
 
 KEEPS_STATE = (
     "if it keeps something for later, such as a cache of keys and values, it cannot be recomputed. Switch that off (in "

@@ -1,6 +1,6 @@
-"""Measures the allocator's peak of every way to train over a few steps on a GPU, to check the predicted peaks.
+"""Measures the allocator's peak of each mode of training over a few steps on a GPU, to check the predicted peaks.
 
-One rank is enough for DDP and naive sparse, and Ok-Topk is emulated on one; the other modes need several ranks.
+One rank is enough for DDP and naive sparse; the other modes need several, which may share the GPU in a lab.
 """
 
 import gc
@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_map_only
 
 from anabranch.lean.activations.policy import Activations
 from anabranch.lean.options import KEPT, OptimizerFactory
-from anabranch.planning.memory.account import BUCKET_NBYTES, MODES, OKTOPK, WAYS
-from anabranch.planning.memory.step_profile import StepProfile, buckets_by_size
+from anabranch.planning.memory import BUCKET_NBYTES, StepProfile, buckets_by_size
 from anabranch.tools.bench import zoo
 from anabranch.tools.bench.contestants import PLAN_WARMUP_STEPS
 from anabranch.tools.bench.trainings import ON_ONE_RANK, TrainingSetup, training_of
+from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OUR_MODES
 from anabranch.tools.predict.memory.probe import Loss, probe
-from anabranch.values.kinds.sparse_names import kind_of
+from anabranch.values.kinds.names import DENSE, OKTOPK, kind_of
 from anabranch.values.plan import Bucket, Plan
 
 FIRST, STEPS = 2 * PLAN_WARMUP_STEPS, 3  # after FIRST steps the plan is used, and older memory is freed
@@ -77,15 +77,16 @@ def in_bfloat16(build: Build) -> Build:
 
 
 def compressed_plan(profile: StepProfile, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
-    """Buckets in the order of backward, of the size and kind that ``footprint.account`` assumes for this mode."""
-    way = WAYS[mode]
-    buckets = sorted(buckets_by_size(profile, bucket_nbytes, way.compresses), key=lambda bucket: bucket.last_index)
-    kinds = {True: kind_of(density) if way.exchange == OKTOPK else way.exchange, False: "dense"}
-    names = [tuple(profile.gradients[index].name for index in bucket.indices) for bucket in buckets]
-    return Plan(tuple(Bucket(own, 0, kinds[b.compressed]) for own, b in zip(names, buckets, strict=True)))
+    """Buckets in the order of backward, of the size and kind that ``planning.memory`` assumes for this mode."""
+    training = OUR_MODES[mode]
+    buckets = buckets_by_size(profile, bucket_nbytes, training.compresses)
+    kind = kind_of(density) if training.exchange == OKTOPK else training.exchange
+    names = {bucket: tuple(profile.gradients[index].name for index in bucket.indices) for bucket in buckets}
+    in_order = sorted(buckets, key=lambda bucket: bucket.last_index)
+    return Plan(tuple(Bucket(names[bucket], 0, kind if bucket.compressed else DENSE) for bucket in in_order))
 
 
-def runnable_modes(modes: Sequence[str] = MODES) -> list[str]:
+def runnable_modes(modes: Sequence[str] = DEFAULT_MODES) -> list[str]:
     """Those of these modes that can run here: all where there are real ranks; one rank runs only some."""
     return [mode for mode in modes if dist.get_world_size() > 1 or mode in ON_ONE_RANK]
 
@@ -105,7 +106,7 @@ def peak(
     DDP rebuilds its buckets in the second step, while NCCL still holds those of the first. The peak of the first steps
     therefore contains the buckets twice.
     """
-    plan = compressed_plan(probe(build), mode, density) if mode in WAYS else None
+    plan = compressed_plan(probe(build), mode, density) if mode in OUR_MODES else None
     device = torch.device("cuda", torch.cuda.current_device())
     release_memory()
     drain()

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from anabranch.exchange.agree import from_all_ranks
 from anabranch.exchange.compression import Compress
 from anabranch.exchange.groups import default_group
-from anabranch.fsdp.planning.ways import PLANNED, ShardedWay, way_of
+from anabranch.fsdp.planning.modes import PLANNED, ShardingMode, sharding_mode
 from anabranch.fsdp.replicate import replicate
 from anabranch.fsdp.shard import block_names, shard
 from anabranch.fsdp.trial import FoundSharding, find_sharding
-from anabranch.tools.bench.compress import Rival, compression
+from anabranch.tools.bench.compress import compression
 from anabranch.tools.bench.contestants import Contestant, unwrapped
 from anabranch.tools.bench.workload import Workload
 from anabranch.values.errors import AnabranchError
@@ -29,7 +29,7 @@ def sharded_contestants(workload: Workload, names: Sequence[str]) -> list[Contes
 
     Where units are planned, steps of the other layouts on the same mesh with the same exchange are predicted, too.
     """
-    ways = [way_of(name) for name in names]
+    ways = [sharding_mode(name) for name in names]
     meshes = {nodes: _mesh(workload, nodes) for nodes in sorted({way.nodes for way in ways})}
     found = {
         (way.nodes, way.exchange): _found(workload, way, meshes[way.nodes]) for way in ways if way.units == PLANNED
@@ -37,7 +37,7 @@ def sharded_contestants(workload: Workload, names: Sequence[str]) -> list[Contes
     return [_contestant(workload, way, meshes[way.nodes], found.get((way.nodes, way.exchange))) for way in ways]
 
 
-def _contestant(workload: Workload, way: ShardedWay, mesh: DeviceMesh, found: FoundSharding | None) -> Contestant:
+def _contestant(workload: Workload, way: ShardingMode, mesh: DeviceMesh, found: FoundSharding | None) -> Contestant:
     model, step = workload.build()
     plan = way.per_block(block_names(model) if found is None else found.default.names)  # in the order of forward
     if found is not None and way.units == PLANNED:
@@ -51,7 +51,7 @@ def _contestant(workload: Workload, way: ShardedWay, mesh: DeviceMesh, found: Fo
     return Contestant(way.title, partial(unwrapped, partial(step, model)), None, predicted_s)
 
 
-def _found(workload: Workload, way: ShardedWay, mesh: DeviceMesh) -> FoundSharding:
+def _found(workload: Workload, way: ShardingMode, mesh: DeviceMesh) -> FoundSharding:
     _, step = workload.build()
 
     def build() -> nn.Module:
@@ -60,11 +60,9 @@ def _found(workload: Workload, way: ShardedWay, mesh: DeviceMesh) -> FoundShardi
     return find_sharding(build, mesh, step, compress=_compress(way))
 
 
-def _compress(way: ShardedWay) -> Compress:
+def _compress(way: ShardingMode) -> Compress:
     """What ``ab.replicate`` is given for the exchange of a way."""
-    found = None if way.exchange == DENSE else compression(way.exchange)
-    assert not isinstance(found, Rival)  # which no way has
-    return found
+    return None if way.exchange == DENSE else compression(way.exchange)
 
 
 def _mesh(workload: Workload, nodes: bool) -> DeviceMesh:

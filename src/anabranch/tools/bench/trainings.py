@@ -1,8 +1,4 @@
-"""The ways to train whose memory is measured: each is a generator, a step per ``next``; Lean's yield the model.
-
-On one rank, ``ReplicatedCommunicator`` stands for a world of ranks that all send what this one sends, so that messages
-have the sizes of that world.
-"""
+"""The trainings whose memory is measured: each is a generator, a step per ``next``; Lean's yield the model."""
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -11,23 +7,19 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.ddp.reducer import unwrap
-from anabranch.exchange.communicator import Communicator, ZeroBuffer
 from anabranch.exchange.compression import Compress
-from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse.oktopk import fixed_size_version
 from anabranch.exchange.sparse.select import add_pairs
 from anabranch.lean.activations.policy import Activations
 from anabranch.lean.options import KEPT, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
-from anabranch.planning.memory.account import DDP, NAIVE, OKTOPK, WAYS, Way
-from anabranch.tools.bench.baselines import top_count, top_pairs
+from anabranch.planning.memory import TrainingMode
+from anabranch.tools.predict.memory.modes import DDP, NAIVE, OUR_MODES
 from anabranch.tools.predict.memory.probe import Loss
-from anabranch.values.kinds.names import DENSE
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.names import DENSE, OKTOPK
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.plan import Plan
 
 
@@ -44,35 +36,7 @@ class TrainingSetup(NamedTuple):
 
 
 Training = Callable[[TrainingSetup], Generator[Any, None, None]]
-ON_ONE_RANK = (DDP, NAIVE, OKTOPK)  # the modes that a single rank can run
-
-
-class _Done:
-    def wait(self) -> bool:
-        return True
-
-
-class ReplicatedCommunicator(ZeroBuffer):
-    """A communicator of ``size`` ranks that all send what this one sends. Messages have their sizes; none is sent."""
-
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def all_to_all(self, output: torch.Tensor, given: torch.Tensor, phase: str, *_: Any) -> Any:  # noqa: ARG002
-        output.view(self.size, -1).copy_(given.view(self.size, -1)[:1].expand(self.size, -1))
-        return _Done()
-
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> Any:  # noqa: ARG002
-        """This rank's part, and zeros for the others: positions in this rank's region need not be in theirs."""
-        output.zero_().view(self.size, -1)[0].copy_(part.view(-1))
-        return _Done()
-
-    def all_reduce(self, tensor: torch.Tensor, phase: str, op: Any = None) -> Any:  # noqa: ARG002
-        tensor.mul_(self.size)
-        return _Done()
+ON_ONE_RANK = (DDP, NAIVE)  # the modes that a single rank can run
 
 
 def ddp(setup: TrainingSetup) -> Generator[None, None, None]:
@@ -127,57 +91,21 @@ def naive_exchange(
         cast(torch.Tensor, parameter.grad).copy_(piece.view_as(parameter))
 
 
-def data_parallel(setup: TrainingSetup, way: Way) -> Generator[None, None, None]:
-    """DataParallel with an exchange that compresses; Ok-Topk's on one rank with replicated ranks."""
-    if way.exchange == OKTOPK and dist.get_world_size(setup.group) == 1:
-        yield from _oktopk_on_one_rank(setup)
-        return
-    wrapped = _wrapped(setup, way, gradient_as_bucket_view=True)
+def data_parallel(setup: TrainingSetup, mode: TrainingMode) -> Generator[None, None, None]:
+    """DataParallel with an exchange that compresses."""
+    wrapped = _wrapped(setup, mode, gradient_as_bucket_view=True)
     try:
         yield from _steps(wrapped, setup)
     finally:
         wrapped.close()
 
 
-def _oktopk_on_one_rank(setup: TrainingSetup) -> Generator[None, None, None]:
-    """DDP whose buckets are exchanged by Ok-Topk with fixed-size messages, without another rank.
-
-    The first step exchanges nothing: it has one bucket, and DDP rebuilds its buckets after it.
-    """
-    wrapped = DistributedDataParallel(setup.model, gradient_as_bucket_view=True)
-    states: dict[int, BucketState] = {}
-    rebuilt = False
-    ranks, density, comm = setup.ranks, setup.density, cast(Communicator, ReplicatedCommunicator(setup.ranks))
-    options = OkTopk(density=density)
-
-    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG001
-        nonlocal rebuilt
-        buffer = bucket.buffer()
-        if rebuilt:
-            if buffer.data_ptr() not in states:
-                states[buffer.data_ptr()] = BucketState.of(torch.zeros_like(buffer), ranks)
-            run = fixed_size_version(buffer, options)
-            for work in run(buffer, states[buffer.data_ptr()], comm, float(ranks), density, options):
-                work.wait()
-        rebuilt = rebuilt or bucket.is_last()
-        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        done.set_result(buffer)
-        return done
-
-    wrapped.register_comm_hook(None, hook)
-    try:
-        yield from _steps(wrapped, setup)
-    finally:
-        unwrap(wrapped)
-
-
 def lean(
-    setup: TrainingSetup, way: Way, activations: Activations = KEPT, within_nbytes: int | None = None
+    setup: TrainingSetup, mode: TrainingMode, activations: Activations = KEPT, within_nbytes: int | None = None
 ) -> Generator[Any, None, None]:
     """DataParallel with Lean, which it yields; with a budget Lean chooses how it stores residuals and activations."""
-    memory = Lean(setup.optimizer, way.residuals, activations, within_nbytes)
-    wrapped = _wrapped(setup, way, memory=memory)
+    memory = Lean(setup.optimizer, mode.residuals, activations, within_nbytes)
+    wrapped = _wrapped(setup, mode, memory=memory)
     try:
         while True:
             setup.loss(wrapped).backward()
@@ -186,9 +114,9 @@ def lean(
         wrapped.close()
 
 
-def _wrapped(setup: TrainingSetup, way: Way, **options: Any) -> Any:
-    compress: Compress = None if way.exchange == DENSE else way.exchange
-    if way.exchange == OKTOPK:
+def _wrapped(setup: TrainingSetup, mode: TrainingMode, **options: Any) -> Any:
+    compress: Compress = None if mode.exchange == DENSE else mode.exchange
+    if mode.exchange == OKTOPK:
         compress = OkTopk(density=setup.density, warmup_steps=0)
     return DataParallel(
         setup.model, plan=setup.plan, profile_steps=0, process_group=setup.group, compress=compress, **options
@@ -206,7 +134,22 @@ def _steps(wrapped: nn.Module, setup: TrainingSetup) -> Generator[None, None, No
 
 def training_of(mode: str, activations: Activations = KEPT) -> Training:
     """The training of this mode; ``activations`` applies to Lean's modes."""
-    if mode in WAYS:
-        way = WAYS[mode]
-        return partial(lean, way=way, activations=activations) if way.lean else partial(data_parallel, way=way)
-    return {DDP: ddp, NAIVE: naive}[mode]
+    if mode not in OUR_MODES:
+        return {DDP: ddp, NAIVE: naive}[mode]
+    ours = OUR_MODES[mode]
+    return partial(lean, mode=ours, activations=activations) if ours.lean else partial(data_parallel, mode=ours)
+
+
+def top_count(numel: int, density: float) -> int:
+    """k: at least one value, at most all."""
+    return min(numel, max(1, round(density * numel)))
+
+
+def top_pairs(values: torch.Tensor, k: int) -> torch.Tensor:
+    """int32 [k, 2]: the bits and positions of the k largest magnitudes, in order of position."""
+    return pairs_at(values, torch.topk(values.abs(), k, sorted=False).indices.sort().values)
+
+
+def pairs_at(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """int32 [m, 2]: the bits of the values at these positions, and the positions."""
+    return torch.stack([values[positions].view(torch.int32), positions.to(torch.int32)], dim=-1)

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.exchange.compression import Compress
 from anabranch.parallel import DataParallel
 from anabranch.tools.report.documents import BASELINE, OURS
-from anabranch.values.kinds.oktopk import OkTopk
+from anabranch.values.kinds.options import OkTopk
 
 WARMUP_STEPS = 5  # of Ok-Topk, whose default of 100 is more than the whole demo
 

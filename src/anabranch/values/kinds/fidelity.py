@@ -1,4 +1,4 @@
-"""How faithful a kind of exchange is, in numbers: the error of one step's average, and of a whole plan.
+"""The errors of kinds of exchange, and their order from exact to lossy: of one step's average, and of a whole plan.
 
 The error of a kind is the expected squared error of the averages of one step, relative to the squared averages, for
 gradients that are normally distributed; in millionths, and whole numbers, so that sums of them compare exactly:
@@ -17,8 +17,7 @@ delay, the more it costs in learning, and a lower density delays longer. So this
 from collections.abc import Sequence
 from statistics import NormalDist
 
-from anabranch.values.kinds.names import BF16, DENSE, EVERY_ELEMENT, INT4, INT8
-from anabranch.values.kinds.sparse_names import density_of, kind_of
+from anabranch.values.kinds.names import BF16, DENSE, EVERY_ELEMENT, INT4, INT8, density_of, kind_of
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
@@ -44,7 +43,7 @@ def is_compressed(kind: str) -> bool:
 
 
 def ladder(at_least: str = LEAST) -> tuple[str, ...]:
-    """The kinds from which "auto" chooses, beside dense ones: those that are no less faithful than this one."""
+    """The compressed kinds from which "auto" chooses: those that are no less faithful than this one."""
     return tuple(kind for kind in LADDER if 0 < error_of(kind) <= error_of(at_least))
 
 

@@ -1,7 +1,63 @@
-"""Names of the kinds of exchange that send every element of a bucket, from the most to the least faithful.
+"""Names of the kinds of exchange, with the density and the wire that a name may have.
 
-Kinds that send some elements have their density in their name ("oktopk:0.01").
+Exchanges of every element have a plain name, such as "int8". Sparse ones have their density in it ("oktopk:0.01").
+Prices and arguments of commands may add how entries are sent (``OkTopk(wire=...)``): "oktopk:0.01:bf16". Buckets of a
+live model do not, since all of them are sent in the same format.
 """
 
-DENSE, BF16, INT8, INT4 = EVERY_ELEMENT = ("dense", "bf16", "int8", "int4")
+from typing import Literal, get_args
+
+DENSE, BF16, INT8, INT4 = EVERY_ELEMENT = ("dense", "bf16", "int8", "int4")  # the most faithful first
 COMPRESSED = EVERY_ELEMENT[1:]
+OKTOPK = "oktopk"
+AUTO = "auto"  # chooses a kind for each bucket
+Wire = Literal["fp32", "bf16", "int8"]
+WIRES: tuple[Wire, ...] = get_args(Wire)
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)  # the densities that OkTopk(density="auto") chooses from
+
+
+def kind_of(density: float, wire: Wire = "fp32") -> str:
+    """The name of a sparse collective of this density."""
+    return with_wire(f"{OKTOPK}:{density:g}", wire)
+
+
+def with_wire(name: str, wire: Wire) -> str:
+    """The name of a kind with how it sends values; "fp32", the default of wires, is not named."""
+    return name if wire == "fp32" else f"{name}:{wire}"
+
+
+def split_wire(name: str, unnamed: Wire = "fp32") -> tuple[str, Wire]:
+    """A name such as "oktopk:0.01:bf16" without its wire, and the wire; ``unnamed`` if it has none."""
+    for wire in WIRES:
+        if name.endswith(f":{wire}"):
+            return name.removesuffix(f":{wire}"), wire
+    return name, unnamed
+
+
+def density_of(kind: str) -> float | None:
+    """The density in the name of a sparse collective; None for any other name."""
+    name, _, text = kind.partition(":")
+    if name != OKTOPK:
+        return None
+    try:
+        density = float(text)
+    except ValueError:
+        return None
+    return density if 0 < density <= 1 else None
+
+
+def given_density(text: str, wires: bool = False) -> float:
+    """The density in a --compress argument, such as oktopk:0.01; ValueError if there is none.
+
+    wires   whether a wire may follow it, as in oktopk:0.01:bf16
+    """
+    name, _, share = (split_wire(text)[0] if wires else text).partition(":")
+    try:
+        density = float(share)
+    except ValueError:
+        density = 0.0
+    if not 0 < density <= 1:
+        known = ", ".join(WIRES)
+        wire = f", then nothing or how values are sent ({known}), such as {name}:0.01:bf16" if wires else ""
+        raise ValueError(f"--compress is {text!r}: expected a density in (0, 1], such as {name}:0.01{wire}")
+    return density

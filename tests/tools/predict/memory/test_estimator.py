@@ -6,10 +6,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from anabranch.planning.memory.account import MODES, Setting, predict
+from anabranch.planning.memory import Setting
 from anabranch.tools.predict.memory import estimator
 from anabranch.tools.predict.memory.estimator import MemoryEstimator
 from anabranch.tools.predict.memory.fitting import largest_batches
+from anabranch.tools.predict.memory.modes import DEFAULT_MODES, predict
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
 from anabranch.tools.predict.scaling import strategy_kinds
 from tools.predict.memory.models import images
@@ -35,7 +36,7 @@ def test_each_batch_is_probed_once() -> None:
     looks: list[int] = []
     found = MemoryEstimator(counted(looks), sgd)
     footprints = found.footprints(4, Setting(ranks=8))
-    assert looks == [4] and list(footprints) == list(MODES)
+    assert looks == [4] and list(footprints) == list(DEFAULT_MODES)
     assert footprints["lean"] == predict(probe(images(4), sgd), "lean", Setting(ranks=8))
     largest = found.largest_batch("ddp", Setting(), 100 << 20)
     assert largest > 0 and len(looks) == len(set(looks))
@@ -43,8 +44,8 @@ def test_each_batch_is_probed_once() -> None:
 
 def test_only_lean_modes_keep_activations_otherwise() -> None:
     found = MemoryEstimator(images, sgd, "recompute")
-    assert {found.activations_of(mode) for mode in MODES if mode.startswith("lean")} == {"recompute"}
-    assert {found.activations_of(mode) for mode in MODES if not mode.startswith("lean")} == {"keep"}
+    assert {found.activations_of(mode) for mode in DEFAULT_MODES if mode.startswith("lean")} == {"recompute"}
+    assert {found.activations_of(mode) for mode in DEFAULT_MODES if not mode.startswith("lean")} == {"keep"}
 
 
 def test_strategies_that_do_not_fit_are_left_out() -> None:

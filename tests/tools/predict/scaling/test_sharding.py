@@ -3,7 +3,7 @@
 import pytest
 
 from anabranch import AlphaBeta, Network, TensorSpec, Trace
-from anabranch.fsdp.planning.ways import WAYS
+from anabranch.fsdp.planning.modes import SHARDING_MODES
 from anabranch.tools.predict.scaling import Compute, scale
 from anabranch.tools.predict.scaling.result import Strategy
 from anabranch.tools.predict.scaling.sharding import Sharding, block_of, sharded_trace
@@ -75,7 +75,7 @@ def test_what_cannot_be_is_refused(way: str, network: str, words: str) -> None:
 
 
 def test_planned_units_are_never_slower_than_a_unit_per_block() -> None:
-    found = scale(load_bundled_trace("gpt2"), ["nvlink+25gbe"], [8, 32], ["by_bytes"], (), sharded=list(WAYS))
+    found = scale(load_bundled_trace("gpt2"), ["nvlink+25gbe"], [8, 32], ["by_bytes"], (), sharded=list(SHARDING_MODES))
     assert any("blocks of sharded strategies" in line for line in found.assumptions)
     curves = found.on("nvlink+25gbe")
     for size in (8, 32):

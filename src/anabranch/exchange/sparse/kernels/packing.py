@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 from anabranch.exchange.sparse.kernels.message import MAGNITUDE, SIZES, load_pairs, store_pairs
-from anabranch.values.kinds import block_format
-from anabranch.values.kinds import sparse_sizes as sizes
+from anabranch.values.kinds import formats
+from anabranch.values.kinds.names import INT8
 
-CHUNK_BITS = tl.constexpr(sizes.CHUNK_BITS)
-HEAD_WORDS = tl.constexpr(sizes.HEAD_NBYTES // sizes.WORD_NBYTES)
-INT8_NBYTES = tl.constexpr(sizes.ENTRY_NBYTES["int8"])
-INVERSE_MOST = tl.constexpr(1.0 / block_format.INT8.most)
-NEGLIGIBLE = tl.constexpr(block_format.NEGLIGIBLE)
+CHUNK_BITS = tl.constexpr(formats.CHUNK_BITS)
+HEAD_WORDS = tl.constexpr(formats.HEAD_NBYTES // formats.WORD_NBYTES)
+INT8_NBYTES = tl.constexpr(formats.ENTRY_NBYTES["int8"])
+INVERSE_MOST = tl.constexpr(1.0 / formats.FORMATS[INT8].most)
+NEGLIGIBLE = tl.constexpr(formats.NEGLIGIBLE)
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it rounds a float32 to an integer, to the even one if in doubt
 
 

@@ -12,7 +12,7 @@ The cost of an operation with N ranks, links of latency α and transfer time β,
 Every rank of a group computes the same cost, whatever its role. A group of one rank costs nothing.
 
 Transfers in one direction share it evenly and together never exceed its rate; latencies overlap with everything. So k
-equal messages at once each take start + k · transfer, which is the contention law of ``anabranch.values.network`` with η = 1.
+equal messages at once each take start + k · transfer: the contention law of ``anabranch.values.network`` with η = 1.
 """
 
 from collections.abc import Callable, Sequence

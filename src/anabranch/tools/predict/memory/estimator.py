@@ -11,9 +11,9 @@ from torch import nn
 from anabranch.lean.activations.policy import Activations
 from anabranch.lean.activations.recompute import recompute
 from anabranch.lean.options import OptimizerFactory
-from anabranch.planning.memory.account import FRAGMENTATION, MODES, Footprint, Setting, predict
-from anabranch.planning.memory.step_profile import CONVOLUTION_WORKSPACE, StepProfile
+from anabranch.planning.memory import CONVOLUTION_WORKSPACE, FRAGMENTATION, Footprint, Setting, StepProfile
 from anabranch.tools.predict.memory.largest_batch import largest_batch
+from anabranch.tools.predict.memory.modes import DEFAULT_MODES, predict
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
 
 ActivationMode = Literal["keep", "offload", "recompute"]
@@ -24,7 +24,7 @@ DDP_BUCKETS = "25 MiB in the order of backward"
 
 
 class MemoryEstimator:
-    """Predicts the peak memory of a model by kind of object, for every mode of ``footprint.account``.
+    """Predicts the peak memory of a model by kind of object, for every mode of training.
 
     Each batch runs once on tensors without data, so no GPU is needed. ``activations`` applies to the Lean modes; the
     others keep theirs. ``assumptions`` says what the predictions count and what they leave out.
@@ -76,7 +76,7 @@ class MemoryEstimator:
                 f"up to {WINDOW_NBYTES >> 20} MiB of lean's activations are on their way to the host, or back early"
             )
 
-    def footprints(self, batch: int, setting: Setting, modes: Sequence[str] = MODES) -> dict[str, Footprint]:
+    def footprints(self, batch: int, setting: Setting, modes: Sequence[str] = DEFAULT_MODES) -> dict[str, Footprint]:
         """The peak of these modes at one batch."""
         return {mode: self._footprint(batch, mode, setting) for mode in modes}
 

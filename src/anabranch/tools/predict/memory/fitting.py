@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from anabranch.planning.memory.account import DDP, FRAGMENTATION, OKTOPK, WAYS, Setting, Way
+from anabranch.planning.memory import FRAGMENTATION, Setting, TrainingMode
 from anabranch.tools.predict.memory.estimator import MemoryEstimator
+from anabranch.tools.predict.memory.modes import DDP, OUR_MODES
 from anabranch.tools.predict.scaling.compression import Compression
 from anabranch.tools.predict.scaling.result import Kind
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_names import density_of
+from anabranch.values.kinds.names import COMPRESSED, OKTOPK, density_of
+from anabranch.values.kinds.options import OkTopk
 
 
 class Fitting(NamedTuple):
@@ -66,7 +67,7 @@ def _mode(name: str, kind: Kind, ranks: int, sharded: Setting | None) -> tuple[s
     compression = Compression.named(name)
     density = max((density_of(kind) or 0.0 for kind in compression.kinds), default=0.0)
     # A residual, of all values, outweighs messages, of two buckets. Without one, the first kind has the largest ones.
-    residual = [kind for kind in compression.kinds if Way(kind).keeps_residual]
-    way = Way(OKTOPK if density else [*residual, *compression.kinds][0], compression.lean)
+    residual = [kind for kind in compression.kinds if kind in COMPRESSED and TrainingMode(kind).keeps_residual]
+    way = TrainingMode(OKTOPK if density else [*residual, *compression.kinds][0], compression.lean)
     setting = Setting(ranks=ranks, density=density or 1.0, options=OkTopk(wire=compression.wire))
-    return next(mode for mode, known in WAYS.items() if known == way), setting
+    return next(mode for mode, known in OUR_MODES.items() if known == way), setting

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anabranch.planning import by_bytes
-from anabranch.planning.memory.account import DDP, LEAN_DENSE, NAIVE, OKTOPK, WAYS, is_sharded
 from anabranch.planning.simulator import finish_s
+from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, OUR_MODES, is_sharded
 from anabranch.tools.predict.scaling.compression import compressed_strategies
 from anabranch.tools.predict.scaling.sharding import Sharding
 from anabranch.tools.predict.scaling.sweep import recorded_batch
-from anabranch.values.kinds.sparse_names import kind_of
-from anabranch.values.kinds.sparse_sizes import Precision
+from anabranch.values.kinds.names import OKTOPK, Wire, kind_of
 from anabranch.values.links import AlphaBeta
 from anabranch.values.network import Network
 from anabranch.values.trace import Trace
@@ -33,7 +32,7 @@ def throughputs(
     batches: Mapping[str, int],
     density: float,
     activations: Mapping[str, str],
-    wire: Precision = "fp32",
+    wire: Wire = "fp32",
 ) -> dict[str, float]:
     """Samples per second of each mode at its batch, with activations as ``activations`` says by mode.
 
@@ -54,7 +53,7 @@ def samples_per_s(
     batch: int,
     density: float,
     recompute: bool = False,
-    wire: Precision = "fp32",
+    wire: Wire = "fp32",
 ) -> float:
     """Samples per second of all ranks together; with ``recompute``, backward runs the forward a second time.
 
@@ -75,7 +74,7 @@ def samples_per_s(
     elif is_sharded(mode):
         (step_s,) = Sharding.named(mode)(here, here, [network]).steps_s
     else:
-        kind = WAYS[mode].exchange
+        kind = OUR_MODES[mode].exchange
         step_s = here.forward_s + _compressed_s(here, network, kind_of(density, wire) if kind == OKTOPK else kind)
     return network.world_size * batch / step_s
 

@@ -5,31 +5,31 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from anabranch.planning.compressed import compressed_if_faster
 from anabranch.planning.ladder import least_lossy
-from anabranch.planning.prices import BETWEEN_NODES, Exchange
-from anabranch.planning.quantised_prices import exchange_of as quantised_exchange
-from anabranch.planning.sparse_prices import exchange_of as sparse_exchange
+from anabranch.planning.merge import compressed_if_faster
+from anabranch.planning.prices import BETWEEN_NODES, Exchange, quantised_exchange, sparse_exchange
 from anabranch.tools.predict.scaling.result import Kind
 from anabranch.tools.predict.scaling.sweep import Planner
 from anabranch.values.kinds.fidelity import error_of, ladder
-from anabranch.values.kinds.names import COMPRESSED, DENSE
-from anabranch.values.kinds.oktopk import OkTopk
-from anabranch.values.kinds.sparse_names import (
+from anabranch.values.kinds.formats import ENTRY_NBYTES
+from anabranch.values.kinds.names import (
+    AUTO,
+    COMPRESSED,
+    DENSE,
     DENSITIES,
-    KIND,
+    OKTOPK,
+    Wire,
     density_of,
     given_density,
     kind_of,
     split_wire,
     with_wire,
 )
-from anabranch.values.kinds.sparse_sizes import ENTRY_NBYTES, Precision
+from anabranch.values.kinds.options import OkTopk
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import TensorSpec, Trace
 
-AUTO = "auto"
 AS_FP32 = (
     "Sparse buckets are taken to send 8 bytes an entry, as fp32: a plan does not say OkTopk's wire. Where they were "
     "not measured, they cost that."
@@ -49,7 +49,7 @@ class Compression(NamedTuple):
     kinds: tuple[str, ...]
     lean: bool = False
     between_nodes: bool = False
-    wire: Precision = "fp32"
+    wire: Wire = "fp32"
 
     @classmethod
     def named(cls, name: str) -> "Compression":
@@ -63,14 +63,14 @@ class Compression(NamedTuple):
         if family == AUTO and bool(colon) == bool(at_least) and (chosen := _ladder(at_least)):
             return cls(chosen, lean, between_nodes)
         plain, wire = split_wire(what)
-        if family != KIND and plain != LEAN and not (lean and family[:1] in "0123456789."):
+        if family != OKTOPK and plain != LEAN and not (lean and family[:1] in "0123456789."):
             raise ValueError(
-                f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden, down to int4), {AUTO}:{KIND}:0.01 "
-                f"(down to 1 % sparse), {', '.join(COMPRESSED)}, {KIND} "
-                f"(as dense as is hidden), {KIND}:0.01 or {KIND}:0.01:bf16 (with packed values); on Lean {LEAN}:int8, "
-                f"{LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes alone int8{BETWEEN_NODES}"
+                f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden, down to int4), "
+                f"{AUTO}:{OKTOPK}:0.01 (down to 1 % sparse), {', '.join(COMPRESSED)}, {OKTOPK} "
+                f"(as dense as is hidden), {OKTOPK}:0.01 or {OKTOPK}:0.01:bf16 (with packed values); on Lean "
+                f"{LEAN}:int8, {LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes alone int8{BETWEEN_NODES}"
             )
-        densities = DENSITIES if plain in (KIND, LEAN) else [given_density(what, wires=True)]
+        densities = DENSITIES if plain in (OKTOPK, LEAN) else [given_density(what, wires=True)]
         return cls(tuple(map(kind_of, densities)), lean, between_nodes, wire)
 
     @property

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, plan, step_s
-from anabranch.fsdp.planning.ways import PLANNED, ShardedWay, way_of
+from anabranch.fsdp.planning.modes import PLANNED, ShardingMode, sharding_mode
 from anabranch.tools.predict.scaling.compression import Compression, priced
 from anabranch.tools.predict.scaling.sweep import Ran
 from anabranch.values.kinds.names import DENSE
@@ -28,7 +28,7 @@ BETWEEN = (
 
 def assumptions(ways: Iterable[str]) -> list[str]:
     """What the predictions of these ways assume."""
-    exchanges = [way_of(name).exchange for name in ways]
+    exchanges = [sharding_mode(name).exchange for name in ways]
     return [*(ASSUMPTIONS if exchanges else ()), *(BETWEEN if set(exchanges) - {DENSE} else ())]
 
 
@@ -36,12 +36,12 @@ def assumptions(ways: Iterable[str]) -> list[str]:
 class Sharding:
     """The strategy of a way to shard: what it predicts of a step."""
 
-    way: ShardedWay
+    way: ShardingMode
 
     @classmethod
     def named(cls, name: str) -> "Sharding":
         """The strategy of this name; ValueError if there is none."""
-        return cls(way_of(name))
+        return cls(sharding_mode(name))
 
     def __call__(self, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
         """Planned for the first network and the quiet trace, as planners of buckets are."""

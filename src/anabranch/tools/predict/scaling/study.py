@@ -52,7 +52,7 @@ def scale(
                     chooses the density, "auto" chooses among those that round, "auto:oktopk:0.01" among all of
                     these; "lean:int8", "lean:auto", "lean:0.01" and "lean" do so on the Lean engine; "int8@nodes" does
                     so between nodes that are dense inside
-    sharded         further strategies that shard the model by FSDP2: names of ``sharded.ways``; "hsdp" and its like
+    sharded         further strategies that shard the model by FSDP2: a name of ``SHARDING_MODES``; "hsdp" and its like
                     shard inside nodes, on two-level networks, "hsdp@int8" with int8 between them
     scaling         "weak" keeps the batch of each rank, "strong" the global batch
     batch           that batch, for all strategies or by name of the strategy; as recorded unless given. The trace's

@@ -6,8 +6,7 @@ from functools import partial
 from math import isfinite
 from typing import NamedTuple
 
-from anabranch.planning.simulator.iteration import finish_s
-from anabranch.planning.simulator.ranks import slowest_ranks
+from anabranch.planning.simulator import finish_s, slowest_ranks
 from anabranch.tools.predict.scaling.result import Basis, ScalePoint
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan

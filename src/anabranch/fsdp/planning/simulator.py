@@ -1,0 +1,262 @@
+"""One step of a sharded model, as FSDP2 orders it.
+
+FSDP2's host program says what is launched after what (``host_order``); three rules say when it happens:
+
+*  gathers and reduce-scatters use one communicator, and take turns in the order in which they were launched; the
+   exchanges between nodes have one of their own;
+*  a unit computes when its parameters are there. A gather waits, in forward, until the unit before the one that
+   launched it has its parameters, and in backward until the one that launched it has: so FSDP2 bounds the memory of
+   gathers in flight;
+*  backward goes on to the next unit when the reduce-scatter before the last one is over: FSDP2 keeps one such buffer.
+
+The next step's gathers wait for the optimizer, which waits for all reductions, so that no step reaches into the next.
+The host is taken to be far ahead of the device. Copies into and out of the buffers of messages are not priced.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from anabranch.fsdp.planning.values import Links, ShardedTrace, ShardingPlan
+from anabranch.values.checks import Meta
+from anabranch.values.timeline import COMPUTE, Span, Timeline
+
+INSIDE, BETWEEN = "inside", "between"
+REST = -1  # the unit of what is in no block
+REST_LABEL = "the rest"
+
+Kind = Literal["gather", "use", "forward", "free", "loss", "use again", "backward", "reduce"]
+
+
+class Action(NamedTuple):
+    """Something that FSDP2's host program does; ``use`` is the point at which a unit's parameters must be there."""
+
+    kind: Kind
+    unit: int
+
+
+class UnitCost(NamedTuple):
+    """A unit in numbers: bytes of parameters and of gradients, and seconds of what it does."""
+
+    nbytes: int
+    gradient_nbytes: int
+    forward_s: float
+    backward_s: float
+    gather_s: float
+    reduce_s: float
+    average_s: float
+
+
+class StepCost(NamedTuple):
+    """A step in numbers; the last of ``units`` is the rest, so that REST is its index."""
+
+    units: Sequence[UnitCost]
+    before_s: float
+    loss_s: float
+    update_s: float
+
+
+def simulate(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> Timeline:
+    """The predicted timeline of one step: computing, messages inside, messages between. Time zero: backward starts."""
+    plan.check(trace)
+    labels = [*(unit_label(unit.names) for unit in plan.units), REST_LABEL]
+    spans: list[tuple[str, str, float, float]] = []
+
+    def record(track: str, what: str, unit: int, start_s: float, end_s: float) -> None:
+        if end_s > start_s:
+            name = what if track == COMPUTE and unit == REST else f"{what} {labels[unit]}"
+            spans.append((track, name, start_s, end_s))
+
+    finish = walk(step_cost(trace, plan, links), _actions(plan), links.overlaps, record)
+    if not any(track == COMPUTE for track, *_ in spans):
+        spans.append((COMPUTE, "nothing", finish.backward_s, finish.backward_s))
+    meta: Meta = {"source": "simulated", "units": len(plan), "peak_nbytes": peak_nbytes(trace, plan)}
+    at = finish.backward_s
+    return Timeline(tuple(Span(track, name, start - at, end - at) for track, name, start, end in spans), meta)
+
+
+def unit_label(names: Sequence[str]) -> str:
+    """The name of a unit in timelines and tables."""
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
+def step_s(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> float:
+    """How long the step takes: ``simulate(...).iteration_s`` without building the timeline."""
+    plan.check(trace)
+    return walk(step_cost(trace, plan, links), _actions(plan), links.overlaps).step_s
+
+
+def peak_nbytes(trace: ShardedTrace, plan: ShardingPlan) -> int:
+    """The most bytes of gathered parameters, whole gradients and buffers of messages that a step holds at a time.
+
+    Shards, the optimizer's state and activations come on top, whatever the plan.
+    """
+    return peak_of([sums[:2] for sums in _sums(trace, plan)], _actions(plan))
+
+
+def host_order(reshard: Sequence[bool], prefetch: int) -> Iterator[Action]:
+    """What FSDP2 does in a step, in the order of its host program; unit i is resharded after forward if reshard[i]."""
+    count = len(reshard)
+    there: set[int] = set()  # gathered, or on the way
+
+    def gathers(units: range) -> Iterator[Action]:
+        for unit in units:
+            if unit not in there:
+                there.add(unit)
+                yield Action("gather", unit)
+
+    yield Action("gather", REST)
+    yield Action("use", REST)
+    yield from gathers(range(min(prefetch, count)))
+    yield Action("forward", REST)
+    for unit in range(count):
+        yield from gathers(range(unit, unit + 1))
+        yield Action("use", unit)
+        yield from gathers(range(unit + 1, min(unit + 1 + prefetch, count)))
+        yield Action("forward", unit)
+        if reshard[unit]:
+            there.discard(unit)
+            yield Action("free", unit)
+    yield Action("loss", REST)
+    yield from gathers(range(count - 1, max(count - 1 - prefetch, -1), -1))
+    for unit in reversed(range(count)):
+        if reshard[unit]:
+            yield from gathers(range(unit, unit + 1))
+            yield Action("use again", unit)
+        yield from gathers(range(unit - 1, max(unit - 1 - prefetch, -1), -1))
+        yield Action("backward", unit)
+        yield Action("reduce", unit)
+    yield Action("reduce", REST)
+
+
+class Finish(NamedTuple):
+    """When the last unit's backward began, and when the step was over."""
+
+    backward_s: float
+    step_s: float
+
+
+def walk(
+    cost: StepCost,
+    actions: Iterable[Action],
+    overlaps: bool = True,
+    record: Callable[[str, str, int, float, float], None] | None = None,
+) -> Finish:
+    """Follow FSDP2's ``actions`` and say when all is done; ``record`` is told track, action, unit, start and end."""
+    compute_s = inside_s = between_s = 0.0  # when each track is free
+    reduced_s = gate_s = used_s = 0.0  # end of the last reduce-scatter; what gathers wait for; the last "use"
+    arrived: dict[int, float] = {}
+    backward_s: float | None = None
+
+    def run(track: str, what: str, unit: int, start_s: float, seconds: float) -> float:
+        if record is not None:
+            record(track, what, unit, start_s, start_s + seconds)
+        return start_s + seconds
+
+    for kind, unit in actions:
+        one = cost.units[unit]
+        if not overlaps:  # one thing after another
+            compute_s = inside_s = between_s = max(compute_s, inside_s, between_s)
+        if kind == "gather":
+            if one.gather_s:
+                inside_s = run(INSIDE, "gather", unit, max(inside_s, gate_s), one.gather_s)
+            arrived[unit] = inside_s if one.gather_s else 0.0
+        elif kind == "use":
+            compute_s = max(compute_s, arrived[unit])
+            gate_s, used_s = used_s, compute_s
+        elif kind == "use again":
+            gate_s = compute_s = max(compute_s, arrived[unit])
+        elif kind == "forward":
+            what, seconds = ("before", cost.before_s) if unit == REST else ("forward", one.forward_s)
+            compute_s = run(COMPUTE, what, unit, compute_s, seconds)
+        elif kind == "loss":
+            compute_s = run(COMPUTE, "loss", unit, compute_s, cost.loss_s)
+            gate_s = used_s
+        elif kind == "backward":
+            backward_s = compute_s if backward_s is None else backward_s
+            compute_s = run(COMPUTE, "backward", unit, compute_s, one.backward_s)
+        elif kind == "reduce":
+            compute_s = max(compute_s, reduced_s)
+            reduced_s = compute_s
+            if one.reduce_s:
+                reduced_s = inside_s = run(INSIDE, "reduce", unit, max(inside_s, compute_s), one.reduce_s)
+            if one.average_s:
+                between_s = run(BETWEEN, "average", unit, max(between_s, reduced_s), one.average_s)
+    compute_s = run(COMPUTE, "update", REST, max(compute_s, inside_s, between_s), cost.update_s)
+    return Finish(backward_s or 0.0, compute_s)
+
+
+class UnshardedBytes(NamedTuple):
+    """Bytes of gathered parameters, of whole gradients, and of the buffers of gathers and of reductions."""
+
+    parameters: int
+    gradients: int
+    gathering: int
+    reducing: int
+
+
+def unsharded_at(
+    sizes: Sequence[tuple[int, int]], actions: Iterable[Action]
+) -> Iterator[tuple[Action, UnshardedBytes]]:
+    """What is held at the fullest moment of each action; sizes are (parameter bytes, gradient bytes), the rest last."""
+    parameters = gradients = gathering = reducing = 0
+    kept = 0  # the buffer of the last gather in forward, which lives until the next unit is used
+    for action in actions:
+        kind, unit = action
+        nbytes, gradient_nbytes = sizes[unit]
+        freed = 0
+        if kind == "gather":
+            gathering += nbytes
+        elif kind == "use":
+            gathering, kept = gathering - kept, nbytes
+            parameters += nbytes
+        elif kind == "use again":
+            parameters, freed = parameters + nbytes, nbytes  # copied out, then the buffer is freed at once
+        elif kind == "free":
+            parameters -= nbytes
+        elif kind == "loss":
+            gathering, kept = gathering - kept, 0
+            gradients += gradient_nbytes  # those of the rest wait for the end of backward
+        elif kind == "backward":
+            gradients += gradient_nbytes
+        elif kind == "reduce":  # parameters and the last buffer are freed, gradients are copied into a new one
+            parameters, reducing = parameters - nbytes, gradient_nbytes
+        yield action, UnshardedBytes(parameters, gradients, gathering, reducing)
+        gathering -= freed
+        if kind == "reduce":
+            gradients -= gradient_nbytes
+
+
+def peak_of(sizes: Sequence[tuple[int, int]], actions: Iterable[Action]) -> int:
+    """``peak_nbytes`` for (parameter bytes, gradient bytes) of the units, the rest last, and FSDP2's ``actions``."""
+    return max(sum(held) for _, held in unsharded_at(sizes, actions))
+
+
+def _actions(plan: ShardingPlan) -> Iterator[Action]:
+    return host_order([unit.reshard for unit in plan.units], plan.prefetch)
+
+
+def _sums(trace: ShardedTrace, plan: ShardingPlan) -> list[tuple[int, int, float, float]]:
+    """By unit, the rest last: bytes of parameters and of gradients, seconds of forward and of backward."""
+    blocks = iter(trace.blocks)
+    found = []
+    for unit in plan.units:
+        mine = [next(blocks) for _ in unit.names]
+        found.append((
+            sum(block.nbytes for block in mine), sum(block.gradient_nbytes for block in mine),
+            sum(block.forward_s for block in mine), sum(block.backward_s for block in mine),
+        ))  # fmt: skip
+    return [*found, (trace.rest_nbytes, trace.rest_gradient_nbytes, 0.0, 0.0)]
+
+
+def step_cost(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> StepCost:
+    """The step in numbers."""
+    units = [unit_cost(*sums, links) for sums in _sums(trace, plan)]
+    return StepCost(units, trace.before_s, trace.loss_s, trace.update_s)
+
+
+def unit_cost(nbytes: int, gradient_nbytes: int, forward_s: float, backward_s: float, links: Links) -> UnitCost:
+    """A unit in numbers."""
+    return UnitCost(
+        nbytes, gradient_nbytes, forward_s, backward_s, links.gather_s(nbytes), links.reduce_s(gradient_nbytes),
+        links.average_s(gradient_nbytes),
+    )  # fmt: skip

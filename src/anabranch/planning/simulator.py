@@ -1,0 +1,252 @@
+"""One training step, event by event, under the runtime's launch rule and the network's costs, and nothing else.
+
+Launch rule: bucket i is launched when its gradients are all there and bucket i−1 has been launched. A lane carries
+its buckets one at a time, in launch order. A message first spends the start-up cost of its curve, using no
+bandwidth, and then transfers; while k messages transfer at once, each advances at 1/slowdown(k) of full speed.
+
+On one lane this is the recurrence  end[i] = max(end[i−1], ready[i]) + T(bytes[i]).
+
+Where sending a message delays computing (``Network.delays``), all that is computed after its launch is later by that.
+
+Ranks that are not all equally fast (``slowest_ranks``): a collective has to wait for the last of them, which is
+expected as a mean over worlds. One pool of ranks is drawn, and a world of P ranks is any P of them in a row, so a pool
+for the largest world holds many small ones, and no size needs draws of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from anabranch.values.checks import check_positive
+from anabranch.values.network import Contention, Network
+from anabranch.values.plan import Plan, bucket_label
+from anabranch.values.timeline import COMPUTE, Interval, Span, Timeline
+from anabranch.values.trace import Trace
+
+MAX_JITTER = 3.0  # one piece of work in six then takes twenty times as long or more: beyond, nothing is modelled
+WORLDS = 64  # of one size, over which the last rank is averaged, where the pool has so many
+LEAST_RANKS = 512  # in the pool, so that the mean of small worlds is over many of them
+CHUNK_NUMBERS = 1 << 20  # drawn at once: 65,536 ranks of 10,000 tensors must not need gigabytes
+
+Times = npt.NDArray[np.float64]
+
+
+class Message(NamedTuple):
+    """A bucket as the event loop sees it; ``transfer_s`` is what the transfer takes with the link to itself."""
+
+    ready_s: float
+    lane: int
+    start_s: float
+    transfer_s: float
+
+
+def simulate(trace: Trace, plan: Plan, network: Network) -> Timeline:
+    """The predicted timeline of one step of ``trace`` under ``plan`` on ``network``. Deterministic."""
+    plan.check(trace)
+    spans = [Span(COMPUTE, "forward", -trace.forward_s, 0.0)] if trace.forward_s > 0 else []
+    busy_until = 0.0
+    late_s = _late_s(trace, plan, network)
+    for tensor, late in zip(trace.tensors, late_s, strict=False):
+        spans.append(Span(COMPUTE, f"backward {tensor.name}", busy_until, tensor.ready_s + late))
+        busy_until = tensor.ready_s + late
+    if late_s[-1] > late_s[-2]:
+        spans.append(Span(COMPUTE, "sending", busy_until, trace.backward_s + late_s[-1]))
+    intervals = schedule(messages(trace, plan, network), network.contention)
+    for index, (bucket, (start_s, end_s)) in enumerate(zip(plan.buckets, intervals, strict=True)):
+        label = bucket_label(index, bucket.collective, bucket.names)
+        spans.append(Span(f"lane {bucket.lane}", label, start_s, end_s))
+    return Timeline(tuple(spans), {"source": "simulated", "world_size": network.world_size})
+
+
+def finish_s(trace: Trace, plan: Plan, network: Network) -> float:
+    """``simulate(...).finish_s`` without building the timeline: what planners and sweeps minimise."""
+    intervals = schedule(messages(trace, plan, network), network.contention)
+    delays_s = sum(network.delay_s(bucket.collective) for bucket in plan.buckets) if network.delays else 0.0
+    return max(trace.backward_s + delays_s, max(end_s for _, end_s in intervals))
+
+
+def messages(trace: Trace, plan: Plan, network: Network) -> list[Message]:
+    """The buckets of ``plan`` with their ready times and costs."""
+    tensors = {tensor.name: tensor for tensor in trace.tensors}
+    result, late_s = [], 0.0
+    for bucket in plan.buckets:
+        curve = network.curve(bucket.collective)
+        members = [tensors[name] for name in bucket.names]
+        cost_s = curve.seconds(sum(tensor.cost_nbytes(bucket.collective) for tensor in members))
+        ready_s = late_s + max(tensor.ready_s for tensor in members)
+        result.append(Message(ready_s, bucket.lane, curve.start_s, cost_s - curve.start_s))
+        late_s += network.delay_s(bucket.collective)
+    return result
+
+
+def _late_s(trace: Trace, plan: Plan, network: Network) -> list[float]:
+    """By how much each gradient, and then the end of backward, is late because of the messages launched before it."""
+    if not network.delays:
+        return [0.0] * (len(trace) + 1)
+    place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
+    added_s, launched = [0.0] * (len(trace) + 1), 0
+    for bucket in plan.buckets:
+        launched = max(launched, 1 + max(place[name] for name in bucket.names))
+        added_s[launched] += network.delay_s(bucket.collective)
+    return list(accumulate(added_s))
+
+
+def undelayed(trace: Trace, plan: Plan, network: Network) -> Trace:
+    """A trace that was recorded under ``plan``, without what its messages delayed."""
+    tensors, least_s = [], 0.0
+    for tensor, late_s in zip(trace.tensors, _late_s(trace, plan, network), strict=False):
+        least_s = max(least_s, tensor.ready_s - late_s)  # in the recorded order, whatever the delays are
+        tensors.append(replace(tensor, ready_s=least_s))
+    return replace(trace, tensors=tuple(tensors))
+
+
+def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]:
+    """When each message starts and ends. The next event is always the earliest one: no tolerance decides an order.
+
+    All transfers of an instant advance at one speed, so a clock of work done at that speed (``work_s``) says when
+    each is over: a transfer that begins at work w is done at work w + transfer_s, whatever starts or ends in between.
+    """
+    lanes = 1 + max(message.lane for message in queue)
+    if lanes == 1:
+        return _one_by_one(queue)
+    slowdown = [contention.slowdown(k) for k in range(lanes + 1)]
+    queued: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]  # per lane: (launch time, index)
+    launch_s = 0.0
+    for index, message in enumerate(queue):
+        launch_s = max(launch_s, message.ready_s)
+        queued[message.lane].append((launch_s, index))
+    for line in queued:
+        line.reverse()  # pop() then takes the next one
+
+    begun, ended = [0.0] * len(queue), [0.0] * len(queue)
+    current = [-1] * lanes  # the message on each lane
+    known_s = [line[-1][0] if line else inf for line in queued]  # when it arrives, or has started up
+    done_work_s = [inf] * lanes  # the work at which its transfer is over
+    now, work_s, transferring, unfinished = 0.0, 0.0, 0, len(queue)
+    while unfinished:
+        soonest_s, least_work_s = min(known_s), min(done_work_s)
+        over_s = now + (least_work_s - work_s) * slowdown[transferring]
+        if over_s <= soonest_s:  # a message has arrived; its lane turns to the next one
+            lane = done_work_s.index(least_work_s)
+            transferring -= 1
+            now, work_s = over_s, least_work_s if transferring else 0.0  # from zero again: no digits lost
+            done_work_s[lane] = inf
+            unfinished -= 1
+            ended[current[lane]] = now
+            current[lane] = -1
+            if queued[lane]:
+                known_s[lane] = max(now, queued[lane][-1][0])
+            continue
+        work_s += (soonest_s - now) / slowdown[transferring] if transferring else 0.0
+        now = soonest_s
+        lane = known_s.index(soonest_s)
+        if current[lane] < 0:  # the lane is free and its next bucket has been launched
+            current[lane] = queued[lane].pop()[1]
+            begun[current[lane]] = now
+            known_s[lane] = now + queue[current[lane]].start_s
+        else:  # start-up is over, the transfer begins
+            known_s[lane] = inf
+            done_work_s[lane] = work_s + queue[current[lane]].transfer_s
+            transferring += 1
+    return list(zip(begun, ended, strict=True))
+
+
+def _one_by_one(queue: Sequence[Message]) -> list[Interval]:
+    """One lane: end[i] = max(end[i−1], ready[i]) + start-up + transfer, which needs no events."""
+    intervals, end_s = [], 0.0
+    for message in queue:
+        begin_s = max(end_s, message.ready_s)
+        end_s = begin_s + message.start_s + message.transfer_s
+        intervals.append((begin_s, end_s))
+    return intervals
+
+
+def lower_bound_s(trace: Trace, network: Network, lanes: int = 1, collective: str = "dense") -> float:
+    """No plan on up to ``lanes`` lanes finishes backward and communication sooner than this.
+
+    The last gradient must still travel after backward. And all bytes must pass after the first gradient is ready: on
+    each lane one message after another, start-up included, at the best rate that the curve offers any message; and
+    their transfers together at the best rate that up to ``lanes`` simultaneous ones reach.
+    """
+    curve = network.curve(collective)
+    nbytes = trace.nbytes
+    aggregate = max(k / network.contention.slowdown(k) for k in range(1, lanes + 1))
+    one_by_one_s = curve.least_s_per_byte(nbytes) * nbytes / lanes
+    together_s = curve.start_s + curve.least_transfer_s_per_byte(nbytes) * nbytes / max(1.0, aggregate)
+    last_s = trace.backward_s + curve.seconds(trace.tensors[-1].nbytes)
+    return max(last_s, trace.tensors[0].ready_s + max(one_by_one_s, together_s))
+
+
+def slowest_ranks(
+    trace: Trace,
+    world_sizes: Sequence[int],
+    jitter: float,
+    stragglers: int = 0,
+    straggler_factor: float = 1.0,
+    seed: int = 0,
+) -> dict[int, Trace]:
+    """By world size, the trace that a collective sees: a gradient is ready when the last rank is expected to have it.
+
+    Each piece of each rank's computation takes exp(jitter·z) times as long, z standard normal; ``stragglers`` ranks of
+    each world compute ``straggler_factor`` times as long besides. The same seed and sizes give the same traces.
+    """
+    if not 0 <= jitter <= MAX_JITTER:
+        raise ValueError(
+            f"jitter is {jitter}: expected 0 to {MAX_JITTER:g}, the spread of the logarithm of computing time"
+        )
+    check_positive("straggler_factor", straggler_factor)
+    worlds = [_Worlds(size, stragglers, straggler_factor) for size in world_sizes]
+    ready = np.array([tensor.ready_s for tensor in trace.tensors])
+    work = np.concatenate([[trace.forward_s], np.diff(ready, prepend=0.0)])
+    rng = np.random.default_rng(seed)
+    ranks = max(max(world_sizes), LEAST_RANKS if jitter else 1)
+    chunk = max(1, CHUNK_NUMBERS // len(work))
+    for low in range(0, ranks, chunk):
+        shape = (min(chunk, ranks - low), len(work))
+        took = work * np.exp(jitter * rng.standard_normal(shape)) if jitter else np.broadcast_to(work, shape)
+        arrived = np.cumsum(took, axis=1)
+        for world in worlds:
+            world.add(arrived)
+    return {world.size: _seen(trace, world.total / world.done) for world in worlds}
+
+
+class _Worlds:
+    """Worlds of one size, filled with ranks in chunks; adds up, over the worlds, when the last rank was ready."""
+
+    def __init__(self, size: int, stragglers: int, factor: float) -> None:
+        if not 0 <= stragglers <= size:
+            raise ValueError(f"stragglers is {stragglers}: expected 0 to {size}, the world size")
+        self.size, self._stragglers, self._factor = size, stragglers, factor
+        self.done = 0
+        self.total: Times = np.zeros(1)
+        self._filled = 0
+        self._latest: Times = np.zeros(1)
+
+    def add(self, arrived: Times) -> None:
+        """Rows are ranks: the end of forward, then each gradient's instant."""
+        at = 0
+        while at < len(arrived) and self.done < WORLDS:
+            rows = arrived[at : at + self.size - self._filled]
+            slow = max(0, self._stragglers - self._filled)  # the first ranks of a world are its stragglers
+            for part, factor in ((rows[:slow], self._factor), (rows[slow:], 1.0)):
+                if len(part):
+                    self._latest = np.maximum(self._latest, factor * part.max(axis=0))
+            at += len(rows)
+            self._filled += len(rows)
+            if self._filled == self.size:
+                self.total = self.total + self._latest
+                self.done += 1
+                self._filled, self._latest = 0, np.zeros(1)
+
+
+def _seen(trace: Trace, latest: Times) -> Trace:
+    """The step starts when all ranks start forward; backward's origin is when the last rank begins it."""
+    forward_s = float(latest[0])
+    ready = np.maximum.accumulate(np.maximum(0.0, latest[1:] - forward_s))
+    tensors = tuple(replace(t, ready_s=float(s)) for t, s in zip(trace.tensors, ready, strict=True))
+    return replace(trace, tensors=tensors, forward_s=forward_s)

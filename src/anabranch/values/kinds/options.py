@@ -1,0 +1,150 @@
+"""Options of compression, as users give them: ``Quantised``, ``OkTopk``, and ``Auto``, which lets a planner choose."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from numbers import Real
+from typing import Literal
+
+from anabranch.values.kinds.fidelity import LEAST, by_fidelity, error_of, ladder
+from anabranch.values.kinds.names import COMPRESSED, DENSE, INT4, WIRES, Wire
+
+Rounding = Literal["nearest", "stochastic"]
+ROUNDINGS: tuple[Rounding, Rounding] = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """How gradients are rounded: ``compress="int8"`` is ``compress=Quantised("int8")``.
+
+    kind       "bf16", "int8" or "int4": the format in which every value is sent
+    rounding   "nearest", or "stochastic": up or down by chance, so that the mean of many roundings is the value. The
+               errors of one step are larger. On a CPU it takes several times as long
+    residual   whether rounding errors are kept and added to the next gradient, in 4 bytes a value; None keeps them for
+               int4, which is too coarse to drop them
+    """
+
+    kind: str
+    rounding: Rounding = "nearest"
+    residual: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("kind", COMPRESSED), ("rounding", ROUNDINGS)):
+            if getattr(self, name) not in allowed:
+                expected = ", ".join(map(repr, allowed))
+                raise ValueError(f"Quantised {name} is {getattr(self, name)!r}: expected one of {expected}")
+        if self.residual is not None and not isinstance(self.residual, bool):
+            raise ValueError(f"Quantised residual is {self.residual!r}: expected True, False or None")
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether rounding errors are kept."""
+        return self.kind == INT4 if self.residual is None else self.residual
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether values are rounded up or down by chance."""
+        return self.rounding == "stochastic"
+
+
+MAX_CAPACITY_FACTOR = 1e6
+
+
+@dataclass(frozen=True)
+class OkTopk:
+    """How gradients are sparsified.
+
+    density             share of a bucket's elements to send per step; "auto": the highest the backward pass hides
+    warmup_steps        first steps in which all values are sent, rounded where that is faster, because early gradients
+                        change too fast to be delayed. A plan that the user gives runs from the first step on
+    start_density       density right after warm-up, from which it falls geometrically over ``decay_steps``
+    momentum            of each rank's own gradients, before they are sent, such as 0.9: then call
+                        ``model.share_momentum(optimizer)``, or give the optimizer none
+    threshold_period    steps between exact thresholds in an exact exchange; in between they are sampled
+    region_period       steps between re-balanced regions
+    wire                how values are sent: "fp32" (8 bytes a value with its position), "bf16" (4) or "int8" (3, and a
+                        scale for about 128 values); what rounding changes stays in the residual
+    capacity_factor     slots of a fixed-size message per expected value; values without a slot stay in the residual
+    deterministic       the same bits in every run: sums in the order of ranks
+    exact               counts first, then messages of exactly their size: always on CPU groups, optional on GPUs
+    """
+
+    density: float | Literal["auto"] = "auto"
+    warmup_steps: int = 100
+    start_density: float | None = None
+    decay_steps: int = 300
+    momentum: float = 0.0
+    threshold_period: int = 32
+    region_period: int = 64
+    wire: Wire = "fp32"
+    capacity_factor: float = 1.25
+    deterministic: bool = False
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("density", "start_density"):
+            value = getattr(self, name)
+            free = "auto" if name == "density" else None
+            if value != free and not (
+                isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+            ):
+                raise ValueError(f"OkTopk {name} is {value!r}: expected a share of the elements in (0, 1], or {free!r}")
+        for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("threshold_period", 1), ("region_period", 1)):
+            if type(getattr(self, name)) is not int or getattr(self, name) < least:
+                raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected a whole number from {least} on")
+        if not isinstance(self.wire, str) or self.wire not in WIRES:
+            raise ValueError(f"OkTopk wire is {self.wire!r}: expected one of {', '.join(WIRES)}")
+        if not _is_real(self.momentum) or not 0 <= self.momentum < 1:
+            raise ValueError(f"OkTopk momentum is {self.momentum!r}: expected a number from 0 to below 1")
+        if not _is_real(self.capacity_factor) or not 1 <= self.capacity_factor <= MAX_CAPACITY_FACTOR:
+            most = MAX_CAPACITY_FACTOR
+            raise ValueError(
+                f"OkTopk capacity_factor is {self.capacity_factor!r}: expected a number from 1 to {most:g}"
+            )
+        for name in ("deterministic", "exact"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected True or False")
+
+    def density_at(self, step: int, density: float) -> float:
+        """The density of sparse step ``step``, counted after warm-up: falls from ``start_density`` to ``density``."""
+        if self.start_density is None or self.start_density <= density:
+            return density
+        progress = min(1.0, step / self.decay_steps)
+        return float(self.start_density ** (1 - progress) * density**progress)
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Per bucket, the most faithful kind of exchange that costs no time (``planning.ladder``).
+
+    at_least   the least faithful kind that may be chosen, such as "int8", or "oktopk:0.01" for the whole ladder; "int4"
+               if neither this nor ``kinds`` is given, since sparse kinds cost learning, and nobody gets them unasked
+    kinds      choose from these alone, such as ["bf16", "oktopk:0.05"]; "dense" is always among them
+    oktopk     options of its sparse buckets; ``density`` has no meaning here
+    """
+
+    at_least: str | None = None
+    kinds: Sequence[str] | None = None
+    oktopk: OkTopk = field(default_factory=OkTopk)
+
+    def __post_init__(self) -> None:
+        kinds = ladder(self.at_least or LEAST) if self.kinds is None else self.kinds
+        if isinstance(kinds, str) or not isinstance(kinds, Iterable) or not all(isinstance(k, str) for k in kinds):
+            raise ValueError(f"Auto kinds is {kinds!r}: expected a list of kinds, such as ['bf16', 'int8']")
+        for kind in (*kinds, *([self.at_least] if self.at_least is not None else [])):
+            error_of(kind)  # refuses what is no kind
+        if not isinstance(self.oktopk, OkTopk):
+            raise ValueError(f"Auto oktopk is {self.oktopk!r}: expected OkTopk(...)")
+        if self.oktopk.momentum:
+            raise ValueError(
+                f"Auto oktopk has momentum {self.oktopk.momentum}: expected 0, since buckets of other kinds have none; "
+                "use the momentum of the optimizer, or OkTopk(momentum=...) by itself"
+            )
+        allowed = [kind for kind in by_fidelity(list(dict.fromkeys(kinds))) if kind != DENSE]
+        if self.at_least is not None:
+            allowed = [kind for kind in allowed if error_of(kind) <= error_of(self.at_least)]
+        object.__setattr__(self, "kinds", tuple(allowed))
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
