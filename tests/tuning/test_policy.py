@@ -39,19 +39,21 @@ def test_a_policy_that_could_not_run_is_refused(wrong: dict[str, Any], says: str
         ab.TuningPolicy(**wrong)
 
 
-def wrapped_with(rank: int, policies: list[Any]) -> str:
-    try:
-        ab.DataParallel(nn.Linear(2, 2), policy=policies[rank]).close()
-    except (ValueError, ab.DisagreementError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+def wrapped_with(rank: int) -> list[str]:
+    """What is said of a policy that another rank does not have, and of something else."""
+    found = []
+    policies: list[Any] = [replace(DEFAULT_POLICY, settle_steps=4) if rank else DEFAULT_POLICY, {}]
+    for policy in policies:
+        with pytest.raises((ValueError, ab.DisagreementError)) as caught:
+            ab.DataParallel(nn.Linear(2, 2), policy=policy)
+        found.append(f"{caught.type.__name__}: {caught.value}")
+    return found
 
 
 def test_ranks_with_different_policies_are_told() -> None:
-    policies = [DEFAULT_POLICY, replace(DEFAULT_POLICY, settle_steps=4)]
-    for said in on_ranks(wrapped_with, 2, policies):
-        assert said.startswith("DisagreementError") and "settle_steps=4" in said
-    assert all("policy is a dict: expected a TuningPolicy" in said for said in on_ranks(wrapped_with, 1, [{}]))
+    for apart, wrong in on_ranks(wrapped_with, 2):
+        assert apart.startswith("DisagreementError") and "settle_steps=4" in apart
+        assert "policy is a dict: expected a TuningPolicy" in wrong
 
 
 def test_the_first_search_may_cost_some_steps_and_at_least_a_moment() -> None:

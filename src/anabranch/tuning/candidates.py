@@ -1,9 +1,9 @@
 """Candidates: the plans to try on a live model, their predicted times, and planning them in the background."""
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Thread
 
 import torch.distributed as dist
@@ -36,103 +36,104 @@ def candidates(
     options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy = DEFAULT_POLICY
 ) -> Candidates:
     """Labelled plans to try: the planner's, and one on several lanes if that is predicted to gain enough."""
-    planner = planners.PLANNERS[options.planner] if isinstance(options.planner, str) else options.planner
-    name = options.planner if isinstance(options.planner, str) else getattr(planner, "__name__", "your planner")
-    found = _on_one_and_several_lanes((name, planner(trace, network)), DENSE, options, trace, network, policy)
-    found = [*_compressed(options, trace, network, policy, found[0]), *found]
+    found = _Candidates(options, trace, network, policy).found()
     return [(label + _calibrations(plan, network), plan.check(trace)) for label, plan in found]
 
 
-def _on_one_and_several_lanes(
-    one_lane: tuple[str, Plan],
-    kind: str,
-    options: TuningOptions,
-    trace: Trace,
-    network: Network,
-    policy: TuningPolicy,
-) -> Candidates:
-    """A plan of this kind, and one on several lanes if that is predicted to gain enough."""
-    if options.lanes == 1:
-        return [one_lane]
-    several = planners.lanes(trace, network, lanes=options.lanes or 2, collective=kind)
-    several = _with_dense(several, options.excluded.get(kind, frozenset()))
-    gain = 1 - predicted_s(trace, several, network) / predicted_s(trace, one_lane[1], network)
-    if several.lanes == 1 or gain <= policy.lanes_min_gain:
-        return [one_lane]
-    return [one_lane, (f"{several.lanes} lanes" + (f", {kind}" if kind != DENSE else ""), several)]
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    options: TuningOptions
+    trace: Trace
+    network: Network
+    policy: TuningPolicy
 
+    def found(self) -> Candidates:
+        """Plans with compressed buckets first, if ``compress`` was given."""
+        given = self.options.planner
+        planner = planners.PLANNERS[given] if isinstance(given, str) else given
+        name = given if isinstance(given, str) else getattr(planner, "__name__", "your planner")
+        plain = name, planner(self.trace, self.network)
+        return [*self._compressed(plain), *self._and_on_lanes(plain, DENSE)]
 
-def _compressed(
-    options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy, plain: tuple[str, Plan]
-) -> Candidates:
-    """The plans with compressed buckets, if ``compress`` was given; a mix may have none.
+    def _and_on_lanes(self, one_lane: tuple[str, Plan], kind: str) -> Candidates:
+        """This plan of one kind, and one on several lanes if that is predicted to gain enough."""
+        lanes = self.options.lanes or 2
+        if lanes == 1:
+            return [one_lane]
+        several = self._with_dense(planners.lanes(self.trace, self.network, lanes=lanes, collective=kind), kind)
+        gain = 1 - self._predicted_s(several) / self._predicted_s(one_lane[1])
+        if several.lanes == 1 or gain <= self.policy.lanes_min_gain:
+            return [one_lane]
+        return [one_lane, (f"{several.lanes} lanes" + (f", {kind}" if kind != DENSE else ""), several)]
 
-    Other plans count only with a compressed bucket: that for bf16 of a model in float16 would be a dense plan in
-    another name, with buckets for the price of bf16.
-    """
-    if not options.kinds:
-        return []
-    if options.mixes:
-        errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
-        mixed = least_lossy(trace, network, errors, options.excluded)
-        mixed = with_fewer_messages(trace, network, mixed, errors, options.excluded)
-        # Before it the plan that it has to be as fast as. Only live steps show what many messages cost, and how much
-        # full ones slow computing, while they are transferred: also where all is predicted to be hidden in full.
-        transfers = _transfers_s(trace, mixed, network) > FREE * (trace.forward_s + trace.backward_s)
-        rivals = _fastest_of_one_kind(options, trace, network, policy) if transfers else []
-        return [*((label, plan) for label, plan in rivals if plan != mixed), (MIXED, mixed)]
-    kind = options.kinds[0]
-    if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
-        excluded = options.excluded.get(kind, frozenset())
-        rounded = f"{plain[0]}, {kind}", _with_dense(planners.using(plain[1], kind), excluded)
-        return _with_compressed(_on_one_and_several_lanes(rounded, kind, options, trace, network, policy))
-    return _with_compressed(_of_one_kind(kind, options, trace, network, policy))
+    def _compressed(self, plain: tuple[str, Plan]) -> Candidates:
+        """The plans with compressed buckets; a mix may have none.
+
+        Other plans count only with a compressed bucket: that for bf16 of a model in float16 would be a dense plan in
+        another name, with buckets for the price of bf16.
+        """
+        options, trace, network = self.options, self.trace, self.network
+        if not options.kinds:
+            return []
+        if options.mixes:
+            errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
+            mixed = least_lossy(trace, network, errors, options.excluded)
+            mixed = with_fewer_messages(trace, network, mixed, errors, options.excluded)
+            # Before it the plan that it has to be as fast as. Only live steps show what many messages cost, and how
+            # much full ones slow computing, while they are transferred: also where all is predicted to be hidden.
+            transfers_s = sum(message.transfer_s for message in messages(trace, mixed, network))
+            is_slow = transfers_s > FREE * (trace.forward_s + trace.backward_s)
+            rivals = self._fastest_of_one_kind() if is_slow else []
+            return [*((label, plan) for label, plan in rivals if plan != mixed), (MIXED, mixed)]
+        kind = options.kinds[0]
+        if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
+            rounded = f"{plain[0]}, {kind}", self._with_dense(planners.using(plain[1], kind), kind)
+            return _with_compressed(self._and_on_lanes(rounded, kind))
+        return _with_compressed(self._of_one_kind(kind))
+
+    def _of_one_kind(self, kind: str) -> Candidates:
+        """The planned buckets of one compressed kind, with those dense that must not use it."""
+        if kind not in EVERY_ELEMENT:
+            return [(kind, compressed(self.trace, self.network, kind, self._excluded(kind)))]
+        best = self._with_dense(planners.optimal(self.trace, self.network, collective=kind), kind)
+        return self._and_on_lanes((f"optimal, {kind}", best), kind)
+
+    def _fastest_of_one_kind(self) -> Candidates:
+        """Of the plans of one kind the one predicted to end first; of those that end with it, the most faithful.
+
+        None if no gradient may use any kind. Plans without a compressed bucket do not count.
+        """
+        plans = _with_compressed([found for kind in self.options.kinds for found in self._of_one_kind(kind)])
+        ends_s = [self._predicted_s(plan) for _, plan in plans]
+        soonest_s = min(ends_s, default=0.0) * (1 + PRICE_OF_FIDELITY)
+        in_time = [
+            (error_of_plan(self.trace, plan), end_s, index)
+            for index, ((_, plan), end_s) in enumerate(zip(plans, ends_s, strict=True))
+            if end_s <= soonest_s
+        ]
+        return [plans[index] for _, _, index in sorted(in_time)[:1]]
+
+    def _with_dense(self, plan: Plan, kind: str) -> Plan:
+        """The plan, with buckets of gradients that must not use this kind sent dense; a bucket has one dtype."""
+        if not (names := self._excluded(kind)):
+            return plan
+        return Plan(
+            tuple(
+                bucket if names.isdisjoint(bucket.names) else replace(bucket, collective=DENSE)
+                for bucket in plan.buckets
+            )
+        )
+
+    def _excluded(self, kind: str) -> frozenset[str]:
+        return self.options.excluded.get(kind, frozenset())
+
+    def _predicted_s(self, plan: Plan) -> float:
+        return predicted_s(self.trace, plan, self.network)
 
 
 def _with_compressed(plans: Candidates) -> Candidates:
     """Those of the plans that have a compressed bucket."""
     return [(label, plan) for label, plan in plans if any(is_compressed(bucket.collective) for bucket in plan.buckets)]
-
-
-def _of_one_kind(kind: str, options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy) -> Candidates:
-    """The planned buckets of one compressed kind, with those dense that must not use it."""
-    excluded = options.excluded.get(kind, frozenset())
-    if kind not in EVERY_ELEMENT:
-        return [(kind, compressed(trace, network, kind, excluded))]
-    best = f"optimal, {kind}", _with_dense(planners.optimal(trace, network, collective=kind), excluded)
-    return _on_one_and_several_lanes(best, kind, options, trace, network, policy)
-
-
-def _fastest_of_one_kind(options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy) -> Candidates:
-    """Of the plans of one kind the one that is predicted to end first; of those that end with it, the most faithful.
-
-    None if no gradient may use any kind. Plans without a compressed bucket do not count.
-    """
-    every = [found for kind in options.kinds for found in _of_one_kind(kind, options, trace, network, policy)]
-    plans = _with_compressed(every)
-    ends_s = [predicted_s(trace, plan, network) for _, plan in plans]
-    soonest_s = min(ends_s, default=0.0) * (1 + PRICE_OF_FIDELITY)
-    in_time = [
-        (error_of_plan(trace, plan), end_s, index)
-        for index, ((_, plan), end_s) in enumerate(zip(plans, ends_s, strict=True))
-        if end_s <= soonest_s
-    ]
-    return [plans[index] for _, _, index in sorted(in_time)[:1]]
-
-
-def _transfers_s(trace: Trace, plan: Plan, network: Network) -> float:
-    """How long the messages of a plan are transferred in all; start-ups do not count."""
-    return sum(message.transfer_s for message in messages(trace, plan, network))
-
-
-def _with_dense(plan: Plan, names: Collection[str]) -> Plan:
-    """The plan, with buckets of these gradients sent dense; a bucket has gradients of one dtype."""
-    if not names:
-        return plan
-    dense = [
-        bucket if set(bucket.names).isdisjoint(names) else replace(bucket, collective=DENSE) for bucket in plan.buckets
-    ]
-    return Plan(tuple(dense))
 
 
 def _calibrations(plan: Plan, network: Network) -> str:

@@ -74,7 +74,7 @@ class Graphs(Protocol):
 
 
 class NotCompiled:
-    """The graphs of a model that has none."""
+    """The graphs of a model that has none: there is nothing to cut, to keep or to say."""
 
     parts: Parts | None = None
     can_change = False
@@ -85,17 +85,10 @@ class NotCompiled:
     def would_change(self, parts: Parts) -> bool:  # noqa: ARG002
         return False
 
-    def cut_for(self, parts: Parts | None) -> None:
-        """No-op: there is nothing to cut."""
-
-    def settle(self) -> None:
-        """No-op, too."""
-
-    def step_ended(self) -> None:
-        """No-op: nothing was compiled."""
-
-    def note_late(self, what: str) -> None:
-        """No-op: only compiled models have reasons."""
+    def cut_for(self, parts: Parts | None) -> None: ...
+    def settle(self) -> None: ...
+    def step_ended(self) -> None: ...
+    def note_late(self, what: str) -> None: ...
 
     def lines(self) -> list[str]:
         return []

@@ -1,6 +1,6 @@
 """TuningPolicy: the constants of a tuner's decisions; SearchBudget: what searching has cost, and what it may cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 MIN_FIRST_SEARCH_S = 0.3  # a search that measures the network cannot cost much less, however short steps are
 
@@ -48,29 +48,19 @@ class TuningPolicy:
     late_gradients: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
-            value = getattr(self, name)
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
             least = 0 if name == "recompilations" else 1
-            if not isinstance(value, int) or value < least:
+            if field.type is int and (not isinstance(value, int) or value < least):
                 raise ValueError(f"TuningPolicy {name} is {value!r}: expected a whole number, at least {least}")
-        for name in SHARES:
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or value != value:
+            if field.type is float and (not isinstance(value, int | float) or value != value):
                 raise ValueError(f"TuningPolicy {name} is {value!r}: expected a share, such as 0.01 for 1 %")
-        if not isinstance(self.confidence, int | float) or not self.confidence >= 0:
+        if self.confidence < 0:
             raise ValueError(
                 f"TuningPolicy confidence is {self.confidence!r}: expected a number from 0 on, such as 3.0"
             )
 
 
-COUNTS = (
-    "warmup_steps", "settle_steps", "trial_steps", "max_pairs", "first_search_steps", "max_search_steps",
-    "drift_check_steps", "recompilations",
-)  # fmt: skip
-SHARES = (
-    "min_gain", "min_predicted_gain", "lanes_min_gain", "obvious_gain", "search_share", "max_drift", "cut_share",
-    "late_gradients",
-)  # fmt: skip
 DEFAULT_POLICY = TuningPolicy()
 
 

@@ -25,6 +25,7 @@ from anabranch.tuning.candidates import BackgroundPlanner, Candidates, candidate
 from anabranch.tuning.decide import (
     VERDICTS,
     Action,
+    Block,
     Candidate,
     Comparison,
     Pairs,
@@ -314,25 +315,21 @@ class Search:
             also(ours)
 
         policy = self.policy if min_gain is None else replace(self.policy, min_gain=min_gain)
-        theirs = yield from self._timed(best.label, best.plan)
-        change(True)
-        ours = yield from self._timed_after_change(label, plan, theirs)
-        best, tried = best.with_more(theirs), ours
-        pairs = [(theirs.steps_s, ours.steps_s)]
-        challenger_runs = True
-        while (found := self._judged(pairs, policy, to_the_end, in_doubt)).verdict == "undecided":
+        layouts = (best.label, best.plan), (label, plan)
+        theirs, tried, challenger_runs = best, Trial(label, plan, ()), False
+        pairs: list[tuple[Block, Block]] = []
+        while True:
             # The layout that runs goes on, then the other one: A B B A A B … has the fewest changes.
-            if challenger_runs:
-                ours = yield from self._timed(label, plan)
-                change(False)
-                theirs = yield from self._timed_after_change(best.label, best.plan, theirs)
-            else:
-                theirs = yield from self._timed(best.label, best.plan)
-                change(True)
-                ours = yield from self._timed_after_change(label, plan, theirs)
+            first = yield from self._timed(*layouts[challenger_runs])
+            theirs = theirs if challenger_runs else first
             challenger_runs = not challenger_runs
+            change(challenger_runs)
+            second = yield from self._timed_after_change(*layouts[challenger_runs], reference=theirs)
+            theirs, ours = (first, second) if challenger_runs else (second, first)
             best, tried = best.with_more(theirs), tried.with_more(ours)
             pairs.append((theirs.steps_s, ours.steps_s))
+            if (found := self._judged(pairs, policy, to_the_end, in_doubt)).verdict != "undecided":
+                break
         faster = found.verdict == "faster"
         if faster != challenger_runs:
             change(faster)
@@ -394,11 +391,6 @@ class Search:
         cuts.note(version, before, again, tried, faster)
 
     # What is known.
-
-    @property
-    def any_best(self) -> Trial | None:
-        """The fastest layout so far; None before one was timed."""
-        return self._best
 
     @property
     def default_label(self) -> str:

@@ -31,9 +31,7 @@ from anabranch.tuning.search import FROZEN, Schedule, Search, steps
 from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.trial import Trial
 from anabranch.values.errors import CollectiveError
-from anabranch.values.network import Network
 from anabranch.values.plan import Plan
-from anabranch.values.trace import Trace
 
 log = logging.getLogger("anabranch")
 
@@ -128,8 +126,7 @@ class Tuner:
         self.runner.timer.close()
         self.runner.close()
         if self.kept is None:
-            best = self.search.any_best
-            write_timeline(best.timeline if best is not None else None, self._timeline_path)
+            write_timeline(self.search.best.timeline if self.search.trials else None, self._timeline_path)
 
     # Read by observers and explain().
 
@@ -149,16 +146,6 @@ class Tuner:
         return self.runner.timer.steps_done
 
     @property
-    def trace(self) -> Trace | None:
-        """The last recorded trace; None before there is one."""
-        return self.search.trace
-
-    @property
-    def network(self) -> Network | None:
-        """The network as measured or given; None before it is known."""
-        return self.search.network.known
-
-    @property
     def control(self) -> Group:
         """A group of the same ranks for small messages in host memory, used by nothing else."""
         return self.runner.lanes.control
@@ -168,7 +155,7 @@ class Tuner:
         plan = self.runner.plan_in_force
         tried = self.kept if self.kept is not None and plan is not None and self.kept.plan == plan else None
         timeline = tried.timeline if tried is not None else None
-        predicted_s = self.search.network.predicted_s(self.trace, plan)
+        predicted_s = self.search.network.predicted_s(self.search.trace, plan)
         communication_s = timeline.communication_s if timeline is not None else None
         return StepContext(self.steps_done + 1, plan, self.stage, predicted_s, communication_s)
 
@@ -177,8 +164,8 @@ class Tuner:
         runner, search = self.runner, self.search
         return Findings(
             stage=self.stage,
-            trace=self.trace,
-            network=self.network,
+            trace=self.search.trace,
+            network=self.search.network.known,
             trials=search.trials,
             kept=self.kept if self.kept is not None and self.kept.plan == runner.plan else None,
             plan=runner.plan,
@@ -418,8 +405,10 @@ class Tuner:
         settled = not origin and not failure and not best.doubtful
         if self._cache is not None and settled and self._default_step_s is not None:
             parts, default_s = self._graphs.parts, self._default_step_s
-            self._cache.write(best.label, best.plan, best.steps_s, default_s, self.network, self.trace, parts)
-        search.network.note_error(self.trace, best)
+            self._cache.write(
+                best.label, best.plan, best.steps_s, default_s, self.search.network.known, self.search.trace, parts
+            )
+        search.network.note_error(self.search.trace, best)
         reason = f"planning failed ({failure})" if failure else reason
         what = f"{search.default_label}: {reason}" if best.plan is None else best.label
         search.stage = f"running {what}{origin}"
