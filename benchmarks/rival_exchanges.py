@@ -13,12 +13,12 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from benchmarks.trainings import pairs_at, top_count, top_pairs
 
 from anabranch.exchange.communicator import MAX, Communicator
 from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import regions, select
-from anabranch.tools.bench.trainings import pairs_at, top_count, top_pairs
 
 MAX_NUMEL = 2**31 - 1  # positions in the bucket are sent as int32 here
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 from anabranch.values.errors import CollectiveError
+from lean.launches import each_on_ranks
 from ranks import on_ranks
 
 WIDTH = 16
@@ -81,10 +82,9 @@ def computed_again(rank: int, reentrant: bool) -> int:
     return made
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_parts_make_one_step(reentrant: bool) -> None:
+def test_checkpointed_parts_make_one_step() -> None:
     """A reentrant one runs callbacks when it ends, long before backward does."""
-    assert on_ranks(computed_again, 2, reentrant) == [3, 3]
+    assert each_on_ranks(computed_again, 2, [(True,), (False,)]) == [[3, 3]] * 2
 
 
 def asked_beside(rank: int) -> int:
@@ -130,10 +130,9 @@ def permuted(rank: int, kind: str, fused: bool) -> None:
     plain.close()
 
 
-@pytest.mark.parametrize(("kind", "fused"), [("dense", True), ("oktopk:0.1", False)])
-def test_channels_last(kind: str, fused: bool) -> None:
+def test_channels_last() -> None:
     """A residual is in the order of its parameter's memory, as under DDP; so is what a fused optimizer gets."""
-    on_ranks(permuted, 2, kind, fused)
+    each_on_ranks(permuted, 2, [("dense", True), ("oktopk:0.1", False)])
 
 
 def frozen(rank: int) -> float:
@@ -187,9 +186,9 @@ def dropped(rank: int, activations: ab.Activations) -> bool:
     return gone() is None and not any(hooks)
 
 
-@pytest.mark.parametrize("activations", [ab.Activations("keep"), ab.Activations("auto", 1 << 20)])
-def test_a_dropped_wrapper_is_freed(activations: ab.Activations) -> None:
-    assert on_ranks(dropped, 2, activations) == [True, True]
+def test_a_dropped_wrapper_is_freed() -> None:
+    scenarios = [(ab.Activations("keep"),), (ab.Activations("auto", 1 << 20),)]
+    assert each_on_ranks(dropped, 2, scenarios) == [[True, True]] * 2
 
 
 def left_over(rank: int, residuals: str) -> list[list[str]]:
@@ -210,10 +209,9 @@ def left_over(rank: int, residuals: str) -> list[list[str]]:
     return waits
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host"])
-def test_residuals_of_an_old_plan_are_sent_with_buckets_that_are_updated(residuals: str) -> None:
+def test_residuals_of_an_old_plan_are_sent_with_buckets_that_are_updated() -> None:
     last = sorted(planned(Chain()).buckets[2].names)
-    assert on_ranks(left_over, 2, residuals) == [[last, []]] * 2
+    assert each_on_ranks(left_over, 2, [("in place",), ("int8",)]) == [[[last, []]] * 2] * 2
 
 
 def as_programs_are(rank: int) -> float:
@@ -261,13 +259,10 @@ def failing(rank: int, optimizer: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "says"),
-    [("failing", "no room for its state"), ("counting", "changes 'count' in its parameter groups")],
-)
-def test_an_optimizer_that_fails_is_named(optimizer: str, says: str) -> None:
-    answers = on_ranks(failing, 1, optimizer)[0]
-    assert "the optimizer's step failed on this rank" in answers and says in answers
+def test_an_optimizer_that_fails_is_named() -> None:
+    (failed,), (counted,) = each_on_ranks(failing, 1, [("failing",), ("counting",)])
+    assert "the optimizer's step failed on this rank" in failed and "no room for its state" in failed
+    assert "changes 'count' in its parameter groups" in counted
 
 
 def with_nothing(rank: int) -> None:

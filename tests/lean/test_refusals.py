@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
 from anabranch.values.errors import CollectiveError
+from lean.launches import each_on_ranks
 from ranks import on_ranks
 
 WIDTH = 16
@@ -101,10 +102,9 @@ def unused_and_sparse(rank: int, density: float, residuals: Any) -> list[torch.T
     return state_of(model)
 
 
-@pytest.mark.parametrize(("density", "residuals"), [(1.0, "in place"), (0.1, "in place"), (0.1, "host")])
-def test_what_no_rank_used_moves_only_by_its_residual(density: float, residuals: str) -> None:
-    answers = on_ranks(unused_and_sparse, 2, density, residuals)
-    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+def test_what_no_rank_used_moves_only_by_its_residual() -> None:
+    for answers in each_on_ranks(unused_and_sparse, 2, [(1.0, "in place"), (0.1, "in place"), (0.1, "int8")]):
+        assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
 def unused_unasked(rank: int, ranks: int) -> str:
@@ -179,14 +179,11 @@ def copied(rank: int, mode: str) -> list[str]:
     return [str(caught.value)]
 
 
-@pytest.mark.parametrize("mode", ["keep", "recompute", "offload", "auto"])
-def test_a_copy_computes_and_says_that_it_cannot_train(mode: str) -> None:
-    expected = (
-        "wrap its module: DataParallel(copy.module"
-        if mode in ("keep", "recompute")
-        else "copy the module before it is wrapped"
-    )
-    assert all(expected in answers[0] for answers in on_ranks(copied, 2, mode))
+def test_a_copy_computes_and_says_that_it_cannot_train() -> None:
+    kept, recomputed, mixed = each_on_ranks(copied, 2, [("keep",), ("recompute",), ("auto",)])
+    for answers in (*kept, *recomputed):
+        assert "wrap its module: DataParallel(copy.module" in answers[0]
+    assert all("copy the module before it is wrapped" in answers[0] for answers in mixed)
 
 
 def converted(rank: int, change: str) -> str:

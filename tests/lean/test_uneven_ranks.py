@@ -24,7 +24,7 @@ def made(norm: bool = False) -> nn.Module:
 
 
 def wrapped(model: nn.Module, budget: int | None = None) -> Any:
-    activations = ab.Activations("auto", budget, least_nbytes=64) if budget else ab.Activations("keep")
+    activations = ab.Activations("auto", budget) if budget else ab.Activations("keep")
     return ab.DataParallel(model, profile_steps=0, memory=ab.Lean(sgd, activations=activations))
 
 

@@ -12,13 +12,14 @@ from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.trial import StepTimes, Trial
 from anabranch.tuning.tuner import Tuner
 
+MEASURED = Trial.of
+
 
 def give_times(seconds: Callable[[Plan | None], float], exposed: float = 0.5) -> None:
     """In this process, each step of a trial takes as long as ``seconds`` says of its plan; a share of it is exposed."""
-    measured = Trial.of
 
     def given(label: str, plan: Plan | None, steps: Sequence[StepMarks], clock: Clock) -> Trial:
-        trial, step_s = measured(label, plan, steps, clock), seconds(plan)
+        trial, step_s = MEASURED(label, plan, steps, clock), seconds(plan)
         times = StepTimes(step_s, exposed * step_s, (1 + exposed) / 2 * step_s)
         return replace(trial, steps=tuple(times for _ in trial.steps))
 

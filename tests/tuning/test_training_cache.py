@@ -15,6 +15,7 @@ from torch import nn
 import anabranch as ab
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
+from anabranch.exchange.quantised.exchanges import QuantisedExchanges
 from anabranch.observe import environment
 from anabranch.tools.lab import environment as lab_environment
 from anabranch.tuning.options import TuningOptions
@@ -44,7 +45,7 @@ def cache_of(
     model: nn.Module, folder: str, options: TuningOptions = OPTIONS, settings: tuple[str, ...] = ("compress None",)
 ) -> TrainingCache:
     assert dist.group.WORLD is not None
-    collectives = Collectives(DenseExchanges())
+    collectives = Collectives(QuantisedExchanges(), DenseExchanges())
     parameters = dict(model.named_parameters())
     return TrainingCache(replace(options, cache=folder), settings, model, parameters, collectives, dist.group.WORLD)
 
@@ -185,7 +186,7 @@ def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
         choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="gossip"),)))
     elif case == "a kind that was not asked for":
         assert choice.plan is not None
-        choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="bf16"),)))
+        choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="int8"),)))
     elif case == "many lanes":
         choice = choice_for(model, 2, lanes=3)
     elif case == "no plan":
@@ -206,7 +207,7 @@ UNFIT = {
     "other gradients": "the plan leaves out",
     "other sizes": "its trace has other gradients than this model trains",
     "unknown kind": "by 'gossip': expected one of",
-    "a kind that was not asked for": "sends gradients by bf16, which this training did not ask for",
+    "a kind that was not asked for": "sends gradients by int8, which this training did not ask for",
     "many lanes": "its plan needs 3 lanes: expected at most 2",
 }
 

@@ -12,7 +12,7 @@ import anabranch as ab
 from anabranch.exchange.groups import default_group
 from anabranch.fsdp.trial import measure_links
 from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER
-from fsdp.sharded_runs import model_of, train, two_nodes
+from fsdp.small_model import model_of, train, two_nodes
 from ranks import on_ranks
 
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from anabranch.planning.memory import KINDS, Setting
-from anabranch.tools.bench import memory as bench
 from anabranch.tools.bench import zoo
 from anabranch.tools.cli import arguments, network_text
 from anabranch.tools.cli.main import main
 from anabranch.tools.cli.memory import AUTO_AS, throughput_network
+from anabranch.tools.predict.memory.estimator import OPTIMIZERS, in_bfloat16
 from anabranch.tools.predict.memory.modes import DEFAULT_MODES, modes_of, predict
 from anabranch.tools.predict.memory.probe import Loss, probe
 from anabranch.tools.predict.memory.throughput import samples_per_s
@@ -42,12 +42,12 @@ def small_zoo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_are_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--ranks", "8", "--optimizer", "adamw", "--compress", "oktopk:0.02")
-    profile = probe(images(4), bench.OPTIMIZERS["adamw"])
+    profile = probe(images(4), OPTIMIZERS["adamw"])
     assert list(document["modes"]) == list(DEFAULT_MODES)
     for mode, row in document["modes"].items():
         expected = predict(profile, mode, Setting(ranks=8, density=0.02))
         assert row["kinds"] == expected.kinds and row["predicted_nbytes"] == expected.nbytes
-        assert row["at"] == expected.at and row["host_nbytes"] == expected.host_nbytes
+        assert row["at"] == expected.at
 
 
 def test_the_table_has_every_kind_and_mode(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +97,7 @@ def test_the_largest_batch_fits_in_what_blocks_leave(capsys: pytest.CaptureFixtu
     assert found["ddp"] >= found["oktopk"] > 0
     for mode in ("ddp", "lean"):
         fits, too_much = (
-            predict(probe(images(found[mode] + more), bench.OPTIMIZERS["momentum"]), mode).nbytes for more in (0, 1)
+            predict(probe(images(found[mode] + more), OPTIMIZERS["momentum"]), mode).nbytes for more in (0, 1)
         )
         assert fits <= 0.95 * 100 * 2**20 < too_much
 
@@ -133,10 +133,10 @@ def test_what_lean_would_choose_within_the_limit_is_a_column(capsys: pytest.Capt
     assert any("lean, within is 1048576 bytes" in line and "give at least" in line for line in document["assumptions"])
 
 
-def test_offloaded_activations_let_lean_take_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recomputed_activations_let_lean_take_more(capsys: pytest.CaptureFixture[str]) -> None:
     kept = json_of(capsys, *ASKED, "--within", "16GiB")["largest_batch"]
-    away = json_of(capsys, *ASKED, "--within", "16GiB", "--activations", "offload")["largest_batch"]
-    assert away["ddp"] == kept["ddp"] and away["lean"] > kept["lean"]
+    again = json_of(capsys, *ASKED, "--within", "16GiB", "--activations", "recompute")["largest_batch"]
+    assert again["ddp"] == kept["ddp"] and again["lean"] >= kept["lean"]
 
 
 def test_throughput_is_at_the_batch_of_each_mode(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,9 +207,9 @@ def test_a_model_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["memory", "--model", f"{own(tmp_path, monkeypatch)}:build", "--batch-size", "524288"]
-    ways = {way: json_of(capsys, *asked, "--activations", way)["modes"] for way in ("keep", "offload", "recompute")}
+    ways = {way: json_of(capsys, *asked, "--activations", way)["modes"] for way in ("keep", "recompute")}
     held = {way: modes["lean"]["kinds"]["activations"] for way, modes in ways.items()}
-    assert held["offload"] < held["recompute"] < held["keep"] / 3  # of six blocks one is there at a time
+    assert held["recompute"] < held["keep"] / 3  # of six blocks one is there at a time
     assert ways["recompute"]["ddp"] == ways["keep"]["ddp"]
 
 
@@ -322,12 +322,6 @@ def test_a_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "a bucket names other" in error_of(capsys, *ASKED, "--plan", str(tmp_path / "other.json"))
 
 
-def test_offloaded_activations_have_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
-    document = json_of(capsys, *ASKED, "--activations", "offload", "--network", NETWORK)
-    assert set(document["samples_per_s"]) == {mode for mode in DEFAULT_MODES if not mode.startswith("lean")}
-    assert any("no throughput of lean" in said for said in document["assumptions"])
-
-
 def test_a_function_that_returns_something_else_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,10 +353,10 @@ def test_a_trace_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--compress", "int4", "--compress", "int8", "--network", NETWORK)
     assert list(document["modes"]) == ["ddp", "lean, dense", *modes_of("int4"), "int8", "lean, int8"]
-    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    profile = probe(images(4), OPTIMIZERS["momentum"])
     for mode, row in document["modes"].items():
         expected = predict(profile, mode, Setting(ranks=4))
-        assert row["kinds"] == expected.kinds and row["host_nbytes"] == expected.host_nbytes
+        assert row["kinds"] == expected.kinds
     assert document["modes"]["int4"]["kinds"]["residual"] > 0 == document["modes"]["int8"]["kinds"]["residual"]
     speeds = document["samples_per_s"]
     assert speeds["int4"] == speeds["lean, int4"] > speeds["int8"] > speeds["ddp"]
@@ -387,7 +381,7 @@ def test_auto_needs_the_memory_of_int4(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--network", NETWORK, "--compress"]
     plain, packed = (json_of(capsys, *asked, way) for way in ("oktopk:0.05", "oktopk:0.05:bf16"))
-    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    profile = probe(images(4), OPTIMIZERS["momentum"])
     setting = Setting(ranks=4, density=0.05, options=OkTopk(wire="bf16"))
     for mode, row in packed["modes"].items():
         assert row["kinds"] == predict(profile, mode, setting).kinds
@@ -405,7 +399,7 @@ def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--ranks", "4", "--sharded", "fsdp2", "--sharded", "fsdp2:reshard"]
     document = json_of(capsys, *asked, "--within", "1GiB", "--network", NETWORK)
     assert list(document["modes"]) == [*DEFAULT_MODES, "fsdp2", "fsdp2:reshard", "lean, dense, within", "lean, within"]
-    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    profile = probe(images(4), OPTIMIZERS["momentum"])
     for mode in ("fsdp2", "fsdp2:reshard"):
         assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4)).nbytes
         assert document["largest_batch"][mode] > 0 and document["samples_per_s"][mode] > 0
@@ -418,7 +412,7 @@ def test_models_that_are_sharded_inside_nodes(capsys: pytest.CaptureFixture[str]
     asked = [*ASKED, "--ranks", "16", "--sharded", "hsdp"]
     four = "two_level:ranks=16,per_node=4,alpha=50us,rate=10gbit,inside_alpha=5us,inside_rate=200gbit"
     document = json_of(capsys, *asked, "--network", four, "--within", "1GiB")
-    profile = probe(images(4), bench.OPTIMIZERS["momentum"])
+    profile = probe(images(4), OPTIMIZERS["momentum"])
     expected = predict(profile, "hsdp", Setting(ranks=16, ranks_per_node=4)).nbytes
     assert document["modes"]["hsdp"]["predicted_nbytes"] == expected and document["largest_batch"]["hsdp"] > 0
     assert "hsdp: 4 nodes of 4 ranks, each with one copy of the model" in document["assumptions"]
@@ -446,7 +440,7 @@ def test_the_difference_to_ddp_is_shown(capsys: pytest.CaptureFixture[str]) -> N
 def test_clipping_counts_what_lean_holds(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--optimizer", "adamw"]
     plain, clipped = (json_of(capsys, *asked, *more) for more in ([], ["--clip-norm"]))
-    profile = probe(images(4), bench.OPTIMIZERS["adamw"])
+    profile = probe(images(4), OPTIMIZERS["adamw"])
     for mode, row in clipped["modes"].items():
         assert row["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4, clips=True)).nbytes
     assert any("lean holds averages" in said for said in clipped["assumptions"])
@@ -455,7 +449,7 @@ def test_clipping_counts_what_lean_holds(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_bf16_is_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--precision", "bf16")
-    profile = probe(images(4), bench.OPTIMIZERS["momentum"], half=True)
+    profile = probe(images(4), OPTIMIZERS["momentum"], half=True)
     assert document["modes"]["ddp"]["predicted_nbytes"] == predict(profile, "ddp").nbytes
     assert any("autocast to bfloat16" in said for said in document["assumptions"])
     full = json_of(capsys, *ASKED)["modes"]["ddp"]["kinds"]
@@ -476,11 +470,6 @@ def test_pure_bf16_halves_weights_and_state_but_not_exact_residuals(capsys: pyte
 
 
 def test_a_pure_build_takes_what_the_other_takes() -> None:
-    model, loss = bench.in_bfloat16(images(2))(torch.device("cpu"))
+    model, loss = in_bfloat16(images(2))(torch.device("cpu"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert loss(model).isfinite()
-
-
-def test_a_build_under_autocast() -> None:
-    model, loss = bench.under_autocast(images(2))(torch.device("cpu"))
-    assert loss(model).dtype == torch.float32, "only on a GPU"

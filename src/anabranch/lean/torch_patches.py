@@ -1,0 +1,248 @@
+"""Calls of torch that would misunderstand a model under Lean, which has no gradients after backward, and is a wrapper.
+
+``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` find no gradients after backward, nor does an optimizer that
+Lean does not know, whose schedulers would change nothing; a GradScaler that is not followed makes every update too
+large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a parameter's name.
+Programs and frameworks call them by names that they have imported before. So, once there is a model under Lean, the
+parts of torch that those calls go through come by here; for other models they do what they did.
+"""
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Collection
+from functools import partial, wraps
+from typing import Any, Protocol
+from weakref import WeakSet, ref
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoint
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn import utils
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from anabranch.exchange.collectives import Scaler
+from anabranch.lean.optimizers import stepping
+from anabranch.observe.step_timer import tensors_in
+
+log = logging.getLogger("anabranch")
+
+TOTAL_NORM, CLIP = "_get_total_norm", "_clip_grads_with_norm_"  # of torch: what clip_grad_norm_() calls, in this order
+GROUPS = (
+    "_group_tensors_by_device_and_dtype"  # of torch: what clip_grad_value_() calls, with all gradients it has found
+)
+# The same under their public names, which torch.nn.utils has imported.
+PUBLIC = {TOTAL_NORM: "get_total_norm", CLIP: "clip_grads_with_norm_"}
+CLIP_VALUE = "clip_value"  # an argument of clip_grad_value_()
+NORM_TYPE, MUST_BE_FINITE = "_anabranch_norm_type", "_anabranch_must_be_finite"
+NAMES = "_get_fqns"  # of torch.distributed.checkpoint: the names under which an entry of a model's state_dict is saved
+PREFIX = "module."  # of all parameters of a wrapper
+CONCURRENT_PASSES = 64  # backward passes that run at the same time, at most
+
+
+class ModelUnderLean(Protocol):
+    """The part of a ``LeanDataParallel`` that is used here."""
+
+    module: nn.Module
+
+    def trained_parameters(self) -> Collection[nn.Parameter]:
+        """The parameters that it updates in backward; none if it is closed."""
+        ...
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """The norm of the last step; raises RuntimeError unless it was clipped so."""
+        ...
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Raises RuntimeError unless the last step was clipped so."""
+        ...
+
+
+_models: "WeakSet[ModelUnderLean]" = WeakSet()
+_scaled_passes: "deque[tuple[int, ref[torch.amp.GradScaler]]]" = deque(maxlen=CONCURRENT_PASSES)  # by graph task
+_installed = False
+
+
+def watch(model: ModelUnderLean) -> None:
+    """Notice from now on if this model's gradients are to be clipped after backward."""
+    _models.add(model)
+    _install()
+
+
+def scaler_of_this_pass() -> torch.amp.GradScaler | None:
+    """The GradScaler that has scaled the loss of the backward pass that is running; None if none has."""
+    task = torch._C._current_graph_task_id()
+    return next((scaler() for one, scaler in reversed(_scaled_passes) if one == task), None)
+
+
+def check_followed(followed: Scaler | None) -> None:
+    """Raise RuntimeError if the loss of this backward pass was scaled by a GradScaler that the model does not follow.
+
+    ``followed``: the one that it follows; another class may have a GradScaler inside.
+    """
+    scaler = scaler_of_this_pass()
+    if scaler is None or scaler is followed:
+        return
+    if followed is None or isinstance(followed, torch.amp.GradScaler):
+        raise RuntimeError(
+            f"the loss was scaled by a GradScaler whose scale is {scaler.get_scale()}, and this DataParallel under "
+            f"Lean follows {'none' if followed is None else 'another one'}: its updates would be as much too "
+            "large. Nothing was updated. Call follow(scaler) on the model once, on every rank, before training; "
+            "then only scaler.scale(loss).backward()"
+        )
+
+
+def _install() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    register_optimizer_step_pre_hook(_refuse_idle_step)
+    for scaler in (torch.amp.GradScaler, ShardedGradScaler):  # which has a scale() of its own
+        scaler.scale = _noting_passes(scaler.scale)  # type: ignore[method-assign]
+    parts = [
+        (clip_grad, TOTAL_NORM, _noting_norm_type),
+        (clip_grad, CLIP, _clipping),
+        (clip_grad, GROUPS, _clipping_values),
+        (checkpoint, NAMES, _naming),
+    ]
+    for owner, name, ours in parts:
+        if not hasattr(owner, name):
+            log.warning(
+                "anabranch: torch %s has no %s.%s: under Lean, clip with Lean(clip_norm=...) only, and give "
+                "torch.distributed.checkpoint model.module",
+                torch.__version__, owner.__name__, name,
+            )  # fmt: skip
+            return
+        replaced = ours(getattr(owner, name))
+        setattr(owner, name, replaced)
+        if hasattr(utils, public := PUBLIC.get(name, "")):
+            setattr(utils, public, replaced)
+
+
+def _noting_norm_type(stock: Any) -> Any:
+    """torch's total norm, which also notes what it was asked: the call that follows is not told."""
+
+    @wraps(stock)
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        total: torch.Tensor = stock(tensors, norm_type, error_if_nonfinite, *args, **kwargs)
+        setattr(total, NORM_TYPE, norm_type)
+        setattr(total, MUST_BE_FINITE, error_if_nonfinite)
+        return total
+
+    return total_norm
+
+
+def _clipping(stock: Any) -> Any:
+    """torch's clipping; for a model under Lean, the norm by which it has clipped already."""
+
+    @wraps(stock)
+    def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        without = {id(parameter) for parameter in given if parameter.grad is None}
+        for model in list(_models):
+            own = [parameter for parameter in model.trained_parameters() if parameter.requires_grad]
+            found = sum(id(parameter) in without for parameter in own)
+            if not found or any(parameter.grad is not None for parameter in own):  # these accumulate: torch clips them
+                continue
+            mine = {id(parameter) for parameter in own}
+            others = sum(parameter.requires_grad and id(parameter) not in mine for parameter in given)
+            if found < len(own) or others:
+                raise RuntimeError(
+                    f"clip_grad_norm_() was given {found} of {len(own)} parameters of a model under Lean, and {others} "
+                    "others that are trained: expected all of that model and no others, since it clips in backward, by "
+                    "the norm over all its gradients; call it for each model, or use Lean(clip_norm=...)"
+                )
+            norm = model.clip_grad_norm_(max_norm, getattr(total_norm, NORM_TYPE, 2.0))
+            if getattr(total_norm, MUST_BE_FINITE, False) and not bool(norm.isfinite()):
+                raise RuntimeError(
+                    f"the norm of the gradients is {norm.item()}, and clip_grad_norm_() was given "
+                    "error_if_nonfinite=True; under Lean that step was left out already. To raise before it, use "
+                    "Lean(clip_norm=..., error_if_nonfinite=True)"
+                )
+            total_norm.copy_(norm)
+            return
+        stock(given, max_norm, total_norm, *args, **kwargs)
+
+    return clip
+
+
+def _clipping_values(stock: Any) -> Any:
+    """torch's grouping of gradients; where there are none, a model under Lean has clipped them, or raises an error."""
+
+    @wraps(stock)
+    def group(gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        trained = [model for model in list(_models) if model.trained_parameters()]
+        caller = sys._getframe(1).f_locals
+        if any(map(len, gradients)) or not trained or CLIP_VALUE not in caller:
+            return stock(gradients, *args, **kwargs)
+        refusal = None
+        for model in trained:
+            try:
+                model.clip_grad_value_(caller[CLIP_VALUE])
+            except RuntimeError as error:
+                refusal = error
+            else:
+                return {}
+        assert refusal is not None
+        raise refusal
+
+    return group
+
+
+def _refuse_idle_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before any optimizer's step: raise if it can only do nothing, since all it has is updated by that of Lean.
+
+    One with other parameters, too, may have a step without gradients now and then; and a closure may bring some.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+    if not _models or stepping.now or closure is not None:
+        return
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not held or any(parameter.grad is not None for parameter in held):
+        return
+    updated = {id(parameter) for model in list(_models) for parameter in model.trained_parameters()}
+    if all(id(parameter) in updated for parameter in held):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() finds no gradients, since its parameters are those of a model under "
+            "Lean, which backward has updated by another optimizer: expected that one. Use model.optimizer, also for "
+            "schedulers and checkpoints; or wrap with Lean(optimizer=...) of this one"
+        )
+
+
+def _naming(stock: Any) -> Any:
+    """torch's names of an entry; for a model under Lean those that it has for DDP."""
+
+    @wraps(stock)
+    def names(model: Any, name: str, *args: Any, skip_ddp_prefix: bool = True, **kwargs: Any) -> set[str]:
+        inside = name.removeprefix(PREFIX)
+        if inside == name or model not in _models:
+            found: set[str] = stock(model, name, *args, skip_ddp_prefix=skip_ddp_prefix, **kwargs)
+            return found
+        found = stock(model.module, inside, *args, skip_ddp_prefix=skip_ddp_prefix, **kwargs)
+        return found if skip_ddp_prefix else {f"{PREFIX}{one}" for one in found}
+
+    return names
+
+
+def _noting_passes(stock: Any) -> Any:
+    """``GradScaler.scale``, which also notes the backward passes that begin with what it has scaled."""
+
+    @wraps(stock)
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = stock(self, outputs)
+        if self.is_enabled():
+            for tensor in tensors_in(scaled):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(_note, ref(self)))
+        return scaled
+
+    return scale
+
+
+def _note(scaler: "ref[torch.amp.GradScaler]", gradient: torch.Tensor) -> None:  # noqa: ARG001
+    _scaled_passes.append((torch._C._current_graph_task_id(), scaler))

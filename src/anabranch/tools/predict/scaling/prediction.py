@@ -1,0 +1,221 @@
+"""Every strategy at every world size on every network, with its assumptions and an answer in words."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+from anabranch.tools.network_presets import NetworkRange
+from anabranch.tools.predict.scaling.answer import answer
+from anabranch.tools.predict.scaling.compression import (
+    CompressedStrategies,
+    Compression,
+    as_sent,
+    compressed_strategies,
+)
+from anabranch.tools.predict.scaling.named_planners import named_planner
+from anabranch.tools.predict.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
+from anabranch.tools.predict.scaling.sharding import Sharding
+from anabranch.tools.predict.scaling.sharding import assumptions as about_sharding
+from anabranch.tools.predict.scaling.sweep import STEADY, Compute, recorded_batch, sweep
+from anabranch.values.kinds.fidelity import error_of_plan
+from anabranch.values.links import AlphaBeta, TwoLevel
+from anabranch.values.network import Network
+from anabranch.values.trace import Trace
+
+WORLD_SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+PLANNERS = ("per_tensor", "single", "by_bytes", "mgwfbp", "optimal", "asc", "lanes")
+NETWORKS = ("10gbe", "nvlink+100gbe")
+COMPRESS = ("int8", "oktopk:0.01")
+PRESET_RANKS = 2  # at which a preset is built before it is carried to the world sizes asked for
+MANY_RANKS = 128  # from here on NCCL may prefer trees, whose latency grows with log P
+OF_LEAN = (
+    "lean sends what the same exchange does without it, so its step at the same batch is the same; its optimizer runs "
+    "in backward"
+)
+
+AnyNetwork = NetworkRange | Network | str
+OnPoint = Callable[[str, int, int], None]
+
+
+def scale(
+    trace: Trace,
+    networks: Sequence[AnyNetwork] = NETWORKS,
+    world_sizes: Sequence[int] = WORLD_SIZES,
+    planners: Sequence[str] = PLANNERS,
+    compress: Sequence[str] = COMPRESS,
+    *,
+    sharded: Sequence[str] = (),
+    scaling: Basis = "weak",
+    batch: int | Mapping[str, int] | None = None,
+    compute: Compute = STEADY,
+    assumptions: Sequence[str] = (),
+    on_point: OnPoint | None = None,
+) -> Scaling:
+    """Predict which strategy wins at which world size on which network, and by how much.
+
+    networks        preset names such as "10gbe", Networks, or NetworkRanges, which add a name, a source and a band
+    world_sizes     numbers of ranks, rising
+    planners        names of ``scaling.named_planners``: strategies that send every value
+    compress        further strategies with compressed buckets where they gain: "bf16", "int8" and "int4" round every
+                    element, "oktopk:0.01" sends 1 % of them, "oktopk:0.01:bf16" with packed values, "oktopk"
+                    chooses the density, "auto" chooses among those that round, "auto:oktopk:0.01" among all of
+                    these; "lean:int8", "lean:auto", "lean:0.01" and "lean" do so on the Lean engine; "int8@nodes" does
+                    so between nodes that are dense inside
+    sharded         further strategies that shard the model by FSDP2: a name of ``SHARDING_MODES``; "hsdp" and its like
+                    shard inside nodes, on two-level networks, "hsdp@int8" with int8 between them
+    scaling         "weak" keeps the batch of each rank, "strong" the global batch
+    batch           that batch, for all strategies or by name of the strategy; as recorded unless given. The trace's
+                    meta must then say for which batch it was recorded.
+    assumptions     sentences to add to the result's own, such as how the batches were chosen
+    on_point        called after each point with the network's name, how many of its points are known, and how many
+                    there will be
+
+    ValueError for an argument that makes no sense; NetworkError for a network that cannot be carried to a world size.
+    """
+    if not world_sizes or world_sizes[0] < 1 or any(high <= low for low, high in pairwise(world_sizes)):
+        raise ValueError(f"world_sizes is {list(world_sizes)}: expected rising whole numbers from 1 on")
+    kinds = strategy_kinds(planners, compress, sharded)
+    batches, ranges = _batches(trace, kinds, batch), _ranges(networks)
+    points: list[ScalePoint] = []
+    of_networks: list[str] = []  # what the strategies assume of the networks
+    for network in ranges:
+        compressed = compressed_strategies(compress, trace, network.middle)
+        of_networks += compressed.assumptions
+        steps = _steps(trace, network, world_sizes, kinds, batches, compressed, scaling, compute)
+        for number, point in enumerate(steps, 1):
+            points.append(point)
+            if on_point is not None:
+                on_point(network.name, number, len(world_sizes) * len(kinds))
+    assumed = [
+        *_assumptions(scaling, compute, recorded_batch(trace), batches, world_sizes),
+        *_network_assumptions(ranges, world_sizes),
+        "the optimizer's step and the loading of data are not counted",
+        *([OF_LEAN] if "lean" in kinds.values() else []),
+    ]
+    result = Scaling(
+        model=str(trace.meta.get("model", f"{len(trace)} gradients"))[:60],
+        scaling=scaling,
+        networks=tuple(NetworkUsed(n.name, n.source, n.spread, n.extrapolation) for n in ranges),
+        strategies=tuple(Strategy(name, kind, batches.get(name)) for name, kind in kinds.items()),
+        points=tuple(points),
+        **asdict(compute),
+        assumptions=tuple(dict.fromkeys([*assumed, *assumptions, *of_networks, *about_sharding(sharded)])),
+    )
+    return replace(result, answer=tuple(answer(result)))
+
+
+def strategy_kinds(planners: Sequence[str], compress: Sequence[str], sharded: Sequence[str] = ()) -> dict[str, Kind]:
+    """Every strategy by name, with its kind: planners, then those with compressed buckets, then those of FSDP2."""
+    kinds: dict[str, Kind] = dict.fromkeys(planners, "dense")
+    kinds |= {name: Compression.named(name).strategy_kind for name in compress}
+    return kinds | dict.fromkeys(sharded, "sharded")
+
+
+def _steps(
+    trace: Trace,
+    network: NetworkRange,
+    world_sizes: Sequence[int],
+    kinds: Mapping[str, Kind],
+    batches: Mapping[str, int],
+    compressed: CompressedStrategies,
+    scaling: Basis,
+    compute: Compute,
+) -> Iterator[ScalePoint]:
+    """The points of one network, each as soon as it is known."""
+    dense = {name: named_planner(name) for name, kind in kinds.items() if kind == "dense"}
+    recorded = recorded_batch(trace)
+    return sweep(
+        trace,
+        network.middle,
+        world_sizes,
+        {**dense, **compressed.planners},
+        network_name=network.name,
+        scaling=scaling,
+        compute=compute,
+        around=(network.low, network.high),
+        batches={name: batch / recorded for name, batch in batches.items() if recorded},
+        recorded_batch=recorded,
+        pricing=compressed.priced,
+        runners={name: Sharding.named(name) for name, kind in kinds.items() if kind == "sharded"},
+        error_of=lambda trace, plan: error_of_plan(trace, as_sent(plan)),
+    )
+
+
+def _assumptions(
+    scaling: Basis,
+    compute: Compute,
+    recorded: int | None,
+    batches: Mapping[str, int],
+    world_sizes: Sequence[int],
+) -> list[str]:
+    """What the numbers assume of batches and of computing."""
+    said = ["batch per rank kept (weak scaling)" if scaling == "weak" else "global batch kept (strong scaling)"]
+    if scaling == "strong" or any(batch != recorded for batch in batches.values()):
+        fixed = f", but for {compute.fixed_share:.0%} of the recorded time, which is fixed"
+        said.append(f"computing takes time in proportion to the batch{fixed if compute.fixed_share else ''}")
+    least = min(batches.values(), default=0)
+    beyond = [size for size in world_sizes if size > least]
+    if scaling == "strong" and least and beyond:
+        said.append(f"a batch of {least:,} has no sample for every rank from {beyond[0]:,} ranks on: only on paper")
+    if compute.jitter:
+        said.append(f"jitter of {compute.jitter:g}: a gradient is ready when the last rank is expected to have it")
+    if compute.stragglers:
+        said.append(f"{compute.stragglers} of the ranks compute {compute.straggler_factor:g} times as long")
+    if compute.jitter or compute.stragglers:
+        said.append(
+            "plans are made from the trace as recorded, with neither jitter nor stragglers, and may lose to DDP"
+        )
+    return [*said, "bands are of the network alone, each plan as made for its middle"]
+
+
+def _batches(trace: Trace, kinds: Mapping[str, Kind], batch: int | Mapping[str, int] | None) -> Mapping[str, int]:
+    """The batch of each strategy; empty where neither the caller nor the trace says one."""
+    recorded = recorded_batch(trace)
+    if batch is None:
+        return dict.fromkeys(kinds, recorded) if recorded else {}
+    if recorded is None:
+        raise ValueError(
+            f"the trace's meta has batch {trace.meta.get('batch')!r}: expected for how many samples it was recorded; "
+            "without that, leave out --batch and --within (batch=)"
+        )
+    if isinstance(batch, int):
+        return dict.fromkeys(kinds, batch)
+    if missing := [name for name in kinds if name not in batch]:
+        raise ValueError(f"batch has no entry for the strategy {missing[0]!r}: expected one for each of them")
+    return {name: batch[name] for name in kinds}
+
+
+def _ranges(networks: Sequence[AnyNetwork]) -> list[NetworkRange]:
+    """Every network with a name and a band; a Network without a name is called by its place."""
+    if not networks:
+        raise ValueError("networks is empty: expected at least one, such as '10gbe'")
+    ranges = []
+    for place, network in enumerate(networks, 1):
+        if isinstance(network, str):
+            ranges.append(NetworkRange.preset(network, PRESET_RANKS))
+        elif isinstance(network, Network):
+            ranges.append(NetworkRange.given(f"network {place}", network, "as given"))
+        else:
+            ranges.append(network)
+    return ranges
+
+
+def _network_assumptions(ranges: Sequence[NetworkRange], sizes: Sequence[int]) -> list[str]:
+    said = []
+    if any(network.middle.contention.slowdown(2) >= 2 for network in ranges):
+        said.append("one message fills a link, so that lanes gain their start-ups only")
+    fitted = [network for network in ranges if network.middle.model is None]
+    for network in fitted:
+        if elsewhere := [size for size in sizes if size != network.middle.world_size]:
+            said.append(f"{network.name} extrapolated by {network.middle.at(elsewhere[-1]).meta['assumption']}")
+    if sizes[-1] >= MANY_RANKS and (fitted or any(_is_ring(network.middle.model) for network in ranges)):
+        said.append(
+            f"all-reduces are rings at any size; from about {MANY_RANKS} ranks on NCCL may choose trees, whose latency "
+            "grows with log P instead of P (describe them as halving_doubling:...)"
+        )
+    return said
+
+
+def _is_ring(model: AlphaBeta | TwoLevel | None) -> bool:
+    links = model.across if isinstance(model, TwoLevel) else model
+    return links is not None and links.algorithm == "ring"
