@@ -1,6 +1,7 @@
-"""Record trainings for ``test_recorded.py``: ``python -m tuning.record FOLDER [cuda]``, two ranks, a file for each.
+"""Record trainings for ``test_recorded.py``: ``python -m tuning.record FOLDER [cpu|cuda [NAME ...]]``, a file for each.
 
-Replay them before they are kept: ``choices`` are those of the live training, and rounding may have moved one.
+Two ranks train, on Gloo or on two GPUs with NCCL; the latter was not tried yet. Replay recordings before they are kept:
+``choices`` are those of the live training, and rounding may have moved one.
 """
 
 import json
@@ -78,6 +79,9 @@ def recorded(rank: int, name: str, device: str) -> str:
         options["network"] = ring()
     if options.get("planner") == "scattered":
         options["planner"] = scattered
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        options["process_group"] = torch.distributed.new_group(backend="nccl")
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         torch.distributed.broadcast_object_list(folder)
@@ -120,6 +124,7 @@ def _train(
 
 
 def main(folder: str, device: str = "cpu", *names: str) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for name in names or TRAININGS:
         text = on_ranks(recorded, 2, name, device, timeout_s=120)[0]
         path = Path(folder) / f"{device} {name}.json".replace(" ", "_").replace(",", "")
