@@ -30,8 +30,7 @@ from benchmarks.convergence import Contestant
 from benchmarks.convergence_tasks import TASKS, Task, anneal
 
 import anabranch as ab
-from anabranch.exchange.residuals.packing import PackedResidual
-from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.residuals.state import BucketState, PackedResidual
 from anabranch.exchange.sparse.oktopk import exchange
 from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import STORED

@@ -6,10 +6,12 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from anabranch.exchange.contracts import BucketExchange
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Group, Steps
 from anabranch.exchange.lanes import Lane, Lanes, Message
 from anabranch.values.plan import Bucket, Plan
 
+Around = Callable[[Steps, Group], Steps]
 EndMarker = Callable[[list[dist.Work]], None]
 
 
@@ -26,26 +28,31 @@ class BucketLauncher:
         self,
         plan: Plan,
         lanes: Lanes,
-        exchange: BucketExchange,
+        collectives: Collectives,
         mark_bucket: Callable[[int], EndMarker | None],
         before_first: Callable[[], None] | None = None,
     ) -> None:
         self.plan = plan
         self.lanes = lanes
         self.divisor: Callable[[], int] | None = None
-        self._exchange = exchange
+        self._collectives = collectives
         self._mark_bucket = mark_bucket
         self._before_first = before_first
         self._world_size = dist.get_world_size(lanes[0].group)
         self._routes = [self._route(index, bucket) for index, bucket in enumerate(plan.buckets)]
 
-    def launch(self, index: int, buffer: torch.Tensor) -> Future[torch.Tensor]:
-        """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average."""
+    def launch(self, index: int, buffer: torch.Tensor, around: Around | None = None) -> Future[torch.Tensor]:
+        """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average.
+
+        ``around`` gets the exchange and its group, and returns what the lane runs in its place.
+        """
         if index == 0 and self._before_first is not None:
             self._before_first()
         bucket, lane, label, on_side_stream = self._routes[index]
         divisor = self.divisor() if self.divisor is not None else self._world_size
-        steps = self._exchange.steps(bucket, buffer, lane.group, divisor)
+        steps = self._collectives.steps(bucket, buffer, lane.group, divisor)
+        steps = self._collectives.errors.sampled(steps, bucket, buffer, lane.group, divisor)
+        steps = steps if around is None else around(steps, lane.group)
         return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), on_side_stream))
 
     def close(self) -> None:
@@ -58,4 +65,4 @@ class BucketLauncher:
             f"bucket {index} of {len(self.plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
             f"{bucket.collective} on lane {bucket.lane})"
         )
-        return bucket, self.lanes[bucket.lane], label, self._exchange.on_side_stream(bucket.collective)
+        return bucket, self.lanes[bucket.lane], label, self._collectives.on_side_stream(bucket.collective)

@@ -24,13 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from anabranch.exchange.agree import all_or_none, check_same
-from anabranch.exchange.collectives import Scaler
 from anabranch.exchange.compression import Compress, Settings, described, settings_of
-from anabranch.exchange.contracts import Group, Steps, record_stream
+from anabranch.exchange.contracts import Group, Scaler, Steps, record_stream
 from anabranch.exchange.dense import all_finite, dense
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.exchange.lanes import Lanes, Message
-from anabranch.exchange.one_kind import OneKindExchanges, only_kind
+from anabranch.exchange.single_kind import SingleKindExchange, only_kind
 from anabranch.fsdp.mesh import check_same_over, fails_together, inherit_timeouts
 from anabranch.observe.step_timer import tensors_in
 from anabranch.values.compatibility import check_parts, check_seams
@@ -92,7 +91,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
     for parameter in model.parameters():
         dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
     trained, frozen = _joined(unit.shards for unit in units), _joined(unit.frozen for unit in units)
-    exchanges = OneKindExchanges(settings, trained, nodes, frozen, partial(_scaler_skips, model, inside))
+    exchanges = SingleKindExchange(settings, trained, nodes, frozen, partial(_scaler_skips, model, inside))
     # A line between nodes for each rank of a node; where these are all ranks, they can make groups together.
     siblings = mesh.mesh.t().tolist() if mesh.mesh.numel() == dist.get_world_size() else []
     return Replication(model, units, exchanges, nodes, inside, siblings)
@@ -127,7 +126,7 @@ class Replication:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        exchanges: OneKindExchanges,
+        exchanges: SingleKindExchange,
         nodes: Group,
         inside: Group,
         siblings: Sequence[Sequence[int]],
@@ -233,7 +232,7 @@ class Replication:
                     f"{unit.label} travelled exactly in the last step, {numel} elements for the {unit.numel} that were "
                     f"trained when ab.replicate() was called: {why}."
                 )
-        return "\n".join([*lines, *self._exchanges.collectives.summary()])
+        return "\n".join([*lines, *self._exchanges.collectives.residuals.summary()])
 
     def _dense_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         return 2 * (self.node_count - 1) * numel * dtype.itemsize // self.node_count

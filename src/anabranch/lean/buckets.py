@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.exchange.collectives import ResidualState
-from anabranch.exchange.contracts import BucketExchange, Group, Steps, issued, record_stream
+from anabranch.exchange.contracts import Group, Steps, issued, record_stream
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
 from anabranch.exchange.flat import shaped
+from anabranch.exchange.residuals.state import BucketState
 from anabranch.lean.optimizers import BucketOptimizer
 from anabranch.lean.residuals import ResidualStore
 from anabranch.lean.update import BucketUpdater
@@ -37,7 +37,7 @@ class LiveBucket:
     planned: Bucket
     parameters: Sequence[nn.Parameter]
     optimizer: BucketOptimizer
-    state: ResidualState | None = None
+    state: BucketState | None = None
     residual_views: Mapping[str, torch.Tensor] | None = None
     finite_flags: list[torch.Tensor] = field(default_factory=list)
     arrived: set[str] = field(default_factory=set)
@@ -119,24 +119,16 @@ class UpdatingExchange:
 
     residuals     where residuals are stored between exchanges
     find_unused   after each exchange ranks tell each other which parameters they have used
-    buckets       the buckets of the plan in force, by the names of their parameters; the engine sets them
     """
 
-    def __init__(
-        self, exchange: BucketExchange, updates: BucketUpdater, residuals: ResidualStore, find_unused: bool = False
-    ) -> None:
-        self._exchange = exchange
+    def __init__(self, updates: BucketUpdater, residuals: ResidualStore, find_unused: bool = False) -> None:
         self._updates = updates
         self.residuals = residuals
         self._find_unused = find_unused
-        self.buckets: Mapping[tuple[str, ...], LiveBucket] = {}
 
-    def on_side_stream(self, kind: str) -> bool:
-        return self._exchange.on_side_stream(kind)
-
-    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        live = self.buckets[bucket.names]
-        exchange = self._exchange.steps(bucket, buffer, group, divisor)
+    def around(self, live: LiveBucket, buffer: torch.Tensor, exchange: Steps, group: Group) -> Steps:
+        """The exchange of a bucket, and its update."""
+        bucket = live.planned
         if live.state is not None:
             exchange = self._exchange_residual(exchange, live.state, buffer, live.take_finite_flag())
         used = None
@@ -152,7 +144,7 @@ class UpdatingExchange:
         return self._updates.exchange_and_step(exchange, buffer, live.optimizer, used, put_back)
 
     def _exchange_residual(
-        self, exchange: Steps, state: ResidualState, buffer: torch.Tensor, finite: torch.Tensor | None
+        self, exchange: Steps, state: BucketState, buffer: torch.Tensor, finite: torch.Tensor | None
     ) -> Steps:
         """Run the exchange of a bucket whose gradients are in its residual, and store the residual afterwards.
 
@@ -167,7 +159,7 @@ class UpdatingExchange:
         yield from exchange
         self.residuals.store(state)
 
-    def _put_back(self, state: ResidualState, average: torch.Tensor) -> None:
+    def _put_back(self, state: BucketState, average: torch.Tensor) -> None:
         """Add an average that nobody applies to this rank's residual: over all ranks, what had been sent is back."""
         self.residuals.synchronize()
         with state.whole() as residual:

@@ -32,7 +32,7 @@ class Engine:
     """Runs one plan on one model: hooks on its parameters, slots, and an optimizer per bucket.
 
     launcher      starts the exchange of a bucket on its lane
-    exchange      the exchange that the launcher runs; the engine sets its buckets
+    exchange      what the launcher runs around an exchange
     averaging     whether this backward pass is averaged; under no_sync() gradients stay in ``parameter.grad``
     frozen        compares between ranks which parameters are frozen
     check_pass    called when an averaged backward pass begins; raises if it must not update anything
@@ -75,8 +75,8 @@ class Engine:
             for bucket in launcher.plan.buckets
             if (own := [parameters[name] for name in bucket.names])
         ]
-        exchange.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
-        kept = [bucket for bucket in self._buckets if collectives.keeps_residual(bucket.planned.collective)]
+        self._exchange = exchange
+        kept = [bucket for bucket in self._buckets if collectives.residuals.keeps(bucket.planned.collective)]
         device = next(iter(parameters.values())).device
         self._slots = FreshSlots(device)
         self._dense_slots = FreshSlots(device, at_once=None) if updates.holds_updates else self._slots
@@ -182,7 +182,7 @@ class Engine:
         self._frozen.begin()
         for bucket in self._buckets:
             bucket.begin_backward()
-            bucket.state = self._collectives.residual_state(bucket.planned)
+            bucket.state = self._collectives.residuals.of(bucket.planned)
             bucket.residual_views = None if bucket.state is None else self._residuals.resident(bucket.state)
             if bucket.state is not None and bucket.state.held.keys() != bucket.frozen:
                 self._residuals.synchronize()
@@ -210,7 +210,8 @@ class Engine:
             bucket.residual_views = self._residuals.fetch(bucket.state)
             for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
                 bucket.add_to_residual(name, parameter)
-        future = self._launcher.launch(self._launched - 1, slot.tensor)
+        around = partial(self._exchange.around, bucket, slot.tensor)
+        future = self._launcher.launch(self._launched - 1, slot.tensor, around)
         slots.release_after(slot, future)
         if bucket.state is not None:
             self._residuals.release_after(bucket.state, future)

@@ -51,7 +51,7 @@ class LeanLayout(StepObserver):
         self.updates = BucketUpdater(lean.clipping, list(self._parameters.values()), lean.clip_value)
         self._device = device
         self.residuals = _store_for(lean.first_residuals, device)
-        self.exchange = UpdatingExchange(collectives, self.updates, self.residuals, find_unused)
+        self.exchange = UpdatingExchange(self.updates, self.residuals, find_unused)
         self._collectives = collectives
         self._averaging = averaging
         self._frozen = FrozenAgreement(self._parameters, control)
@@ -103,7 +103,7 @@ class LeanLayout(StepObserver):
         self.residuals.synchronize()
         self.residuals = self.exchange.residuals = _store_for(how, self._device)
         self._engine.use_residuals(self.residuals)
-        self._collectives.store_residuals(how, self.residuals.resident)
+        self._collectives.residuals.store_as(how, self.residuals.resident)
 
     def buckets(self) -> Sequence[LiveBucket]:
         """The buckets of the plan in force."""
@@ -116,7 +116,6 @@ class LeanLayout(StepObserver):
         self._frozen.close()
         self.updates.forget_buckets()
         self.optimizers.close()
-        self.exchange.buckets = {}
         self.residuals = self.exchange.residuals = DeviceResiduals()  # frees the slots of residuals in host memory
 
     def on_forward_end(self, averaged: bool) -> Callable[[], None] | None:

@@ -19,7 +19,6 @@ from anabranch.ddp.compiled.graphs import CompiledGraphs
 from anabranch.ddp.reducer import compiled_as_ddp
 from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.exchange.agree import all_or_none, check_same, from_rank_0
-from anabranch.exchange.collectives import Scaler
 from anabranch.exchange.compression import (
     Compress,
     Settings,
@@ -28,6 +27,7 @@ from anabranch.exchange.compression import (
     may_be_sparse,
     settings_of,
 )
+from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.parameters import ignored_names, model_parts
 from anabranch.lean.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations

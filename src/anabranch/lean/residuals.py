@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.futures import Future
 
-from anabranch.exchange.collectives import ResidualState
+from anabranch.exchange.residuals.state import BucketState
 from anabranch.lean.activations.host_copies import CopyDone, copies_for
 from anabranch.lean.slots import FreshSlots, Slot, SlotRing
 
@@ -22,23 +22,23 @@ class ResidualStore(Protocol):
         """Prepare for sparse buckets of these sizes; a plan has just changed."""
         ...
 
-    def resident(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:
+    def resident(self, state: BucketState) -> Mapping[str, torch.Tensor] | None:
         """Return the pieces to which gradients can be added as they come; None: ``fetch`` must be called first."""
         ...
 
-    def prefetch(self, state: ResidualState) -> None:
+    def prefetch(self, state: BucketState) -> None:
         """Start to bring the residual of the next bucket."""
         ...
 
-    def fetch(self, state: ResidualState) -> Mapping[str, torch.Tensor]:
+    def fetch(self, state: BucketState) -> Mapping[str, torch.Tensor]:
         """Return the pieces on the device, for work on the current stream."""
         ...
 
-    def release_after(self, state: ResidualState, exchange: Future[torch.Tensor]) -> None:
+    def release_after(self, state: BucketState, exchange: Future[torch.Tensor]) -> None:
         """Let the residual's device memory be used again when its bucket's exchange is over."""
         ...
 
-    def store(self, state: ResidualState) -> None:
+    def store(self, state: BucketState) -> None:
         """Move the residual back to where it is stored, behind the exchange on the current stream."""
         ...
 
@@ -62,19 +62,19 @@ class DeviceResiduals:
     def allocate(self, bucket_nbytes: Sequence[int]) -> None:
         pass
 
-    def resident(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:
+    def resident(self, state: BucketState) -> Mapping[str, torch.Tensor] | None:
         return state.pieces()
 
-    def prefetch(self, state: ResidualState) -> None:
+    def prefetch(self, state: BucketState) -> None:
         pass
 
-    def fetch(self, state: ResidualState) -> Mapping[str, torch.Tensor]:
+    def fetch(self, state: BucketState) -> Mapping[str, torch.Tensor]:
         return state.pieces()
 
-    def release_after(self, state: ResidualState, exchange: Future[torch.Tensor]) -> None:
+    def release_after(self, state: BucketState, exchange: Future[torch.Tensor]) -> None:
         pass
 
-    def store(self, state: ResidualState) -> None:
+    def store(self, state: BucketState) -> None:
         pass
 
     def end_step(self) -> None:
@@ -98,21 +98,21 @@ class RoundedResiduals:
     def allocate(self, bucket_nbytes: Sequence[int]) -> None:
         pass
 
-    def resident(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:  # noqa: ARG002
+    def resident(self, state: BucketState) -> Mapping[str, torch.Tensor] | None:  # noqa: ARG002
         return None
 
-    def prefetch(self, state: ResidualState) -> None:
+    def prefetch(self, state: BucketState) -> None:
         pass
 
-    def fetch(self, state: ResidualState) -> Mapping[str, torch.Tensor]:
+    def fetch(self, state: BucketState) -> Mapping[str, torch.Tensor]:
         slot = self._in_exchange[state.names] = self._slots.acquire(sum(state.numels), torch.float32)
         state.unpack(slot.tensor)
         return state.pieces()
 
-    def release_after(self, state: ResidualState, exchange: Future[torch.Tensor]) -> None:
+    def release_after(self, state: BucketState, exchange: Future[torch.Tensor]) -> None:
         self._slots.release_after(self._in_exchange.pop(state.names), exchange)
 
-    def store(self, state: ResidualState) -> None:
+    def store(self, state: BucketState) -> None:
         state.pack()
 
     def end_step(self) -> None:
@@ -159,14 +159,14 @@ class HostResiduals:
         self._bucket_stored = {}
         self._copies.after_current_stream()  # the current stream may still use what the slots were allocated from
 
-    def resident(self, state: ResidualState) -> Mapping[str, torch.Tensor] | None:
+    def resident(self, state: BucketState) -> Mapping[str, torch.Tensor] | None:
         """Return None. A residual that was just made on the device moves to the host now, before the next is made."""
         if state.residual.is_cuda and state.names not in self._fetched:
             torch.cuda.current_stream(self._device).synchronize()
             state.residual = torch.empty_like(state.residual, device="cpu", pin_memory=True).copy_(state.residual)
         return None
 
-    def prefetch(self, state: ResidualState) -> None:
+    def prefetch(self, state: BucketState) -> None:
         if state.names in self._fetched:
             return
         host = state.residual
@@ -175,7 +175,7 @@ class HostResiduals:
         after = (self._slot_stored.get(slot.number), self._bucket_stored.get(state.names))
         self._fetched[state.names] = Fetched(slot, host, self._copies.to_device(host, slot.tensor, after))
 
-    def fetch(self, state: ResidualState) -> Mapping[str, torch.Tensor]:
+    def fetch(self, state: BucketState) -> Mapping[str, torch.Tensor]:
         self.prefetch(state)
         fetched = self._fetched[state.names]
         self._copies.wait(fetched.arrived)
@@ -183,10 +183,10 @@ class HostResiduals:
         self._in_exchange[state.names] = fetched.slot
         return state.pieces()
 
-    def release_after(self, state: ResidualState, exchange: Future[torch.Tensor]) -> None:
+    def release_after(self, state: BucketState, exchange: Future[torch.Tensor]) -> None:
         self._slots.release_after(self._in_exchange.pop(state.names), exchange)
 
-    def store(self, state: ResidualState) -> None:
+    def store(self, state: BucketState) -> None:
         fetched = self._fetched.pop(state.names)
         stored = self._copies.to_host(fetched.slot.tensor, fetched.host)
         self._slot_stored[fetched.slot.number] = stored

@@ -170,11 +170,11 @@ def launches(rank: int, path: str) -> dict[str, Any]:
     made, called = compiled(net, "compile(DP)", log, plan=plan, profile_steps=2)
     launch = BucketLauncher.launch
 
-    def noted(self: BucketLauncher, index: int, buffer: torch.Tensor) -> Any:
+    def noted(self: BucketLauncher, index: int, *args: Any) -> Any:
         log.events.append(f"launch {index}")
-        return launch(self, index, buffer)
+        return launch(self, index, *args)
 
-    BucketLauncher.launch = noted  # type: ignore[method-assign]
+    BucketLauncher.launch = noted  # type: ignore[method-assign, assignment]
     made.trace_steps(8, 10, path)
     for step in range(10):
         log.step = step
