@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from anabranch.tools.report.plot import COLOURS, MARKERS, figure_bytes
+from benchmarks.bench_plot import COLOURS, MARKERS, svg_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -175,7 +175,7 @@ def curves_plot(panels: Sequence[tuple[str, str, str, str, Sequence[Curve]]], ti
             axes.yaxis.set_minor_formatter(lambda value, _: f"{value:.2g}")
         axes.legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11, parse_math=False)
-    return figure_bytes(figure, "svg")
+    return svg_of(figure)
 
 
 def _line(axes: "Axes", name: str, style: int, group: Sequence[Curve], what: str, over: str) -> None:

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from benchmarks.convergence import Contestant
 from benchmarks.convergence_tasks import TASKS, Task, anneal
+from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
 from anabranch.exchange.residuals.state import BucketState, PackedResidual
 from anabranch.exchange.sparse.oktopk import exchange
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import STORED
 
 RANKS = 4

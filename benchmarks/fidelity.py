@@ -4,7 +4,7 @@
     python -m benchmarks.fidelity_report curves.jsonl --times times.jsonl --output benchmarks/fidelity_...
 
 Every rank's gradient is computed by itself, on its own batch; then the buckets of a plan are exchanged by the same
-kernels and the same steps as between real ranks (``anabranch.tools.bench.virtual``), and one optimizer applies the
+kernels and the same steps as between real ranks (``benchmarks.virtual``), and one optimizer applies the
 averages that all ranks have. Contestants:
 
     dense                       float32
@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from benchmarks.fidelity_tasks import TASKS, Task
+from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
 from anabranch.exchange.quantised.exchange import exchange as quantised_exchange
@@ -40,7 +41,6 @@ from anabranch.exchange.residuals.momentum import Momentum
 from anabranch.exchange.residuals.optimizer_momentum import share_momentum
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.oktopk import exchange as sparse_exchange
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import FORMATS
 from anabranch.values.kinds.names import density_of
 

@@ -34,6 +34,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from benchmarks import trainings
 from benchmarks.activations import checkpointed
 from benchmarks.lean_batches import (
     BF16,
@@ -50,13 +51,12 @@ from benchmarks.lean_batches import (
     timed,
 )
 from benchmarks.restarting import board, group_store, joined, supervised, why, worker_place, working
+from benchmarks.trainings import TrainingSetup
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # not exported to type checkers
 
 import anabranch as ab
 from anabranch.lean.activations.policy import Mode
-from anabranch.tools.bench import trainings
-from anabranch.tools.bench.trainings import TrainingSetup
 from anabranch.tools.predict.memory.modes import (
     DDP,
     LEAN,

@@ -10,24 +10,25 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from benchmarks.peak_memory import drain, release_memory, settle
+from benchmarks.trainings import compressed_plan
 from torch import nn
 
 import anabranch as ab
 from anabranch.lean.activations.recompute import recompute
 from anabranch.planning.memory import Setting, StepProfile
-from anabranch.tools.bench.memory import Build, compressed_plan, drain, in_bfloat16, release_memory, settle, zoo_build
-from anabranch.tools.bench.zoo import SEQUENCES
+from anabranch.tools.bench.zoo import SEQUENCES, build_at
 from anabranch.tools.cli.user_function import load_function
+from anabranch.tools.predict.memory.estimator import in_bfloat16
 from anabranch.tools.predict.memory.largest_batch import MAX_BATCH, largest_batch
 from anabranch.tools.predict.memory.modes import DDP, OUR_MODES, modes_of, predict
-from anabranch.tools.predict.memory.probe import Loss, probe
+from anabranch.tools.predict.memory.probe import Build, Loss, probe
 
 ON_GPU = torch.cuda.is_available()  # a CPU is enough to try everything but the measured memory
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 DENSITY = 0.01
 FP32, BF16, PURE = PRECISIONS = ("fp32", "bf16", "pure-bf16")
 MARGIN = 0.92  # of the limit: what predictions do not know, and what the allocator cannot use
-CLOSE = 0.95  # of that is enough
 ENOUGH_S = 4.0  # of timed steps, where the network is slow
 WATCHED_S = 0.12  # NCCL's watchdog, which frees what was sent, looks every 0.1 s
 WARM, WARM_CHOOSING = 2, 4  # steps; Lean chooses after two
@@ -41,7 +42,7 @@ def build_of(name: str, precision: str) -> Callable[[int], Build]:
         made = build_of(name, FP32)
         return lambda batch: in_bfloat16(made(batch))
     if ":" not in name:
-        return partial(zoo_build, name)
+        return partial(build_at, name)
     function = load_function(name, EXPECTED)
     return lambda batch: lambda device: function(batch, device)
 
@@ -158,9 +159,8 @@ def predicted_batch(case: Case, mode: str, recomputed: bool, limit_nbytes: int) 
     def nbytes_at(batch: int) -> int:
         return predicted_nbytes(replace(case, batch=batch), mode, recomputed) + more_nbytes
 
-    room_nbytes = MARGIN * limit_nbytes
     first = 1 if case.speaks else 8
-    return largest_batch(nbytes_at, int(room_nbytes), first, MAX_BATCH, CLOSE * room_nbytes)
+    return largest_batch(nbytes_at, int(MARGIN * limit_nbytes), first, MAX_BATCH)
 
 
 class Shown(NamedTuple):

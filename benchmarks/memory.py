@@ -1,8 +1,8 @@
 """Predicted against measured peak memory on this GPU, every way to train: prints a Markdown report.
 
-python benchmarks/memory.py [--optimizer momentum] [--ranks 4] [model:batch ...]
+python -m benchmarks.memory [--optimizer momentum] [--ranks 4] [model:batch ...]
 
-Without torchrun one rank runs in a mirror of ``--ranks``, and Lean is left out; under torchrun or in a lab it runs too.
+Without torchrun one rank runs DDP and naive sparse; under torchrun or in a lab all modes run.
 """
 
 import argparse
@@ -11,9 +11,11 @@ from datetime import UTC, datetime
 
 import torch
 import torch.distributed as dist
+from benchmarks.peak_memory import peak, runnable_modes, world
 
 from anabranch.planning.memory import KINDS, Setting
-from anabranch.tools.bench.memory import OPTIMIZERS, peak, runnable_modes, world, zoo_build
+from anabranch.tools.bench.zoo import build_at
+from anabranch.tools.predict.memory.estimator import OPTIMIZERS
 from anabranch.tools.predict.memory.modes import predict
 from anabranch.tools.predict.memory.probe import probe
 
@@ -50,7 +52,7 @@ def main() -> None:
 def measured(subject: str, optimizer: str, setting: Setting, modes: Sequence[str] | None) -> list[str]:
     """The lines of one model."""
     name, _, batch = subject.partition(":")
-    factory, build = OPTIMIZERS[optimizer], zoo_build(name, int(batch))
+    factory, build = OPTIMIZERS[optimizer], build_at(name, int(batch))
     profile = probe(build, factory)
     lines = []
     for mode in modes or runnable_modes():

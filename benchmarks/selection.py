@@ -7,11 +7,11 @@ from statistics import median
 
 import torch
 import triton
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import triton_exchange
 from anabranch.exchange.sparse.triton_exchange import TritonStep
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import ENTRY_NBYTES, Sizes
 from anabranch.values.kinds.names import Wire
 from anabranch.values.kinds.options import OkTopk

@@ -4,7 +4,7 @@ r"""Steps of a transformer that FSDP2 shards inside nodes: stock HSDP and ``ab.r
         python -m benchmarks.sharded --inside memory
 
 Inside a host, messages pass its loopback, or with ``--inside memory`` they are copies in memory: slower and faster than
-the links of a real node (``anabranch.tools.bench.host_memory``). FSDP2 with a shard on every rank, whose messages go
+the links of a real node (``benchmarks.host_memory``). FSDP2 with a shard on every rank, whose messages go
 around all hosts, passes loopbacks in both.
 
 Every contestant trains its own copy of the model. A step is forward, backward and an SGD update; the time is that of
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.fidelity_tasks import LENGTH, SYMBOLS, Transformer
+from benchmarks.host_memory import FastHost
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +35,6 @@ import anabranch as ab
 from anabranch.fsdp.mesh import over_mesh
 from anabranch.fsdp.trial import measure_links
 from anabranch.observe.measure import SHARDED as SHARDED_COLLECTIVES
-from anabranch.tools.bench.host_memory import FastHost
 from anabranch.tools.lab.environment import LAB
 
 HSDP, SHARDED, COMPUTING = "HSDP", "FSDP2, a shard on every rank", "nothing between nodes"

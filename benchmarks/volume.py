@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from benchmarks.rival_exchanges import RIVALS, ExchangeFunction
+from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.exact import exact_exchange
 from anabranch.exchange.sparse.fixed import fixed_exchange
-from anabranch.tools.bench.baselines import BASELINES, ExchangeFunction
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import ENTRY_NBYTES
 from anabranch.values.kinds.options import OkTopk
 
@@ -89,9 +89,9 @@ def main() -> None:
     print(about(), flush=True)
     ours, baselines = [], []
     for size in SIZES:
-        known = [name for name in BASELINES if size.ranks <= BIG_RANKS or name not in NOT_THERE]
+        known = [name for name in RIVALS if size.ranks <= BIG_RANKS or name not in NOT_THERE]
         ours.append((size, {name: counted(exchange, size) for name, exchange in OURS.items()}))
-        baselines.append((size, {name: counted(BASELINES[name], size) for name in known}))
+        baselines.append((size, {name: counted(RIVALS[name], size) for name in known}))
         print(f"P = {size.ranks} after {perf_counter() - begun_s:.0f} s", file=sys.stderr, flush=True)
     larger = [(size, {"exact": counted(exact_exchange, size)}) for size in LARGER]
     for title, table in (

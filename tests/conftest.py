@@ -43,9 +43,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: set[str] = set()  # functions whose first case is behind us
     for item in items:
         if isinstance(item, pytest.Function):
             _mark(item)
+            function = re.sub(r"\[.*", "", item.nodeid)
+            if item.get_closest_marker("campaign_but_first") and function in seen:
+                item.add_marker("campaign")
+            seen.add(function)
     if config.getoption("--quick"):
         long = {item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("campaign")}
         chosen = _first_cases(item for item in items if item not in long)

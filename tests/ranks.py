@@ -7,7 +7,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
+Case = tuple[Callable[..., Any], *tuple[object, ...]]  # a function, and its arguments after the rank
 
 GROUP_TIMEOUT = timedelta(seconds=45)
 GRACE_S = 5.0  # for the other ranks, once one has failed
-MAX_PATIENCE = 3.0  # keeps deadlines below pytest's own
+MAX_PATIENCE = 5.0  # keeps deadlines below pytest's own
 
 # Ranks are forked from a server that has imported what they need: 0.1 s for two of them, instead of 3 s of CPU each.
 # Ranks that live on from call to call would save another 0.06 s a call, and tests would see each other's leftovers.
@@ -54,6 +55,16 @@ def on_ranks(function: Callable[..., Result], world_size: int, *args: object, ti
     lists and dicts of them. Warnings are errors. No process is left behind, also not one that hangs as it ends.
     ``timeout_s`` is for all ranks together, on an idle machine.
     """
+    name = getattr(function, "__name__", "a call")
+    return cases_on_ranks({name: (function, *args)}, world_size, timeout_s)[name]
+
+
+def cases_on_ranks(cases: Mapping[str, Case], world_size: int, timeout_s: float = 60.0) -> dict[str, list[Any]]:
+    """What each case returns on each rank, by its name; one launch for all of them, as ``on_ranks``.
+
+    Cases run one after another in the same processes and the same group. A case that patches a module, sets a variable
+    of the environment or is to fail has a launch of its own. Messages of failures name the case.
+    """
     timeout_s *= patience()
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="anabranch-ranks-") as folder:
@@ -61,7 +72,7 @@ def on_ranks(function: Callable[..., Result], world_size: int, *args: object, ti
         processes = [
             CONTEXT.Process(
                 target=_rank,
-                args=(function, rank, world_size, args, folder, writer, timeout_s),
+                args=(dict(cases), rank, world_size, folder, writer, timeout_s),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -74,7 +85,8 @@ def on_ranks(function: Callable[..., Result], world_size: int, *args: object, ti
             answers = _answers([reader for reader, _ in pairs], deadline)
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()) if len(answers) == world_size else 0.0)
-            return [_result(answers, process, rank, folder) for rank, process in enumerate(processes)]
+            found = [_result(answers, process, rank, folder) for rank, process in enumerate(processes)]
+            return {name: [answer[name] for answer in found] for name in cases}
         finally:
             for process in processes:
                 if process.is_alive():
@@ -116,18 +128,12 @@ def _result(answers: dict[int, Any], process: Any, rank: int, folder: str) -> An
     return answers[rank]
 
 
-def _rank(
-    function: Callable[..., object],
-    rank: int,
-    world_size: int,
-    args: tuple[object, ...],
-    folder: str,
-    writer: Any,
-    timeout_s: float,
-) -> None:
+def _rank(cases: Mapping[str, Case], rank: int, world_size: int, folder: str, writer: Any, timeout_s: float) -> None:
     """One rank's process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    answers: dict[str, object] = {}
+    name = "the rendezvous"
     with Path(folder, f"stacks-{rank}").open("w") as stacks:
         faulthandler.dump_traceback_later(max(1.0, timeout_s - 2.0), file=stacks)
         try:
@@ -140,12 +146,17 @@ def _rank(
                     world_size=world_size,
                     timeout=GROUP_TIMEOUT,
                 )
-                answer = ("result", function(rank, *args))
+                for name, (function, *args) in cases.items():
+                    print(f"In {name}:", file=stacks, flush=True)
+                    with warnings.catch_warnings():
+                        answers[name] = function(rank, *args)
+                    if dist.is_initialized():
+                        dist.barrier()
                 if dist.is_initialized():
-                    dist.barrier()
                     dist.destroy_process_group()
+            answer: tuple[str, object] = ("result", answers)
         except BaseException:
-            answer = ("error", traceback.format_exc())
+            answer = ("error", f"in {name}: {traceback.format_exc()}")
         parcel = io.BytesIO()
         torch.save(answer, parcel)
         writer.send_bytes(parcel.getvalue())

@@ -14,7 +14,7 @@ part() {  # name, seconds, command...
   echo "== $name: exit ${PIPESTATUS[0]} at $((SECONDS - began)) s"
 }
 lab="python3 -m anabranch lab --backend nccl"
-part tests 90 python3 -m pytest -q -s -m gpu -p no:cacheprovider -p no:benchmark tests/parallel/test_sharded_gpu.py
+part tests 90 python3 -m pytest -q -s -m gpu -p no:cacheprovider -p no:benchmark tests/fsdp/test_gpu.py
 nodes="$lab --hosts 2 --ranks-per-host 2 --rate 10gbit --timeout 105 -- python3 -m benchmarks.sharded --rounds 5 --steps 3 --limit-s 30"
 for name in "FSDP2, a shard on every rank" "replicate, bf16"; do out+=(--leave-out "$name"); done
 part nodes_memory 90 $nodes --inside memory --predict "${out[@]}"

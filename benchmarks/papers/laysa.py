@@ -127,11 +127,12 @@ def with_activations() -> Section:
 
 def saved_percent(model: str, batch: int) -> float:
     """How much less Lean is predicted to need than naive sparse, in percent."""
-    from anabranch.tools.bench import memory as ways
+    from anabranch.tools.bench import zoo
+    from anabranch.tools.predict.memory.estimator import OPTIMIZERS
     from anabranch.tools.predict.memory.probe import probe
 
     def step(offload: bool) -> StepProfile:
-        return probe(ways.zoo_build(model, batch), ways.OPTIMIZERS["momentum"], offload=offload)
+        return probe(zoo.build_at(model, batch), OPTIMIZERS["momentum"], offload=offload)
 
     lean, naive = predict(step(True), LEAN_HOST, SETTING), predict(step(False), NAIVE, SETTING)
     return 100 * (1 - lean.nbytes / naive.nbytes)

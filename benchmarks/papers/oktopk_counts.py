@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 import torch
+from benchmarks.rival_exchanges import RIVALS, ExchangeFunction
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.exact import exact_exchange
 from anabranch.exchange.sparse.fixed import fixed_exchange
-from anabranch.tools.bench.baselines import BASELINES, ExchangeFunction
-from anabranch.tools.bench.virtual import VirtualWorld
 
 RANKS, NUMEL, DENSITY = 16, 50_000, 0.01
 LAYERS = 50
@@ -20,11 +20,11 @@ EXACT, FIXED = "Ok-Topk, exact", "Ok-Topk, fixed"
 COUNTED: dict[str, ExchangeFunction] = {
     EXACT: exact_exchange,
     FIXED: fixed_exchange,
-    "Dense": BASELINES["dense"],
-    "TopkA": BASELINES["topk"],
-    "TopkDSA": BASELINES["dsa"],
-    "gTopk": BASELINES["gtopk"],
-    "Gaussiank": BASELINES["gaussian"],
+    "Dense": RIVALS["dense"],
+    "TopkA": RIVALS["topk"],
+    "TopkDSA": RIVALS["dsa"],
+    "gTopk": RIVALS["gtopk"],
+    "Gaussiank": RIVALS["gaussian"],
 }
 
 

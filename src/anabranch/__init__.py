@@ -36,9 +36,8 @@ from anabranch.values.trace import TensorSpec, Trace
 from anabranch.values.version import __version__
 
 if _TYPE_CHECKING:
+    from anabranch.frameworks.checkpoint import CommState, ReplicationState
     from anabranch.frameworks.comm_hooks import CommHookState, oktopk_hook, quantised_hook
-    from anabranch.frameworks.distributed_checkpoint import CommState
-    from anabranch.frameworks.replication_checkpoint import ReplicationState
     from anabranch.fsdp.replicate import Replication, replicate
     from anabranch.fsdp.shard import block_names, shard
     from anabranch.fsdp.trial import FoundSharding, find_sharding
@@ -120,7 +119,7 @@ _WITH_TORCH = {
     "Activations": "anabranch.lean.activations.policy",
     "Auto": "anabranch.values.kinds.options",
     "CommHookState": "anabranch.frameworks.comm_hooks",
-    "CommState": "anabranch.frameworks.distributed_checkpoint",
+    "CommState": "anabranch.frameworks.checkpoint",
     "DataParallel": "anabranch.parallel",
     "FoundSharding": "anabranch.fsdp.trial",
     "JsonLines": "anabranch.observe.loggers",
@@ -132,7 +131,7 @@ _WITH_TORCH = {
     "Progress": "anabranch.observe.loggers",
     "Quantised": "anabranch.values.kinds.options",
     "Replication": "anabranch.fsdp.replicate",
-    "ReplicationState": "anabranch.frameworks.replication_checkpoint",
+    "ReplicationState": "anabranch.frameworks.checkpoint",
     "TensorBoard": "anabranch.observe.loggers",
     "TuningPolicy": "anabranch.tuning.policy",
     "WandB": "anabranch.observe.loggers",

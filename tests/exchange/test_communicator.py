@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.communicator import GroupCommunicator
 from anabranch.exchange.lanes import Lanes, Message
-from anabranch.tools.bench.virtual import VirtualWorld
 from exchange.sparse.worlds import EXCHANGES, gradients, states, step
 from ranks import on_ranks
 

@@ -193,7 +193,7 @@ def test_closing_from_its_own_thread_does_not_wait_for_itself() -> None:
 class StreamWithoutGpu:
     """Stands for a stream lane."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, own_stream: bool) -> None:
         self.group = group
 
     def close(self, timeout_s: float) -> bool:

@@ -10,6 +10,7 @@ from anabranch.tools.demo.text import CHARACTERS
 from test_examples import EXAMPLES, losses_under_torchrun, sparse_program
 from torchrun import KILLER
 
+pytestmark = pytest.mark.campaign
 FRAMEWORKS = [("transformers_trainer.py", "transformers"), ("accelerate_loop.py", "accelerate")]
 
 

@@ -15,8 +15,7 @@ from torch import nn
 from anabranch import DataParallel, JsonLines, Lean, Metrics, OkTopk
 from anabranch.observe.clock import HostClock
 from anabranch.observe.metrics import MetricsFeed
-from anabranch.observe.step_context import StepContext
-from anabranch.observe.step_timer import StepMarks, StepTimer
+from anabranch.observe.step_timer import StepContext, StepMarks, StepTimer
 from parallel.given_gradients import fresh, one_step, two_buckets
 from parallel.twins import SCENARIOS, batch, mlp, plain_train, ring, scattered, sgd, steps
 from ranks import on_ranks

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import Bucket, DataParallel, DisagreementError, FileError, Lean, Plan
-from anabranch.observe import clock_sync
+from anabranch.observe import trace_window
 from anabranch.observe.clock import HostClock
+from anabranch.observe.perfetto import perfetto_document
 from anabranch.observe.step_timer import StepMarks, StepObserver
-from anabranch.observe.window_file import to_rank_0
+from anabranch.observe.trace_window import ClockAlignment, HostAnchor, Offset, clock_offsets
 from observe.trace_events import check_format, of_rank
 from parallel.twins import SCENARIOS, WIDTH, batch, mlp, plain_train, ring, scattered, sgd
 from ranks import on_ranks
@@ -122,7 +123,7 @@ def shifted(rank: int, path: str) -> list[float]:
     def own() -> float:
         return start_s + 3600.0 * rank + pace * (host() - start_s)
 
-    setattr(clock_sync, "perf_counter", own)  # noqa: B010 - it is no name of the module's own
+    setattr(trace_window, "perf_counter", own)  # noqa: B010 - it is no name of the module's own
     HostClock.mark = lambda self: own()  # type: ignore[method-assign]
     HostClock.mark_end = lambda self, launched, works: own()  # type: ignore[method-assign]
     names = tuple(name for name, _ in mlp().named_parameters())
@@ -218,9 +219,40 @@ def test_what_is_refused(tmp_path: Path) -> None:
     check_format(json.loads((tmp_path / "taken.json").read_text()))
 
 
-def parcels(rank: int) -> list[str]:
-    return [part.decode() for part in to_rank_0(b"x" * (3 * rank + 1), world())]
+def clocks(rank: int) -> list[list[float]]:
+    """All ranks of this machine read one clock, so every offset is zero, and the stated error must hold that."""
+    return [[found.ahead_s, found.error_s] for _ in range(3) for found in clock_offsets(world())]
 
 
-def test_parcels_reach_rank_0() -> None:
-    assert on_ranks(parcels, 3) == [["x", "xxxx", "xxxxxxx"], [], []]
+def test_the_stated_error_holds_the_true_offset() -> None:
+    first, *others = on_ranks(clocks, 3)
+    assert len(first) == 9 and others == [[], []]
+    for ahead_s, error_s in first:
+        assert abs(ahead_s) <= error_s
+
+
+def test_drift_between_two_measurements_is_removed() -> None:
+    alignment = ClockAlignment(Offset(100.0, 10.0, 1e-5), Offset(200.0, 10.5, 3e-5))
+    assert alignment.to_rank_0_time(100.0) == pytest.approx(90.0)
+    assert alignment.to_rank_0_time(150.0) == pytest.approx(150 - 10.25)
+    assert alignment.to_rank_0_time(200.0) == pytest.approx(189.5)
+    assert alignment.to_rank_0_time(300.0) == pytest.approx(289.5), "no extrapolation"
+    assert alignment.error_s == 3e-5
+
+
+def test_an_anchor_bounds_the_hosts_time_at_its_mark() -> None:
+    anchor = HostAnchor.measure(HostClock())
+    assert isinstance(anchor.mark, float)
+    assert abs(anchor.mark - anchor.host_s) <= anchor.error_s
+
+
+def test_the_stated_errors_include_those_of_devices() -> None:
+    step = {"step": 1, "plan": None, "edges_s": [5.0, 6.0, 8.0, 8.0], "ready_s": {"a": 7.0}, "buckets": []}
+    recordings = [{"anchor_error_s": 1e-6, "steps": [step]}, {"anchor_error_s": 2e-6, "steps": [step]}]
+    same = ClockAlignment(Offset(0.0, 0.0, 0.0), Offset(9.0, 0.0, 0.0))
+    other = ClockAlignment(Offset(0.0, 1.0, 4e-6), Offset(9.0, 1.0, 3e-6))
+    document = perfetto_document(recordings, [same, other], {"device": "cuda"})
+    check_format(document)
+    assert document["otherData"]["clock_error_s"] == {"rank 0": 0.0, "rank 1": pytest.approx(7e-6)}
+    assert [of_rank(document, rank, name="forward")[0]["ts"] for rank in (0, 1)] == [1e6, 0]
+    assert not of_rank(document, 0, name="exposed communication"), "nothing was exposed"

@@ -5,8 +5,8 @@ import torch
 from benchmarks.papers import laysa
 from torch import nn
 
-from anabranch.tools.bench import memory as ways
 from anabranch.tools.bench import zoo
+from anabranch.tools.predict.memory.estimator import OPTIMIZERS
 from anabranch.tools.predict.memory.modes import LEAN_HOST, NAIVE, predict
 from anabranch.tools.predict.memory.probe import Loss, probe
 from tools.predict.memory.models import images
@@ -44,7 +44,7 @@ def test_whole_steps_are_predicted_where_torchvision_is(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(zoo, "model_and_loss", built)
     monkeypatch.setattr(laysa, "find_spec", lambda name: object())
-    momentum = ways.OPTIMIZERS["momentum"]
+    momentum = OPTIMIZERS["momentum"]
     lean = predict(probe(images(2), momentum, offload=True), LEAN_HOST, laysa.SETTING).nbytes
     naive = predict(probe(images(2), momentum), NAIVE, laysa.SETTING).nbytes
     for row in laysa.with_activations().figures:

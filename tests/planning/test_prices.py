@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ from anabranch.planning.prices import (
     sparse_phases,
     travel_s,
 )
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import ENTRY_NBYTES, FINITE, FORMATS, NUMBER_NBYTES
 from anabranch.values.kinds.names import COMPRESSED, WIRES, Wire, kind_of
 from anabranch.values.kinds.options import OkTopk

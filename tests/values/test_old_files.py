@@ -112,6 +112,7 @@ def build(batch, device):
 """
 
 
+NETWORK = "ring:ranks=4,alpha=30us,rate=10gbit"
 LEAN = {"lean", "lean, host"}
 
 
@@ -121,7 +122,7 @@ def test_memory_predicts_the_same(
     monkeypatch.chdir(tmp_path)
     name = f"old_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(OWN, "utf-8")
-    asked = ["--model", f"{name}:build", "--batch-size", "4", "--within", "1GiB", "--rate", "10gbit"]
+    asked = ["--model", f"{name}:build", "--batch-size", "4", "--within", "1GiB", "--network", NETWORK]
     old, new = document("memory"), json_of(capsys, "memory", *asked, "--trace", str(OLD / "trace.json"))
     assert new.keys() == old.keys()
     for field in ("within_nbytes", "ranks", "density"):

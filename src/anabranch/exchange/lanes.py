@@ -131,19 +131,21 @@ class StreamLane:
     that only sends is issued from the caller's stream and runs on the group's own, so that the communicator can start
     the next message at once; nothing is put on the side stream but the wait for its end, not even an event: with few
     hardware queues (under MPS, or CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can delay the computation behind
-    it.
+    it. Without ``own_stream`` whole exchanges run on the caller's stream.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Group, device: torch.device, own_stream: bool = True) -> None:
         self.group = group
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = torch.cuda.Stream(device, priority=-1) if own_stream else None
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
-        works = [] if message.on_side_stream else [next(message.steps)]
-        if message.on_side_stream:
+        works = []
+        if self._stream is not None and message.on_side_stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        elif self._stream is not None:
+            works.append(next(message.steps))
+        with torch.cuda.stream(self._stream):  # None: the caller's
             for work in works:
                 work.wait()  # the stream waits; the host does not
             for work in message.steps:
@@ -167,7 +169,8 @@ class Lanes:
     from the caller's thread, and the first one uses the user's group, as DDP does. With
     ``max_ctas`` lanes have communicators of their own that run on so many multiprocessors each: less data needs fewer,
     and NCCL's blocks occupy theirs while they wait for the network, so a full all-to-all would take multiprocessors
-    away from backward. ``siblings``, for a group of only some ranks: as in ``clone_group``.
+    away from backward. ``siblings``, for a group of only some ranks: as in ``clone_group``. ``own_streams``: as in
+    ``StreamLane``.
     """
 
     def __init__(
@@ -176,11 +179,13 @@ class Lanes:
         device: torch.device,
         max_ctas: int | None = None,
         siblings: Sequence[Sequence[int]] = (),
+        own_streams: bool = True,
     ) -> None:
         self._group = group
         self._device = device
         self._max_ctas = max_ctas
         self._siblings = siblings
+        self._own_streams = own_streams
         self._own_groups: list[Group] = []
         self._control: Group | None = None
         self._closed = False
@@ -230,7 +235,7 @@ class Lanes:
             if self._device.type == "cuda":
                 shared = number == 0 and (self._max_ctas is None or self.max_lanes == 1)
                 group = self._group if shared else self._new_group(number)
-                self._lanes.append(StreamLane(group, self._device))
+                self._lanes.append(StreamLane(group, self._device, self._own_streams))
             else:
                 self._lanes.append(HostLane(self._new_group(number), f"anabranch-lane-{number}", self._failures))
 

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.exchange.agree import check_same
 from anabranch.exchange.compression import Settings, keeps_residuals, name_of, settings_of
 from anabranch.exchange.contracts import Scaler
+from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.lanes import Lane, Lanes, Message
-from anabranch.exchange.single_kind import SingleKindExchange, only_kind
 from anabranch.values.kinds.options import OkTopk, Quantised
 
 
@@ -117,7 +117,7 @@ class _Running:
         trained = {name: p for name, p in named.items() if p.requires_grad}
         frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named.items()}
-        self._exchanges = SingleKindExchange(settings, trained, group, frozen)
+        self._exchanges = ExternalBuckets(settings, trained, group, frozen)
         self._lanes = Lanes(group, next(iter(trained.values())).device, self._exchanges.collectives.max_ctas)
         self.state_dict = self._exchanges.state_dict
 

@@ -8,6 +8,7 @@ For the packages ``lightning`` and ``pytorch_lightning``: where both are install
 this module, else for ``lightning``.
 """
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from anabranch.exchange.agree import from_all_ranks, wire_device
 from anabranch.exchange.residuals.optimizer_momentum import not_shareable
-from anabranch.frameworks.distributed_checkpoint import packed, unpacked
-from anabranch.frameworks.gathering import gathered
+from anabranch.frameworks.checkpoint import packed, unpacked
 from anabranch.frameworks.wrappers import Wrapper, with_clipping
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.parallel import LeanDataParallel
@@ -186,7 +187,7 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         entries = _entries(self.model) if isinstance(self.model, Wrapper) else self._kept
         if entries and self._group is not None and "optimizer_states" in checkpoint:  # not one of weights only
-            states = gathered(entries, self._group)
+            states = _gathered(entries, self._group)
             if self.is_global_zero:
                 checkpoint[NAME] = states
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -225,6 +226,29 @@ def _entries(model: Wrapper) -> dict[str, torch.Tensor]:
     """This rank's communication state as tensors by name; empty if none is kept."""
     state = model.comm_state_dict()
     return dict(packed(state)) if state else {}
+
+
+def _gathered(entries: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
+    """The entries of every rank, in rank order and in host memory, on rank 0; an empty list elsewhere. Collective.
+
+    Lightning's checkpoint is one file, which rank 0 writes. Names and shapes may differ between ranks. Tensors travel
+    one by one, so that a GPU holds one more of them at most.
+    """
+    device, rank = wire_device(group), dist.get_rank(group)
+    shapes = [[name, str(part.dtype).removeprefix("torch."), list(part.shape)] for name, part in entries.items()]
+    headers = from_all_ranks(json.dumps(shapes).encode(), group)
+    if rank != 0:
+        for part in entries.values():
+            dist.send(part.to(device).contiguous(), group_dst=0, group=group)
+        return []
+    states = [{name: part.cpu() for name, part in entries.items()}]
+    for source, header in enumerate(headers[1:], start=1):
+        states.append({})
+        for name, dtype, shape in json.loads(header):
+            part = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            dist.recv(part, group_src=source, group=group)
+            states[source][name] = part.cpu()
+    return states
 
 
 _strategies.StrategyRegistry.register(

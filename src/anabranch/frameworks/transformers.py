@@ -16,7 +16,7 @@ from torch import nn
 
 from anabranch.exchange.compression import keeps_residuals, name_of, settings_of
 from anabranch.frameworks import accelerate
-from anabranch.frameworks.rank_files import load_rank_files, save_rank_file
+from anabranch.frameworks.checkpoint import load_rank_files, save_rank_file
 from anabranch.frameworks.wrappers import Wrapper, with_clipping
 from anabranch.lean.options import Lean
 from anabranch.lean.parallel import LeanDataParallel

@@ -27,33 +27,34 @@ from anabranch.exchange.agree import all_or_none, check_same
 from anabranch.exchange.compression import Compress, Settings, described, settings_of
 from anabranch.exchange.contracts import Group, Scaler, Steps, record_stream
 from anabranch.exchange.dense import all_finite, dense
+from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.exchange.lanes import Lanes, Message
-from anabranch.exchange.single_kind import SingleKindExchange, only_kind
+from anabranch.fsdp.internals import (
+    gradient_dtype,
+    is_finalized_by_hand,
+    is_in_backward,
+    sharded_modules,
+)  # fmt: skip
 from anabranch.fsdp.mesh import check_same_over, fails_together, inherit_timeouts
 from anabranch.observe.step_timer import tensors_in
-from anabranch.values.compatibility import check_parts, check_seams
 
-TESTED = "2.13.0"
-SEAMS = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}
-# What FSDP2 keeps of a unit, of those parameters of a unit that are alike, and of a parameter.
-STATE_PARTS = ("_state_ctx",)
-GROUP_PARTS = ("mesh_info", "_all_reduce_hook", "_is_hsdp", "all_reduce_grads", "fsdp_params", "gradient_divide_factor")
-PARAMETER_PARTS = ("mp_policy", "offload_to_cpu", "padded_sharded_param_size", "sharded_param")
 MIB = 1 << 20
 
 
-class Unit(NamedTuple):
-    """A unit of FSDP2's.
+class ReplicatedUnit(NamedTuple):
+    """A unit of FSDP2's as it was when replicate() was called.
 
     module    that fully_shard() was given
-    trained   whether each of its parameters was when replicate() was called
-    shards    of those that were, by name, as its buffer has them; none if all were frozen
-    frozen    likewise of the others
+    record    FSDP2's own of the unit's parameters
+    trained   whether each of its parameters was trained
+    shards    of trained parameters, by name, as the unit's buffer has them; empty if all were frozen
+    frozen    likewise of frozen ones
     """
 
     label: str
     module: FSDPModule
+    record: Any
     trained: Sequence[bool]
     shards: Mapping[str, torch.Tensor]
     frozen: Mapping[str, torch.Tensor]
@@ -65,8 +66,7 @@ class Unit(NamedTuple):
 
     def trains_others(self) -> bool:
         """Whether parameters were frozen or unfrozen since replicate() was called."""
-        (group, *_) = parameter_groups(self.module)
-        return _trained(group) != self.trained
+        return _trained(self.record) != self.trained
 
     def is_whole(self, buffer: torch.Tensor) -> bool:
         """Whether ``buffer`` has the gradients of ``shards``, all of them, and of nothing else."""
@@ -91,13 +91,15 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
     for parameter in model.parameters():
         dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
     trained, frozen = _joined(unit.shards for unit in units), _joined(unit.frozen for unit in units)
-    exchanges = SingleKindExchange(settings, trained, nodes, frozen, partial(_scaler_skips, model, inside))
+    exchanges = ExternalBuckets(settings, trained, nodes, frozen, partial(_scaler_skips, model, inside))
     # A line between nodes for each rank of a node; where these are all ranks, they can make groups together.
     siblings = mesh.mesh.t().tolist() if mesh.mesh.numel() == dist.get_world_size() else []
     return Replication(model, units, exchanges, nodes, inside, siblings)
 
 
-def _checked(model: nn.Module, mesh: DeviceMesh, compress: Compress) -> tuple[Settings, list[Unit], Group, Group]:
+def _checked(
+    model: nn.Module, mesh: DeviceMesh, compress: Compress
+) -> tuple[Settings, list[ReplicatedUnit], Group, Group]:
     """What to send of which units, and the groups between nodes and inside; ValueError if that cannot work."""
     settings = settings_of(compress)
     if only_kind(settings) is None:
@@ -125,8 +127,8 @@ class Replication:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
-        exchanges: SingleKindExchange,
+        units: Sequence[ReplicatedUnit],
+        exchanges: ExternalBuckets,
         nodes: Group,
         inside: Group,
         siblings: Sequence[Sequence[int]],
@@ -139,7 +141,8 @@ class Replication:
         self.parameters = {name: parameter for name, parameter in self.known.items() if name in trained}
         self._units, self._exchanges, self._inside = units, exchanges, inside
         self._device = next(iter(trained.values())).device
-        self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas, siblings)
+        # On a GPU, exchanges run on the stream on which FSDP2 calls the hook.
+        self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas, siblings, own_streams=False)
         # Also when the interpreter ends: a thread that is inside a collective then would abort it.
         self._release = weakref.finalize(self, self._lanes.close)
         self._lanes.grow(1)
@@ -147,7 +150,7 @@ class Replication:
         self._compared = False
         # In the last step, by unit: elements, dtype, and whether they were those of all parameters that are known.
         self._last: dict[str, tuple[int, torch.dtype, bool]] = {}
-        self._partial: dict[str, torch.Tensor] = {}  # sums of this node that wait for set_requires_all_reduce(True)
+        self._deferred: dict[str, torch.Tensor] = {}  # sums of this node until set_requires_all_reduce(True)
         # A stream of ours: FSDP2 would run the hook on the one that reduces inside the node, which then waited for it.
         stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         for unit in units:
@@ -158,7 +161,7 @@ class Replication:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank to save in a checkpoint beside the model; {} if nothing is kept between steps."""
+        """The state of this rank to save in a checkpoint with the model; {} if nothing is kept between steps."""
         return self._exchanges.state_dict()
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
@@ -212,7 +215,7 @@ class Replication:
         return {"sent_nbytes": sent_nbytes, "dense_nbytes": dense_nbytes}
 
     def explain(self) -> str:
-        """What is sent between the nodes, and what waits to be sent."""
+        """What is sent between the nodes, and the residuals."""
         metrics, trained = self.metrics(), sum(bool(unit.shards) for unit in self._units)
         lines = [
             f"anabranch: {trained} {'unit' if trained == 1 else 'units'} between {self.node_count} nodes, "
@@ -243,7 +246,7 @@ class Replication:
             unit.module.set_all_reduce_hook(no_average)
         for hook in self._around_forward:
             hook.remove()
-        self._partial.clear()
+        self._deferred.clear()
         self._exchanges.close()
         self._release()
 
@@ -266,14 +269,14 @@ class Replication:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._exchanges.end_with_this_backward())
 
-    def _average(self, unit: Unit, buffer: torch.Tensor) -> None:
+    def _average(self, unit: ReplicatedUnit, buffer: torch.Tensor) -> None:
         """FSDP2's hook: returns when ``buffer`` holds the average over the nodes, or will on the current stream."""
         if is_finalized_by_hand(unit.module):
             raise RuntimeError(
                 "set_manual_backward_finalization(True) and ab.replicate() do not work together: finalize_backward() "
                 "would reduce units when the step is already over between the nodes: call it with False"
             )
-        if not self._joins_partial(unit, buffer):
+        if not self._adds_deferred(unit, buffer):
             return
         lane = self._lanes[0]
         if not self._compared:
@@ -285,32 +288,26 @@ class Replication:
         whole = unit.is_whole(buffer)
         # Else FSDP2 does not say which parameters have no gradient.
         steps = self._steps(unit, buffer, lane.group) if whole else dense(buffer, lane.group, lane.group.size())
-        if buffer.is_cuda:
-            record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it
-            for work in steps:
-                work.wait()  # the current stream does, the host does not
-        else:
-            kind = self._exchanges.kind_of(buffer.dtype)
-            lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()
-        (own, *_) = parameter_groups(unit.module)
-        if own.gradient_divide_factor is not None:  # set_gradient_divide_factor(): HSDP adds between nodes then
+        record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it
+        kind = self._exchanges.kind_of(buffer.dtype)
+        lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()  # on a GPU the host does not
+        if unit.record.gradient_divide_factor is not None:  # set_gradient_divide_factor(): HSDP adds between nodes then
             buffer *= self.node_count
         self._last[unit.label] = buffer.numel(), buffer.dtype, whole
 
-    def _joins_partial(self, unit: Unit, buffer: torch.Tensor) -> bool:
-        """Whether to average now: what waits has joined ``buffer``; else ``buffer`` waits, and gradients get zeros."""
-        waiting = self._partial.pop(unit.label, None)
-        if waiting is not None:
-            if waiting.shape != buffer.shape:
+    def _adds_deferred(self, unit: ReplicatedUnit, buffer: torch.Tensor) -> bool:
+        """Add the sum that was deferred; False while all-reduce is off: ``buffer`` is deferred, and then zero."""
+        deferred = self._deferred.pop(unit.label, None)
+        if deferred is not None:
+            if deferred.shape != buffer.shape:
                 raise RuntimeError(
                     f"{unit.label} has other parameters without a gradient than in the backward before, which "
                     "set_requires_all_reduce(False) has kept in the node: use set_requires_gradient_sync(False) instead"
                 )
-            buffer += waiting
-        (group, *_) = parameter_groups(unit.module)
-        if group.all_reduce_grads:
+            buffer += deferred
+        if unit.record.all_reduce_grads:
             return True
-        self._partial[unit.label] = buffer.clone()
+        self._deferred[unit.label] = buffer.clone()
         buffer.zero_()
         return False
 
@@ -326,7 +323,7 @@ class Replication:
             check_same("the state of the replication", self._exchanges.agreed(), nodes)
         self._compared = True
 
-    def _steps(self, unit: Unit, buffer: torch.Tensor, group: Group) -> Steps:
+    def _steps(self, unit: ReplicatedUnit, buffer: torch.Tensor, group: Group) -> Steps:
         names = list(unit.shards)
         if self._scaler is None:
             return self._exchanges.steps(names, buffer, group, None)
@@ -373,27 +370,21 @@ def _joined(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tens
     return {name: shard for part in parts for name, shard in part.items()}
 
 
-def _units(model: nn.Module) -> list[Unit]:
+def _units(model: nn.Module) -> list[ReplicatedUnit]:
     """The units that FSDP2 made of the model; ValueError if not all gradients would be averaged by them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    units, seen = list[Unit](), set[int]()
-    for path, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        check_seams("torch", TESTED, module, SEAMS)
-        check_parts("torch", TESTED, module._get_fsdp_state(), STATE_PARTS)
-        for group in parameter_groups(module):
-            check_parts("torch", TESTED, group, GROUP_PARTS)
-            if id(group) not in seen:  # the modules of fully_shard([one, other]) have one unit
-                units.append(_unit(path, module, group, names))
-            seen.add(id(group))
-    sharded = {name for unit in units for name in (*unit.shards, *unit.frozen)}
+    units: dict[int, ReplicatedUnit] = {}  # by FSDP2's record: the modules of fully_shard([one, other]) have one unit
+    for path, module, _, groups in sharded_modules(model):
+        for group in groups:
+            if id(group) not in units:
+                units[id(group)] = _unit(path, module, group, names)
+    sharded = {name for unit in units.values() for name in (*unit.shards, *unit.frozen)}
     if not units:
         raise ValueError(
             'the model has no unit that is trained: call fully_shard(block, mesh=mesh["shard"]) for its blocks and for '
             "itself first, then replicate(model, mesh)"
         )
-    if not any(unit.shards for unit in units):
+    if not any(unit.shards for unit in units.values()):
         raise ValueError(
             f"none of the {len(sharded)} parameters of the model is trained, so that nothing would be sent between "
             "nodes: call replicate() when requires_grad is True for those that will be"
@@ -403,10 +394,10 @@ def _units(model: nn.Module) -> list[Unit]:
             f"{alone[0]} is in no unit of fully_shard(), and would not be averaged between nodes: call "
             'fully_shard(model, mesh=mesh["shard"]) for the whole model, too'
         )
-    return units
+    return list(units.values())
 
 
-def _unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter, str]) -> Unit:
+def _unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter, str]) -> ReplicatedUnit:
     """A unit, its parameters in the order of its buffer; also if all are frozen: they may be trained later."""
     if group._is_hsdp:
         raise ValueError(
@@ -420,7 +411,6 @@ def _unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter
         )
     shards, frozen = {}, {}
     for one in group.fsdp_params:
-        check_parts("torch", TESTED, one, PARAMETER_PARTS)
         name = names[one.sharded_param]
         if one.offload_to_cpu:
             raise ValueError(
@@ -436,44 +426,14 @@ def _unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter
             shards[name] = _shard(name, one)
         else:
             frozen[name] = torch.empty(1).expand(one.padded_sharded_param_size)
-    return Unit(f"the unit {path}" if path else "the root unit", module, _trained(group), shards, frozen)
-
-
-def parameter_groups(module: FSDPModule) -> list[Any]:
-    """FSDP2's own record of a unit; before torch 2.13 a unit has at most one."""
-    state: Any = module._get_fsdp_state()
-    if not hasattr(state, "_fsdp_param_groups"):
-        check_parts("torch", TESTED, state, ("_fsdp_param_group",))
-        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(state._fsdp_param_groups)
+    return ReplicatedUnit(
+        f"the unit {path}" if path else "the root unit", module, group, _trained(group), shards, frozen
+    )
 
 
 def _trained(group: Any) -> list[bool]:
     """Of each parameter of a group of FSDP2's, whether it is trained now."""
     return [one.sharded_param.requires_grad for one in group.fsdp_params]
-
-
-def is_finalized_by_hand(module: FSDPModule) -> bool:
-    """Whether a backward leaves some of its work to ``finalize_backward``, which newer torch has (2.15)."""
-    state: Any = module._get_fsdp_state()
-    return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
-
-
-def is_in_backward(module: FSDPModule) -> bool:
-    """Whether FSDP2 waits for the end of a backward; after one that was broken off, for ever."""
-    state: Any = module._get_fsdp_state()
-    return bool(getattr(state._state_ctx, "post_backward_final_callback_queued", False))
-
-
-def gradient_dtype(one: Any) -> torch.dtype:
-    """The dtype in which FSDP2 reduces the gradient of a parameter; ``one`` is its own record of that parameter.
-
-    Where the policy does not name it, that is the dtype of computing; from torch 2.15 on, the one that gradients have.
-    """
-    follows_gradients = hasattr(type(one), "unsharded_grad_dtype")
-    unnamed = one.sharded_param.grad_dtype if follows_gradients else one.mp_policy.param_dtype
-    found: torch.dtype = one.mp_policy.reduce_dtype or unnamed or one.sharded_param.dtype
-    return found
 
 
 def _shard(name: str, one: Any) -> torch.Tensor:
@@ -487,7 +447,7 @@ def _shard(name: str, one: Any) -> torch.Tensor:
     return torch.empty(1, dtype=gradient_dtype(one), device=parameter.device).expand(one.padded_sharded_param_size)
 
 
-def _groups(mesh: DeviceMesh, units: Sequence[Unit]) -> tuple[Group, Group]:
+def _groups(mesh: DeviceMesh, units: Sequence[ReplicatedUnit]) -> tuple[Group, Group]:
     """The ranks that have this rank's shard, one in each node, and the ranks of this node."""
     if mesh.ndim != 2:
         raise ValueError(
@@ -496,8 +456,7 @@ def _groups(mesh: DeviceMesh, units: Sequence[Unit]) -> tuple[Group, Group]:
         )
     nodes, inside = mesh.get_group(0), mesh.get_group(1)
     for unit in units:
-        (group, *_) = parameter_groups(unit.module)
-        found = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
+        found = dist.get_process_group_ranks(unit.record.mesh_info.shard_process_group)
         if found != dist.get_process_group_ranks(inside):
             raise ValueError(
                 f"{unit.label} is sharded among ranks {found}, and the second dimension of mesh has ranks "

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
+from anabranch.fsdp.internals import TESTED
 from anabranch.fsdp.mesh import (
     check_same_over,
     described_model,
@@ -28,7 +29,6 @@ from anabranch.fsdp.mesh import (
 )
 from anabranch.fsdp.planning import ShardingPlan, load
 from anabranch.fsdp.planning.values import dumps
-from anabranch.fsdp.replicate import TESTED
 from anabranch.values.compatibility import check_seams
 from anabranch.values.errors import PlanError
 

@@ -22,7 +22,7 @@ from anabranch.exchange.agree import agree_on, from_all_ranks
 from anabranch.exchange.compression import Compress, Settings, described, settings_of
 from anabranch.exchange.contracts import Collective, Group
 from anabranch.exchange.dense import dense
-from anabranch.exchange.single_kind import only_kind
+from anabranch.exchange.external_buckets import only_kind
 from anabranch.fsdp.mesh import (
     check_same_over,
     described_model,

@@ -23,37 +23,16 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
+from anabranch.fsdp.internals import gradient_dtype, is_finalized_by_hand, sharded_modules
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, ShardingPlan, Unit, simulate
 from anabranch.fsdp.planning.simulator import BETWEEN, INSIDE, REST_LABEL, unit_label
-from anabranch.fsdp.replicate import (
-    TESTED,
-    gradient_dtype,
-    is_finalized_by_hand,
-    no_average,
-    parameter_groups,
-)
+from anabranch.fsdp.replicate import no_average
 from anabranch.fsdp.window import ShardedWindow
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import tensors_in
 from anabranch.values.checks import Meta
-from anabranch.values.compatibility import check_parts, check_seams
 from anabranch.values.timeline import COMPUTE, Span, Timeline
 
-SEAMS: dict[str, tuple[str, ...]] = {"_get_fsdp_state": ()}
-STATE_PARTS = ("_state_ctx", "_states_to_forward_prefetch")  # these three as in ``sharded``
-PARAMETER_PARTS = ("mp_policy", "sharded_param")
-GROUP_PARTS = (
-    "mesh_info",
-    "_all_gather_comm",
-    "_reduce_scatter_comm",
-    "_all_reduce_hook",
-    "_is_hsdp",
-    "_reshard_after_forward",
-    "all_reduce_grads",
-    "device",
-    "fsdp_params",
-    "reduce_grads",
-)
 KEEP = 16  # steps
 
 
@@ -464,22 +443,12 @@ class _Timed:
 def _units(model: nn.Module) -> list[_Watched]:
     """FSDP2's units in the order of the model's modules; one that holds others has no block, and is of the rest."""
     found: dict[int, _Watched] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        check_seams("torch", TESTED, module, SEAMS)
-        groups = parameter_groups(module)
-        state = module._get_fsdp_state()
+    for path, module, state, groups in sharded_modules(model):
         assert isinstance(module, nn.Module)
         holds_others = any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module)
         if id(state) in found:
             found[id(state)].blocks[path] = module
         elif groups or not holds_others:
-            check_parts("torch", TESTED, state, STATE_PARTS)
-            for group in groups:
-                check_parts("torch", TESTED, group, GROUP_PARTS)
-                for one in group.fsdp_params:
-                    check_parts("torch", TESTED, one, PARAMETER_PARTS)
             blocks: dict[str, nn.Module] = {} if holds_others or not path else {path: module}
             found[id(state)] = _Watched(path or REST_LABEL, blocks, groups)
     units = [replace(unit, label=unit_label(list(unit.blocks))) if unit.blocks else unit for unit in found.values()]

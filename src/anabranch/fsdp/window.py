@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, clone_group, default_group, destroy_clone, no_clone_reason
 from anabranch.observe.clock import Clock
-from anabranch.observe.window_file import WindowFile
+from anabranch.observe.trace_window import WindowFile
 from anabranch.values.timeline import Span
 
 SpansOf = Callable[[Callable[[object], float]], Sequence[Span]]  # given the time of a mark

@@ -25,6 +25,11 @@ CURVES = (
 )  # fmt: skip
 
 
+def curves_of(metrics: Metrics) -> dict[str, float]:
+    """The values of a step that are drawn as curves, where they are known, by name."""
+    return {name: value for name in CURVES if (value := getattr(metrics, name)) is not None}
+
+
 class JsonLines:
     """Appends one line per step to a file: a JSON object with the fields of ``Metrics``."""
 
@@ -71,10 +76,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(self._folder)
-        for name in CURVES:
-            value = getattr(metrics, name)
-            if value is not None:
-                self._writer.add_scalar(f"anabranch/{name}", value, metrics.step)
+        for name, value in curves_of(metrics).items():
+            self._writer.add_scalar(f"anabranch/{name}", value, metrics.step)
         if metrics.stage != self._stage:
             self._stage = metrics.stage
             self._writer.add_text("anabranch/stage", metrics.stage, metrics.step)
@@ -105,8 +108,7 @@ class WandB:
             self._owned = wandb.run is None
             self._run = wandb.init(**self._options) if self._owned else wandb.run
             self._run.define_metric("anabranch/*", step_metric="anabranch/step")
-        values = {name: value for name in CURVES if (value := getattr(metrics, name)) is not None}
-        row = {"step": metrics.step, **values, "stage": metrics.stage}
+        row = {"step": metrics.step, **curves_of(metrics), "stage": metrics.stage}
         self._run.log({f"anabranch/{name}": value for name, value in row.items()}, commit=self._owned)
 
     def close(self) -> None:

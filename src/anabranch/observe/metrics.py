@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -15,9 +15,7 @@ from torch._compile import _disable_dynamo
 from anabranch.exchange.contracts import Traffic
 from anabranch.exchange.dense import dense_traffic
 from anabranch.observe.clock import HostClock
-from anabranch.observe.measured_timeline import timeline_of
-from anabranch.observe.step_context import CurrentStep, StepContext
-from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer
+from anabranch.observe.step_timer import CurrentStep, StepContext, StepMarks, StepObserver, StepTimer, timeline_of
 from anabranch.values.plan import Bucket, Plan
 
 log = logging.getLogger("anabranch")
@@ -74,8 +72,7 @@ class Logger(Protocol):
 BucketTraffic = Callable[[Bucket, int, torch.dtype, int], Traffic | None]  # (bucket, numel, dtype, ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingStep:
+class _PendingStep(NamedTuple):
     """A step whose marks may not have settled."""
 
     context: StepContext
@@ -113,8 +110,7 @@ class MetricsFeed(StepObserver):
         self._rank = rank
         self._ranks = ranks
         self._pending: deque[_PendingStep] = deque()
-        self._sizes: tuple[Plan | None, list[tuple[int, torch.dtype]]] | None = None  # of the last plan's buckets
-        self._fingerprint: tuple[Plan, str] | None = None  # of the last plan
+        self._planned = self._described(None)
         self._timing = ExitStack()
         if isinstance(self._clock, HostClock):  # on a GPU a thread would have to poll for the ends of buckets
             self._timing.enter_context(timer.bucket_timing())
@@ -169,20 +165,12 @@ class MetricsFeed(StepObserver):
             sent_nbytes=sent,
             received_nbytes=received,
             density=density,
-            plan=self._fingerprint_of(plan),
+            plan=self._planned_by(plan).fingerprint,
             buckets=len(plan) if plan is not None else None,
             lanes=plan.lanes if plan is not None else 1,
             stage=done.context.stage,
             grad_norm=norm if norm is not None and isfinite(norm) else None,
         )
-
-    def _fingerprint_of(self, plan: Plan | None) -> str | None:
-        """The first digits of the plan's fingerprint: a hash over all names, so it is computed once per plan."""
-        if plan is None:
-            return None
-        if self._fingerprint is None or self._fingerprint[0] is not plan:
-            self._fingerprint = (plan, plan.fingerprint[:12])
-        return self._fingerprint[1]
 
     def _overlap(self, done: _PendingStep, exposed_s: float) -> float | None:
         """From this step's own buckets if all were timed, else from a trial; DDP's own buckets are never timed."""
@@ -199,7 +187,7 @@ class MetricsFeed(StepObserver):
 
     def _traffic(self, plan: Plan | None) -> Traffic | None:
         """The traffic of all buckets together; under DDP's own buckets that of a ring all-reduce of all gradients."""
-        sizes = self._sizes_of(plan)
+        sizes = self._planned_by(plan).sizes
         if plan is None:
             parts: list[Traffic | None] = [dense_traffic(numel, dtype, self._ranks) for numel, dtype in sizes]
         else:
@@ -215,16 +203,29 @@ class MetricsFeed(StepObserver):
             exchanged / max(1, sum(numel for numel, _ in sizes)),
         )
 
-    def _sizes_of(self, plan: Plan | None) -> list[tuple[int, torch.dtype]]:
-        """Elements and dtype of each bucket; under DDP's own buckets, of all gradients of each dtype together."""
-        if self._sizes is None or self._sizes[0] is not plan:
-            parameters = self._parameters
+    def _planned_by(self, plan: Plan | None) -> "_Planned":
+        """What is logged about a plan: the fingerprint is a hash over all names, so it is computed once per plan."""
+        if self._planned.plan is not plan:
+            self._planned = self._described(plan)
+        return self._planned
+
+    def _described(self, plan: Plan | None) -> "_Planned":
+        parameters = self._parameters
+        if plan is not None:
+            names = [bucket.names for bucket in plan.buckets]
+        else:
             dtypes = {parameter.dtype for parameter in parameters.values()}
-            names = (
-                [bucket.names for bucket in plan.buckets]
-                if plan is not None
-                else [tuple(name for name, p in parameters.items() if p.dtype == dtype) for dtype in dtypes]
-            )
-            sizes = [(sum(parameters[n].numel() for n in part), parameters[part[0]].dtype) for part in names]
-            self._sizes = (plan, sizes)
-        return self._sizes[1]
+            names = [tuple(name for name, p in parameters.items() if p.dtype == dtype) for dtype in dtypes]
+        sizes = [(sum(parameters[n].numel() for n in part), parameters[part[0]].dtype) for part in names]
+        return _Planned(plan, plan.fingerprint[:12] if plan is not None else None, sizes)
+
+
+class _Planned(NamedTuple):
+    """A plan, the first digits of its fingerprint, and the elements and dtype of each bucket.
+
+    Under DDP's own buckets, ``sizes`` are those of all gradients of each dtype together.
+    """
+
+    plan: Plan | None
+    fingerprint: str | None
+    sizes: Sequence[tuple[int, torch.dtype]]

@@ -1,22 +1,26 @@
 """Steps of all ranks as one Chrome trace for Perfetto: a process per rank, tracks for computation and lanes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anabranch.observe.clock_sync import ClockAlignment
 from anabranch.values.plan import bucket_label
 
+if TYPE_CHECKING:
+    from anabranch.observe.trace_window import ClockAlignment
+
 COMPUTE, GRADIENTS, FIRST_LANE = 0, 1, 2  # tracks of a process
-INSIDE, BETWEEN = 1, 2  # those of a sharded model, beside computing
+INSIDE, BETWEEN = 1, 2  # those of a sharded model, after its computation
 SHARDED_TRACKS = {"compute": COMPUTE, "inside": INSIDE, "between": BETWEEN}
 PARTS = ("forward", "backward", "exposed communication")
 
 Event = dict[str, Any]
+Nanoseconds = Callable[[float], int]  # since the first event: whole ones, so that adjacent slices stay adjacent
 
 
 def perfetto_document(
-    recordings: Sequence[Mapping[str, Any]], alignments: Sequence[ClockAlignment], facts: Mapping[str, Any]
+    recordings: Sequence[Mapping[str, Any]], alignments: "Sequence[ClockAlignment]", facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The trace-event JSON object, in rank 0's time from the first event on, in microseconds.
 
@@ -33,17 +37,8 @@ def perfetto_document(
         for step in recording["steps"]
     )
     events: list[Event] = []
-    for rank, (recording, alignment) in enumerate(zip(recordings, alignments, strict=True)):
-        clock = _TraceClock(alignment, origin_s)
-        if "inside" in recording:
-            events += _track_names(rank, errors_s[rank], SHARDED_TRACKS)
-            peers = {INSIDE: recording["inside"], BETWEEN: _line(rank, recordings)}
-            events += (event for step in recording["steps"] for event in _span_events(rank, step, clock, peers))
-        else:
-            lanes = sorted({bucket["lane"] for step in recording["steps"] for bucket in step["buckets"]})
-            names = {"compute": COMPUTE, "gradients ready": GRADIENTS, **{f"lane {n}": FIRST_LANE + n for n in lanes}}
-            events += _track_names(rank, errors_s[rank], names)
-            events += (event for step in recording["steps"] for event in _step_events(rank, step, clock))
+    for rank, (alignment, error_s) in enumerate(zip(alignments, errors_s, strict=True)):
+        events += _rank_events(rank, recordings, error_s, partial(_nanoseconds, alignment, origin_s))
     other = {
         "made_by": "anabranch",
         **facts,
@@ -54,21 +49,28 @@ def perfetto_document(
     return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
 
 
-class _TraceClock:
-    """Converts a rank's seconds to whole nanoseconds since the first event, so that adjacent slices stay adjacent."""
-
-    def __init__(self, alignment: ClockAlignment, origin_s: float) -> None:
-        self._alignment = alignment
-        self._origin_s = origin_s
-
-    def ns(self, at_s: float) -> int:
-        return max(0, round((self._alignment.to_rank_0_time(at_s) - self._origin_s) * 1e9))
+def _nanoseconds(alignment: "ClockAlignment", origin_s: float, at_s: float) -> int:
+    return max(0, round((alignment.to_rank_0_time(at_s) - origin_s) * 1e9))
 
 
-def _line(rank: int, recordings: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The ranks with the same shard, one in each node: those at the same place inside theirs."""
-    places = [recording["inside"].index(other) for other, recording in enumerate(recordings)]
-    return [other for other, place in enumerate(places) if place == places[rank]]
+def _rank_events(
+    rank: int, recordings: Sequence[Mapping[str, Any]], error_s: float, ns: Nanoseconds
+) -> Iterator[Event]:
+    steps = recordings[rank]["steps"]
+    if "inside" in recordings[rank]:
+        yield from _track_names(rank, error_s, SHARDED_TRACKS)
+        # The ranks with the same shard are those at the same place inside their node.
+        places = [recording["inside"].index(other) for other, recording in enumerate(recordings)]
+        between = [other for other, place in enumerate(places) if place == places[rank]]
+        peers = {INSIDE: recordings[rank]["inside"], BETWEEN: between}
+        for step in steps:
+            yield from _span_events(rank, step, ns, peers)
+        return
+    lanes = sorted({bucket["lane"] for step in steps for bucket in step["buckets"]})
+    names = {"compute": COMPUTE, "gradients ready": GRADIENTS, **{f"lane {n}": FIRST_LANE + n for n in lanes}}
+    yield from _track_names(rank, error_s, names)
+    for step in steps:
+        yield from _step_events(rank, step, ns)
 
 
 def _first_s(step: Mapping[str, Any]) -> float:
@@ -87,31 +89,30 @@ def _track_names(rank: int, error_s: float, tracks: Mapping[str, int]) -> Iterat
 
 
 def _span_events(
-    rank: int, step: Mapping[str, Any], clock: _TraceClock, peers: Mapping[int, Sequence[int]]
+    rank: int, step: Mapping[str, Any], ns: Nanoseconds, peers: Mapping[int, Sequence[int]]
 ) -> Iterator[Event]:
     """A step of a sharded model; ``peers`` are the ranks that take part in the messages of a track."""
     for name, label, start_s, end_s in step["spans"]:
         track = SHARDED_TRACKS[name]
         category = "compute" if track == COMPUTE else "communication"
         args: dict[str, Any] = {"step": step["step"], **({"ranks": peers[track]} if track in peers else {})}
-        yield _slice(rank, track, label, category, clock.ns(start_s), clock.ns(end_s), args)
+        yield _slice(rank, track, label, category, ns(start_s), ns(end_s), args)
 
 
-def _step_events(rank: int, step: Mapping[str, Any], clock: _TraceClock) -> Iterator[Event]:
-    edges_ns = [clock.ns(edge) for edge in step["edges_s"]]
+def _step_events(rank: int, step: Mapping[str, Any], ns: Nanoseconds) -> Iterator[Event]:
     number = {"step": step["step"]}
-    for name, (start_ns, end_ns) in zip(PARTS, pairwise(edges_ns), strict=True):
+    for name, (start_ns, end_ns) in zip(PARTS, pairwise(map(ns, step["edges_s"])), strict=True):
         if end_ns > start_ns or name != PARTS[-1]:
             yield _slice(rank, COMPUTE, name, "compute", start_ns, end_ns, {**number, "plan": step["plan"]})
     for name, ready_s in step["ready_s"].items():
         instant = {"ph": "i", "s": "t", "pid": rank, "tid": GRADIENTS}
-        yield {**instant, "name": name, "cat": "gradient", "ts": clock.ns(ready_s) / 1e3, "args": number}
+        yield {**instant, "name": name, "cat": "gradient", "ts": ns(ready_s) / 1e3, "args": number}
     for bucket in step["buckets"]:
-        start_ns, end_ns = clock.ns(bucket["begin_s"]), clock.ns(bucket["end_s"])
         name = bucket_label(bucket["index"], bucket["collective"], bucket["names"])
         args = {**number, "tensors": bucket["names"], "nbytes": bucket["nbytes"], "collective": bucket["collective"]}
-        args["launched_us"] = clock.ns(bucket["launched_s"]) / 1e3
-        yield _slice(rank, FIRST_LANE + bucket["lane"], name, "communication", start_ns, end_ns, args)
+        args["launched_us"] = ns(bucket["launched_s"]) / 1e3
+        track = FIRST_LANE + bucket["lane"]
+        yield _slice(rank, track, name, "communication", ns(bucket["begin_s"]), ns(bucket["end_s"]), args)
 
 
 def _slice(

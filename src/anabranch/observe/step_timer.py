@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 
 from anabranch.observe.clock import Clock
+from anabranch.values.plan import Plan, bucket_label
+from anabranch.values.timeline import COMPUTE, Span, Timeline
 
 
 @dataclass(slots=True)
@@ -34,6 +37,27 @@ class StepMarks:
     averaged: object | None = None  # communication is over, too: backward() returns
     buckets: list[tuple[int, object, object]] = field(default_factory=list)
     ready: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """The step that is running, or that ends now.
+
+    number            the first step of a training is 1; with a loaded ``comm_state_dict`` counting continues
+    plan              the plan that this step runs; None under DDP's own buckets
+    stage             what the tuner is doing, in words
+    predicted_s       the simulator's prediction for this plan; None before there is a trace and a network
+    communication_s   communication time in a trial of this plan; None if there was none
+    """
+
+    number: int
+    plan: Plan | None
+    stage: str
+    predicted_s: float | None
+    communication_s: float | None
+
+
+CurrentStep = Callable[[], StepContext]
 
 
 class StepObserver:
@@ -289,3 +313,44 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
         return
     for part in parts:
         yield from _tensors(part)
+
+
+class BucketTimes(NamedTuple):
+    """When bucket ``number`` of a plan was launched, began (its lane was free) and ended, in one step."""
+
+    number: int
+    launched_s: float
+    begin_s: float
+    end_s: float
+
+
+def bucket_times(step: StepMarks, plan: Plan, clock: Clock, origin: object) -> Iterator[BucketTimes]:
+    """The times of buckets whose ends were observed, in launch order; seconds count from the mark ``origin``."""
+    free_s = dict.fromkeys(range(plan.lanes), -inf)
+    for index, launched, end in sorted(step.buckets, key=lambda item: item[0]):
+        lane = plan.buckets[index].lane
+        observed_s = clock.elapsed_to_end_s(origin, end)
+        if observed_s is None:  # then the launch may have no time yet, either
+            continue
+        launched_s = clock.elapsed_s(origin, launched)
+        end_s = max(launched_s, observed_s)
+        yield BucketTimes(index, launched_s, min(max(launched_s, free_s[lane]), end_s), end_s)
+        free_s[lane] = end_s
+
+
+def timeline_of(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
+    """The timeline of a measured step. Without a plan only the exposed communication is known, not its buckets."""
+
+    def at(mark: object) -> float:
+        return clock.elapsed_s(step.backward, mark)
+
+    computed_s = max(0.0, at(step.computed))
+    spans = [Span(COMPUTE, "forward", min(0.0, at(step.forward)), 0.0), Span(COMPUTE, "backward", 0.0, computed_s)]
+    if plan is None:
+        spans.append(Span("lane 0", "exposed communication", computed_s, max(computed_s, at(step.averaged))))
+    else:
+        for times in bucket_times(step, plan, clock, step.backward):
+            bucket = plan.buckets[times.number]
+            label = bucket_label(times.number, bucket.collective, bucket.names)
+            spans.append(Span(f"lane {bucket.lane}", label, times.begin_s, times.end_s))
+    return Timeline(tuple(spans), {"source": "measured"})

@@ -1,35 +1,178 @@
-"""A window of steps of all ranks, written by rank 0 as one trace file in rank 0's time."""
+"""A window of steps of all ranks, written by rank 0 as one trace file in rank 0's time.
 
+How far the host clocks of ranks are apart is measured before and after the window, with a bound on the error: rank 0
+pings each other rank in turn, which answers with its own time. That time was read between the ping and the arrival of
+the answer, so half the round trip bounds the error, however long either direction took. The shortest of several round
+trips is used. The two measurements also show how clocks drift.
+"""
+
+import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from anabranch.exchange.agree import check_same, from_rank_0
 from anabranch.exchange.contracts import Group
-from anabranch.observe.measured_timeline import bucket_times
-from anabranch.observe.step_context import CurrentStep
-from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer
-from anabranch.observe.window_file import WindowFile
+from anabranch.observe.clock import Clock
+from anabranch.observe.perfetto import perfetto_document
+from anabranch.observe.step_timer import CurrentStep, StepMarks, StepObserver, StepTimer, bucket_times
+from anabranch.values.errors import FileError
+from anabranch.values.files import write_text
 from anabranch.values.plan import Plan
 
+log = logging.getLogger("anabranch")
 
-@dataclass(frozen=True, slots=True)
-class _WindowStep:
-    """A step of the window, and the plan that ran in it."""
+PING_ROUNDS = 25
+ANCHOR_TRIES = 5
+MAX_STEPS = 100  # marks are kept in memory until the window ends
 
-    number: int
-    marks: StepMarks
-    plan: Plan | None
+
+class Offset(NamedTuple):
+    """A rank's host clock is ahead of rank 0's by ``ahead_s``, give or take ``error_s``, when its own says ``at_s``."""
+
+    at_s: float
+    ahead_s: float
+    error_s: float
+
+
+def clock_offsets(group: Group, rounds: int = PING_ROUNDS) -> list[Offset]:
+    """The offset of every rank, on rank 0; an empty list on others. Collective; the group must send host memory."""
+    ping, answer = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    if dist.get_rank(group) != 0:
+        for _ in range(rounds):
+            dist.recv(ping, group_src=0, group=group)
+            answer[0] = perf_counter()
+            dist.send(answer, group_dst=0, group=group)
+        return []
+    found = [Offset(perf_counter(), 0.0, 0.0)]
+    for other in range(1, dist.get_world_size(group)):
+        tries = []
+        for _ in range(rounds):
+            sent_s = perf_counter()
+            dist.send(ping, group_dst=other, group=group)
+            dist.recv(answer, group_src=other, group=group)
+            back_s = perf_counter()
+            theirs_s = float(answer.item())
+            tries.append(Offset(theirs_s, theirs_s - (sent_s + back_s) / 2, (back_s - sent_s) / 2))
+        found.append(min(tries, key=lambda one: one.error_s))
+    return found
+
+
+class ClockAlignment(NamedTuple):
+    """One rank's clock against rank 0's, from a measurement before a window and one after it."""
+
+    before: Offset
+    after: Offset
+
+    @property
+    def error_s(self) -> float:
+        """Bound on the error of any time between the two measurements, if clocks drift evenly."""
+        return max(self.before.error_s, self.after.error_s)
+
+    def to_rank_0_time(self, at_s: float) -> float:
+        """Rank 0's time when this rank's clock says ``at_s``."""
+        span_s = self.after.at_s - self.before.at_s
+        share = min(1.0, max(0.0, (at_s - self.before.at_s) / span_s)) if span_s > 0 else 0.0
+        return at_s - self.before.ahead_s - share * (self.after.ahead_s - self.before.ahead_s)
+
+
+class HostAnchor(NamedTuple):
+    """A mark of a clock and the host's time at it, within ``error_s``: a device has a clock of its own."""
+
+    mark: object
+    host_s: float
+    error_s: float
+
+    @classmethod
+    def measure(cls, clock: Clock) -> "HostAnchor":
+        """Take a mark now and bound the host's time at it; waits for the device."""
+        tries = []
+        for _ in range(ANCHOR_TRIES):
+            clock.settle()
+            before_s = perf_counter()
+            mark = clock.mark()
+            clock.settle()
+            after_s = perf_counter()
+            tries.append(cls(mark, (before_s + after_s) / 2, (after_s - before_s) / 2))
+        return min(tries, key=lambda anchor: anchor.error_s)
+
+
+class WindowFile:
+    """The steps ``first`` … ``last`` of all ranks of ``control``, which sends host memory.
+
+    The constructor, ``begin`` and ``write`` are collective. A wrong window, or a file that exists and may not be
+    replaced, is refused on all ranks before any step; ``next_step`` is the number of the one that comes next.
+    """
+
+    def __init__(
+        self, first: int, last: int, path: str | os.PathLike[str], force: bool, *, next_step: int, control: Group
+    ) -> None:
+        given = f"steps {first!r} to {last!r}, and {next_step} comes next"
+        check_same("the window given to trace_steps()", [given], control)
+        _check_range(first, last, next_step)  # after check_same(), so that all ranks raise or none does
+        exists = Path(path).exists() and not force
+        problem = f"{path}: is already there; choose another name, or replace it with force=True" if exists else ""
+        if problem_of_rank_0 := from_rank_0(problem.encode(), control).decode():
+            raise FileError(problem_of_rank_0)  # on every rank
+        self.first, self.last, self.path = first, last, Path(path)
+        self._force = force
+        self._control = control
+        self._offsets_before: list[Offset] = []
+        self._begun: tuple[Clock, HostAnchor] | None = None
+
+    def begin(self, clock: Clock) -> None:
+        """Compare the clocks of all ranks, and tie ``clock`` to the host's; waits for the device."""
+        self._offsets_before = clock_offsets(self._control)
+        self._begun = (clock, HostAnchor.measure(clock))
+
+    @property
+    def anchor(self) -> HostAnchor:
+        """The mark at the start of the window."""
+        assert self._begun is not None
+        return self._begun[1]
+
+    def at(self, mark: object) -> float:
+        """When a mark of the clock was taken, in seconds of this rank's host."""
+        assert self._begun is not None
+        clock, anchor = self._begun
+        return anchor.host_s + clock.elapsed_s(anchor.mark, mark)
+
+    def write(self, recording: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Gather what the ranks recorded, JSON values with a list ``steps``, and write it on rank 0."""
+        offsets_after = clock_offsets(self._control)
+        leads, ranks = dist.get_rank(self._control) == 0, dist.get_world_size(self._control)
+        recordings: list[Any] | None = [None] * ranks if leads else None
+        own = {"anchor_error_s": self.anchor.error_s, **recording}
+        dist.gather_object(own, recordings, group=self._control, group_dst=0)
+        if recordings is None:
+            return
+        alignments = list(map(ClockAlignment, self._offsets_before, offsets_after))
+        window = {**facts, "first_step": self.first, "last_step": self.last}
+        try:
+            text = json.dumps(perfetto_document(recordings, alignments, window), allow_nan=False) + "\n"
+            write_text(text, self.path, self._force)
+        except Exception as error:  # training continues, on this rank as on the others
+            log.error("anabranch: the trace of steps %d to %d is lost: %s", self.first, self.last, error)
+
+    def drop(self) -> None:
+        """Say that there will be no file: the other ranks may not close now, so nothing can be gathered."""
+        log.warning("anabranch: closed before step %d: no trace was written to %s", self.last, self.path)
 
 
 class TraceWindow(StepObserver):
     """Records the steps ``first`` … ``last`` of ``timer`` on every rank; rank 0 writes them to ``path``.
 
-    The constructor, the begin and the end of the window are collective among the ranks of ``control``. Begin and end
+    The constructor, the start and the end of the window are collective among the ranks of ``control``. Start and end
     wait for the device; the steps in between do not.
     """
 
@@ -50,7 +193,7 @@ class TraceWindow(StepObserver):
         self._timer = timer
         self._current_step = current_step
         self._parameters = parameters
-        self._steps: list[_WindowStep] = []
+        self._steps: list[tuple[int, StepMarks, Plan | None]] = []  # number, and the plan that ran in it
         self._timing = ExitStack()
         timer.observers.append(self)
         if first == next_step:
@@ -62,7 +205,7 @@ class TraceWindow(StepObserver):
         if self._file.first <= current.number <= self._file.last:
             # Copies: a trial empties the list when it ends, and a later backward pass may add gradients.
             marks = replace(step, buckets=list(step.buckets), ready=dict(step.ready))
-            self._steps.append(_WindowStep(current.number, marks, current.plan))
+            self._steps.append((current.number, marks, current.plan))
         if current.number == self._file.first - 1:
             self._begin()
         if current.number == self._file.last:
@@ -86,16 +229,16 @@ class TraceWindow(StepObserver):
         """Gather the steps of all ranks, and write them on rank 0."""
         self._timer.observers.remove(self)
         self._timer.clock.settle()
-        recording = {"steps": [self._document(step) for step in self._steps]}
+        recording = {"steps": [self._document(*step) for step in self._steps]}
         self._release()
         device = next(iter(self._parameters.values())).device
         self._file.write(recording, {"device": device.type})
 
-    def _document(self, step: _WindowStep) -> dict[str, Any]:
+    def _document(self, number: int, marks: StepMarks, plan: Plan | None) -> dict[str, Any]:
         """A step as JSON values, in the time of this rank's host clock."""
-        marks, plan, at = step.marks, step.plan, self._file.at
+        at = self._file.at
         return {
-            "step": step.number,
+            "step": number,
             "plan": plan.fingerprint[:12] if plan is not None else None,
             "edges_s": [at(mark) for mark in (marks.forward, marks.backward, marks.computed, marks.averaged)],
             "ready_s": {name: at(mark) for name, mark in marks.ready.items()},
@@ -116,3 +259,13 @@ class TraceWindow(StepObserver):
                 "begin_s": anchor.host_s + times.begin_s,
                 "end_s": anchor.host_s + times.end_s,
             }
+
+
+def _check_range(first: int, last: int, next_step: int) -> None:
+    if not isinstance(first, int) or not isinstance(last, int) or first < next_step:
+        raise ValueError(f"trace_steps from {first!r} to {last!r}: expected numbers from {next_step} on, the next step")
+    if not first <= last < first + MAX_STEPS:
+        raise ValueError(
+            f"trace_steps from {first} to {last}: expected a last step from {first} to {first + MAX_STEPS - 1}, since "
+            f"steps are kept in memory until the window ends; ask for several windows of at most {MAX_STEPS} steps"
+        )

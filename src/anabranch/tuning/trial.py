@@ -7,8 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from anabranch.observe.clock import Clock
-from anabranch.observe.measured_timeline import timeline_of
-from anabranch.observe.step_timer import StepMarks
+from anabranch.observe.step_timer import StepMarks, timeline_of
 from anabranch.values.plan import Plan
 from anabranch.values.timeline import Timeline
 

@@ -19,7 +19,7 @@ from anabranch.exchange.agree import agree_on, from_rank_0, number_of_rank_0, tr
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
 from anabranch.observe.environment import network_note
-from anabranch.observe.step_context import StepContext
+from anabranch.observe.step_timer import StepContext
 from anabranch.tuning.budget import SearchBudget
 from anabranch.tuning.comparison import drift
 from anabranch.tuning.drift_watch import DriftWatch

@@ -193,6 +193,7 @@ def test_a_wrapper_as_one_graph_is_refused_as_for_ddp() -> None:
     assert on_ranks(refused, 2) == [[True, True]] * 2
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "how"),

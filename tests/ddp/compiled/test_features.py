@@ -67,6 +67,7 @@ def follow(rank: int, names: list[str], scenario: str, backend: str) -> list[dic
     return found
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "backend"),

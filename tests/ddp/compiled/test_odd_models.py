@@ -155,7 +155,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_weights_of_compiled_ddp() -> None:
     for answers in on_ranks(all_trained, 2, CASES, timeout_s=150):
         for (name, habit), answer in zip(CASES, answers, strict=True):

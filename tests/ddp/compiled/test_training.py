@@ -123,13 +123,9 @@ def test_a_policy_may_allow_more_versions() -> None:
     dear = {"policy": replace(SCENARIOS["keeps the plan"], cut_share=1e6, recompilations=3)}  # keeps whatever it tries
     for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", dear):
         assert answer["apart"] < 1e-6
-        assert "in_pairs, graphs cut for it" in answer["explained"]
-        assert "DDP's own buckets, DDP's cuts" in answer["explained"]
-        at_first, again, *_ = found = sorted(set(answer["compiled"]))
-        assert answer["compiled"].count(again) == 1, "nothing is cut where cuts are dear"
-        assert at_first == 0 and len(found) <= 3, (
-            "DDP has one bucket, so the same graph; other cuts at the measured price"
-        )
+        first, *again = sorted(set(answer["compiled"]))
+        assert first == 0 and 1 <= len(again) <= 3, "DDP has one bucket: its graph may have been compiled before"
+        assert 2 <= answer["explained"].count(" cuts computing takes ") <= 3, "which ones depends on times"
 
 
 def test_recorded_gradients_are_spread_over_backward() -> None:
@@ -138,9 +134,9 @@ def test_recorded_gradients_are_spread_over_backward() -> None:
             [str(layer)] for layer in reversed(range(LAYERS))
         ]
         assert len(set(answer["spread"])) >= LAYERS
-        assert min(answer["spread"]) < 0.6
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_inductor(order: str) -> None:
@@ -150,7 +146,7 @@ def test_inductor(order: str) -> None:
         assert answer["overlap"] > 0, "the plan that was found sends while backward computes"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_residual_network(tmp_path: Path) -> None:
     answers = on_ranks(residual.trained, residual.RANKS, str(tmp_path), "cpu", "aot_eager", None, timeout_s=100)
     residual.check(answers, 1e-3)

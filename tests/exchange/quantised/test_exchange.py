@@ -202,6 +202,7 @@ def test_nothing_is_lost_of_any_values(
         check_conserved(given, residuals, form, divisor or float(ranks))
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.slow
 @EACH
 def test_256_virtual_ranks(form: BlockFormat) -> None:

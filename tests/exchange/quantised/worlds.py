@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.quantised.exchange import exchange
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import BlockFormat
 
 Gradients = list[torch.Tensor]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.exchange.dense import SUMMABLE_BELOW
-from anabranch.tools.bench.virtual import VirtualWorld
 from exchange.sparse.worlds import (
     EXCHANGES,
     OK_TOPK,

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
 from anabranch.exchange import error_samples
 from anabranch.exchange.residuals.momentum import Momentum
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.oktopk import exchange
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import gradients, states
 from ranks import on_ranks

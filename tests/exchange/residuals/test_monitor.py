@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.monitor import MAX_SAMPLES, ResidualMonitor, ResidualSample, residual_grows
 from anabranch.exchange.residuals.state import BucketStates
 from anabranch.exchange.sparse.oktopk import exchange
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import gradients
 

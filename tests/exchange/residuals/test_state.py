@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.exchange.residuals.state import BucketStates
 from anabranch.exchange.residuals.store import ResidualFlush
 from anabranch.exchange.sparse.fixed import fixed_exchange
-from anabranch.tools.bench.virtual import VirtualWorld
 from exchange.sparse.worlds import EXCHANGES, gradients, step
 
 SIZES = {"a": 5, "b": 1, "c": 40, "d": 7, "e": 12}

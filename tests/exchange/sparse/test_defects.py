@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.sparse import regions
 from anabranch.exchange.sparse.select import passing
 from anabranch.exchange.sparse.thresholds import kth_magnitude
-from anabranch.tools.bench.virtual import VirtualWorld
 from exchange.sparse.worlds import EXCHANGES, OK_TOPK, WHOLE, check_step, gradients, states, step
 
 

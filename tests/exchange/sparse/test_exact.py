@@ -1,11 +1,11 @@
 """The exact exchange: exactly k values at a refresh, and rows handed out in equal parts."""
 
 import torch
+from benchmarks.virtual import VirtualWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.exchange.sparse.exact import equal_lengths, overlaps
-from anabranch.tools.bench.virtual import VirtualWorld
 from exchange.sparse.worlds import EXCHANGES, gradients, states, step
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.virtual import VirtualWork
 
 from anabranch.exchange.communicator import ZeroBuffer
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.fixed import fixed_exchange
-from anabranch.tools.bench.virtual import VirtualWork
 from anabranch.values.kinds.names import Wire
 from anabranch.values.kinds.options import OkTopk
 

@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.encoding import unframe_messages
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.exchange.sparse.oktopk import exchange, version_for
 from anabranch.exchange.sparse.select import unpack
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import FP32, Sizes
 from anabranch.values.kinds.names import Wire
 from anabranch.values.kinds.options import OkTopk

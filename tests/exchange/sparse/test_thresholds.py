@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.exchange.sparse.thresholds import (
@@ -13,7 +14,6 @@ from anabranch.exchange.sparse.thresholds import (
     sample_positions,
     sampled_magnitude,
 )
-from anabranch.tools.bench.virtual import VirtualWorld
 from exchange.sparse.worlds import gradients, states, step
 
 NUMEL, DENSITY, RANKS = 100_000, 0.01, 2

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.rival_exchanges import ExchangeFunction
+from benchmarks.virtual import VirtualWorld
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.exchange.sparse.oktopk import version_for
-from anabranch.tools.bench.baselines import ExchangeFunction
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
 from exchange.sparse.worlds import check_narrow_steps, check_overflow, check_step, gradients, step
@@ -165,6 +165,7 @@ def test_kernels_are_for_gpus_and_sums_in_any_order() -> None:
     assert version_for(gpu, OkTopk(deterministic=True)) is fixed_exchange
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter, at inf − inf
 @pytest.mark.parametrize("poisoned", [False, True])

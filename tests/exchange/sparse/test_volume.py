@@ -5,8 +5,8 @@ An entry has 8 bytes as fp32, 4 as bf16, 3 as int8; heads and tables are counted
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.formats import ENTRY_NBYTES, HEAD_NBYTES, Sizes
 from anabranch.values.kinds.names import Wire
 from anabranch.values.kinds.options import OkTopk

@@ -5,6 +5,8 @@ from functools import partial
 
 import numpy as np
 import torch
+from benchmarks.rival_exchanges import RIVALS, ExchangeFunction
+from benchmarks.virtual import ByteCounts, VirtualWorld
 
 from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Steps
@@ -12,9 +14,6 @@ from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.exact import exact_exchange
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from anabranch.exchange.sparse.oktopk import round_averages
-from anabranch.tools.bench.baselines import BASELINES, ExchangeFunction
-from anabranch.tools.bench.byte_counts import ByteCounts
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.kinds.options import OkTopk
 
 SOON = OkTopk(threshold_period=3, region_period=2)  # so that few steps see refreshes and steps without
@@ -27,9 +26,9 @@ EXCHANGES: dict[str, ExchangeFunction] = {
     "fixed int8": partial(fixed_exchange, options=OkTopk(region_period=2, wire="int8")),
     "fixed in order": partial(fixed_exchange, options=OkTopk(region_period=2, deterministic=True)),
     "fixed and roomy": partial(fixed_exchange, options=OkTopk(region_period=2, capacity_factor=3.0)),
-    **BASELINES,
+    **RIVALS,
 }
-OK_TOPK = [name for name in EXCHANGES if name not in BASELINES]
+OK_TOPK = [name for name in EXCHANGES if name not in RIVALS]
 WHOLE = [name for name in OK_TOPK if "bf16" not in name and "int8" not in name]
 
 NUMEL, DENSITY = 40_000, 0.01  # of worlds whose bytes are counted

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.host_memory import FastHost, HostMemory, ReduceScatter
 from torch import nn
 
 import anabranch as ab
 from anabranch.exchange.groups import default_group
 from anabranch.fsdp.trial import measure_links
-from anabranch.tools.bench.host_memory import FastHost, HostMemory, ReduceScatter
 from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER
-from fsdp.sharded_runs import model_of, train, two_nodes
+from fsdp.small_model import model_of, train, two_nodes
 from ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -49,9 +49,8 @@ def collectives(rank: int) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_gathers_and_sums_are_those_of_the_process_group(ranks: int) -> None:
-    for same in on_ranks(collectives, ranks):
+def test_gathers_and_sums_are_those_of_the_process_group() -> None:
+    for same in on_ranks(collectives, 3):
         assert len(same) == 10 and all(same)
 
 
@@ -70,7 +69,7 @@ def trained(rank: int) -> dict[str, Any]:
     return {**found, "measured": sorted(inside.curves), "positive": inside.seconds(ALL_GATHER, 1 << 20) > 0}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_model_trains_to_the_same_losses_and_links_can_be_measured() -> None:
     for found in on_ranks(trained, 4, timeout_s=100):
         for name in ("hsdp", "bf16", "int8"):

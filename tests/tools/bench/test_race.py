@@ -5,17 +5,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from time import sleep
+from typing import Any
 
 import pytest
 import torch
 
 from anabranch.tools.bench import race as races
 from anabranch.tools.bench.contestants import Contestant
-from anabranch.tools.bench.race import race, sent_nbytes
+from anabranch.tools.bench.race import Turn, nic_counts_all, race, sent_nbytes
+from anabranch.tools.report.documents import BASELINE
 from ranks import on_ranks
 
 
-def turns_and_order(rank: int) -> dict[str, list[str]]:
+def turns_and_order() -> dict[str, list[str]]:
     events: list[str] = []
 
     def contestant(name: str, warmup: int) -> Contestant:
@@ -33,46 +36,12 @@ def turns_and_order(rank: int) -> dict[str, list[str]]:
     return {"turns": [turn.name for turn in turns], "events": events}
 
 
-def test_every_contestant_has_its_turns_and_every_round_begins_with_another() -> None:
-    told, other = on_ranks(turns_and_order, 2)
-    assert told == other
-    assert told["turns"] == ["a", "b", "c", "b", "a", "c", "c", "a", "b"]
-    before = {(one, other) for one, other in pairwise(told["turns"]) if one != other}
-    assert all(len({one for one, other in before if other == name}) > 1 for name in "abc")  # none follows one only
-    steps = Counter(told["events"])
-    assert (steps["a"], steps["b"], steps["c"]) == (3 * (1 + 2), 3 * (5 + 2), 3 * (1 + 2))
-    assert steps["enter a"] == steps["leave a"] == 3
-
-
 def slowest(rank: int) -> list[float]:
-    import time
-
     @contextmanager
     def enter() -> Iterator[Callable[[], None]]:
-        yield lambda: time.sleep(0.05 * rank)
+        yield lambda: sleep(0.05 * rank)
 
     return [turn.seconds for turn in race([Contestant("a", enter, warmup=0)], 1, 2, 0, torch.device("cpu"))]
-
-
-def test_a_turn_takes_what_the_slowest_rank_took() -> None:
-    (first,), (second,) = on_ranks(slowest, 2)
-    assert first == second >= 0.05
-
-
-# Two lines of headings; of the sixteen numbers of a card the ninth is what it sent.
-CARDS = """
- face |bytes ...
-    lo:  900 2 0 0 0 0 0 0  900 2 0 0 0 0 0 0
-  eth0:123456789012 2 0 0 0 0 0 0  700 3 0 0 0 0 0 0
-  eth1:  164 2 0 0 0 0 0 0   21 1 0 0 0 0 0 0
-"""
-
-
-def test_what_was_sent_is_what_cards_count_but_for_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(races, "COUNTERS", tmp_path / "dev")
-    assert sent_nbytes() == 0  # another system
-    (tmp_path / "dev").write_text(CARDS)
-    assert sent_nbytes() == 721
 
 
 def sending(rank: int, folder: str) -> list[float]:
@@ -93,5 +62,48 @@ def sending(rank: int, folder: str) -> list[float]:
     return [turn.sent_nbytes for turn in race([Contestant("a", enter, warmup=0)], 1, 3, 0, torch.device("cpu"))]
 
 
-def test_a_turn_sent_what_the_busiest_rank_sent(tmp_path: Path) -> None:
-    assert on_ranks(sending, 2, str(tmp_path)) == [[600.0], [600.0]]
+def scenarios(rank: int, folder: str) -> dict[str, Any]:
+    return {"turns": turns_and_order(), "slowest": slowest(rank), "sent": sending(rank, folder)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(scenarios, 2, str(tmp_path_factory.mktemp("cards")))
+
+
+def test_every_contestant_has_its_turns_and_every_round_begins_with_another(found: list[dict[str, Any]]) -> None:
+    told, other = (one["turns"] for one in found)
+    assert told == other
+    assert told["turns"] == ["a", "b", "c", "b", "a", "c", "c", "a", "b"]
+    before = {(one, other) for one, other in pairwise(told["turns"]) if one != other}
+    assert all(len({one for one, other in before if other == name}) > 1 for name in "abc")  # none follows one only
+    steps = Counter(told["events"])
+    assert (steps["a"], steps["b"], steps["c"]) == (3 * (1 + 2), 3 * (5 + 2), 3 * (1 + 2))
+    assert steps["enter a"] == steps["leave a"] == 3
+
+
+def test_a_turn_takes_what_the_slowest_rank_took_and_sent_what_the_busiest_sent(found: list[dict[str, Any]]) -> None:
+    (first,), (second,) = (one["slowest"] for one in found)
+    assert first == second >= 0.05
+    assert [one["sent"] for one in found] == [[600.0], [600.0]]
+
+
+def test_cards_are_believed_if_they_saw_ddp_send_its_gradients() -> None:
+    assert nic_counts_all([Turn(BASELINE, 0.1, 1e6), Turn(BASELINE, 0.1, 9e6), Turn(BASELINE, 0.1, 0.0)], 1_000_000)
+    assert not nic_counts_all([Turn(BASELINE, 0.1, 900.0)], 1_000_000)
+
+
+# Two lines of headings; of the sixteen numbers of a card the ninth is what it sent.
+CARDS = """
+ face |bytes ...
+    lo:  900 2 0 0 0 0 0 0  900 2 0 0 0 0 0 0
+  eth0:123456789012 2 0 0 0 0 0 0  700 3 0 0 0 0 0 0
+  eth1:  164 2 0 0 0 0 0 0   21 1 0 0 0 0 0 0
+"""
+
+
+def test_what_was_sent_is_what_cards_count_but_for_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(races, "COUNTERS", tmp_path / "dev")
+    assert sent_nbytes() == 0  # another system
+    (tmp_path / "dev").write_text(CARDS)
+    assert sent_nbytes() == 721

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], st
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
         "--nproc-per-node", "2", "-m", "anabranch", "bench", "--trace", str(folder / "tiny.json"), "--num-iters", "2",
-        "--num-batches-per-iter", "2", "--num-warmup-batches", "1", "--profile-steps", "2", "--bucket-sizes", "0.01,1",
-        "--lanes", "2", "--compress", "bf16", "--report", str(folder / "report.md"), "--json",
+        "--num-batches-per-iter", "2", "--num-warmup-batches", "1", "--profile-steps", "2", "--compress", "bf16",
+        "--report", str(folder / "report.md"), "--json",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ANABRANCH_LAB": "a lab for tests"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
@@ -53,7 +54,7 @@ def rows(ran: tuple[dict[str, object], str]) -> dict[str, dict[str, object]]:
 
 def test_every_rival_and_every_plan_has_run(ran: tuple[dict[str, object], str]) -> None:
     names = rows(ran)
-    stock = {DDP, "DDP, 0.01 MiB", "DDP, 1 MiB", "DDP, no merging", "DDP, one bucket", "DDP, fp16 hook"}
+    stock = {DDP, "DDP, 1 MiB", "DDP, 5 MiB", "DDP, no merging", "DDP, one bucket", "DDP, fp16 hook"}
     assert {COMPUTE, ALL_REDUCE, AUTO, f"{AUTO}, bf16", *stock} <= set(names)
     plans = " ".join(name for name in names if name.startswith("plan: "))
     for planner in ("per_tensor", "single", "by_bytes", "mgwfbp", "optimal", "asc", "lanes (2)", "optimal, bf16"):
@@ -115,14 +116,79 @@ def gradients(rank: int) -> dict[str, list[float]]:
     return found
 
 
-def test_all_contestants_average_the_same_gradients_and_leave_no_hooks() -> None:
-    first, second = on_ranks(gradients, 2)
+def unmeasured() -> str:
+    usual, bench_run.THOROUGH = (
+        bench_run.THOROUGH,
+        ab.TuningPolicy(min_predicted_gain=2.0, obvious_gain=2.0),
+    )  # nothing is worth a measurement
+    settings = bench_run.Settings(iters=1, batches=1, warmup=0, profile_steps=2)
+    with pytest.raises(RuntimeError) as caught:
+        bench_run.run(replay_workload("tiny", tiny()), settings, lambda _: None)
+    bench_run.THOROUGH = usual
+    return str(caught.value)
+
+
+def searched(hold_after: int | None) -> tuple[int, bool]:
+    """How many steps a search took whose trials nothing ends but a hold, and whether it knows a network."""
+    workload, taken = replay_workload("tiny", tiny()), [0]
+
+    def build() -> tuple[nn.Module, Step]:
+        model, step = workload.build()
+
+        def counted(called: nn.Module) -> None:
+            taken[0] += 1
+            step(called)
+
+        return model, counted
+
+    bench_run.THOROUGH = replace(bench_run.THOROUGH, min_gain=-10.0, max_pairs=100, confidence=1e9)
+    settings = bench_run.Settings(profile_steps=2, search_steps=10_000, hold_after=hold_after)
+    tuned = bench_run._tuned(replace(workload, build=build), settings, AUTO, None, lambda text: None)
+    known = tuned.parallel.network is not None
+    tuned.parallel.close()
+    return taken[0], known
+
+
+def scenarios(rank: int) -> dict[str, Any]:
+    return {
+        "gradients": gradients(rank),
+        "unmeasured": unmeasured(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return on_ranks(scenarios, 2, timeout_s=100)
+
+
+@pytest.mark.slow
+def test_all_contestants_average_the_same_gradients_and_leave_no_hooks(found: list[dict[str, Any]]) -> None:
+    first, second = (one["gradients"] for one in found)
     assert first[COMPUTE] != second[COMPUTE]
     expected = [(a + b) / 2 for a, b in zip(first[COMPUTE], second[COMPUTE], strict=True)]
     for name, sums in first.items():
         if name != COMPUTE:
             assert sums == pytest.approx(expected, rel=0.02 if "16" in name else 1e-5), name
             assert second[name] == pytest.approx(sums, rel=1e-6), name
+
+
+def both_searched(rank: int) -> list[tuple[int, bool]]:
+    return [searched(hold_after=30), searched(hold_after=None)]
+
+
+@pytest.mark.campaign
+def test_a_search_can_be_ended_after_some_steps() -> None:
+    for (steps, known), (unheld_steps, _) in on_ranks(both_searched, 2, timeout_s=100):
+        assert 30 <= steps <= 40 and known
+        assert unheld_steps > 60
+
+
+@pytest.mark.slow
+def test_a_search_that_ends_before_it_measures_is_said(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        said = one["unmeasured"]
+        assert said.startswith("DataParallel has measured no network, which the other contestants need: run it again")
+        assert "waits for communication" in said
 
 
 def test_workloads() -> None:
@@ -185,49 +251,6 @@ def test_sequences_have_no_channels() -> None:
         zoo_workload("gpt2:4", cpu, channels_last=True)
     with pytest.raises(ValueError, match="channels_last is for models of images, and gpt2 takes sequences"):
         model_and_loss("gpt2", cpu, 1, channels_last=True)
-
-
-def unmeasured(rank: int) -> str:
-    bench_run.THOROUGH = ab.TuningPolicy(min_predicted_gain=2.0, obvious_gain=2.0)  # nothing is worth a measurement
-    settings = bench_run.Settings(iters=1, batches=1, warmup=0, profile_steps=2)
-    with pytest.raises(RuntimeError) as caught:
-        bench_run.run(replay_workload("tiny", tiny()), settings, lambda _: None)
-    return str(caught.value)
-
-
-def test_a_search_that_ends_before_it_measures_is_said() -> None:
-    for said in on_ranks(unmeasured, 2):
-        assert said.startswith("DataParallel has measured no network, which the other contestants need: run it again")
-        assert "waits for communication" in said
-
-
-def searched(rank: int, hold_after: int | None) -> tuple[int, bool]:
-    """How many steps a search took whose trials nothing ends but a hold, and whether it knows a network."""
-    workload, taken = replay_workload("tiny", tiny()), [0]
-
-    def build() -> tuple[nn.Module, Step]:
-        model, step = workload.build()
-
-        def counted(called: nn.Module) -> None:
-            taken[0] += 1
-            step(called)
-
-        return model, counted
-
-    bench_run.THOROUGH = replace(bench_run.THOROUGH, min_gain=-10.0, max_pairs=100, confidence=1e9)
-    settings = bench_run.Settings(profile_steps=2, search_steps=10_000, hold_after=hold_after)
-    tuned = bench_run._tuned(replace(workload, build=build), settings, AUTO, None, lambda text: None)
-    known = tuned.parallel.network is not None
-    tuned.parallel.close()
-    return taken[0], known
-
-
-@pytest.mark.slow
-def test_a_search_can_be_ended_after_some_steps() -> None:
-    for steps, known in on_ranks(searched, 2, 30):
-        assert 30 <= steps <= 40 and known
-    (steps, _), _ = on_ranks(searched, 2, None)
-    assert steps > 60
 
 
 def test_no_search_may_end_before_the_network_is_measured() -> None:

@@ -44,7 +44,7 @@ def benchmark(rank: int) -> dict[str, Any]:
     return {row.name: [len(row.turns_s), row.predicted_s] for row in found.rows}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_sharded_contestants_run_beside_the_others() -> None:
     for rows in on_ranks(benchmark, 2, timeout_s=100):
         for way in FLAT:
@@ -76,18 +76,22 @@ def test_hsdp_has_the_nodes_of_the_launcher() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("inside", "words"),
-    [
-        (["1", "1"], "there are 2 ranks, 1 in this node (LOCAL_WORLD_SIZE)"),
-        (["many", "many"], "there are 2 ranks, many in this node"),
-        (["2", "2", "1"], "LOCAL_WORLD_SIZE is 2 on rank 0 and 1 on rank 2: start the same number in each"),
-        (["2", "2", "2"], "there are 3 ranks, 2 in this node"),
-    ],
-)
-def test_other_nodes_are_refused_on_all_ranks(inside: list[str], words: str) -> None:
-    for (said,) in on_ranks(nodes, len(inside), inside, ["hsdp"]):
-        assert words in said
+REFUSED = {
+    ("1", "1", "1"): "there are 3 ranks, 1 in this node (LOCAL_WORLD_SIZE)",
+    ("many", "many", "many"): "there are 3 ranks, many in this node",
+    ("2", "2", "1"): "LOCAL_WORLD_SIZE is 2 on rank 0 and 1 on rank 2: start the same number in each",
+    ("2", "2", "2"): "there are 3 ranks, 2 in this node",
+}
+
+
+def refused(rank: int) -> list[list[str]]:
+    return [nodes(rank, list(inside), ["hsdp"]) for inside in REFUSED]
+
+
+def test_other_nodes_are_refused_on_all_ranks() -> None:
+    for said in on_ranks(refused, 3):
+        for (message,), words in zip(said, REFUSED.values(), strict=True):
+            assert words in message
 
 
 @pytest.mark.slow

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.communicator import MAX, Communicator
 from anabranch.exchange.contracts import Steps
-from anabranch.tools.bench.virtual import VirtualWorld
 from anabranch.values.errors import DisagreementError
 from exchange.sparse.worlds import EXCHANGES, gradients, states, step
 
@@ -100,7 +100,7 @@ def test_bad_worlds() -> None:
         VirtualWorld(2).run([iter(())])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_2048_ranks_on_a_small_vector() -> None:
     held, world = states(2048, 4096), VirtualWorld(2048)
     made = gradients(2048, 4096, 0)

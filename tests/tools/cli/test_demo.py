@@ -21,7 +21,7 @@ from anabranch.tools.lab import preflight
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.lab.environment import LAB_ID
 from anabranch.tools.report.documents import DemoDocument
-from anabranch.tools.report.runs.reading import parse_file, read_runs
+from anabranch.tools.report.runs import parse_file, read_runs
 from anabranch.values.errors import LabError
 from ranks import on_ranks
 from tools.cli.nouns import error_of

@@ -22,7 +22,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int = 0, ranks: int = 2) -> N
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_network_among_torchruns_ranks(tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     kinds = ["int8", "oktopk:0.050", "oktopk:0.01:bf16"]

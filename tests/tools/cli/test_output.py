@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.tools.cli.output import PIPED_WIDTH, PROSE_WIDTH, progress_bar, show_tables
+from anabranch.tools.cli.output import PIPED_WIDTH, PROSE_WIDTH, progress, show_tables
 
 SENTENCE = "a sentence of some words that goes on " * 20
 
@@ -25,12 +25,9 @@ def test_sentences_are_wrapped_and_tables_are_not(capsys: pytest.CaptureFixture[
 
 
 def test_progress_is_for_terminals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with progress_bar() as update:
-        assert update is None
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with progress_bar() as update:
-        assert update is not None
-        for done in (1, 2):
-            update("10gbe", done, 2)
-    assert "10gbe" in capsys.readouterr().err
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with progress() as update:
+            for done in (1, 2):
+                update("10gbe", done, 2)
+        assert ("10gbe" in capsys.readouterr().err) == terminal

@@ -1,5 +1,6 @@
 """anabranch run: an unchanged DDP script, its arguments, exit codes and exceptions, and what was gained."""
 
+import json
 import os
 import subprocess
 import sys
@@ -61,47 +62,65 @@ def started(*argv: str, ranks: bool = False, folder: str | None = None) -> "subp
     of_launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environment = {**os.environ, **({} if ranks else of_launcher)}
     return subprocess.run(
-        [sys.executable, "-m", *argv], capture_output=True, text=True, timeout=120, env=environment, cwd=folder
+        [sys.executable, *argv], capture_output=True, text=True, timeout=120, env=environment, cwd=folder
     )
 
 
-@pytest.mark.parametrize("launcher", [["anabranch", "run", "--nproc-per-node", "2"], ["torch.distributed.run"]])
-def test_two_ranks_of_an_unchanged_script(launcher: list[str], script: str) -> None:
-    torchrun = ["--standalone", "--nproc-per-node", "2", "-m", "anabranch.run"]
-    words = [*launcher, *(torchrun if launcher == ["torch.distributed.run"] else [])]
-    done = started(*words, "--compress", "int8", script, "--steps", "250", ranks=True)
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "anabranch.run"]
+
+
+@pytest.mark.campaign_but_first
+@pytest.mark.parametrize(
+    ("launcher", "steps"), [(["anabranch", "run", "--nproc-per-node", "2"], "250"), (TORCHRUN, "3")], ids=["run", "own"]
+)
+def test_two_ranks_of_an_unchanged_script(launcher: list[str], steps: str, script: str) -> None:
+    done = started("-m", *launcher, "--compress", "int8", script, "--steps", steps, ranks=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["['--steps', '250'] train.py __main__ True", "True"]
+    assert done.stdout.splitlines() == [f"['--steps', '{steps}'] train.py __main__ True", "True"]
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("anabranch run: ")]
-    assert said.startswith("anabranch run: Net: ") and " ms a step" in said
-    assert "nothing was gained (running DDP's own buckets: " in said or "× as fast" in said
+    assert said.startswith("anabranch run: Net: ")
+    if steps == "250":
+        assert " ms a step" in said
+        assert "nothing was gained (running DDP's own buckets: " in said or "× as fast" in said
 
 
-@pytest.mark.parametrize(("end", "code"), [("return", 0), ("0", 0), ("3", 3), ("error", 1)])
-def test_the_end_is_the_scripts_own(end: str, code: int, script: str) -> None:
-    done = started("anabranch.run", script, "--steps", "2", "--end", end)
-    assert done.returncode == code, done.stderr
-    assert done.stdout.startswith(f"['--steps', '2', '--end', '{end}'] train.py __main__ True")
-    said = "anabranch run: Net: nothing was tried: there is one rank, so nothing to send."
-    assert (said in done.stderr) == (code == 0)
-    if end == "error":
-        assert done.stderr.splitlines()[-1].endswith("LookupError: of the script")
-        assert 'raise LookupError("of the script")' in done.stderr
+ENDS = """
+import json, sys
+from anabranch.tools.cli.main import main
+for argv in json.loads(sys.argv[1]):
+    try:
+        code = main(["run", *argv])
+    except SystemExit as stop:
+        code = f"exit {stop.code}"
+    print("ended with", code, flush=True)
+    print("ended with", code, file=sys.stderr, flush=True)
+"""
 
 
-def test_a_module(script: str) -> None:
-    done = started("anabranch", "run", "-m", "train", "--steps", "1", folder=str(Path(script).parent))
+def test_the_end_is_the_scripts_own(script: str, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.py"
+    plain.write_text("print('hello')")
+    ends = {end: [script, "--steps", "2", "--end", end] for end in ("return", "0", "3")}
+    calls = [*ends.values(), ["-m", "train", "--steps", "1"], [str(plain)]]
+    done = started("-c", ENDS, json.dumps(calls), folder=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("['--steps', '1'] train.py __main__ True")
+    of_script = [f"{argv[-4:]} train.py __main__ True\nTrue" for argv in ends.values()]
+    expected = [*of_script, "['--steps', '1'] train.py __main__ True\nTrue", "hello"]
+    codes = ["0", "exit 0", "exit 3", "0", "0"]
+    assert done.stdout == "".join(f"{text}\nended with {code}\n" for text, code in zip(expected, codes, strict=True))
+    returned, exited, failed, module, without = done.stderr.split("ended with")[:5]
+    said = "anabranch run: Net: nothing was tried: there is one rank, so nothing to send."
+    assert said in returned and said in exited and said not in failed and said in module
+    assert "made no DistributedDataParallel" in without and "mp.spawn" in without
+    assert "if it uses anabranch already" in without
 
 
-def test_a_script_without_ddp(tmp_path: Path) -> None:
-    path = tmp_path / "plain.py"
-    path.write_text("print('hello')")
-    done = started("anabranch", "run", str(path), ranks=True)
-    assert (done.returncode, done.stdout) == (0, "hello\n")
-    assert "made no DistributedDataParallel" in done.stderr and "mp.spawn" in done.stderr
-    assert "if it uses anabranch already" in done.stderr
+@pytest.mark.campaign
+def test_an_exception_is_the_scripts_own(script: str) -> None:
+    done = started("-m", "anabranch.run", script, "--steps", "2", "--end", "error")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("LookupError: of the script")
+    assert 'raise LookupError("of the script")' in done.stderr and "nothing was tried" not in done.stderr
 
 
 def test_options_reach_the_ranks(script: str) -> None:

@@ -243,7 +243,7 @@ def test_gloo_over_three_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().out == "sum 6 of 3 in 3 hosts, 1 Gbit/s links, network namespaces\n"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @needs_namespaces
 def test_gloo_over_two_hosts_of_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "program.py").write_text(ALL_REDUCE)
@@ -251,7 +251,7 @@ def test_gloo_over_two_hosts_of_two_ranks(tmp_path: Path, capfd: pytest.CaptureF
     assert "sum 10 of 4 in 2 hosts of 2 ranks, 1 Gbit/s links, network namespaces\n" in capfd.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @needs_namespaces
 def test_a_failing_rank_under_torchrun(capfd: pytest.CaptureFixture[str]) -> None:
     assert shell(Cluster([1e9], 2), "[ $RANK = 1 ] && { echo cause >&2; exit 9; }; sleep 60", 100) == 1

@@ -89,7 +89,7 @@ def test_the_closing_lines_are_those_that_scripts_look_for() -> None:
 
 def test_the_table_shows_predicted_beside_measured() -> None:
     text = shown(example())
-    row = next(line for line in text.splitlines() if line.startswith("DataParallel"))
+    row = next(line for line in text.splitlines() if line.startswith("* DataParallel"))
     for cell in ("12", "2", "90.0", "80.00 – 160.00", "0.800", "1.12", "85.00", "-5.6%"):
         assert cell in row
     assert "Left out: PowerSGD" in text and "25 Gbit/s" in text

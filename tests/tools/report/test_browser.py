@@ -123,7 +123,7 @@ def test_it_opens_from_disk_and_asks_for_nothing(opened: Opener, report: Path) -
     found = opened(report, offline=True)
     assert found.requests == [report.as_uri()] and found.complaints == []
     charts = found.page.locator("figure.chart")
-    assert charts.count() == 7 and found.page.locator(".plot .main-svg").count() >= charts.count()
+    assert charts.count() == 8 and found.page.locator(".plot .main-svg").count() >= charts.count()
     assert found.page.locator("#trouble").is_hidden()
 
 
@@ -202,14 +202,14 @@ def test_the_table_sorts_both_ways(opened: Opener, report: Path) -> None:
     def column() -> list[str]:
         return [text.split()[0] for text in table.locator("tbody th").all_inner_texts()]
 
-    assert column() == ["per_tensor", "by_bytes", "layer", "single", "auto"]
+    assert column() == ["per_tensor", "by_bytes", "layer", "single"]
     button.click()
-    assert column() == ["auto", "layer", "by_bytes", "single", "per_tensor"]  # by number: 30, 40, 50, 125, 300 ms
+    assert column() == ["layer", "by_bytes", "single", "per_tensor"]  # by number: 40, 50, 125, 300 ms
     button.press("Enter")
-    assert column() == ["per_tensor", "single", "by_bytes", "layer", "auto"]
+    assert column() == ["per_tensor", "single", "by_bytes", "layer"]
     assert heads.filter(has_text="iteration").get_attribute("aria-sort") == "descending"
     heads.first.locator("button").click()
-    assert column() == ["auto", "by_bytes", "layer", "per_tensor", "single"]
+    assert column() == ["by_bytes", "layer", "per_tensor", "single"]
 
 
 def test_a_hostile_name_is_shown_and_does_not_run(opened: Opener, hostile: Path) -> None:
@@ -309,6 +309,6 @@ def test_a_phone_shows_all_of_a_demo(opened: Opener, demo_page: Path) -> None:
 def test_the_page_of_a_demo_is_drawn_without_a_complaint(opened: Opener, demo_page: Path) -> None:
     found = opened(demo_page)
     assert found.complaints == [] and found.page.locator("figure.chart .main-svg").count() >= 6
-    assert found.page.locator("#story-limit .bartext").all_text_contents().count("200 ms") == 2  # DDP, DataParallel
+    assert found.page.locator("#demo-limit .bartext").all_text_contents().count("200 ms") == 2  # DDP, DataParallel
     box = found.page.locator(".headline").bounding_box()
     assert box is not None and box["y"] < 300  # seen without scrolling

@@ -12,10 +12,10 @@ from anabranch import Bucket, Network, Plan, Span, TensorSpec, Timeline, Trace, 
 from anabranch.tools.report.comparison import best, comparison_report
 from anabranch.tools.report.documents import CompareDocument, ComparedPlanner
 from anabranch.tools.report.figures import durations, planned_buckets
-from anabranch.tools.report.gantt import Gantt
 from anabranch.tools.report.scaling import scaling_report
 from anabranch.tools.report.tables import (
     MAX_ROWS,
+    Gantt,
     bucket_table,
     duration_pairs,
     facts,
@@ -111,7 +111,7 @@ def test_what_a_way_that_chooses_has_chosen_is_said() -> None:
     assert "auto 1,234 0.017" in shown and "Shares of the values: auto: dense 25.0%, int4 75.0%." in shown
     assert "exact plan" in shown and "least lossy plan" in shown
     old = " ".join(rendered(comparison_report(found), 80).split())  # of a file without errors
-    assert "int8 1,234 - " in old and "Shares" not in old
+    assert "int8 1,234 – " in old and "Shares" not in old
 
 
 def test_a_long_list_says_what_it_leaves_out() -> None:

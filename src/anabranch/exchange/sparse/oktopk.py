@@ -58,6 +58,11 @@ def exchange(
     and ``state.residual`` what is still to be sent. If any rank's gradient is not finite, all gradients are NaN and all
     residuals as they were. A buffer that is not float32 is exchanged as a float32 copy.
     """
+    if buffer.dtype not in DTYPES:
+        raise ValueError(
+            f"a sparse exchange was given gradients of {buffer.dtype}: expected float32, bfloat16 or float16; send "
+            "others dense"
+        )
     if len(buffer) == 0:
         return
     gradient = buffer.float()  # the buffer itself, if that is float32

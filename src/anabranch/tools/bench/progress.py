@@ -1,17 +1,12 @@
-"""Estimates of the time left while a benchmark runs, in a line now and then."""
+"""Estimates of the time left while a benchmark runs, as single lines: ranks print to pipes, where no bar can move."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import monotonic
 
-FIRST_LINE_S = 5.0
-INTERVAL_S = 15.0  # between two lines
-
-# The length of a search in units of the steps before its first trial. How long it really is depends on how many layouts
-# are predicted to gain, and on the noise of steps.
-USUAL_TRIALS, MOST_TRIALS = 6, 9
-
-FEWEST_STEPS = 3  # say how long a step takes: the first one may compile the model
+INTERVAL_S = 15.0  # between two lines of a search
+USUAL_TRIALS = 6  # of a search; how many it really needs depends on the predicted gains and on the noise of steps
+FEWEST_STEPS = 3  # that say how long a step takes: the first one may compile the model
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
@@ -20,45 +15,33 @@ Clock = Callable[[], float]
 class SearchProgress:
     """The progress of one DataParallel that profiles, plans, tries and chooses; ``step_done`` after every step.
 
-    It says at most one line per ``INTERVAL_S``: the median step so far, times the number of steps that a search usually
-    has left; and ``chosen`` says what it took. ``trial_steps`` is the length of a trial with the steps in which its
-    layout settles.
+    ``trial_steps`` is the length of a trial with the steps in which its layout settles.
     """
 
     def __init__(self, name: str, trial_steps: int, say: Say, clock: Clock = monotonic) -> None:
-        self._name = name
-        self._trial_steps = trial_steps
-        self._say = say
-        self._clock = clock
+        self._name, self._usual, self._say, self._clock = name, USUAL_TRIALS * trial_steps, say, clock
         self._steps_s: list[float] = []
-        self._last_step_at_s = self._begun_s = clock()
-        self._next_line_at_s = self._last_step_at_s + FIRST_LINE_S
+        self._last_step_at_s = self._begun_s = self._last_line_at_s = clock()
 
     def step_done(self) -> None:
         """Count a step, and say how long the search will still take if the last line is old enough."""
         now_s = self._clock()
         self._steps_s.append(now_s - self._last_step_at_s)
         self._last_step_at_s = now_s
-        if now_s >= self._next_line_at_s:
-            self._next_line_at_s = now_s + INTERVAL_S
-            self._say(f"{self._name}: {self._line()}")
+        if now_s - self._last_line_at_s < INTERVAL_S:
+            return
+        self._last_line_at_s = now_s
+        done = len(self._steps_s)
+        left = f"; {time_left(median(self._steps_s) * (self._usual - done))}" if done >= FEWEST_STEPS else ""
+        if done >= self._usual:
+            left = ", more than usual"
+        self._say(f"{self._name}: choosing, step {done} of about {self._usual}{left}")
 
     def chosen(self, step_s: float, compile_s: Sequence[float] = ()) -> None:
         """Say the chosen layout's step, and what the search took; ``compile_s``: the steps in which torch compiled."""
         took_s, count = self._last_step_at_s - self._begun_s, len(self._steps_s)
         compiling = f", of which {' + '.join(f'{each_s:.1f}' for each_s in compile_s)} s compiling" if compile_s else ""
         self._say(f"{self._name}: {step_s * 1e3:.1f} ms a step, chosen in {took_s:.1f} s and {count} steps{compiling}")
-
-    def _line(self) -> str:
-        done, step_s = len(self._steps_s), median(self._steps_s)
-        usual, most = USUAL_TRIALS * self._trial_steps, MOST_TRIALS * self._trial_steps
-        if done < FEWEST_STEPS:
-            return f"choosing, step {done} of about {usual}"
-        if done < usual:
-            return f"choosing, step {done} of about {usual}; {time_left(step_s * (usual - done))}"
-        if done < most:
-            return f"choosing, step {done}, more than usual; at most {time_left(step_s * (most - done))}"
-        return f"choosing, step {done}, far more than usual; the time left is not known"
 
 
 class RaceProgress:
@@ -69,11 +52,7 @@ class RaceProgress:
     """
 
     def __init__(self, name: str, contestants: int, rounds: int, say: Say, clock: Clock = monotonic) -> None:
-        self._name = name
-        self._contestants = contestants
-        self._rounds = rounds
-        self._say = say
-        self._clock = clock
+        self._name, self._contestants, self._rounds, self._say, self._clock = name, contestants, rounds, say, clock
         self._begun_s = clock()
         self._turns: dict[str, list[float]] = {}  # seconds of a step by contestant
 
@@ -81,8 +60,6 @@ class RaceProgress:
         """Count a turn, and say how long the rest of the race will take if a line is due."""
         self._turns.setdefault(contestant, []).append(step_s)
         turns = sum(map(len, self._turns.values()))
-        left = self._contestants * self._rounds - turns
-        left_s = (self._clock() - self._begun_s) / turns * left
         number, place = divmod(turns - 1, self._contestants)
         if not number:
             what = f", {place + 1} of {self._contestants} contestants, {contestant}: {step_s * 1e3:.1f} ms a step"
@@ -91,6 +68,7 @@ class RaceProgress:
             what = f": {'; '.join(steps)} ms a step"
         else:
             return
+        left_s = (self._clock() - self._begun_s) / turns * (self._contestants * self._rounds - turns)
         self._say(f"{self._name}: round {number + 1} of {self._rounds}{what}; {time_left(left_s)}")
 
 

@@ -1,22 +1,15 @@
 """Runs one benchmark: a workload on the ranks of the default process group, from tuning to the finished figures."""
 
-import os
-import platform
-import shlex
-import sys
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
+from torch import nn
 
 from anabranch.exchange.compression import Compress
-from anabranch.observe.environment import lab_note
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.compiled import (
     UNCUT,
@@ -26,7 +19,7 @@ from anabranch.tools.bench.compiled import (
     compiled_step,
     start_compiler,
 )
-from anabranch.tools.bench.compress import Rival, compression
+from anabranch.tools.bench.compress import compression
 from anabranch.tools.bench.contestants import (
     DDP_OPTIONS,
     SETTLE_STEPS,
@@ -36,42 +29,39 @@ from anabranch.tools.bench.contestants import (
     reference_contestants,
     tuned_contestant,
 )
-from anabranch.tools.bench.progress import RaceProgress, Say, SearchProgress
-from anabranch.tools.bench.race import Turn, race
+from anabranch.tools.bench.progress import Say, SearchProgress
+from anabranch.tools.bench.race import RaceSettings, race_all
 from anabranch.tools.bench.sharded import sharded_contestants
-from anabranch.tools.bench.sparse import sparse_rivals
 from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
-from anabranch.tools.lab.environment import LAB_BIT_S
 from anabranch.tools.report.benchmark import COMPILING, OWN_CACHES, SHARED_CACHES
-from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS, Benchmark, BenchmarkRow
-from anabranch.tools.report.formatting import count
+from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS, Benchmark
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.values.errors import AnabranchError
 from anabranch.values.kinds.names import EVERY_ELEMENT
-from anabranch.values.links import AlphaBeta
 from anabranch.values.network import Network
+from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
-from anabranch.values.version import __version__
 
 MAX_TUNING_STEPS = 1000  # tuning usually takes 45 to 120
+# Also measures and tries where little is predicted to be gained: the other contestants need a network.
+THOROUGH = TuningPolicy(min_predicted_gain=-0.05)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)  # fourteen fields: by position nobody could read them
-class Settings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(RaceSettings):
     """How long to measure, and which contestants.
 
-    ``only``: if given, contestants whose name contains one of these. ``compiled``: computing alone, DDP, cut and uncut,
-    and every DataParallel also under torch.compile. ``sharded``: FSDP2, by ``fsdp.planning.modes``. ``skip``:
-    names of contestants that ``only`` cannot leave out; what is skipped is neither tuned nor compiled.
-    ``own_caches``: torch finds nothing that it has compiled for another contestant. ``search_steps``: what each search
-    may cost, in steps. ``hold_after``: steps after which a search ends at its next decision, with the best layout so
-    far, for which graphs are still compiled.
+    only           if given, contestants whose name contains one of these
+    compiled       computing alone, DDP, cut and uncut, and every DataParallel also under torch.compile
+    sharded        FSDP2, by ``fsdp.planning.modes``
+    skip           names of contestants that ``only`` cannot leave out; these are neither tuned nor compiled
+    own_caches     torch finds nothing that it has compiled for another contestant
+    search_steps   what each search may cost, in steps
+    hold_after     steps after which a search ends at its next decision, with the best layout so far, for which graphs
+                   are still compiled
     """
 
-    iters: int = 10
-    batches: int = 10
-    warmup: int = 3
     profile_steps: int = 6
     sizes_mib: Sequence[float] = (1, 5, 10, 50, 100)
     lanes: Sequence[int] = (2, 4)
@@ -94,12 +84,16 @@ class Settings:
 
     def check_skipped(self) -> None:
         """ValueError if something is to be skipped that does not run, or that others need."""
-        compressed = [_name_of(text) for text in self.compress if not isinstance(compression(text), Rival)]
+        compressed = [_name_of(text) for text in self.compress]
         twins = [compiled_name(name) for name in (COMPUTE, BASELINE, UNCUT, OURS, *compressed) if self.compiled]
         for name in self.skip:
             if name not in (expected := [*compressed, *twins]):
                 known = ", ".join(map(repr, expected)) or "nothing, without --compress and --compile"
                 raise ValueError(f"--skip is {name!r}: expected {known}")
+
+    def wants(self, name: str, always: Collection[str]) -> bool:
+        """Whether to race this contestant: always, or because ``only`` is empty or matches."""
+        return not self.only or name in always or any(part in name for part in self.only)
 
 
 class TunedModel(NamedTuple):
@@ -110,28 +104,30 @@ class TunedModel(NamedTuple):
     step: Step
 
 
-def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
+# More contestants for a model and its step, given a trace, a network and the plans of compressed DataParallels.
+MoreContestants = Callable[[nn.Module, Step, Trace, Network, Sequence[Plan]], Sequence[Contestant]]
+
+
+def run(workload: Workload, settings: Settings, say: Say, more: MoreContestants = lambda *_: ()) -> Benchmark:
     """Let DataParallel tune itself, then race all contestants. Collective; ``say`` gets a line of progress at times."""
     if dist.get_world_size() == 1:
         raise AnabranchError("there is one rank, so nothing to send and nothing to compare: run at least two")
     say(f"{workload.name}: DataParallel profiles, measures, plans and chooses")
-    kinds = {text: compression(text) for text in settings.compress}
-    rivals = {text: kind for text, kind in kinds.items() if isinstance(kind, Rival)}
-    ways: Mapping[str, Compress] = {text: kind for text, kind in kinds.items() if not isinstance(kind, Rival)}
+    kinds: dict[str, Compress] = {text: compression(text) for text in settings.compress}
     ours = _tuned(workload, settings, OURS, None, say)
     compressed = {
         text: _tuned(workload, settings, name, kind, say)
-        for text, kind in ways.items()
+        for text, kind in kinds.items()
         if (name := _name_of(text)) not in settings.skip
     }
-    contestants = _contestants(workload, settings, ours, compressed, rivals)
+    contestants = _contestants(workload, settings, ours, compressed, more)
     backends: dict[str, CountingBackend] = defaultdict(
         lambda: CountingBackend(TemporaryDirectory(prefix="anabranch-compiled-") if settings.own_caches else None)
     )
     twins: list[TunedModel] = []
     if settings.compiled:
         start_compiler(workload.device)
-        named = {OURS: None} | {_name_of(text): kind for text, kind in ways.items()}
+        named: dict[str, Compress] = {OURS: None} | {_name_of(text): kind for text, kind in kinds.items()}
         twins = [
             _tuned(workload, settings, name, kind, say, backends[compiled_name(name)])
             for name, kind in named.items()
@@ -147,37 +143,14 @@ def run(workload: Workload, settings: Settings, say: Say) -> Benchmark:
     skipped = () if _on_nccl() else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",)
     compile_s = {name: tuple(backend.steps_s) for name, backend in backends.items()}
     rows = tuple(replace(row, compile_s=compile_s.get(row.name, ())) for row in benchmark.rows)
-    return replace(benchmark, rows=rows, explanation=explanation, skipped=skipped)
-
-
-def race_all(
-    workload: Workload, settings: Settings, contestants: Sequence[Contestant], trace: Trace, say: Say
-) -> Benchmark:
-    """Let the contestants, COMPUTE and BASELINE among them, take turns, and sum up. Collective.
-
-    ``trace``: of the model, for the shortest step that sends every gradient in full.
-    """
-    turns = _raced(workload, settings, contestants, say)
-    nic_counts = nic_counts_all(turns[BASELINE], trace.nbytes)
-    return Benchmark(
-        workload.name,
-        workload.batch,
-        workload.unit,
-        dist.get_world_size(),
-        tuple(_row(contestant, turns[contestant.name], nic_counts) for contestant in contestants),
-        _bound_s(trace, min(_compute_s(turns[name]) for name in (COMPUTE, compiled_name(COMPUTE)) if name in turns)),
-        explanation="",
-        facts=_facts(workload, settings),
-    )
+    caches = {COMPILING: OWN_CACHES if settings.own_caches else SHARED_CACHES} if settings.compiled else {}
+    facts = {**benchmark.facts, **caches}
+    return replace(benchmark, rows=rows, explanation=explanation, skipped=skipped, facts=facts)
 
 
 def _name_of(compress: str) -> str:
-    """The name of the DataParallel that compresses so."""
+    """The name of the DataParallel with this compression."""
     return f"{OURS}, {compress}"
-
-
-# Also measures and tries where little is predicted to be gained: the other contestants need a network.
-THOROUGH = TuningPolicy(min_predicted_gain=-0.05)
 
 
 def _tuned(
@@ -222,14 +195,15 @@ def _contestants(
     settings: Settings,
     ours: TunedModel,
     compressed: Mapping[str, TunedModel],
-    rivals: Mapping[str, Rival],
+    more: MoreContestants,
 ) -> list[Contestant]:
     """The contestants that ``settings.only`` admits, and always the compressed ones and the references."""
     trace, network = _trace(ours), _network(ours, compressed)
     model, step = workload.build()
+    plans = [plan for tuned in compressed.values() if (plan := tuned.parallel.plan) is not None]
     asked = [
         *(tuned_contestant(*tuned) for tuned in compressed.values()),
-        *sparse_rivals(model, step, trace, network, rivals, [tuned.parallel.plan for tuned in compressed.values()]),
+        *more(model, step, trace, network, plans),
         *(sharded_contestants(workload, settings.sharded) if settings.sharded else ()),
     ]
     found = [
@@ -240,14 +214,14 @@ def _contestants(
         *planned_contestants(model, step, trace, network, settings.lanes),
     ]
     always = {COMPUTE, BASELINE, OURS, *(contestant.name for contestant in asked)}
-    return [contestant for contestant in found if _wanted(contestant.name, settings.only, always)]
+    return [contestant for contestant in found if settings.wants(contestant.name, always)]
 
 
 def _compiled_reference_names(settings: Settings) -> list[str]:
-    """Whose compiled twins to race beside those of DataParallel."""
+    """The references whose compiled twins also race."""
     always = {compiled_name(COMPUTE), compiled_name(BASELINE)}
     twins = {name: compiled_name(name) for name in (COMPUTE, BASELINE, UNCUT)}
-    return [name for name, twin in twins.items() if twin not in settings.skip and _wanted(twin, settings.only, always)]
+    return [name for name, twin in twins.items() if twin not in settings.skip and settings.wants(twin, always)]
 
 
 def _trace(ours: TunedModel) -> Trace:
@@ -270,78 +244,3 @@ def _network(ours: TunedModel, compressed: Mapping[str, TunedModel]) -> Network:
 
 def _on_nccl() -> bool:
     return "nccl" in dist.get_backend()
-
-
-def _raced(
-    workload: Workload, settings: Settings, contestants: Sequence[Contestant], say: Say
-) -> dict[str, list[Turn]]:
-    """The turns of every contestant by its name."""
-    turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in contestants}
-    progress = RaceProgress(workload.name, len(contestants), settings.iters, say)
-    for turn in race(contestants, settings.iters, settings.batches, settings.warmup, workload.device):
-        turns[turn.name].append(turn)
-        progress.turn_done(turn.name, turn.seconds)
-    return turns
-
-
-def nic_counts_all(baseline: Sequence[Turn], nbytes: int) -> bool:
-    """Whether network interfaces count what ranks send: DDP must have been seen to send all its gradients once.
-
-    They do not where ranks share a host and its memory, or where RDMA bypasses the kernel.
-    """
-    return median(turn.sent_nbytes for turn in baseline) >= nbytes
-
-
-def _compute_s(turns: Sequence[Turn]) -> float:
-    return median(turn.seconds for turn in turns)
-
-
-def _bound_s(trace: Trace, compute_s: float) -> float:
-    """The shortest step that sends every gradient in full: computation, or forward and all bytes at the link's rate."""
-    forward_share = trace.forward_s / (trace.forward_s + trace.backward_s)
-    return max(compute_s, forward_share * compute_s + min_allreduce_s(trace.nbytes, dist.get_world_size()))
-
-
-def min_allreduce_s(nbytes: int, ranks: int) -> float:
-    """The shortest all-reduce of so many bytes on the lab's slowest link; 0 outside a lab, where no rate is known.
-
-    Every rank must send and receive 2(N−1)/N of the bytes, whatever the algorithm.
-    """
-    rate_bit_s = float(os.environ.get(LAB_BIT_S) or 0)
-    return nbytes * AlphaBeta("ring", 0.0, 8 / rate_bit_s).line(ranks)[1] if rate_bit_s else 0.0
-
-
-def _wanted(name: str, only: Sequence[str], always: Collection[str]) -> bool:
-    """Whether to race this contestant: always, or because ``only`` is empty or matches."""
-    return not only or name in always or any(part in name for part in only)
-
-
-def _row(contestant: Contestant, turns: Sequence[Turn], nic_counts: bool) -> BenchmarkRow:
-    plan = contestant.plan
-    return BenchmarkRow(
-        contestant.name,
-        tuple(turn.seconds for turn in turns),
-        contestant.predicted_s,
-        buckets=len(plan) if plan is not None else None,
-        lanes=plan.lanes if plan is not None else None,
-        sent_nbytes=median(turn.sent_nbytes for turn in turns) if nic_counts else None,
-    )
-
-
-def _facts(workload: Workload, settings: Settings) -> dict[str, str]:
-    cuda, lab = workload.device.type == "cuda", lab_note() or ""
-    rounds, steps = count(settings.iters, "round"), count(settings.batches, "step")
-    versions = [f"anabranch {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
-    if cuda:
-        versions += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "network": lab or "as it is: no lab",
-        "backend": dist.get_backend(),
-        "device": torch.cuda.get_device_name(workload.device) if cuda else f"CPU, {platform.machine()}",
-        "host": f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        "versions": ", ".join(versions),
-        "command": shlex.join(["anabranch", *sys.argv[1:]]) + (" (under anabranch lab)" if lab else ""),
-        **({COMPILING: OWN_CACHES if settings.own_caches else SHARED_CACHES} if settings.compiled else {}),
-        "measured": f"{rounds}, each contestant {steps} a round, in turn",
-    }

@@ -15,7 +15,7 @@ from anabranch.fsdp.planning.modes import PLANNED, ShardingMode, sharding_mode
 from anabranch.fsdp.replicate import replicate
 from anabranch.fsdp.shard import block_names, shard
 from anabranch.fsdp.trial import FoundSharding, find_sharding
-from anabranch.tools.bench.compress import Rival, compression
+from anabranch.tools.bench.compress import compression
 from anabranch.tools.bench.contestants import Contestant, unwrapped
 from anabranch.tools.bench.workload import Workload
 from anabranch.values.errors import AnabranchError
@@ -62,9 +62,7 @@ def _found(workload: Workload, way: ShardingMode, mesh: DeviceMesh) -> FoundShar
 
 def _compress(way: ShardingMode) -> Compress:
     """What ``ab.replicate`` is given for the exchange of a way."""
-    found = None if way.exchange == DENSE else compression(way.exchange)
-    assert not isinstance(found, Rival)  # which no way has
-    return found
+    return None if way.exchange == DENSE else compression(way.exchange)
 
 
 def _mesh(workload: Workload, nodes: bool) -> DeviceMesh:

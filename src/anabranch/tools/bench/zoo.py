@@ -101,6 +101,11 @@ def model_and_loss(
     raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
 
 
+def build_at(name: str, batch: int) -> Callable[[torch.device], tuple[nn.Module, Loss]]:
+    """A function that builds a model, and its loss at this batch, on a device."""
+    return lambda device: model_and_loss(name, device, batch)
+
+
 def trace_meta(name: str, half: bool = False, batch: int | None = None) -> dict[str, Scalar]:
     """The meta of a trace of this model; ``half``: it was recorded with bfloat16 autocast."""
     default_batch, length = SEQUENCES[name] if name in SEQUENCES else (IMAGES[name], None)

@@ -1,13 +1,11 @@
-"""The values of --trace, --network and FILE: a path, a bundled trace, or a network by name or description."""
+"""The values of --trace, --network, --plan and FILE: a path, a bundled trace, or a network by name or description."""
 
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import Any, TypeVar
 
 from anabranch.fsdp.planning import ShardedTrace, ShardingPlan
 from anabranch.fsdp.planning.values import FORMATS
@@ -34,26 +32,17 @@ from anabranch.values.trace import Trace
 LEAST_RANKS = 2  # with a link between them
 NO_COMPRESSION = "none"  # as the value of --compress
 
-TraceOption = Annotated[
-    str, typer.Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")
-]
-NetworkOption = Annotated[
-    str,
-    typer.Option(
-        "--network",
-        metavar="N",
-        help=f"A network file, a description: {network_text.EXAMPLES['ring']}, or a name that anabranch list shows: "
-        "10gbe:ranks=16.",
-    ),
-]
+OfKind = TypeVar("OfKind", Trace, Network, Plan)
 
 
 def trace(text: str) -> Trace:
     """The trace in a file, or the bundled one of this name."""
-    noun = _file_or_bundled(text)
-    if not isinstance(noun, Trace):
-        raise FileError(f"{text}: holds a {_kind(noun)}, expected a trace")
-    return noun
+    return _expected(_file_or_bundled(text), Trace, text)
+
+
+def plan(path: Path) -> Plan:
+    """The plan in a file."""
+    return _expected(load(path), Plan, path)
 
 
 def network(text: str) -> Network:
@@ -64,15 +53,12 @@ def network(text: str) -> Network:
     if network_text.is_description(text):
         return network_text.network(text)
     if not _is_file(text):
+        ring, *others = network_text.EXAMPLES
         raise FileError(
             f"network {text!r}: no such file, no name ({', '.join(PRESETS)}), and no description of a network, such as "
-            f"{network_text.EXAMPLES['ring']} "
-            f"(also {', '.join(kind for kind in network_text.EXAMPLES if kind != 'ring')})"
+            f"{network_text.EXAMPLES[ring]} (also {', '.join(others)})"
         )
-    noun = load(text)
-    if not isinstance(noun, Network):
-        raise FileError(f"{text}: holds a {_kind(noun)}, expected a network")
-    return noun
+    return _expected(load(text), Network, text)
 
 
 def network_ranges(texts: Iterable[str], spread: float | None) -> list[NetworkRange]:
@@ -102,23 +88,14 @@ def compressions(given: Sequence[str] | None, default: Sequence[str]) -> list[st
     return [] if given == [NO_COMPRESSION] else list(dict.fromkeys(given or default))
 
 
-def plan(path: Path) -> Plan:
-    """The plan in a file."""
-    noun = load(path)
-    if not isinstance(noun, Plan):
-        raise FileError(f"{path}: holds a {_kind(noun)}, expected a plan")
-    return noun
-
-
 def content(text: str) -> Noun | ShardedTrace | ShardingPlan | Entry:
     """What a file holds, the bundled trace of this name, or the network that the text means."""
-    described = network_text.is_description(text) or text.partition(":")[0] in PRESETS
-    if described:
+    if network_text.is_description(text) or text.partition(":")[0] in PRESETS:
         return network(text)
     if not _is_file(text):
         return _file_or_bundled(text)
     found = read_bytes(Path(text))
-    classes = {**KINDS, **{name: cls for cls, name in FORMATS.items()}}
+    classes: dict[str, Any] = {**KINDS, **{name: cls for cls, name in FORMATS.items()}}
     try:
         kind, fields = opened(parse_json(found, text), text, [*classes, FORMAT])
     except FileError:
@@ -133,7 +110,7 @@ def content(text: str) -> Noun | ShardedTrace | ShardingPlan | Entry:
 
 def _drawn_by_report(found: bytes, text: str) -> FileError | None:
     """The error about a file that anabranch report draws and nothing prints; None if report cannot read it either."""
-    from anabranch.tools.report.runs.reading import Runs, parse_file
+    from anabranch.tools.report.runs import Runs, parse_file
 
     runs = Runs()
     try:
@@ -161,5 +138,7 @@ def _is_file(text: str) -> bool:
     return os.path.exists(text) and not os.path.isdir(text)  # noqa: PTH110, PTH112
 
 
-def _kind(noun: Noun) -> str:
-    return type(noun).__name__.lower()
+def _expected(noun: Noun, kind: type[OfKind], where: str | Path) -> OfKind:
+    if not isinstance(noun, kind):
+        raise FileError(f"{where}: holds a {type(noun).__name__.lower()}, expected a {kind.__name__.lower()}")
+    return noun

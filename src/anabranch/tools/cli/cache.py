@@ -4,20 +4,24 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from anabranch.tools.cli.output import JsonOption, print_json, show_tables
+from anabranch.tools.cli.options import JsonOption
+from anabranch.tools.cli.output import print_json, show_tables
 from anabranch.tuning.plan_cache import VARIABLE, Entry, PlanCache, default_folder
 from anabranch.values.errors import FileError
 
-FolderArgument = Annotated[
+Folder = Annotated[
     Path | None,
-    typer.Argument(metavar="FOLDER", help=f"The cache. Default: ${VARIABLE}, or the user's own.", show_default=False),
+    Argument(metavar="FOLDER", help=f"The cache. Default: ${VARIABLE}, or the user's own.", show_default=False),
 ]
-ClearOption = Annotated[bool, typer.Option("--clear", help="Delete them, so that the next trainings search again.")]
 
 
-def cache(folder: FolderArgument = None, clear: ClearOption = False, as_json: JsonOption = False) -> None:
+def cache(
+    folder: Folder = None,
+    clear: Annotated[bool, Option("--clear", help="Delete them, so that the next trainings search again.")] = False,
+    as_json: JsonOption = False,
+) -> None:
     """List the plans that earlier trainings have kept for their next start."""
     folder = folder if folder is not None else default_folder()
     if folder is None:

@@ -1,14 +1,15 @@
-"""anabranch compare: every planner side by side, and the plan for every way to compress."""
+"""anabranch compare: every planner, and the plan of every compression, in one table."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
+from typer import Option
 
 from anabranch.planning.simulator import finish_s, lower_bound_s
 from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.output import JsonOption, print_json, progress, show_tables
+from anabranch.tools.cli.options import JsonOption, NetworkOption, TraceOption
+from anabranch.tools.cli.output import print_json, progress, show_tables
 from anabranch.tools.predict.scaling import line_up
 from anabranch.tools.predict.scaling.compression import (
     CompressedStrategies,
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 COMPRESS = (AUTO, *COMPRESSED, kind_of(0.01))
 
-CompressOption = Annotated[
+Compressions = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="WAY",
+    Option(
+        "--compress",
+        metavar="KIND",
         help="Also plans with compressed buckets where they gain, as in scale; may be repeated; "
         f"{arguments.NO_COMPRESSION} for none. Default: {', '.join(COMPRESS)}.",
     ),
@@ -38,12 +40,12 @@ CompressOption = Annotated[
 
 
 def compare(
-    trace: arguments.TraceOption,
-    network: arguments.NetworkOption,
-    compress: CompressOption = None,
+    trace: TraceOption,
+    network: NetworkOption,
+    compress: Compressions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare every planner and every way to compress on one trace and network."""
+    """Compare every planner and every compression on one trace and network."""
     from anabranch.tools.report import comparison
     from anabranch.tools.report.documents import CompareDocument, printed
 
@@ -69,7 +71,7 @@ def compare(
 
 
 class _Contestant(NamedTuple):
-    """A planner of the library, or the planner of a way to compress, by its name, with its options."""
+    """A planner of the library, or the planner of a compression, by its name, with its options."""
 
     name: str
     planner: str
@@ -80,21 +82,23 @@ class _Contestant(NamedTuple):
 def _rows(
     trace: Trace, network: Network, strategies: CompressedStrategies
 ) -> "tuple[list[ComparedPlanner], list[ComparedPlanner]]":
-    """The rows of all planners, and of all ways to compress."""
+    """The rows of all planners, and those of all compressions."""
     from anabranch.tools.report.figures import has_spread
 
     around = (network.shifted(-1), network.shifted(+1)) if has_spread(network) else ()
     here, *others = (strategies.priced(one) for one in (network, *around))
-    ddp = line_up.LINE_UP[line_up.DDP_DEFAULT](trace, here)
-    ddp_s = trace.forward_s + finish_s(trace, ddp, here)
-    dense = [_Contestant(name, made.planner, dict(made.options), made) for name, made in line_up.LINE_UP.items()]
-    compressed = [
+    ddp_s = trace.forward_s + finish_s(trace, line_up.LINE_UP[line_up.DDP_DEFAULT](trace, here), here)
+    contestants = [_Contestant(name, made.planner, dict(made.options), made) for name, made in line_up.LINE_UP.items()]
+    contestants += [
         _Contestant(name, Compression.named(name).planner_name, {}, planner)
         for name, planner in strategies.planners.items()
     ]
-    all_of_them = progress([*dense, *compressed], len(dense) + len(compressed), "planning")
-    rows = [_row(one, trace, here, ddp_s, others) for one in all_of_them]
-    return rows[: len(dense)], rows[len(dense) :]
+    rows: list[ComparedPlanner] = []
+    with progress() as update:
+        for one in contestants:
+            rows.append(_row(one, trace, here, ddp_s, others))
+            update("planning", len(rows), len(contestants))
+    return rows[: len(line_up.LINE_UP)], rows[len(line_up.LINE_UP) :]
 
 
 def _row(

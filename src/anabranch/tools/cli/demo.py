@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from anabranch.tools.cli.lab import UNSHAPED, EmulateOption, link_rate
-from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.tools.cli.options import ForceOption, JsonOption
+from anabranch.tools.cli.output import check_free, print_json, show_tables
 from anabranch.tools.cli.report import write_page
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.predict.scaling import scale
@@ -153,7 +154,7 @@ def _keep(folder: Path, kept: Path) -> str:
 def _print(path: Path, as_json: bool) -> None:
     from anabranch.tools.report.demo import demo_report
     from anabranch.tools.report.documents import DemoDocument, printed
-    from anabranch.tools.report.runs.reading import parse_file
+    from anabranch.tools.report.runs import parse_file
 
     document = parse_file(path.read_bytes(), f"{path}")
     assert isinstance(document, DemoDocument)

@@ -4,7 +4,7 @@ import math
 from enum import StrEnum
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from anabranch.tools.cli.network_text import RATE_BIT, TIME_S
 from anabranch.tools.lab.cluster import MAX_HOSTS, Cluster
@@ -14,6 +14,9 @@ UNSHAPED = "unshaped"
 DEFAULT_ALPHA = "50us"
 
 
+EmulateOption = Annotated[bool, Option("--emulate", help="Emulate the links inside the ranks; needs no root.")]
+
+
 class Backend(StrEnum):
     """Backend of the program's process group."""
 
@@ -21,32 +24,25 @@ class Backend(StrEnum):
     NCCL = "nccl"
 
 
-CommandArgument = Annotated[list[str], typer.Argument(metavar="PROGRAM", help="The program, with its arguments.")]
-HostsOption = Annotated[int, typer.Option(min=1, max=MAX_HOSTS, help="Machines in the cluster.")]
-RateOption = Annotated[
-    str,
-    typer.Option(help="Rate of all links, such as 10gbit, or one rate per host: 10gbit,10gbit,1gbit; or: unshaped."),
-]
-BackendOption = Annotated[Backend, typer.Option(help="With nccl, hosts share this machine's GPUs (through MPS).")]
-RanksOption = Annotated[int, typer.Option(min=1, help="Ranks on each host; more than one are started by torchrun.")]
-EmulateOption = Annotated[bool, typer.Option("--emulate", help="Emulate the links inside the ranks; needs no root.")]
-AlphaOption = Annotated[
-    str | None, typer.Option(help=f"Latency of an emulated link, by default {DEFAULT_ALPHA}; only with --emulate.")
-]
-TimeoutOption = Annotated[
-    float | None, typer.Option(help="End the program after this many seconds, with exit code 124.")
-]
-
-
 def lab(
-    command: CommandArgument,
-    rate: RateOption,
-    hosts: HostsOption = 4,
-    backend: BackendOption = Backend.GLOO,
-    ranks_per_host: RanksOption = 1,
+    command: Annotated[list[str], Argument(metavar="PROGRAM", help="The program, with its arguments.")],
+    rate: Annotated[
+        str, Option(help="Rate of all links, such as 10gbit, or one rate per host: 10gbit,10gbit,1gbit; or: unshaped.")
+    ],
+    hosts: Annotated[int, Option(min=1, max=MAX_HOSTS, help="Machines in the cluster.")] = 4,
+    backend: Annotated[
+        Backend, Option(help="With nccl, hosts share this machine's GPUs (through MPS).")
+    ] = Backend.GLOO,
+    ranks_per_host: Annotated[
+        int, Option(min=1, help="Ranks on each host; more than one are started by torchrun.")
+    ] = 1,
     emulate: EmulateOption = False,
-    alpha: AlphaOption = None,
-    timeout: TimeoutOption = None,
+    alpha: Annotated[
+        str | None, Option(help=f"Latency of an emulated link, by default {DEFAULT_ALPHA}; only with --emulate.")
+    ] = None,
+    timeout: Annotated[
+        float | None, Option(help="End the program after this many seconds, with exit code 124.")
+    ] = None,
 ) -> None:
     """Run a program on several hosts, all on this machine: anabranch lab --rate 10gbit -- python train.py."""
     from anabranch.tools.lab.run import run
@@ -61,7 +57,7 @@ def lab(
         backend.value,
         _alpha(alpha or DEFAULT_ALPHA) if emulate else None,
     )
-    raise typer.Exit(run(cluster, command, timeout))
+    raise Exit(run(cluster, command, timeout))
 
 
 def _rates(text: str, hosts: int) -> list[float | None]:

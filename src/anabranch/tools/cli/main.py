@@ -13,13 +13,13 @@ from anabranch.tools.cli.bench import bench
 from anabranch.tools.cli.cache import cache
 from anabranch.tools.cli.compare import compare
 from anabranch.tools.cli.demo import demo
-from anabranch.tools.cli.import_trace import import_trace
 from anabranch.tools.cli.lab import lab
 from anabranch.tools.cli.list import list_
 from anabranch.tools.cli.measure import measure
 from anabranch.tools.cli.memory import memory
+from anabranch.tools.cli.options import check_retired
 from anabranch.tools.cli.plan import plan
-from anabranch.tools.cli.record import record
+from anabranch.tools.cli.record import import_trace, record
 from anabranch.tools.cli.report import report
 from anabranch.tools.cli.reproduce import reproduce
 from anabranch.tools.cli.run import Program, run
@@ -123,6 +123,7 @@ def _command(argv: list[str] | None) -> int | Program:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?" instead of failing
     try:
+        check_retired(sys.argv[1:] if argv is None else argv)
         code = get_command(app).main(args=argv, prog_name="anabranch", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int | Program) else 0

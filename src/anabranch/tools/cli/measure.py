@@ -6,9 +6,10 @@ from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.tools.cli.options import BackendOption, ForceOption, JsonOption
+from anabranch.tools.cli.output import check_free, print_json, show_tables
 from anabranch.tools.cli.ranks import join
 from anabranch.values.files import save
 from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT, density_of, kind_of, split_wire
@@ -28,60 +29,53 @@ BUS_NOTE = (
 )
 MAX_BUDGET_S = 3600.0
 
-OutputOption = Annotated[
-    Path, typer.Option("-o", "--output", metavar="FILE", help="Write the network to this file, on rank 0.")
+Output = Annotated[Path, Option("-o", "--output", metavar="FILE", help="Write the network to this file, on rank 0.")]
+Largest = Annotated[
+    float, Option(metavar="MIB", help="Largest message in MiB: the largest bucket that a plan may have.")
 ]
-BudgetOption = Annotated[float, typer.Option(metavar="S", help="About how many seconds to take.")]
-LargestOption = Annotated[
-    float, typer.Option(metavar="MIB", help="Largest message in MiB: the largest bucket that a plan may have.")
-]
-LanesOption = Annotated[
-    int, typer.Option(metavar="N", min=1, max=MAX_LANES, help="Also send up to so many messages at once.")
-]
-CollectiveOption = Annotated[
+Lanes = Annotated[int, Option(metavar="N", min=1, max=MAX_LANES, help="Also send up to this many messages at once.")]
+Collectives = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
+        "--collective",
         metavar="C",
-        help="Measure this beside dense, all_gather and reduce_scatter: bf16, int8, int4, oktopk:0.01 or "
+        help="Measure this as well as dense, all_gather and reduce_scatter: bf16, int8, int4, oktopk:0.01 or "
         "oktopk:0.01:bf16; may be repeated.",
     ),
 ]
-BackendOption = Annotated[str | None, typer.Option(metavar="B", help="gloo or nccl. Default: nccl with a GPU.")]
 
 
 def measure(
-    output: OutputOption,
-    budget_s: BudgetOption = 10.0,
-    largest_mb: LargestOption = 64.0,
-    lanes: LanesOption = 4,
-    collective: CollectiveOption = None,
+    output: Output,
+    budget_s: Annotated[float, Option(metavar="S", help="About how many seconds to take.")] = 10.0,
+    largest_mb: Largest = 64.0,
+    lanes: Lanes = 4,
+    collective: Collectives = None,
     backend: BackendOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what messages cost between ranks: torchrun --nproc-per-node 4 -m anabranch measure -o network.json."""
+    torchrun = "torchrun --nproc-per-node 4 -m anabranch measure -o"
     if missing := [name for name in RENDEZVOUS if name not in os.environ]:
         raise ValueError(
             f"{missing[0]} is not set: measure runs on every rank, so start it with torchrun, such as: "
-            f"torchrun --nproc-per-node 4 -m anabranch measure -o {output}"
+            f"{torchrun} {output}"
         )
     if os.environ["WORLD_SIZE"] == "1":
-        raise ValueError(
-            "there is one rank, so nothing to measure: start more, such as torchrun --nproc-per-node 4 ..."
-        )
+        raise ValueError(f"there is one rank, so nothing to measure: start more, such as {torchrun} {output}")
     if not 0 < largest_mb <= MIB:
         raise ValueError(f"--largest-mb is {largest_mb:g}: expected a number of MiB above 0, such as 64")
     if not 0 < budget_s <= MAX_BUDGET_S:
         raise ValueError(f"--budget-s is {budget_s:g}: expected seconds above 0 and up to {MAX_BUDGET_S:g}, such as 10")
-    leader = os.environ["RANK"] == "0"
-    if leader:
+    leads = os.environ["RANK"] == "0"
+    if leads:
         check_free([output], force)
     kinds = list(dict.fromkeys([DENSE, *map(_kind, collective or [])]))
     network, notes = _measured(backend, lanes, round(largest_mb * MIB), budget_s, kinds)
-    if not leader:
-        return
-    save(network, output, force)
-    _print(network, output, notes, as_json)
+    if leads:
+        save(network, output, force)
+        _print(network, output, notes, as_json)
 
 
 def _kind(text: str) -> str:
@@ -132,32 +126,28 @@ def _measured(
 def _print(network: Network, output: Path, notes: Sequence[str], as_json: bool) -> None:
     from anabranch.tools.report import figures, tables
 
+    kinds = [kind for kind in BUS_FACTORS if kind in network.curves]
     if as_json:
-        bus = {"bus_bytes_per_s": {kind: _bus_points(network, kind) for kind in _bus_kinds(network)}}
-        summary = {**figures.network_figures(network), **bus}
+        bus = {
+            kind: [
+                {"nbytes": point.nbytes, "bytes_per_s": network.bus_bytes_per_s(kind, point.nbytes)}
+                for point in network.curve(kind).points
+            ]
+            for kind in kinds
+        }
+        summary = {**figures.network_figures(network), "bus_bytes_per_s": bus}
         print_json({"command": "measure", **summary, "notes": list(notes), "written": str(output)})
     else:
         lines = [*(f"Note: {note}." for note in notes), f"Written to {output}."]
-        show_tables(tables.network_report(network), _bus_table(network), BUS_NOTE, *lines)
+        show_tables(tables.network_report(network), _bus_table(network, kinds), BUS_NOTE, *lines)
 
 
-def _bus_kinds(network: Network) -> list[str]:
-    return [kind for kind in BUS_FACTORS if kind in network.curves]
-
-
-def _bus_points(network: Network, kind: str) -> list[dict[str, float | None]]:
-    sizes = [point.nbytes for point in network.curve(kind).points]
-    return [{"nbytes": nbytes, "bytes_per_s": network.bus_bytes_per_s(kind, nbytes)} for nbytes in sizes]
-
-
-def _bus_table(network: Network) -> "Table":
+def _bus_table(network: Network, kinds: Sequence[str]) -> "Table":
     """Bus bandwidth by size and collective, in GB/s (1e9 bytes per second) as nccl-tests print it."""
     from anabranch.tools.report.formatting import size
     from anabranch.tools.report.tables import columns
 
-    kinds = _bus_kinds(network)
-    headers = [BUS_TITLES[kind] for kind in kinds]
-    table = columns("Bus bandwidth, GB/s", "message", *headers)
+    table = columns("Bus bandwidth, GB/s", "message", *(BUS_TITLES[kind] for kind in kinds))
     for nbytes in (point.nbytes for point in network.curve("dense").points):
         speeds = [network.bus_bytes_per_s(kind, nbytes) for kind in kinds]
         table.add_row(size(nbytes), *("-" if speed is None else f"{speed / 1e9:.3g}" for speed in speeds))

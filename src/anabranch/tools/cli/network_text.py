@@ -6,9 +6,10 @@ plain numbers; every ``rate`` may be given as ``beta``, in seconds per byte, ins
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from anabranch.values.links import AlphaBeta
-from anabranch.values.network import Network
+from anabranch.values.network import Contention, Network
 from anabranch.values.quantities import quantity
 
 EXAMPLES: Mapping[str, str] = {
@@ -21,7 +22,6 @@ EXAMPLES: Mapping[str, str] = {
 TIME_S: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 RATE_BIT: Mapping[str, float] = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_RANKS = 1 << 24
-SHORT_EXAMPLE = "ring:ranks=16,..."  # for help texts, whose columns are narrow
 
 
 def is_description(text: str) -> bool:
@@ -38,18 +38,12 @@ def network(text: str) -> Network:
     world_size = parts.whole("ranks")
     if kind == "linear":
         start_s, s_per_byte = parts.time("start"), parts.number("s_per_byte")
-        eta, link_cap = parts.done()
-        return Network.linear(world_size, start_s, s_per_byte, eta=eta, link_cap=link_cap)
+        return Network.linear(world_size, start_s, s_per_byte, **parts.contention())
     if kind == "two_level":
-        per_node = parts.whole("per_node")
-        across, inside = parts.link("ring"), parts.link("ring", "inside_")
-        eta, link_cap = parts.done()
-        return Network.two_level(world_size, per_node, inside, across, eta=eta, link_cap=link_cap)
+        per_node, across, inside = parts.whole("per_node"), parts.link("ring"), parts.link("ring", "inside_")
+        return Network.two_level(world_size, per_node, inside, across, **parts.contention())
     link = parts.link(kind)
-    eta, link_cap = parts.done()
-    make = {"ring": Network.ring, "tree": Network.tree, "halving_doubling": Network.halving_doubling}[kind]
-    costs = (link.alpha_s, link.beta_s_per_byte, link.gamma_s_per_byte)
-    return make(world_size, *costs, eta=eta, link_cap=link_cap)
+    return Network.modelled(world_size, link, Contention.law(**parts.contention()))
 
 
 def ranks_of(name: str, text: str) -> int:
@@ -61,7 +55,7 @@ def ranks_of(name: str, text: str) -> int:
 
 
 class _Parts:
-    """The name=value parts of a description. Each is taken once; ``done`` refuses parts that were not taken."""
+    """The name=value parts of a description. Each is taken once; ``contention`` refuses parts that were not taken."""
 
     def __init__(self, kind: str, text: str) -> None:
         self.kind = kind
@@ -110,14 +104,14 @@ class _Parts:
         gamma_s = self.number(prefix + "gamma", 0.0)
         return AlphaBeta(algorithm, alpha_s, beta_s, gamma_s)  # type: ignore[arg-type]  # one of our own literals
 
-    def done(self) -> tuple[float, float | None]:
-        """(eta, link_cap), which every kind may have; ValueError if any other part is left."""
+    def contention(self) -> dict[str, Any]:
+        """eta and link_cap, which every kind may have; ValueError if any other part is left."""
         eta = self.number("eta", 1.0)
         link_cap = self.number("link_cap") if "link_cap" in self.left else None
         if self.left:
             known = dict.fromkeys([*self.taken, "eta", "link_cap"])
             raise self.wrong(f"unknown part {next(iter(self.left))!r}", f"only {', '.join(known)}")
-        return eta, link_cap
+        return {"eta": eta, "link_cap": link_cap}
 
     def _take(self, name: str, units: Mapping[str, float], expected: str, default: float | None = None) -> float:
         self.taken.append(name)

@@ -3,29 +3,27 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from anabranch.planning.simulator import finish_s, lower_bound_s
 from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.tools.cli.options import ForceOption, JsonOption, NetworkOption, TraceOption
+from anabranch.tools.cli.output import check_free, print_json, show_tables
 from anabranch.tools.predict.scaling import line_up
 from anabranch.values.files import save
-from anabranch.values.network import Network
-from anabranch.values.plan import Plan
-from anabranch.values.trace import Trace
 
 if TYPE_CHECKING:
     from anabranch.tools.report.documents import PlanDocument
 
 
 def plan(
-    trace: arguments.TraceOption,
-    network: arguments.NetworkOption,
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(line_up.LINE_UP)}.")] = "optimal",
-    lanes: Annotated[int | None, typer.Option(help="How many lanes (lanes: at most); for asc and lanes.")] = None,
-    cap_mb: Annotated[float | None, typer.Option(help="Bucket cap in MiB, as DDP's; for by_bytes and optimal.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    trace: TraceOption,
+    network: NetworkOption,
+    planner: Annotated[str, Option(help=f"One of {', '.join(line_up.LINE_UP)}.")] = "optimal",
+    lanes: Annotated[int | None, Option(help="How many lanes (lanes: at most); for asc and lanes.")] = None,
+    cap_mb: Annotated[float | None, Option(help="Bucket cap in MiB, as DDP's; for by_bytes and optimal.")] = None,
+    output: Annotated[Path | None, Option("-o", "--output", help="Write the plan to this file.")] = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -34,42 +32,33 @@ def plan(
     chosen = line_up.configured_planner(planner, lanes, cap_mb)
     gradients, links = arguments.trace(trace), arguments.network(network)
     made = chosen(gradients, links)
-    document = _prediction(chosen, gradients, made, links, str(output) if output else None)
+    timeline = predict(gradients, made, links)
     if output:
         save(made, output, force)
-    if as_json:
-        from anabranch.tools.report.documents import printed
-
-        print_json(printed(document))
-    else:
-        _print(planner, document)
-
-
-def _prediction(
-    chosen: line_up.ConfiguredPlanner, trace: Trace, made: Plan, network: Network, written: str | None
-) -> "PlanDocument":
-    """What the plan is and what it should cost; speed-ups are ratios of iteration times."""
-    from anabranch.tools.report.documents import PlanDocument
+    from anabranch.tools.report.documents import PlanDocument, printed
     from anabranch.tools.report.figures import planned_buckets, ratio, timeline_figures
 
-    timeline = predict(trace, made, network)
-    over = {
-        name: trace.forward_s + finish_s(trace, line_up.LINE_UP[name](trace, network), network)
+    ddp_s, alone_s = (
+        gradients.forward_s + finish_s(gradients, line_up.LINE_UP[name](gradients, links), links)
         for name in (line_up.DDP_DEFAULT, line_up.NO_MERGING)
-    }
-    return PlanDocument(
+    )
+    document = PlanDocument(
         planner=chosen.planner,
         options=dict(chosen.options),
-        world_size=network.world_size,
+        world_size=links.world_size,
         fingerprint=made.fingerprint,
         lanes=made.lanes,
         **timeline_figures(timeline),
-        lower_bound_s=lower_bound_s(trace, network, made.lanes),
-        speedup_over_ddp_default=ratio(over[line_up.DDP_DEFAULT], timeline.iteration_s),
-        speedup_over_per_tensor=ratio(over[line_up.NO_MERGING], timeline.iteration_s),
-        buckets=planned_buckets(trace, made, timeline, network.world_size),
-        written=written,
+        lower_bound_s=lower_bound_s(gradients, links, made.lanes),
+        speedup_over_ddp_default=ratio(ddp_s, timeline.iteration_s),
+        speedup_over_per_tensor=ratio(alone_s, timeline.iteration_s),
+        buckets=planned_buckets(gradients, made, timeline, links.world_size),
+        written=str(output) if output else None,
     )
+    if as_json:
+        print_json(printed(document))
+    else:
+        _print(planner, document)
 
 
 def _print(planner: str, document: "PlanDocument") -> None:

@@ -1,4 +1,4 @@
-"""anabranch record: the trace of the user's model, or of a well-known one."""
+"""anabranch record and import-trace: the trace of the user's model, of a well-known one, or of a profile."""
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -6,17 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from anabranch.tools.cli import user_function
-from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, print_json, progress, show_tables
+from anabranch.tools.cli.options import ForceOption, JsonOption
+from anabranch.tools.cli.output import check_free, check_other, print_json, progress, show_tables
+from anabranch.tools.cli.user_function import RECORDED, model_and_step
 from anabranch.values.checks import Scalar
 from anabranch.values.files import save
+from anabranch.values.trace import Trace
 
 if TYPE_CHECKING:
     from torch import nn
-
-EXAMPLE = "a function of yours as module:function, such as train:setup"
 
 
 class Precision(StrEnum):
@@ -26,79 +26,98 @@ class Precision(StrEnum):
     bf16 = "bf16"
 
 
-WhatArgument = Annotated[
+What = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="MODULE:FUNCTION",
         help="A function of yours that returns (model, step), where step() runs one forward and one backward of model; "
         "or the name of a model of torchvision or transformers, such as resnet50 or bert-base.",
     ),
 ]
-OutputOption = Annotated[Path, typer.Option("-o", "--output", help="Write the trace to this file.")]
-StepsOption = Annotated[int, typer.Option(min=1, help="Steps to record; the trace holds their median and spread.")]
-WarmupOption = Annotated[int, typer.Option(min=0, help="Steps before those, not recorded.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda, for a named model; cuda where there is one.")]
-PrecisionOption = Annotated[Precision | None, typer.Option(help="For a named model; fp32 unless told.")]
-BatchOption = Annotated[
+Output = Annotated[Path, Option("-o", "--output", help="Write the trace to this file.")]
+Profile = Annotated[
+    Path,
+    Argument(
+        metavar="FILE",
+        help="What export_chrome_trace wrote (.json or .json.gz) of a profile with record_shapes=True, on CPU or CUDA.",
+    ),
+]
+Batch = Annotated[
     int | None,
-    typer.Option(min=1, help="Samples per step: of a named model, or, for scale --batch, of what yours does."),
+    Option(min=1, help="Samples per step: of a named model, or, for scale --batch, of what yours does."),
 ]
 
 
 def record(
-    what: WhatArgument,
-    output: OutputOption,
-    steps: StepsOption = 20,
-    warmup: WarmupOption = 5,
-    device: DeviceOption = None,
-    precision: PrecisionOption = None,
-    batch: BatchOption = None,
+    what: What,
+    output: Output,
+    steps: Annotated[int, Option(min=1, help="Steps to record; the trace holds their median and spread.")] = 20,
+    warmup: Annotated[int, Option(min=0, help="Steps before those, not recorded.")] = 5,
+    device: Annotated[str | None, Option(help="cpu or cuda, for a named model; cuda where there is one.")] = None,
+    precision: Annotated[Precision | None, Option(help="For a named model; fp32 unless told.")] = None,
+    batch: Batch = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Record when each gradient of a model is ready, over some live steps on this machine."""
     check_free([output], force)
+    meta: Mapping[str, Scalar]
     if ":" in what:
         given = {"--device": device, "--precision": precision}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{wrong[0]} is for named models: your own function decides that for {what}")
-        model, step = _own(what)
-        noted: Mapping[str, Scalar] = {} if batch is None else {"batch": batch}
-        meta: Mapping[str, Scalar] = {"model": type(model).__name__, "recorded_from": what, **noted}
+        model, step = model_and_step(what)
+        meta = {"model": type(model).__name__, "recorded_from": what, **({} if batch is None else {"batch": batch})}
     else:
         model, step, meta = _named(what, device, precision or Precision.fp32, batch)
     from anabranch.observe.recorder import record as recorded
+
+    with progress() as update:
+        done = 0
+
+        def counted() -> None:
+            nonlocal done
+            step()
+            done += 1
+            update("recording", done, warmup + steps)
+
+        trace = recorded(model, counted, steps, warmup, meta)
+    _save("record", trace, output, force, as_json)
+
+
+def import_trace(
+    file: Profile,
+    output: Output,
+    model: Annotated[str | None, Option(help="What to call the model; the file does not say.")] = None,
+    batch: Annotated[
+        int | None, Option(min=1, help="Samples per rank and step, for scale --batch; the file does not say.")
+    ] = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a trace from a Chrome trace of torch.profiler that you already have."""
+    check_free([output], force)
+    check_other(output, [file])
+    from anabranch.tools.profiler_trace import load_profiler_trace
+
+    _save("import-trace", load_profiler_trace(file, model, batch), output, force, as_json)
+
+
+def _save(command: str, trace: Trace, output: Path, force: bool, as_json: bool) -> None:
+    """Write the trace, and print what is in it."""
+    from rich.text import Text
+
     from anabranch.tools.report import figures, tables
+    from anabranch.tools.report.formatting import plain
 
-    calls = progress(range(warmup + steps), warmup + steps, "recording")
-
-    def counted() -> None:
-        next(calls)
-        step()
-
-    trace = recorded(model, counted, steps, warmup, meta)
-    next(calls, None)  # ends the generator, which removes the bar
     save(trace, output, force)
     if as_json:
-        print_json({"command": "record", **figures.trace_figures(trace), "written": str(output)})
+        summary = {**figures.trace_figures(trace), "meta": dict(trace.meta)}
+        print_json({"command": command, **summary, "written": str(output)})
     else:
-        show_tables(tables.trace_report(trace), f"Written to {output}.")
-
-
-def _own(what: str) -> "tuple[nn.Module, Callable[[], object]]":
-    """The model and the step that the user's own function makes."""
-    function, name = user_function.load_function(what, EXAMPLE), what.partition(":")[2]
-    user_function.check_call(what, name, function)
-    with user_function.one_error(what, f"{name}()", "a function that returns (model, step)"):
-        made = function()
-    model, step = user_function.check_returned(what, made, "step): a torch module and a function")
-    user_function.check_call(what, "step", step)
-
-    def one_step() -> None:
-        with user_function.one_error(what, "its step()", "one that runs a forward and a backward, however often"):
-            step()
-
-    return model, one_step
+        about = {"Assumed": trace.meta.get("assumed"), "Not known": trace.meta.get("not_known")}
+        notes = [Text(plain(f"{what}: {said}.")) for what, said in about.items() if said is not None]
+        show_tables(tables.trace_report(trace), *notes, f"Written to {output}.")
 
 
 def _named(
@@ -109,7 +128,7 @@ def _named(
     from anabranch.tools.bench import zoo
 
     if name not in zoo.MODELS:
-        raise ValueError(f"{name}: expected {EXAMPLE}, or one of {', '.join(zoo.MODELS)}")
+        raise ValueError(f"{name}: expected {RECORDED}, or one of {', '.join(zoo.MODELS)}")
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device is {device!r}: expected cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():

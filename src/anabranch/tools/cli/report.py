@@ -4,34 +4,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from anabranch.planning.simulator import simulate
-from anabranch.tools.cli.output import ForceOption, check_free, check_other
+from anabranch.tools.cli.options import ForceOption
+from anabranch.tools.cli.output import check_free, check_other
 from anabranch.tools.predict.scaling import line_up
 from anabranch.tools.predict.scaling.compression import priced
 from anabranch.values.files import write_text
 
 if TYPE_CHECKING:
-    from anabranch.tools.report.html.step_view import Predicted
-    from anabranch.tools.report.runs.reading import Runs
+    from anabranch.tools.report.runs import Runs
+    from anabranch.tools.report.steps import Predicted
 
-RunsArgument = Annotated[
+RunFiles = Annotated[
     list[Path],
-    typer.Argument(
+    Argument(
         metavar="RUN...",
         help="Files: traces, networks, plans, timelines, what --json prints, lines of ab.JsonLines, traces of "
         "model.trace_steps. Of a folder, all of these that are in it.",
     ),
 ]
-OutputOption = Annotated[Path, typer.Option("-o", "--output", help="Write the page to this file.")]
-TitleOption = Annotated[str, typer.Option(help="What stands at its top.")]
 
 
 def report(
-    runs: RunsArgument,
-    output: OutputOption = Path("report.html"),
-    title: TitleOption = "anabranch report",
+    runs: RunFiles,
+    output: Annotated[Path, Option("-o", "--output", help="Write the page to this file.")] = Path("report.html"),
+    title: Annotated[str, Option(help="Its heading.")] = "anabranch report",
     force: ForceOption = False,
 ) -> None:
     """Draw a run: its plan, predicted and measured steps, curves, tables, memory, in one HTML file."""
@@ -47,8 +46,8 @@ def report(
 
 def write_page(paths: Sequence[Path], output: Path, title: str, force: bool = False) -> "tuple[str, Runs]":
     """Write the page of these files; returns it, and what was read."""
-    from anabranch.tools.report.html.page import report_page
-    from anabranch.tools.report.runs.reading import read_runs
+    from anabranch.tools.report.page import report_page
+    from anabranch.tools.report.runs import read_runs
 
     found = read_runs(paths)
     page = report_page(title, found, _predicted(found))
@@ -58,7 +57,7 @@ def write_page(paths: Sequence[Path], output: Path, title: str, force: bool = Fa
 
 def _predicted(runs: "Runs") -> "list[Predicted]":
     """Each plan on the first trace that it fits and the first network that prices it; without any, DDP's default."""
-    from anabranch.tools.report.html.step_view import plan_fits
+    from anabranch.tools.report.steps import plan_fits
     from anabranch.values.errors import NetworkError
 
     if not runs.traces or not runs.networks:

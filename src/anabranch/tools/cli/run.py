@@ -9,25 +9,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from anabranch.planning import PLANNERS
 
 SINGLE = "RANK"  # torchrun and other launchers set it
 MODULE = "anabranch.run"
-
-ScriptArgument = Annotated[list[str], typer.Argument(metavar="SCRIPT", help="The script, with its arguments.")]
-RanksOption = Annotated[
-    int | None,
-    typer.Option("--nproc-per-node", min=1, help="Start this many ranks here, as torchrun --standalone does."),
-]
-CompressOption = Annotated[
-    str | None,
-    typer.Option(help="bf16, int8, int4, auto, auto:int8, auto:oktopk:0.01, oktopk, oktopk:0.01 or oktopk:0.01:bf16."),
-]
-PlannerOption = Annotated[str | None, typer.Option(help="A planner that anabranch list shows; by default optimal.")]
-LanesOption = Annotated[int | None, typer.Option(min=1, help="The most messages that may travel at the same time.")]
-ModuleOption = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +38,7 @@ class Program:
 
             torchrun(["--standalone", f"--nproc-per-node={self.ranks}", "-m", MODULE, *self.arguments])
             return
-        from anabranch.frameworks.replaced_ddp import replaced_ddp
+        from anabranch.frameworks.run import replaced_ddp
 
         with replaced_ddp(self.options) as outcomes:
             try:
@@ -73,12 +60,18 @@ class Program:
 
 
 def run(
-    script: ScriptArgument,
-    nproc_per_node: RanksOption = None,
-    compress: CompressOption = None,
-    planner: PlannerOption = None,
-    lanes: LanesOption = None,
-    module: ModuleOption = False,
+    script: Annotated[list[str], Argument(metavar="SCRIPT", help="The script, with its arguments.")],
+    nproc_per_node: Annotated[
+        int | None,
+        Option("--nproc-per-node", min=1, help="Start this many ranks here, as torchrun --standalone does."),
+    ] = None,
+    compress: Annotated[
+        str | None,
+        Option(help="bf16, int8, int4, auto, auto:int8, auto:oktopk:0.01, oktopk, oktopk:0.01 or oktopk:0.01:bf16."),
+    ] = None,
+    planner: Annotated[str | None, Option(help=f"One of {', '.join(PLANNERS)}; by default optimal.")] = None,
+    lanes: Annotated[int | None, Option(min=1, help="The most messages that may travel at the same time.")] = None,
+    module: Annotated[bool, Option("-m", help="SCRIPT is the name of a module, as for python -m.")] = False,
 ) -> Program:
     """Run an unchanged DDP script with DDP replaced, and say what it gains: anabranch run --nproc-per-node 2 train.py.
 
@@ -105,13 +98,10 @@ def run(
 
 
 def _compression(text: str) -> Any:
-    from anabranch.tools.bench.compress import OURS, of_ours
+    from anabranch.tools.bench.compress import compression
     from anabranch.values.kinds.options import OkTopk
 
-    found = of_ours(text, OkTopk())
-    if found is None:
-        raise ValueError(f"--compress is {text!r}: expected {', '.join(OURS)}")
-    return found
+    return compression(text, OkTopk())
 
 
 def _report(outcomes: Sequence[object]) -> None:

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.output import ForceOption, JsonOption, check_free, print_json, show_tables
+from anabranch.tools.cli.options import ForceOption, JsonOption, NetworkOption, TraceOption
+from anabranch.tools.cli.output import check_free, print_json, show_tables
 from anabranch.tools.predict.scaling import line_up
 from anabranch.tools.predict.scaling.compression import priced
 from anabranch.values.files import save, write_text
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    trace: arguments.TraceOption,
-    network: arguments.NetworkOption,
-    plan: Annotated[Path | None, typer.Option(help="A plan file.")] = None,
-    planner: Annotated[str | None, typer.Option(help="Plan first, with one of the planners; default: optimal.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the timeline to this file.")] = None,
-    chrome: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
+    trace: TraceOption,
+    network: NetworkOption,
+    plan: Annotated[Path | None, Option(help="A plan file.")] = None,
+    planner: Annotated[str | None, Option(help="Plan first, with one of the planners; default: optimal.")] = None,
+    output: Annotated[Path | None, Option("-o", "--output", help="Write the timeline to this file.")] = None,
+    chrome: Annotated[Path | None, Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -36,7 +37,10 @@ def simulate(
     made = arguments.plan(plan) if plan else line_up.configured_planner(planner or "optimal")(gradients, links)
     links = priced(links, (bucket.collective for bucket in made.buckets))
     timeline = predict(gradients, made, links)
-    written = _write(timeline, output, chrome, force)
+    if output:
+        save(timeline, output, force)
+    if chrome:
+        write_text(json.dumps(timeline.trace_events(), allow_nan=False) + "\n", chrome, force)
     from anabranch.tools.report.documents import SimulateDocument, printed
     from anabranch.tools.report.figures import planned_buckets, timeline_figures
 
@@ -48,7 +52,7 @@ def simulate(
         lanes=made.lanes,
         **timeline_figures(timeline),
         buckets=planned_buckets(gradients, made, timeline, links.world_size),
-        written=tuple(written),
+        written=tuple(str(path) for path in (output, chrome) if path),
     )
     if as_json:
         print_json(printed(document))
@@ -56,18 +60,9 @@ def simulate(
         _print(document, timeline)
 
 
-def _write(timeline: Timeline, output: Path | None, chrome: Path | None, force: bool) -> list[str]:
-    if output:
-        save(timeline, output, force)
-    if chrome:
-        write_text(json.dumps(timeline.trace_events(), allow_nan=False) + "\n", chrome, force)
-    return [str(path) for path in (output, chrome) if path]
-
-
 def _print(document: "SimulateDocument", timeline: Timeline) -> None:
     from anabranch.tools.report.formatting import count, plain
-    from anabranch.tools.report.gantt import Gantt
-    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts
+    from anabranch.tools.report.tables import Gantt, bucket_table, duration_pairs, facts
 
     pairs = [*duration_pairs(document), ("fingerprint", document.fingerprint)]
     pairs += [("written to", plain(path)) for path in document.written]

@@ -8,17 +8,29 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 import anabranch
+from anabranch.values.errors import AnabranchError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
+    from anabranch.tools.predict.memory.estimator import BuildAt
+    from anabranch.tools.predict.memory.probe import Loss
+
 MOST_LETTERS = 300  # of what somebody else's error says
+RECORDED = "a function of yours as module:function, such as train:setup"
+BUILT = "module:function, where function(batch, device) returns a model and its loss as a function of the model"
+ON_DEVICE = (
+    "one that runs on the device that the function was given, with inputs made there; 'meta' has tensors without data, "
+    "whose values cannot be asked for"
+)
 
 
 def load_function(what: str, expected: str) -> Callable[..., Any]:
@@ -39,8 +51,78 @@ def load_function(what: str, expected: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def model_and_step(what: str) -> "tuple[nn.Module, Callable[[], object]]":
+    """For anabranch record: the model and the step that the user's function makes."""
+    function, name = load_function(what, RECORDED), what.partition(":")[2]
+    _check_call(what, name, function)
+    with _one_error(what, f"{name}()", "a function that returns (model, step)"):
+        made = function()
+    model, step = _check_returned(what, made, "step): a torch module and a function")
+    _check_call(what, "step", step)
+
+    def one_step() -> None:
+        with _one_error(what, "its step()", "one that runs a forward and a backward, however often"):
+            step()
+
+    return model, one_step
+
+
+def build_at(what: str) -> "BuildAt":
+    """For anabranch memory: by batch, what the user's function makes; ValueError if that cannot be trained."""
+    function, name = load_function(what, BUILT), what.partition(":")[2]
+    _check_call(what, name, function, "batch", "device")
+
+    def made(batch: int, device: "torch.device") -> "tuple[nn.Module, Loss]":
+        with _one_error(what, f"{name}({batch}, {str(device)!r})", BUILT):
+            returned = function(batch, device)
+        model, loss = _check_returned(what, returned, "loss): a torch module and a function of it")
+        for key, parameter in model.named_parameters():
+            if parameter.device.type != device.type:
+                raise ValueError(
+                    f"{what}: {key} of its model is on {parameter.device}, expected on {device}, the device that "
+                    f"{name} was given: make the model in it, with device=device"
+                )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(f"{what}: no parameter of its model requires a gradient, expected a model that is trained")
+        _check_call(what, "loss", loss, "model")
+        return model, partial(_loss, what, loss, device)
+
+    return lambda batch: partial(made, batch)
+
+
 @contextmanager
-def one_error(what: str, doing: str, expected: str) -> Iterator[None]:
+def backward_errors(model: str) -> Iterator[None]:
+    """A context for backward passes: what fails in one of the user's own model is one ValueError that says where."""
+    try:
+        yield
+    except (AnabranchError, ValueError):  # ours, which say what is wrong
+        raise
+    except Exception:
+        if ":" not in model:
+            raise
+        with _one_error(model, "its backward", ON_DEVICE):
+            raise
+
+
+def _loss(what: str, loss: "Loss", device: "torch.device", model: "nn.Module") -> "torch.Tensor":
+    """The user's loss of this model; ValueError if backward cannot begin with it."""
+    from torch import Tensor
+
+    with _one_error(what, f"its loss of a model on {str(device)!r}", ON_DEVICE):
+        value: Any = loss(model)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+        raise ValueError(f"{what}: its loss is a {type(value).__name__}{shape}, expected a tensor of one element")
+    if not value.requires_grad:
+        raise ValueError(
+            f"{what}: its loss depends on no parameter that requires a gradient, expected one that is trained: see "
+            "requires_grad of the model, and no_grad and detach in its loss"
+        )
+    return value
+
+
+@contextmanager
+def _one_error(what: str, doing: str, expected: str) -> Iterator[None]:
     """A context for calls of the user's code: what is raised in it is one ValueError, which says where that was."""
     try:
         yield
@@ -50,7 +132,7 @@ def one_error(what: str, doing: str, expected: str) -> Iterator[None]:
         ) from error
 
 
-def check_call(what: str, name: str, call: Callable[..., Any], *arguments: str) -> None:
+def _check_call(what: str, name: str, call: Callable[..., Any], *arguments: str) -> None:
     """Refuse a function that cannot be called with these arguments; a builtin without a signature is accepted."""
     try:
         inspect.signature(call).bind(*arguments)
@@ -61,7 +143,7 @@ def check_call(what: str, name: str, call: Callable[..., Any], *arguments: str) 
         pass
 
 
-def check_returned(what: str, made: Any, second: str) -> "tuple[nn.Module, Callable[..., Any]]":
+def _check_returned(what: str, made: Any, second: str) -> "tuple[nn.Module, Callable[..., Any]]":
     """``made``, if it is a pair of a model and a function; ``second`` describes the function in the error."""
     from torch import nn
 

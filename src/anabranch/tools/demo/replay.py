@@ -12,7 +12,7 @@ from anabranch import planning as planners
 from anabranch.observe.measure import measure
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant, reference_contestants
-from anabranch.tools.bench.run import Settings, race_all
+from anabranch.tools.bench.race import RaceSettings, race_all
 from anabranch.tools.bench.workload import replay_workload
 from anabranch.tools.report.documents import BASELINE, OURS, Benchmark
 from anabranch.tuning.candidates import predicted_s
@@ -22,7 +22,7 @@ from anabranch.values.plan import Plan
 # A plan that sends everything gains most where the network takes about as long as backward. At the demo's fast links
 # that is so for GoogLeNet as recorded on an H200, ten times slower.
 NAME, SLOWER = "googlenet", 10.0
-RACE = Settings(iters=7, batches=1, warmup=1)
+RACE = RaceSettings(iters=7, batches=1, warmup=1)
 MEASURE_S = 2.0
 
 

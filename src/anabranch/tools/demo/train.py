@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from anabranch.exchange.agree import true_on_all_ranks
 from anabranch.tools.bench.contestants import reference_contestants
-from anabranch.tools.bench.run import Settings, race_all
+from anabranch.tools.bench.race import RaceSettings, race_all
 from anabranch.tools.demo.replay import NAME, replay
 from anabranch.tools.demo.training import Training, workload
 from anabranch.tools.demo.ways import AUTO, ON_FAST_LINKS, ON_SLOW_LINKS
@@ -26,8 +26,8 @@ from anabranch.tuning.candidates import prediction_s
 
 SLOW, FAST = "slow", "fast"  # the demo's two parts
 LONGER = 2  # how many times as many steps compressed trainings have, so that all end at about the same time
-RACE = Settings(iters=8, batches=1, warmup=1)
-SHORT_RACE = Settings(iters=8, batches=5, warmup=1)  # for steps so short that single ones show noise only
+RACE = RaceSettings(iters=8, batches=1, warmup=1)
+SHORT_RACE = RaceSettings(iters=8, batches=5, warmup=1)  # for steps so short that single ones show noise only
 SHORT_S = 0.06  # of a step
 
 

@@ -1,4 +1,4 @@
-"""A benchmark as a terminal table, as Markdown, and as the closing lines that scripts for Horovod's benchmark read."""
+"""A benchmark as a table, a chart and Markdown, and as the closing lines that scripts for Horovod's benchmark read."""
 
 from collections.abc import Sequence
 from statistics import fmean, stdev
@@ -6,82 +6,134 @@ from statistics import fmean, stdev
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from anabranch.tools.report.chart import (
+    Chart,
+    axis,
+    bar_style,
+    bars,
+    hover_text,
+    layout,
+    plotly_text,
+    points,
+    rows_axis,
+)
 from anabranch.tools.report.documents import BASELINE, COMPILED, COMPUTE, OURS, Benchmark
-from anabranch.tools.report.formatting import plain, seconds, time_scale
-from anabranch.tools.report.tables import columns, facts
+from anabranch.tools.report.formatting import percent, plain, seconds, time_scale
+from anabranch.tools.report.tables import Cell, Table, facts, number, terminal
 
 COMPILING = "compiling"  # the name of a fact
 OWN_CACHES = "each contestant with caches of its own, empty at first"
 SHARED_CACHES = "with torch's caches, in which contestants find what others have compiled"
+ROW_PX, EDGE_PX = 34, 110
+ROOM = 1.2  # for the text behind the longest bar
 
 
-def _cells(benchmark: Benchmark) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows of the table; the first column holds names."""
-    scale = time_scale(row.step_s for row in benchmark.rows)
+def benchmark_table(found: Benchmark, best: bool = True) -> Table:
+    """Every contestant; the ``best`` is the fastest that trains on all ranks."""
+    scale = time_scale(row.step_s for row in found.rows)
+    slowest = max(row.step_s for row in found.rows)
+    counted = any(row.sent_nbytes is not None for row in found.rows)
+    compiled = any(row.compile_s for row in found.rows)
     headers = [
-        "contestant", "buckets", "lanes", f"step {scale.unit}", "from – to", "step / DDP", "step / bound",
-        f"predicted {scale.unit}", "error", *(["sent MB"] if _has_sent_bytes(benchmark) else []),
-        *(["compiled s"] if _has_compiled(benchmark) else []),
+        "contestant", "buckets", "lanes", f"step\n{scale.unit}", "from\n– to", "step\n/ DDP", "step\n/ bound",
+        f"predicted\n{scale.unit}", "error", *(["sent\nMB"] if counted else []),
+        *(["compiled\ns"] if compiled else []),
     ]  # fmt: skip
-    table = []
-    for row in benchmark.rows:
-        error = row.prediction_error
-        table.append([
-            row.name,
-            str(row.buckets or "-"),
-            str(row.lanes or "-"),
-            scale(row.step_s),
-            f"{scale(min(row.turns_s))} – {scale(max(row.turns_s))}",
-            f"{benchmark.ratio_to_ddp(row):.3f}",
-            f"{row.step_s / benchmark.bound_s:.2f}",
-            "-" if row.predicted_s is None else scale(row.predicted_s),
-            "-" if error is None else f"{error:+.1%}",
-            *([f"{(row.sent_nbytes or 0.0) / 1e6:.2f}"] if _has_sent_bytes(benchmark) else []),
-            *([" + ".join(f"{step_s:.1f}" for step_s in row.compile_s) or "-"] if _has_compiled(benchmark) else []),
-        ])  # fmt: skip
-    return headers, table
+    rows = []
+    for row in found.rows:
+        cells = [
+            Cell(row.name), number(row.buckets), number(row.lanes), number(row.step_s, scale, slowest),
+            Cell(f"{scale(min(row.turns_s))} – {scale(max(row.turns_s))}", max(row.turns_s)),
+            number(found.ratio_to_ddp(row), "{:.3f}".format),
+            number(row.step_s / found.bound_s if found.bound_s else None, "{:.2f}".format),
+            number(row.predicted_s, scale), number(row.prediction_error, "{:+.1%}".format),
+        ]  # fmt: skip
+        if counted:
+            cells.append(number(row.sent_nbytes, lambda nbytes: f"{nbytes / 1e6:.2f}"))
+        if compiled:
+            times = " + ".join(f"{step_s:.1f}" for step_s in row.compile_s)
+            cells.append(Cell(times or "–", sum(row.compile_s)))
+        rows.append(cells)
+    title = f"{plain(found.model)}, {found.ranks} ranks, {found.batch} {found.unit} each"
+    fastest = min((row for row in found.rows if not row.name.startswith(COMPUTE)), key=lambda row: row.step_s)
+    return Table(title, headers, rows, _legend(found, counted, compiled), fastest.name if best else None)
 
 
-def benchmark_report(benchmark: Benchmark) -> RenderableType:
-    """The table, with the conditions of the measurement above and the meaning of its columns below."""
-    headers, rows = _cells(benchmark)
-    table = columns(_title(benchmark), *(header.replace(" ", "\n", 1) for header in headers), left=headers[:1])
-    for cells in rows:
-        table.add_row(*map(Text, cells), style="bold" if cells[0] == OURS else None)
-    table.caption = Text(_legend(benchmark))
-    about = facts("Measured on", [(name, plain(value)) for name, value in benchmark.facts.items()])
-    left_out = [Text("Left out: " + plain(reason)) for reason in benchmark.skipped]
-    compiled = [Text(line) for line in compiled_lines(benchmark)]
-    return Group(about, Text(), table, *compiled, *left_out)
+def benchmark_report(found: Benchmark) -> RenderableType:
+    """The table for a terminal, with the conditions of the measurement above it."""
+    about = facts("Measured on", [(name, plain(value)) for name, value in found.facts.items()])
+    return Group(about, Text(), terminal(benchmark_table(found)), *(Text(plain(line)) for line in remarks(found)))
 
 
-def closing_lines(benchmark: Benchmark) -> list[str]:
+def benchmark_chart(key: str, label: str, found: Benchmark, caption: str = "") -> Chart:
+    """A bar per contestant: computing alone, and what its step takes on top of it; a diamond where it was predicted."""
+    alone = next((row for row in found.rows if row.name == COMPUTE), None)
+    rows = [row for row in found.rows if row is not alone]
+    scale = time_scale(row.step_s for row in rows)
+    places = list(range(len(rows)))
+    computing = [min(row.step_s, alone.step_s) if alone else 0.0 for row in rows]
+    rest = [row.step_s - alone_s for row, alone_s in zip(rows, computing, strict=True)]
+    hovers = [
+        hover_text(f"<b>{plotly_text(row.name)}</b>: step {seconds(row.step_s)}",
+                   f"computing alone {seconds(alone_s)}, the rest {seconds(rest_s)} ({percent(rest_s / row.step_s)})",
+                   f"predicted {seconds(row.predicted_s)}" if row.predicted_s is not None else "")
+        for row, alone_s, rest_s in zip(rows, computing, rest, strict=True)
+    ]  # fmt: skip
+    drawn = [
+        bars("computing", [at_s * scale.per_second for at_s in computing], places, hovers, bar_style("--compute", "")),
+        bars("communication, exposed", [at_s * scale.per_second for at_s in rest], places, hovers,
+             bar_style("--exposed", "/"), text=[f"{row.step_s * scale.per_second:.3g} {scale.unit}" for row in rows],
+             textposition="outside", outsidetextfont={"color": "--ink"}, cliponaxis=False),
+    ]  # fmt: skip
+    known = [(at, row.predicted_s) for at, row in enumerate(rows) if row.predicted_s is not None]
+    if known:
+        look = {"symbol": "diamond", "size": 10, "color": "--page", "line": {"color": "--ink", "width": 1.5}}
+        drawn.append(points("predicted", [s * scale.per_second for _, s in known], [at for at, _ in known],
+                            [f"predicted {seconds(s)}" for _, s in known], look))  # fmt: skip
+    longest = max([*(row.step_s for row in rows), *(s for _, s in known)]) * scale.per_second
+    shape = layout(
+        axis(f"{scale.unit} a step", range=[0, ROOM * longest]), rows_axis([row.name for row in rows], 24),
+        barmode="stack", bargap=0.25,
+    )  # fmt: skip
+    if alone is None:
+        drawn = drawn[1:]
+        drawn[0]["name"] = "step"
+    return Chart(key, label, drawn, shape, ROW_PX * len(rows) + EDGE_PX, caption, arrow_key_series=[0])
+
+
+def closing_lines(found: Benchmark) -> list[str]:
     """The last lines of Horovod's synthetic benchmark, in its format."""
-    rates = benchmark.rates(OURS)
+    rates = found.rates(OURS)
     mean, spread = fmean(rates), 1.96 * stdev(rates) if len(rates) > 1 else 0.0
-    kind = "CPU" if benchmark.facts.get("device", "").startswith("CPU") else "GPU"
-    unit = benchmark.unit.capitalize()
-    total = f"{mean * benchmark.ranks:.1f} +-{spread * benchmark.ranks:.1f}"
+    kind = "CPU" if found.facts.get("device", "").startswith("CPU") else "GPU"
+    total = f"{mean * found.ranks:.1f} +-{spread * found.ranks:.1f}"
     return [
         f"{OURS}:",
-        f"{unit}/sec per {kind}: {mean:.1f} +-{spread:.1f}",
-        f"Total {benchmark.unit}/sec on {benchmark.ranks} {kind}(s): {total}",
+        f"{found.unit.capitalize()}/sec per {kind}: {mean:.1f} +-{spread:.1f}",
+        f"Total {found.unit}/sec on {found.ranks} {kind}(s): {total}",
     ]
 
 
-def compiled_lines(benchmark: Benchmark) -> list[str]:
-    """What compiling gains each contestant: its step, beside those that it competes with; and what compiling takes,
-    where nothing that another has compiled was found in a cache."""
-    names = {row.name for row in benchmark.rows}
+def remarks(found: Benchmark) -> list[str]:
+    """What compiling gains and takes, and what was left out."""
+    return [*compiled_lines(found), *(f"Left out: {reason}" for reason in found.skipped)]
+
+
+def compiled_lines(found: Benchmark) -> list[str]:
+    """What compiling gains each contestant: its step over those of its rivals; and what compiling takes.
+
+    The latter only where nothing that another contestant has compiled was found in a cache.
+    """
+    names = {row.name for row in found.rows}
     alone, stock = f"{COMPUTE}{COMPILED}", f"{BASELINE}{COMPILED}"
     lines = []
-    for row in benchmark.rows:
+    for row in found.rows:
         if not row.name.endswith(COMPILED) or row.name == alone:
             continue
         others = [other for other in (stock, row.name.removesuffix(COMPILED), alone) if other != row.name]
-        ratios = [f"{row.ratio_to(benchmark.row(other)):.3f} × {other}" for other in others if other in names]
-        comparable = alone in names and benchmark.facts.get(COMPILING) == OWN_CACHES
-        alone_s = sum(benchmark.row(alone).compile_s) if comparable else 0.0
+        ratios = [f"{row.ratio_to(found.row(other)):.3f} × {other}" for other in others if other in names]
+        comparable = alone in names and found.facts.get(COMPILING) == OWN_CACHES
+        alone_s = sum(found.row(alone).compile_s) if comparable else 0.0
         times = " + ".join(f"{step_s / alone_s:.1f}" for step_s in row.compile_s) if alone_s else ""
         took = f"; compiling {times} × as long as without cuts" if times else ""
         lines.append(f"{row.name}: a step takes {', '.join(ratios)}{took}.")
@@ -90,49 +142,33 @@ def compiled_lines(benchmark: Benchmark) -> list[str]:
 
 def markdown(title: str, benchmarks: Sequence[Benchmark]) -> str:
     """A report for benchmarks/: the conditions, a table per model, and the output of ``explain()``."""
-    lines = [f"# {title}", ""]
-    lines += [f"* {name}: {value}" for name, value in benchmarks[0].facts.items()]
-    for benchmark in benchmarks:
-        headers, rows = _cells(benchmark)
-        lines += ["", f"## {_title(benchmark)}", "", _line(headers), "|---" + "|---:" * (len(headers) - 1) + "|"]
-        lines += [_line([f"**{cell}**" for cell in row] if row[0] == OURS else row) for row in rows]
-        lines += ["", _legend(benchmark), ""]
-        lines += [f"{line}\n" for line in compiled_lines(benchmark)]
-        lines += [f"Left out: {reason}.\n" for reason in benchmark.skipped]
-        lines += [*closing_lines(benchmark), "", "```", benchmark.explanation, "```"]
+    lines = [f"# {title}", "", *(f"* {name}: {value}" for name, value in benchmarks[0].facts.items())]
+    for found in benchmarks:
+        table = benchmark_table(found)
+        headers = [header.replace("\n", " ") for header in table.headers]
+        lines += ["", f"## {table.title}", "", _line(headers), "|---" + "|---:" * (len(headers) - 1) + "|"]
+        for row in table.rows:
+            mark = "**" if row[0].text == OURS else ""
+            lines.append(_line([f"{mark}{cell.text}{mark}" for cell in row]))
+        lines += ["", table.caption, "", *(f"{line}\n" for line in remarks(found)), *closing_lines(found)]
+        lines += ["", "```", found.explanation, "```"]
     return "\n".join(lines) + "\n"
 
 
-def _title(benchmark: Benchmark) -> str:
-    return f"{plain(benchmark.model)}, {benchmark.ranks} ranks, {benchmark.batch} {benchmark.unit} each"
-
-
-def _has_sent_bytes(benchmark: Benchmark) -> bool:
-    return any(row.sent_nbytes is not None for row in benchmark.rows)
-
-
-def _has_compiled(benchmark: Benchmark) -> bool:
-    return any(row.compile_s for row in benchmark.rows)
-
-
-def _legend(benchmark: Benchmark) -> str:
-    sent = (
-        " Sent: a step, by the busiest rank's host, as its network cards count it."
-        if _has_sent_bytes(benchmark)
-        else ""
-    )
-    caches = benchmark.facts.get(COMPILING, SHARED_CACHES)
-    compiled = (
-        f" Compiled: the steps in which torch compiled, each as a whole, {caches}." if _has_compiled(benchmark) else ""
-    )
-    return (
+def _legend(found: Benchmark, counted: bool, compiled: bool) -> str:
+    words = (
         "Medians over the turns, and their range: differences within the ranges mean nothing. step / DDP: median over "
-        "the rounds of the ratio to DDP's default in "
-        f"the same round. Bound: {seconds(benchmark.bound_s)}, computing alone, compiled where that is faster, or its "
-        "forward part and all bytes at the link's rate where that is longer; only fewer bytes can beat it. Predicted: "
-        "the simulator's, from the recorded backward and the network as DataParallel measured it and corrected it by "
-        f"its own trials.{sent}{compiled}"
+        f"the rounds of the ratio to DDP's default in the same round. Bound: {seconds(found.bound_s)}, computing "
+        "alone, compiled where that is faster, or its forward part and all bytes at the link's rate where that is "
+        "longer; only fewer bytes can beat it. Predicted: the simulator's, from the recorded backward and the network "
+        "as DataParallel measured it and corrected it by its own trials."
     )
+    if counted:
+        words += " Sent: a step, by the busiest rank's host, as its network cards count it."
+    if compiled:
+        caches = found.facts.get(COMPILING, SHARED_CACHES)
+        words += f" Compiled: the steps in which torch compiled, each as a whole, {caches}."
+    return words
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,16 +1,15 @@
-"""Every planner side by side on one trace and network."""
+"""Every planner on one trace and network, and the plan for every compression, as tables."""
 
 from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from anabranch.tools.predict.scaling.result import ScalePoint
 from anabranch.tools.report.documents import CompareDocument, ComparedPlanner
 from anabranch.tools.report.figures import ratio
-from anabranch.tools.report.formatting import factor, percent, plain, time_scale
-from anabranch.tools.report.tables import columns
+from anabranch.tools.report.formatting import count, factor, percent, plain, time_scale
+from anabranch.tools.report.tables import Cell, Table, number, terminal
 
 PLANNER_NAMES = (
     "per_tensor: every gradient by itself (WFBP); single: one message after backward; by_bytes: torch DDP's default "
@@ -26,7 +25,11 @@ ERROR = (
     f"Error: {MEANING}. One kind travels by the exact plan; of several, the least lossy plan is taken that ends at "
     "most 1 % of the computing time after the fastest, or less where the network is slow"
 )
-Column = tuple[str, Callable[[ComparedPlanner], str]]  # its header, and the cell of a row
+SPREAD = (
+    "Each plan as made for the median, on costs one spread lower and higher; * best of its column that sends "
+    "everything in full."
+)
+Column = tuple[str, Callable[[ComparedPlanner], Cell]]  # its header, and the cell of a row
 
 
 def best(
@@ -37,22 +40,30 @@ def best(
 
 
 def comparison_report(found: CompareDocument) -> RenderableType:
-    """The table, one for ways to compress, and one more each where the network's spread was measured."""
-    winner = best(found.rows)
-    lanes, above_bound = ("lanes", lambda row: str(row.lanes)), ("above\nbound", lambda row: percent(row.above_bound))
-    planners = _table("Planners", found.rows, lanes, above_bound, winner)
-    planners.caption = Text(CAPTION)
-    parts: list[RenderableType] = [planners]
-    if found.compressed:
-        gain = (f"over\n{winner.name}", lambda row: factor(ratio(winner.iteration_s, row.iteration_s)))
-        compressed = _table("Compressed", found.compressed, ("error", error), gain)  # all of them on one lane
-        compressed.caption = Text(plain(about_compressed(found)))
-        parts += [Text(), compressed]
-    if found.rows[0].iteration_high_s is not None:
-        parts += [Text(), _spread([*found.rows, *found.compressed], len(found.rows))]
-    if found.assumptions:
-        parts += [Text(), Text(plain(f"Assumed: {'; '.join(found.assumptions)}."))]
-    return Group(*parts)
+    """The tables for a terminal, and what they assume."""
+    parts: list[RenderableType] = []
+    for table in comparison_tables(found):
+        parts += [terminal(table), Text()]
+    return Group(*parts, *([Text(plain(f"Assumed: {'; '.join(found.assumptions)}."))] if found.assumptions else []))
+
+
+def comparison_tables(found: CompareDocument) -> list[Table]:
+    """All planners; the plans for all compressions; and both again where the network's spread was measured."""
+    winner = best(found.rows) if found.rows else None
+    of = f"{found.trace} on {found.network}" if found.trace and found.network else count(found.world_size, "rank")
+    lanes: Column = ("lanes", lambda row: number(row.lanes))
+    above: Column = ("above\nbound", lambda row: number(row.above_bound, percent))
+    tables = [_table(f"Planners, predicted: {of}", found.rows, lanes, above, CAPTION, found.best)]
+    if found.compressed:  # all of them on one lane
+        errors: Column = ("error", lambda row: number(row.error, error_text))
+        gain: Column = (
+            f"over\n{winner.name if winner else 'none'}",
+            lambda row: number(ratio(winner.iteration_s, row.iteration_s) if winner else None, factor),
+        )
+        tables.append(_table("Compressed", found.compressed, errors, gain, about_compressed(found)))
+    if any(row.iteration_high_s is not None for row in found.rows):
+        tables.append(_spread([*found.rows, *found.compressed], len(found.rows)))
+    return tables
 
 
 def about_compressed(found: CompareDocument) -> str:
@@ -62,50 +73,47 @@ def about_compressed(found: CompareDocument) -> str:
     return f"{ERROR}. {'Shares of the values: ' if said else ''}{''.join(f'{one}. ' for one in said)}".rstrip()
 
 
-def error(row: ComparedPlanner | ScalePoint) -> str:
+def error_text(error: float) -> str:
     """The error of a plan, in two digits."""
-    return "-" if row.error is None else f"{row.error:.2g}"
+    return f"{error:.2g}"
+
+
+def error_of(point: ScalePoint) -> str:
+    """The same of a point of a sweep; a dash where it is not known."""
+    return "-" if point.error is None else error_text(point.error)
 
 
 def _table(
-    title: str,
-    rows: Sequence[ComparedPlanner],
-    third: Column,
-    last: Column,
-    winner: ComparedPlanner | None = None,
+    title: str, rows: Sequence[ComparedPlanner], third: Column, last: Column, caption: str, best: str | None = None
 ) -> Table:
     scale = time_scale(row.iteration_s for row in rows)
+    slowest = max((row.iteration_s for row in rows), default=0.0)
     times = [f"{what}\n{scale.unit}" for what in ("finish", "exposed", "iteration")]
-    table = columns(title, "planner", "buckets", third[0], *times, "speed-\nup", last[0], left=["planner"])
-    for row in rows:
-        cells = [
-            ("* " if row is winner else "  ") + row.name, f"{row.buckets:,}", third[1](row),
-            scale(row.finish_s), scale(row.exposed_s), scale(row.iteration_s),
-            factor(row.speedup), last[1](row),
-        ]  # fmt: skip
-        table.add_row(*map(Text, cells), style="bold" if row is winner else None)
-    return table
+    cells = [
+        [
+            Cell(row.name), number(row.buckets), third[1](row), number(row.finish_s, scale),
+            number(row.exposed_s, scale), number(row.iteration_s, scale, slowest), number(row.speedup, factor),
+            last[1](row),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return Table(title, ["planner", "buckets", third[0], *times, "speed-\nup", last[0]], cells, caption, best)
 
 
 def _spread(rows: Sequence[ComparedPlanner], dense: int) -> Table:
     """All rows on faster and slower networks; the first ``dense`` of them send everything in full."""
     scale = time_scale(row.iteration_high_s or 0.0 for row in rows)
     headers = [f"{what}\n{scale.unit}" for what in ("fast network", "median", "slow network")]
-    table = columns("Iteration across the measured spread", "planner", *headers, left=["planner"])
     views: list[Callable[[ComparedPlanner], float | None]] = [
         lambda row: row.iteration_low_s,
         lambda row: row.iteration_s,
         lambda row: row.iteration_high_s,
     ]
     winners = [best(rows[:dense], view) for view in views]
-    for row in rows:
-        cells = [
-            ("* " if row is winner else "") + scale(view(row) or 0.0)
-            for view, winner in zip(views, winners, strict=True)
-        ]
-        table.add_row(Text(row.name), *map(Text, cells))
-    table.caption = Text(
-        "Each plan as made for the median, on costs one spread lower and higher; * best of its column that sends "
-        "everything in full."
-    )
-    return table
+
+    def cell(row: ComparedPlanner, place: int) -> Cell:
+        star = "* " if row is winners[place] else ""
+        return number(views[place](row), lambda value_s: star + scale(value_s))
+
+    cells = [[Cell(row.name), *(cell(row, place) for place in range(len(views)))] for row in rows]
+    return Table("Iteration across the measured spread", ["planner", *headers], cells, SPREAD)

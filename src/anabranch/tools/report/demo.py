@@ -1,4 +1,4 @@
-"""What the demo's figures come to: how much faster, at what price in loss, and where nothing is gained."""
+"""What the demo's measurements come to: how much faster, at what price in loss, and where nothing is gained."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from statistics import fmean
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from anabranch.tools.report.chart import Chart, axis, curve, hover_text, layout, marker, plotly_text
 from anabranch.tools.report.documents import (
     BASELINE,
     COMPUTE,
@@ -19,16 +20,17 @@ from anabranch.tools.report.documents import (
     DemoTraining,
 )
 from anabranch.tools.report.formatting import count, factor, percent, plain, seconds, signed_percent, size, time_scale
-from anabranch.tools.report.tables import columns
+from anabranch.tools.report.tables import Cell, Table, number, terminal
 
 AVERAGED_STEPS = 10  # of a loss: batches differ more than ways to train
 SAME_LOSS = 0.01  # relative difference up to which the headline prefers the fastest
 LIMIT = 0.5  # share of DDP's step from which the network is called the limit
+LOSS_PX = 430
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A way to train beside DDP: its last loss, how many times as fast its step, and the relative price in loss.
+    """A training compared with DDP's: its last loss, how many times as fast its step is, its relative price in loss.
 
     ``faster``: whether it is so by more than noise.
     """
@@ -61,13 +63,8 @@ def reached_s(training: DemoTraining, loss: float) -> float | None:
     return next((at_s for value, at_s in pairs if value <= loss), None)
 
 
-def gains(found: DemoDocument) -> list[Gain]:
-    """Every training but DDP's."""
-    return [gain(found, training) for training in found.trainings if training.name != BASELINE]
-
-
 def gain(found: DemoDocument, training: DemoTraining) -> Gain:
-    """One training beside DDP's."""
+    """One training compared with DDP's."""
     base = compared_loss(found, found.training(BASELINE))
     row, loss = found.benchmark.row(training.name), compared_loss(found, training)
     price = loss / base - 1 if base > 0 else 0.0
@@ -76,9 +73,10 @@ def gain(found: DemoDocument, training: DemoTraining) -> Gain:
 
 def headline(found: DemoDocument) -> str:
     """How much faster, at what price in loss; or that nothing is gained."""
-    fast = [one for one in gains(found) if one.faster]
+    gains = [gain(found, training) for training in found.trainings if training.name != BASELINE]
+    fast = [one for one in gains if one.faster]
     if not fast:
-        return f"Nothing is gained here: no way to train is faster than DDP beyond the noise ({found.link})."
+        return f"Nothing is gained here: no training is faster than DDP's beyond the noise ({found.link})."
     best = max([one for one in fast if one.price <= SAME_LOSS] or fast, key=lambda one: one.speedup)
     steps, base = compared_steps(found), compared_loss(found, found.training(BASELINE))
     return (
@@ -122,7 +120,7 @@ def dense_plan(replayed: Benchmark) -> str:
 
 
 def compressed(found: DemoDocument) -> str:
-    """When each way reached the loss at which DDP ended, searching included; the earliest first."""
+    """When each training reached the loss at which DDP ended, searching included; the earliest first."""
     target = compared_loss(found, found.training(BASELINE))
     reached = {one.name: reached_s(one, target) for one in found.trainings}
     words = [
@@ -153,38 +151,65 @@ def fast_links(found: DemoDocument, fast: Benchmark) -> str:
     return f"{words} " + ("Less is gained than on the slow links." if less else "It gains there, too.")
 
 
-def demo_report(found: DemoDocument) -> RenderableType:
-    """The terminal's summary: a table of all ways, then what it means."""
+def demo_table(found: DemoDocument) -> Table:
+    """Every training: its step, its loss, when it reached DDP's, and what it keeps in memory."""
     benchmark, steps = found.benchmark, compared_steps(found)
     target = compared_loss(found, found.training(BASELINE))
     scale = time_scale(row.step_s for row in benchmark.rows)
-    headers = (f"step\n{scale.unit}", "step /\nDDP", f"predicted\n{scale.unit}", f"loss at\nstep {steps:,}",
-               "loss,\nrelative", "DDP's\nat, s", "memory")  # fmt: skip
-    title = f"{found.parameters:,} parameters, {benchmark.ranks} ranks; {found.link}"
-    table = columns(plain(title), "trained as", *headers, left=["trained as"])
+    headers = ["trained as", f"step\n{scale.unit}", "step /\nDDP", f"predicted\n{scale.unit}",
+               f"loss at\nstep {steps:,}", "loss /\nDDP", "DDP's\nat, s", "memory", "residuals"]  # fmt: skip
+    rows = []
     for training in found.trainings:
-        row, beside, at_s = benchmark.row(training.name), gain(found, training), reached_s(training, target)
-        cells = [
-            training.name, scale(row.step_s), f"{benchmark.ratio_to_ddp(row):.2f}",
-            "-" if row.predicted_s is None else scale(row.predicted_s), f"{beside.loss:.3f}",
-            signed_percent(beside.price), "-" if at_s is None else f"{at_s:.1f}", size(sum(training.memory.values())),
-        ]  # fmt: skip
-        table.add_row(*map(Text, cells))
-    table.caption = Text(
-        "Step: from the start of forward to averaged gradients, in turns, medians. Loss: mean of "
-        f"{AVERAGED_STEPS} steps. DDP's at: when it reached the loss at which DDP ended, searching included. Memory: "
-        "parameters, gradients, optimizer, residuals."
+        row, gained, ratio = benchmark.row(training.name), gain(found, training), found.benchmark.ratio_to_ddp
+        rows.append([
+            Cell(training.name), number(row.step_s, scale), number(ratio(row), "{:.2f}".format, 1.0),
+            number(row.predicted_s, scale), number(gained.loss, "{:.3f}".format), number(gained.price, signed_percent),
+            number(reached_s(training, target), "{:.1f}".format), number(sum(training.memory.values()), size),
+            number(training.memory.get("residuals") or None, size),
+        ])  # fmt: skip
+    caption = (
+        "Step: from the start of forward to averaged gradients, in turns, medians; step / DDP: median of the ratios in "
+        f"the same round. Loss: mean of {AVERAGED_STEPS} steps. DDP's at: when it reached the loss at which DDP ended, "
+        "searching included. Memory of a rank: parameters, gradients, optimizer, residuals. Ok-Topk warms up for few "
+        "steps here; its default of 100 costs less in loss."
     )
+    title = f"{found.parameters:,} parameters, {benchmark.ranks} ranks; {found.link}"
+    return Table(title, headers, rows, caption)
+
+
+def demo_report(found: DemoDocument) -> RenderableType:
+    """The terminal's summary: the table, what was chosen, and what it means."""
     chosen = [Text(f"{one.name}: {plain(one.chosen)}") for one in found.trainings if one.chosen]
-    return Group(table, Text(), Text("What was chosen:", style="bold"), *chosen, Text(), *map(Text, story(found)))
-
-
-def story(found: DemoDocument) -> list[str]:
-    """The demo in sentences, its headline first."""
     words = [headline(found), network_limit(found), compressed(found)]
     if found.replayed is not None:
         replayed = found.replayed
         words.append(f"A dense plan ({replayed.model}, {replayed.network}): {dense_plan(replayed)}")
     if found.fast is not None:
         words.append(f"On faster links ({found.fast.network}): {fast_links(found, found.fast)}")
-    return [plain(line) for line in words]
+    heading = Text("What was chosen:", style="bold")
+    return Group(terminal(demo_table(found)), Text(), heading, *chosen, Text(), *(Text(plain(line)) for line in words))
+
+
+def loss_chart(key: str, found: DemoDocument) -> Chart:
+    """The smoothed losses over time; the dotted line is where DDP ended."""
+    data = []
+    for index, training in enumerate(found.trainings):
+        values = smoothed(training.losses)
+        hovers = [
+            hover_text(f"<b>{plotly_text(training.name)}</b>", f"step {step:,}, {at_s:.1f} s: loss {value:.3f}")
+            for step, (at_s, value) in enumerate(zip(training.elapsed_s, values, strict=True), start=1)
+        ]
+        ends = {**marker(index), "size": [0] * (len(values) - 1) + [9]}
+        data.append(curve(training.name, training.elapsed_s, values, hovers, index, marker=ends))
+    target = compared_loss(found, found.training(BASELINE))
+    dotted = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": target, "y1": target,
+              "line": {"color": "--soft", "width": 1, "dash": "dot"}}  # fmt: skip
+    x = axis("seconds since the training began, searching included", rangemode="tozero")
+    caption = (
+        f"At each step the mean over the ranks and the last {AVERAGED_STEPS} steps. The dotted line is where DDP "
+        "ended, after fewer steps than the compressed trainings. Where a curve is flat near its start, the network is "
+        "being measured, during one step: searching costs a few seconds once, which is much of so short a training."
+    )
+    label = "Loss against wall-clock time for every training"
+    shape = layout(x, axis("loss", nticks=7), shapes=[dotted])
+    return Chart(key, label, data, shape, LOSS_PX, caption, one_curve_at_a_time=True)

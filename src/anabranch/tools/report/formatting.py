@@ -83,9 +83,11 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def shortened(text: str, longest: int) -> str:
+    """A long text without its middle, which tells least of a parameter's name."""
+    return text if len(text) <= longest else text[: longest // 2] + "…" + text[1 - longest // 2 :]
+
+
 def label(text: str) -> Text:
     """A name from a file as a table cell: no markup, no control characters, its middle left out if very long."""
-    shown = plain(text)
-    if len(shown) > MAX_NAME:
-        shown = shown[: MAX_NAME // 2] + "…" + shown[1 - MAX_NAME // 2 :]
-    return Text(shown, overflow="fold")
+    return Text(shortened(plain(text), MAX_NAME), overflow="fold")

@@ -1,34 +1,89 @@
-"""The four nouns as terminal tables that fit 80 columns."""
+"""Tables as values, for terminal, page and Markdown alike; and the four nouns as tables that fit 80 columns."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple
 
+import rich.table
 from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from anabranch.tools.predict.scaling.compression import about_sent
 from anabranch.tools.report.documents import Durations, PlannedBucket
 from anabranch.tools.report.figures import durations, samples, small_tensors
 from anabranch.tools.report.formatting import bandwidth, count, label, percent, plain, seconds, size, time_scale
-from anabranch.tools.report.gantt import Gantt
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.links import AlphaBeta, TwoLevel
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
-from anabranch.values.timeline import Timeline
+from anabranch.values.timeline import COMPUTE, Timeline
 from anabranch.values.trace import Trace
 
 MAX_ROWS = 200  # more is for --json, not for eyes
 LARGEST = 8
+MAX_WIDTH = 110  # of a drawn timeline
+MAX_TRACKS = 65  # the lanes of the largest plan, and the computation
+MAX_LABEL = 12
 
 Cells = Sequence[str | Text]
+Pairs = list[tuple[str, str | Text]]
 
 
-def columns(title: str, *headers: str, left: Sequence[str] = ()) -> Table:
+class Cell(NamedTuple):
+    """One cell. Sorting goes by ``value``, or by the text where it is None; ``share``, 0 to 1, is drawn as a bar."""
+
+    text: str
+    value: float | None = None
+    share: float | None = None
+
+
+NONE = Cell("–", inf)  # sorts behind every number
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells; the first cell is the row's name. A terminal folds a header at its line break.
+
+    The row named ``best`` is highlighted. On a page a ``folded`` table is hidden until its title is clicked.
+    """
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    caption: str = ""
+    best: str | None = None
+    folded: bool = False
+
+
+def number(value: float | None, show: Callable[[Any], str] = "{:,}".format, largest: float | None = None) -> Cell:
+    """A cell that sorts by its number, with a bar for its share of ``largest``; a dash for None."""
+    return NONE if value is None else Cell(show(value), value, value / largest if largest else None)
+
+
+# ---------------------------------------------------------------------------------------------------------- terminal
+
+
+def terminal(table: Table) -> rich.table.Table:
+    """The table for a terminal: bold, with a star, is the best row."""
+    shown = columns(plain(table.title), *(plain_lines(header) for header in table.headers), left=table.headers[:1])
+    for name, *cells in table.rows:
+        best = name.text == table.best
+        first = label(("* " if best else "") + name.text)
+        shown.add_row(first, *(Text(plain(cell.text)) for cell in cells), style="bold" if best else None)
+    shown.caption = Text(plain(table.caption)) if table.caption else None
+    return shown
+
+
+def plain_lines(text: str) -> str:
+    """``text`` without control characters other than line breaks."""
+    return "\n".join(plain(line) for line in text.split("\n"))
+
+
+def columns(title: str, *headers: str, left: Sequence[str] = ()) -> rich.table.Table:
     """A table of numbers under these headers; those in ``left`` hold words, and may fold where space is short."""
-    table = Table(title=Text(title), box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table = rich.table.Table(title=Text(title), box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.title_justify, table.title_style, table.caption_justify = "left", "bold", "left"
     for header in headers:
         words = header in left
@@ -36,9 +91,9 @@ def columns(title: str, *headers: str, left: Sequence[str] = ()) -> Table:
     return table
 
 
-def facts(title: str, pairs: Iterable[tuple[str, str | Text]]) -> Table:
+def facts(title: str, pairs: Iterable[tuple[str, str | Text]]) -> rich.table.Table:
     """Names and values, one pair a line."""
-    table = Table(title=Text(title), box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table = rich.table.Table(title=Text(title), box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.title_justify, table.title_style = "left", "bold"
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -47,7 +102,9 @@ def facts(title: str, pairs: Iterable[tuple[str, str | Text]]) -> Table:
     return table
 
 
-def add_rows(table: Table, rows: Iterable[Cells], total: int, thing: str, note: str = "") -> Table:
+def add_rows(
+    table: rich.table.Table, rows: Iterable[Cells], total: int, thing: str, note: str = ""
+) -> rich.table.Table:
     """The rows that fit a screenful or two; the caption says how many were left out, and has the note."""
     table.caption = Text(note) if note else None
     for index, row in enumerate(rows):
@@ -59,12 +116,15 @@ def add_rows(table: Table, rows: Iterable[Cells], total: int, thing: str, note: 
     return table
 
 
+# ------------------------------------------------------------------------------------------------------------- nouns
+
+
 def trace_report(trace: Trace) -> RenderableType:
     """Where it came from, its totals, and the gradients that dominate it."""
     small = small_tensors(trace)
     small_nbytes = sum(tensor.nbytes for tensor in small)
     kinds = [part[0].dtype or f"{part[0].itemsize}-byte elements" for part in trace.by_kind()]
-    pairs: list[tuple[str, str | Text]] = [
+    pairs: Pairs = [
         ("gradients", f"{count(len(trace), 'tensor')}, {size(trace.nbytes)} ({trace.nbytes:,} bytes)"),
         ("types", label(", ".join(kinds))),
         ("forward", seconds(trace.forward_s)),
@@ -85,7 +145,7 @@ def network_report(network: Network) -> RenderableType:
     """Its curves with what they achieve, and what it says of simultaneous messages."""
     slowdowns = ", ".join(f"{k} at once {network.contention.slowdown(k):.3g}×" for k in (2, 3, 4))
     cap = network.contention.link_cap
-    pairs: list[tuple[str, str | Text]] = [
+    pairs: Pairs = [
         ("ranks", f"{network.world_size:,}"),
         ("costs from", _model(network.model)),
         ("transfer time", f"{slowdowns}" + ("" if cap is None else f"; link carries {cap:g}× one message")),
@@ -127,7 +187,7 @@ def timeline_report(timeline: Timeline) -> RenderableType:
     return Group(facts("Timeline", pairs), Text(), Gantt(timeline))
 
 
-def duration_pairs(step: Durations) -> list[tuple[str, str | Text]]:
+def duration_pairs(step: Durations) -> Pairs:
     """The durations of a step as names and values for ``facts``."""
     return [
         ("forward", seconds(step.forward_s)),
@@ -139,7 +199,7 @@ def duration_pairs(step: Durations) -> list[tuple[str, str | Text]]:
     ]
 
 
-def bucket_table(buckets: Sequence[PlannedBucket]) -> Table:
+def bucket_table(buckets: Sequence[PlannedBucket]) -> rich.table.Table:
     """One row per bucket; times count from the start of backward."""
     scale = time_scale(bucket.end_s for bucket in buckets)
     times = [f"{what}\n{scale.unit}" for what in ("ready", "start", "end")]
@@ -147,20 +207,20 @@ def bucket_table(buckets: Sequence[PlannedBucket]) -> Table:
     headers = ["#", "lane", "tensors", "size", *(["by", "sent"] if compressed else []), *times]
     table = columns("Buckets in launch order", *headers, "first tensor", left=["by", "first tensor"])
     rows: Iterable[Cells] = (
-        [str(b.index), str(b.lane), f"{b.tensors:,}", size(b.nbytes), *(_way(b) if compressed else ()),
+        [str(b.index), str(b.lane), f"{b.tensors:,}", size(b.nbytes), *(_exchange(b) if compressed else ()),
          scale(b.ready_s), scale(b.start_s), scale(b.end_s), label(b.names[0])]
         for b in buckets
     )  # fmt: skip
     return add_rows(table, rows, len(buckets), "bucket", about_sent(bucket.collective for bucket in buckets))
 
 
-def _way(bucket: PlannedBucket) -> Cells:
-    """By which collective a bucket travels, and what a rank sends for it."""
+def _exchange(bucket: PlannedBucket) -> Cells:
+    """The collective of a bucket, and what a rank sends for it."""
     return [label(bucket.collective), "-" if bucket.sent_nbytes is None else size(bucket.sent_nbytes)]
 
 
-def meta_pairs(meta: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
-    """What a file says of its origin, harmless."""
+def meta_pairs(meta: Mapping[str, Any]) -> Pairs:
+    """What a file says of its origin."""
     shown = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in meta.items()}
     return [(label(key).plain, label(value)) for key, value in shown.items()]
 
@@ -173,3 +233,54 @@ def _model(model: AlphaBeta | TwoLevel | None) -> str:
         return f"{count(model.ranks_per_node, 'rank')} a node; inside {inside}; across {across}"
     gbit = f"{8e-9 / model.beta_s_per_byte:.3g} Gbit/s" if model.beta_s_per_byte else "no transfer cost"
     return f"{model.algorithm}, latency {seconds(model.alpha_s)}, {gbit}"
+
+
+class Gantt:
+    """A timeline drawn in characters: ``f`` is forward, ``b`` backward, a digit the last one of a message's number.
+
+    A column shows the last span that touches it, so that a message shorter than a column is still seen.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._origin_s = min(span.start_s for span in timeline.spans)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        tracks = list(dict.fromkeys(span.track for span in self._timeline.spans))
+        shown = [COMPUTE, *(track for track in tracks if track != COMPUTE)][:MAX_TRACKS]
+        gutter = min(MAX_LABEL, max(len(plain(track)) for track in shown))
+        width = max(10, min(options.max_width, MAX_WIDTH) - gutter - 2)
+        lines = self.lines(width)
+        for track in shown:
+            yield Text(f"{plain(track)[:gutter]:<{gutter}}  {lines[track]}", no_wrap=True)
+        yield Text(" " * (gutter + 2) + self._axis(width), no_wrap=True)
+        yield Text("f forward, b backward, 0-9 a message (last digit of its number), . idle")
+        if len(tracks) > len(shown):
+            yield Text(f"and {len(tracks) - len(shown)} more tracks")
+
+    def lines(self, width: int) -> dict[str, str]:
+        """Each track in ``width`` characters."""
+        rows: dict[str, list[str]] = {}
+        messages = 0
+        for span in self._timeline.spans:
+            if span.track == COMPUTE:
+                mark = span.name[:1] if span.name.startswith(("forward", "backward")) else "#"
+            else:
+                mark, messages = str(messages % 10), messages + 1
+            row = rows.setdefault(span.track, ["."] * width)
+            first = min(self._column(span.start_s, width), width - 1)
+            last = min(width, max(self._column(span.end_s, width), first + 1))
+            row[first:last] = mark * (last - first)
+        return {track: "".join(row) for track, row in rows.items()}
+
+    def _column(self, at_s: float, width: int) -> int:
+        whole_s = self._timeline.iteration_s
+        return int((at_s - self._origin_s) / whole_s * width) if whole_s > 0 else 0
+
+    def _axis(self, width: int) -> str:
+        left, right = seconds(self._origin_s), seconds(self._timeline.finish_s)
+        zero = self._column(0.0, width)
+        axis = f"{left}{right:>{max(1, width - len(left))}}"
+        if self._origin_s < 0 and len(left) < zero < width - len(right) - 1:
+            axis = axis[:zero] + "0" + axis[zero + 1 :]
+        return axis

@@ -156,6 +156,7 @@ def program(folder: Path, fault: str, variables: dict[str, str]) -> list[tuple[i
             process.kill()
 
 
+@pytest.mark.campaign
 def test_a_program_that_knows_nothing_of_it_is_emulated_and_ends_with_works_under_way(tmp_path: Path) -> None:
     """It trains, leaves its group, and ends while an all-reduce of another group has 3 s to go."""
     rate_bit_s = 20e6
@@ -166,6 +167,7 @@ def test_a_program_that_knows_nothing_of_it_is_emulated_and_ends_with_works_unde
         assert float(took_s) >= 3 * (2e-3 + 100_100 * 4 * 8 / rate_bit_s)
 
 
+@pytest.mark.campaign
 def test_a_dead_rank_is_an_error_and_no_hang(tmp_path: Path) -> None:
     (status, _, err), (died, _, _) = program(tmp_path, "dies", environment([1e9] * 2, 1e-3))
     assert died == -signal.SIGKILL

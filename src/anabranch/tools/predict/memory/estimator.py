@@ -1,12 +1,13 @@
 """MemoryEstimator: the peak memory of one model in every mode of training, at any batch, without running it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from anabranch.lean.activations.policy import Activations
 from anabranch.lean.activations.recompute import recompute
@@ -19,6 +20,12 @@ from anabranch.tools.predict.memory.probe import Build, Loss, probe
 ActivationMode = Literal["keep", "offload", "recompute"]
 BuildAt = Callable[[int], Build]  # by batch: what makes the model and its loss
 
+# foreach is the default on a GPU; it must be given for tensors on the meta device.
+OPTIMIZERS: Mapping[str, OptimizerFactory] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-3, foreach=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
+}
 WINDOW_NBYTES = max(Activations.window_nbytes, Activations.ahead_nbytes)
 DDP_BUCKETS = "25 MiB in the order of backward"
 
@@ -104,3 +111,20 @@ def _with_recomputation(build: Build) -> Build:
         return model, loss
 
     return rebuilt
+
+
+def in_bfloat16(build: Build) -> Build:
+    """The same model with weights of bfloat16, and so gradients and the optimizer's state; inputs are cast."""
+
+    def lowered(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
+
+    def built(device: torch.device) -> tuple[nn.Module, Loss]:
+        model, loss = build(device)
+        model = model.bfloat16()
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: tree_map_only(torch.Tensor, lowered, (args, kwargs)), with_kwargs=True
+        )
+        return model, loss
+
+    return built

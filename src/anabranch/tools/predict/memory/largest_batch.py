@@ -1,24 +1,17 @@
-"""Searches the largest batch that fits in memory, with few predictions or runs, since each may be slow."""
+"""Searches the largest batch that fits in memory with few predictions, since each may be slow."""
 
-import math
 from collections.abc import Callable, Mapping
 
 MAX_BATCH = 1 << 16  # no larger batch is tried
 
 
 def largest_batch(
-    nbytes_at: Callable[[int], int],
-    limit_nbytes: int,
-    first: int = 8,
-    max_batch: int = MAX_BATCH,
-    enough_nbytes: float = math.inf,
-    growth: float = math.inf,
+    nbytes_at: Callable[[int], int], limit_nbytes: int, first: int = 8, max_batch: int = MAX_BATCH
 ) -> int:
     """Return the largest batch up to ``max_batch`` whose peak is at most the limit; 0 if none is.
 
     ``nbytes_at`` gives the peak of a batch, and never falls. Peaks are nearly straight lines, so a line through the two
-    nearest known batches says which to try next; both neighbours of the answer are tried in any case. Where a try is
-    slow, a batch that takes ``enough_nbytes`` is accepted, and no try is ``growth`` times as large as a known fit.
+    nearest known batches says which to try next; both neighbours of the answer are tried in any case.
     """
     known = {0: 0}
 
@@ -29,32 +22,18 @@ def largest_batch(
 
     low, high = 0, first
     while high <= max_batch and fits(high):
-        if known[high] >= enough_nbytes:
-            return high
         further = 2 * high if low == 0 else max(high + 1, _crossing(known, low, high, limit_nbytes))
-        low, high = high, int(min(further, growth * high))
+        low, high = high, further
     if high > max_batch:
         if low == max_batch or fits(max_batch):
             return max_batch
         high = max_batch
-    return _between(fits, known, low, high, limit_nbytes, enough_nbytes)
-
-
-def _between(
-    fits: Callable[[int], bool],
-    known: Mapping[int, int],
-    low: int,
-    high: int,
-    limit_nbytes: int,
-    enough_nbytes: float,
-) -> int:
-    """Return the largest batch that fits from ``low``, which does, to ``high``, which does not."""
-    while high - low > 1 and known[low] < enough_nbytes:
+    while high - low > 1:  # low fits, high does not
         guess = _crossing(known, low, high, limit_nbytes) if low else (low + high) // 2
         middle = min(high - 1, max(low + 1, guess))
         if fits(middle):
             low = middle
-            if enough_nbytes == math.inf and middle + 1 < high and not fits(middle + 1):
+            if middle + 1 < high and not fits(middle + 1):
                 high = middle + 1
         else:
             high = middle

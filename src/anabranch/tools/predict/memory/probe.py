@@ -28,7 +28,7 @@ from anabranch.planning.memory import (
     StepProfile,
     allocated_nbytes,
 )
-from anabranch.tools.predict.memory.half import half_precision
+from anabranch.tools.predict.memory.autocast import autocast_to_bfloat16
 
 META = torch.device("meta")
 # Models ask about values that tensors without data do not have: whether a mask hides nothing, whether there is a NaN.
@@ -116,7 +116,7 @@ def probe(
         if device.type == "meta":
             stack.enter_context(device)
             stack.enter_context(saving_as_on_gpu())
-        cast_weights = stack.enter_context(half_precision()) if half else None
+        cast_weights = stack.enter_context(autocast_to_bfloat16()) if half else None
         model, loss = build(device)
         tracker = stack.enter_context(StorageTracker(device, convolution_workspace))
         weights = {tracker.number_of(tensor) for tensor in (*model.parameters(), *model.buffers())}

@@ -1,0 +1,54 @@
+"""Options that several commands share, and the options that are retired."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from anabranch.tools.cli.network_text import EXAMPLES
+
+TraceOption = Annotated[str, Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")]
+NetworkOption = Annotated[
+    str,
+    Option(
+        "--network",
+        metavar="N",
+        help=f"A network file, a description: {EXAMPLES['ring']}, or a name that anabranch list shows: 10gbe:ranks=16.",
+    ),
+]
+BackendOption = Annotated[str | None, Option(metavar="B", help="gloo or nccl. Default: nccl with a GPU.")]
+PlotOption = Annotated[Path | None, Option(help="Write a page with charts to this .html file.")]
+JsonOption = Annotated[
+    bool, Option("--json", help="Print one JSON document instead of tables; names end in their unit (_s: seconds).")
+]
+ForceOption = Annotated[bool, Option("--force", help="Overwrite output files that are already there.")]
+
+# By verb, what to use instead of an option that is gone.
+RETIRED: Mapping[str, Mapping[str, str]] = {
+    "bench": {
+        "--batch-size": "give the batch with the model, as in --model resnet50:32",
+        "--bucket-sizes": "DDP runs with buckets of 1, 5, 10, 50 and 100 MiB; choose some by --only 'DDP, 10 MiB'",
+        "--lanes": "plans with 2 and 4 lanes run; choose one by --only 'lanes (2)'",
+        "--title": "write your own first line into the file of --report",
+    },
+    "memory": {
+        "--density": "give the density with the exchange, as in --compress oktopk:0.02",
+        "--measure": "train so and read torch.cuda.max_memory_allocated(); for models by name: benchmarks/memory.py",
+        "--rate": f"describe the links, as in --network {EXAMPLES['ring']}",
+        "--ranks-per-node": "give a network with nodes, as in --network nvlink+25gbe",
+    },
+    "scale": {
+        "--seed": "each run draws the same jitter; in Python, anabranch.tools.predict takes Compute(seed=...)",
+        "--straggler-factor": "give the factor with the stragglers, as in --stragglers 1x1.5",
+    },
+}
+
+
+def check_retired(argv: Sequence[str]) -> None:
+    """ValueError that says what to use instead, if a verb is given an option that is retired."""
+    retired = RETIRED.get(argv[0], {}) if argv else {}
+    for word in argv[1:]:
+        name = word.partition("=")[0]
+        if name in retired:
+            raise ValueError(f"{name} of anabranch {argv[0]} is retired: {retired[name]}")

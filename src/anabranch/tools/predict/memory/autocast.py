@@ -1,0 +1,94 @@
+"""Autocast to bfloat16 on tensors without data: torch's own knows CPUs and GPUs only.
+
+While it is open, the functions below compute in bfloat16 and in
+float32, as under ``torch.autocast("cuda", torch.bfloat16)``; all others take what they are given. As there, a weight is
+cast once in a forward. Left out are functions that no known model calls, those that torch calls below the level of
+Python, and names that a model's file has imported before.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+Cast = Callable[[torch.Tensor], torch.Tensor]
+
+IN_BFLOAT16: Mapping[Any, Sequence[str]] = {
+    functional: (
+        "linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "prelu",
+        "scaled_dot_product_attention",
+    ),
+    torch: ("conv1d", "conv2d", "conv3d", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "einsum"),
+    torch.Tensor: ("matmul", "__matmul__", "mm", "bmm", "addmm"),
+}  # fmt: skip
+IN_FLOAT32: Mapping[Any, Sequence[str]] = {
+    functional: (
+        "layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "l1_loss",
+        "softplus", "cosine_similarity",
+    ),
+    torch: ("softmax", "log_softmax", "exp", "log", "pow", "rsqrt", "reciprocal", "cumsum", "sum", "norm"),
+    torch.Tensor: ("softmax", "log_softmax", "exp", "log", "pow", "__pow__", "rsqrt", "sum", "cumsum", "norm"),
+}  # fmt: skip
+
+
+class CastWeights:
+    """The weights of one forward in bfloat16."""
+
+    def __init__(self) -> None:
+        self._cast: dict[int, torch.Tensor] = {}  # by the address of the parameter
+
+    def forget(self) -> None:
+        """Drop them: the forward is over."""
+        self._cast.clear()
+
+    def lowered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of float32 in bfloat16, any other as it is."""
+        if tensor.dtype != torch.float32:
+            return tensor
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.to(torch.bfloat16)
+        if id(tensor) not in self._cast:
+            self._cast[id(tensor)] = tensor.to(torch.bfloat16)
+        return self._cast[id(tensor)]
+
+
+@contextmanager
+def autocast_to_bfloat16() -> Iterator[CastWeights]:
+    """Cast while it is open, also where backward recomputes; yields the weights that were cast."""
+    weights = CastWeights()
+    replaced = [(owner, name, weights.lowered) for owner, names in IN_BFLOAT16.items() for name in names]
+    replaced += [(owner, name, _raised) for owner, names in IN_FLOAT32.items() for name in names]
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
+    for owner, name, cast in replaced:
+        setattr(owner, name, _casting(getattr(owner, name), cast))
+    try:
+        yield weights
+    finally:
+        for owner, name, own in before:
+            if own is None:  # inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
+def _casting(function: Callable[..., Any], cast: Cast) -> Callable[..., Any]:
+    leaf = partial(_cast_leaf, cast)
+
+    @wraps(function)
+    def casting(*args: Any, **kwargs: Any) -> Any:
+        return function(*tree_map(leaf, args), **tree_map(leaf, kwargs))
+
+    return casting
+
+
+def _cast_leaf(cast: Cast, leaf: Any) -> Any:
+    return cast(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _raised(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
