@@ -74,6 +74,7 @@ def trained(
     }
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scenario", ["keeps the plan", "goes back"])
 def test_the_weights_of_ddp_with_one_recompilation(order: str, scenario: str) -> None:
@@ -136,8 +137,7 @@ def test_recorded_gradients_are_spread_over_backward() -> None:
         assert len(set(answer["spread"])) >= LAYERS
 
 
-@pytest.mark.campaign_but_first
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("order", ORDERS)
 def test_inductor(order: str) -> None:
     for answer in on_ranks(trained, 2, order, "keeps the plan", "inductor", {}, timeout_s=150):
@@ -152,7 +152,7 @@ def test_a_residual_network(tmp_path: Path) -> None:
     residual.check(answers, 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_residual_network_with_sparse_messages(tmp_path: Path) -> None:
     answers = on_ranks(residual.sparse, residual.RANKS, str(tmp_path), "cpu", "aot_eager", timeout_s=100)
     residual.check_sparse(answers, 1e-3)
@@ -166,11 +166,11 @@ def launches(rank: int, path: str) -> dict[str, Any]:
     made, called = compiled(net, "compile(DP)", log, plan=plan, profile_steps=2)
     launch = BucketLauncher.launch
 
-    def noted(self: BucketLauncher, index: int, *args: Any) -> Any:
+    def noted(self: BucketLauncher, index: int, *rest: Any) -> Any:
         log.events.append(f"launch {index}")
-        return launch(self, index, *args)
+        return launch(self, index, *rest)
 
-    BucketLauncher.launch = noted  # type: ignore[method-assign, assignment]
+    BucketLauncher.launch = noted  # type: ignore[method-assign,assignment]
     made.trace_steps(8, 10, path)
     for step in range(10):
         log.step = step
@@ -246,6 +246,7 @@ def ended_early(rank: int, planner: str, held: bool) -> dict[str, Any]:
     return {"compiled": log.compiled, "explained": made.explain()}
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize("planner", ["in_pairs", "per_tensor"])
 def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) -> None:
     for answer in on_ranks(ended_early, 2, planner, True):
@@ -282,6 +283,7 @@ def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:
     return {"apart": furthest(*trained), "compiled": log.compiled}
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "bf16", "int8", "int4", kind_of(0.25)])
 def test_every_kind_of_exchange(kind: str, lean: bool) -> None:
@@ -314,6 +316,7 @@ def lean(rank: int, order: str) -> dict[str, Any]:
     return {"apart": furthest(theirs, made), "compiled": log.compiled, "parts": log.parts()}
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize("order", ORDERS)
 def test_lean(order: str) -> None:
     for answer in on_ranks(lean, 2, order):

@@ -1,16 +1,23 @@
 """What is said of a demo: the headline, the limit, the price in loss, and where nothing is gained."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from anabranch.tools.report import demo as words
+from anabranch.tools.report import demo as figures
 from anabranch.tools.report.documents import BenchmarkRow, DemoDocument, DemoTraining
+from anabranch.tools.report.page import templates
 from tools.report.demos import FAST_S, REPLAYED_S, SLOW_S, STEPS, benchmark, demo, training
 
 
+def said(what: str, value: Any) -> str:
+    words: str = getattr(templates().get_template("sentences.txt").module, what)(value)
+    return words
+
+
 def test_the_headline_prefers_the_fastest_that_costs_no_loss() -> None:
-    found = words.headline(demo())
+    found = said("headline", demo())
     assert (
         found
         == "A step with int8 is 2.50× as fast as DDP's here; after 40 steps its loss is 3.275, DDP's 3.275 (+0.0 %)."
@@ -19,15 +26,15 @@ def test_the_headline_prefers_the_fastest_that_costs_no_loss() -> None:
 
 def test_without_such_a_way_the_headline_states_the_price() -> None:
     slow = {name: 0.2 if name in ("int8", "auto", "Ok-Topk 10 %") else step_s for name, step_s in SLOW_S.items()}
-    found = words.headline(demo(slow))
+    found = said("headline", demo(slow))
     assert found.startswith("A step with Ok-Topk 1 % is 4.00× as fast as DDP's here") and "(+9.2 %)" in found
 
 
 def test_where_nothing_is_gained_it_is_said() -> None:
     alike = dict.fromkeys(SLOW_S, 0.2)
-    assert words.headline(demo({**alike, "compute only": 0.19})).startswith("Nothing is gained here")
-    assert "the network is not the limit" in words.network_limit(demo({**alike, "compute only": 0.19}))
-    assert "90.0% of the step, is exposed communication: your network is the limit." in words.network_limit(demo())
+    assert said("headline", demo({**alike, "compute only": 0.19})).startswith("Nothing is gained here")
+    assert "the network is not the limit" in said("network_limit", demo({**alike, "compute only": 0.19}))
+    assert "90.0% of the step, is exposed communication: your network is the limit." in said("network_limit", demo())
 
 
 @pytest.mark.parametrize(
@@ -48,41 +55,41 @@ def test_faster_means_more_than_noise(turns_s: tuple[float, ...], buckets: int |
 
 def test_when_the_loss_of_ddp_was_reached() -> None:
     one = training("int8", 0.1)
-    assert words.reached_s(one, words.smoothed(one.losses)[-1]) == pytest.approx(0.1 * STEPS)
-    assert words.reached_s(one, -1.0) is None
-    found = words.compressed(demo())
+    assert figures.reached_s(one, figures.smoothed(one.losses)[-1]) == pytest.approx(0.1 * STEPS)
+    assert figures.reached_s(one, -1.0) is None
+    found = said("reached_loss", demo())
     assert found.index("Ok-Topk 1 %") < found.index("int8") < found.index("DDP after 8.0 s")
 
 
 def test_a_loss_is_smoothed_over_its_last_steps() -> None:
     losses = [float(step) for step in range(30)]
-    found = words.smoothed(losses)
+    found = figures.smoothed(losses)
     assert found[0] == 0.0 and found[1] == 0.5 and found[29] == pytest.approx(24.5)
 
 
 def test_a_dense_plan_beside_its_prediction() -> None:
-    found = words.dense_plan(benchmark(REPLAYED_S, ""))
+    found = said("dense_plan", benchmark(REPLAYED_S, ""))
     assert "DDP takes 400.0 ms a step, DataParallel 320.0 ms, and 288.0 ms was predicted of it (error -10.0 %)" in found
     assert "1.25× as fast" in found
-    assert "no difference beyond the noise" in words.dense_plan(benchmark({**REPLAYED_S, "DataParallel": 0.4}, ""))
-    assert "slower than DDP, this time" in words.dense_plan(benchmark({**REPLAYED_S, "DataParallel": 0.5}, ""))
+    assert "no difference beyond the noise" in said("dense_plan", benchmark({**REPLAYED_S, "DataParallel": 0.4}, ""))
+    assert "slower than DDP, this time" in said("dense_plan", benchmark({**REPLAYED_S, "DataParallel": 0.5}, ""))
 
 
 def test_on_fast_links() -> None:
-    kept = words.fast_links(demo(), benchmark(FAST_S, "", False))
+    kept = said("fast_links", demo(fast=benchmark(FAST_S, "", False)))
     assert "Nothing is gained: on links as fast as these" in kept
     assert "With int8, Ok-Topk 1 %, auto nothing faster than DDP's own buckets was found, so those run: " in kept
-    assert "own buckets" not in words.fast_links(demo(), benchmark(FAST_S, ""))
+    assert "own buckets" not in said("fast_links", demo(fast=benchmark(FAST_S, "")))
     less = benchmark({**FAST_S, "int8": 0.018}, "")
-    assert "int8 takes 0.86 of that;" in words.fast_links(demo(), less)
-    assert "Less is gained than on the slow links." in words.fast_links(demo(), less)
+    assert "int8 takes 0.86 of that;" in said("fast_links", demo(fast=less))
+    assert "Less is gained than on the slow links." in said("fast_links", demo(fast=less))
 
 
 def test_a_demo_has_the_steps_of_every_training() -> None:
     found = demo()
     with pytest.raises(ValueError, match="expected DDP among the trainings"):
         demo(trainings=found.trainings[1:])
-    with pytest.raises(ValueError, match="expected compute only and some of the trainings, and DataParallel"):
+    with pytest.raises(ValueError, match="not those of DataParallel"):
         demo(replayed=benchmark({"DDP": 0.4}, ""))
     with pytest.raises(ValueError, match="2 losses at 1 times"):
         DemoTraining(name="x", code="", losses=(1.0, 2.0), elapsed_s=(1.0,), memory={})
@@ -90,5 +97,5 @@ def test_a_demo_has_the_steps_of_every_training() -> None:
 
 def test_losses_are_compared_after_as_many_steps_as_all_have() -> None:
     found: DemoDocument = demo()
-    assert words.compared_steps(found) == STEPS and len(found.training("int8").losses) == 2 * STEPS
-    assert words.gain(found, found.training("int8")).price == 0.0
+    assert figures.compared_steps(found) == STEPS and len(found.training("int8").losses) == 2 * STEPS
+    assert figures.gain(found, found.training("int8")).price == 0.0

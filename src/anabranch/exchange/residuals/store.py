@@ -123,9 +123,9 @@ class Residuals:
         self._flush.send_all_but(kept)
         self._sizes.clear()
 
-    def store_as(self, how: str, settle: Callable[[BucketState], object]) -> None:
-        """Between steps: store residuals as "bf16", "int8", or as they are; call ``settle`` with each in turn."""
-        self._states.store_as(STORED.get(how), settle)
+    def store_as(self, how: str) -> None:
+        """Between steps: store residuals as "bf16", "int8", or as they are."""
+        self._states.store_as(STORED.get(how))
 
     def summary(self) -> list[str]:
         """Lines for ``explain()``."""

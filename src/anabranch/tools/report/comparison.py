@@ -25,18 +25,13 @@ ERROR = (
     f"Error: {MEANING}. One kind travels by the exact plan; of several, the least lossy plan is taken that ends at "
     "most 1 % of the computing time after the fastest, or less where the network is slow"
 )
-SPREAD = (
-    "Each plan as made for the median, on costs one spread lower and higher; * best of its column that sends "
-    "everything in full."
-)
+SPREAD = " Iteration: under it its range over the measured spread of costs, each plan as made for the median."
 Column = tuple[str, Callable[[ComparedPlanner], Cell]]  # its header, and the cell of a row
 
 
-def best(
-    rows: Sequence[ComparedPlanner], seconds: Callable[[ComparedPlanner], float | None] = lambda row: row.iteration_s
-) -> ComparedPlanner:
+def best(rows: Sequence[ComparedPlanner]) -> ComparedPlanner:
     """The fastest; among equals the one with fewest lanes, then buckets, then the first."""
-    return min(rows, key=lambda row: (seconds(row) or 0.0, row.lanes, row.buckets))
+    return min(rows, key=lambda row: (row.iteration_s, row.lanes, row.buckets))
 
 
 def comparison_report(found: CompareDocument) -> RenderableType:
@@ -48,12 +43,13 @@ def comparison_report(found: CompareDocument) -> RenderableType:
 
 
 def comparison_tables(found: CompareDocument) -> list[Table]:
-    """All planners; the plans for all compressions; and both again where the network's spread was measured."""
+    """All planners, and the plans for all compressions."""
     winner = best(found.rows) if found.rows else None
     of = f"{found.trace} on {found.network}" if found.trace and found.network else count(found.world_size, "rank")
     lanes: Column = ("lanes", lambda row: number(row.lanes))
     above: Column = ("above\nbound", lambda row: number(row.above_bound, percent))
-    tables = [_table(f"Planners, predicted: {of}", found.rows, lanes, above, CAPTION, found.best)]
+    spread = SPREAD if any(row.iteration_high_s is not None for row in found.rows) else ""
+    tables = [_table(f"Planners, predicted: {of}", found.rows, lanes, above, CAPTION + spread, found.best)]
     if found.compressed:  # all of them on one lane
         errors: Column = ("error", lambda row: number(row.error, error_text))
         gain: Column = (
@@ -61,8 +57,6 @@ def comparison_tables(found: CompareDocument) -> list[Table]:
             lambda row: number(ratio(winner.iteration_s, row.iteration_s) if winner else None, factor),
         )
         tables.append(_table("Compressed", found.compressed, errors, gain, about_compressed(found)))
-    if any(row.iteration_high_s is not None for row in found.rows):
-        tables.append(_spread([*found.rows, *found.compressed], len(found.rows)))
     return tables
 
 
@@ -89,31 +83,18 @@ def _table(
     scale = time_scale(row.iteration_s for row in rows)
     slowest = max((row.iteration_s for row in rows), default=0.0)
     times = [f"{what}\n{scale.unit}" for what in ("finish", "exposed", "iteration")]
+
+    def iteration(row: ComparedPlanner) -> str:
+        band = f"\n{scale(row.iteration_low_s or 0.0)}–{scale(row.iteration_high_s)}" if row.iteration_high_s else ""
+        return scale(row.iteration_s) + band
+
     cells = [
         [
             Cell(row.name), number(row.buckets), third[1](row), number(row.finish_s, scale),
-            number(row.exposed_s, scale), number(row.iteration_s, scale, slowest), number(row.speedup, factor),
+            number(row.exposed_s, scale), Cell(iteration(row), row.iteration_s, row.iteration_s / slowest if slowest else None),
+            number(row.speedup, factor),
             last[1](row),
         ]
         for row in rows
     ]  # fmt: skip
     return Table(title, ["planner", "buckets", third[0], *times, "speed-\nup", last[0]], cells, caption, best)
-
-
-def _spread(rows: Sequence[ComparedPlanner], dense: int) -> Table:
-    """All rows on faster and slower networks; the first ``dense`` of them send everything in full."""
-    scale = time_scale(row.iteration_high_s or 0.0 for row in rows)
-    headers = [f"{what}\n{scale.unit}" for what in ("fast network", "median", "slow network")]
-    views: list[Callable[[ComparedPlanner], float | None]] = [
-        lambda row: row.iteration_low_s,
-        lambda row: row.iteration_s,
-        lambda row: row.iteration_high_s,
-    ]
-    winners = [best(rows[:dense], view) for view in views]
-
-    def cell(row: ComparedPlanner, place: int) -> Cell:
-        star = "* " if row is winners[place] else ""
-        return number(views[place](row), lambda value_s: star + scale(value_s))
-
-    cells = [[Cell(row.name), *(cell(row, place) for place in range(len(views)))] for row in rows]
-    return Table("Iteration across the measured spread", ["planner", *headers], cells, SPREAD)

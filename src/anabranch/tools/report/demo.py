@@ -12,17 +12,16 @@ from anabranch.tools.report.chart import Chart, axis, curve, hover_text, layout,
 from anabranch.tools.report.documents import (
     BASELINE,
     COMPUTE,
-    LEAST_GAIN,
-    OURS,
     Benchmark,
     BenchmarkRow,
     DemoDocument,
     DemoTraining,
 )
-from anabranch.tools.report.formatting import count, factor, percent, plain, seconds, signed_percent, size, time_scale
+from anabranch.tools.report.formatting import plain, signed_percent, size, time_scale
 from anabranch.tools.report.tables import Cell, Table, number, terminal
+from anabranch.tools.report.templates import environment
 
-AVERAGED_STEPS = 10  # of a loss: batches differ more than ways to train
+AVERAGED_STEPS = 10  # of a loss: batches differ more than trainings
 SAME_LOSS = 0.01  # relative difference up to which the headline prefers the fastest
 LIMIT = 0.5  # share of DDP's step from which the network is called the limit
 LOSS_PX = 430
@@ -71,18 +70,11 @@ def gain(found: DemoDocument, training: DemoTraining) -> Gain:
     return Gain(training.name, 1 / found.benchmark.ratio_to_ddp(row), found.benchmark.is_faster(row), loss, price)
 
 
-def headline(found: DemoDocument) -> str:
-    """How much faster, at what price in loss; or that nothing is gained."""
+def best_gain(found: DemoDocument) -> Gain | None:
+    """The fastest training of those that cost no loss, or of all that are faster; None where none is."""
     gains = [gain(found, training) for training in found.trainings if training.name != BASELINE]
     fast = [one for one in gains if one.faster]
-    if not fast:
-        return f"Nothing is gained here: no training is faster than DDP's beyond the noise ({found.link})."
-    best = max([one for one in fast if one.price <= SAME_LOSS] or fast, key=lambda one: one.speedup)
-    steps, base = compared_steps(found), compared_loss(found, found.training(BASELINE))
-    return (
-        f"A step with {best.name} is {factor(best.speedup)} as fast as DDP's here; after {count(steps, 'step')} its "
-        f"loss is {best.loss:.3f}, DDP's {base:.3f} ({signed_percent(best.price)})."
-    )
+    return max([one for one in fast if one.price <= SAME_LOSS] or fast, key=lambda one: one.speedup, default=None)
 
 
 def exposed_share(benchmark: Benchmark, row: BenchmarkRow) -> float:
@@ -95,60 +87,27 @@ def is_limited(benchmark: Benchmark) -> bool:
     return exposed_share(benchmark, benchmark.row(BASELINE)) >= LIMIT
 
 
-def network_limit(found: DemoDocument) -> str:
-    """How much of DDP's step the network takes."""
-    benchmark = found.benchmark
-    base, alone = benchmark.row(BASELINE), benchmark.row(COMPUTE)
-    words = (
-        f"A step of DDP takes {seconds(base.step_s)}; computing alone takes {seconds(alone.step_s)}. The rest, "
-        f"{percent(exposed_share(benchmark, base))} of the step, is exposed communication"
-    )
-    return words + (": your network is the limit." if is_limited(benchmark) else ": the network is not the limit here.")
-
-
-def dense_plan(replayed: Benchmark) -> str:
-    """What a plan gains that sends every gradient in full, predicted and measured."""
-    row, base = replayed.row(OURS), replayed.row(BASELINE)
-    words = f"DDP takes {seconds(base.step_s)} a step, DataParallel {seconds(row.step_s)}"
-    if row.predicted_s is not None and row.prediction_error is not None:
-        error = signed_percent(row.prediction_error)
-        words += f", and {seconds(row.predicted_s)} was predicted of it (error {error})"
-    if replayed.is_faster(row):
-        return words + f": {factor(1 / replayed.ratio_to_ddp(row))} as fast, with the same values sent."
-    slower = replayed.ratio_to_ddp(row) > 1 + LEAST_GAIN
-    return words + (": slower than DDP, this time." if slower else ": no difference beyond the noise.")
-
-
-def compressed(found: DemoDocument) -> str:
-    """When each training reached the loss at which DDP ended, searching included; the earliest first."""
+def reached(found: DemoDocument) -> list[tuple[DemoTraining, float | None]]:
+    """When each training reached the loss at which DDP ended, the earliest first; None for those that did not."""
     target = compared_loss(found, found.training(BASELINE))
-    reached = {one.name: reached_s(one, target) for one in found.trainings}
-    words = [
-        f"{name} after {at_s:.1f} s"
-        if at_s is not None
-        else f"{name} not within its {len(found.training(name).losses):,} steps"
-        for name, at_s in sorted(reached.items(), key=lambda pair: inf if pair[1] is None else pair[1])
-    ]
-    return f"The loss at which DDP ended, {target:.3f}, was reached, searching included, by {'; '.join(words)}."
+    at = [(training, reached_s(training, target)) for training in found.trainings]
+    return sorted(at, key=lambda pair: inf if pair[1] is None else pair[1])
 
 
-def fast_links(found: DemoDocument, fast: Benchmark) -> str:
-    """Whether sending less still pays where the network is no limit."""
-    compute_s, base = fast.row(COMPUTE).step_s, fast.row(BASELINE)
-    rows = [row for row in fast.rows if row.name not in (COMPUTE, BASELINE)]
-    won = [row for row in rows if fast.is_faster(row)]
-    steps = "; ".join(f"{row.name} takes {fast.ratio_to_ddp(row):.2f} of that" for row in rows)
-    words = f"DDP takes {seconds(base.step_s)} a step there, computing alone {seconds(compute_s)}; {steps}."
-    if kept := [row.name for row in rows if row.buckets is None]:
-        words += (
-            f" With {', '.join(kept)} nothing faster than DDP's own buckets was found, so those run: what differs from "
-            "1 is the noise of this machine, and what watching costs."
-        )
-    if not won:
-        return f"{words} Nothing is gained: on links as fast as these, leave DDP as it is."
-    slow = found.benchmark
-    less = all(fast.ratio_to_ddp(row) > slow.ratio_to_ddp(slow.row(row.name)) for row in won)
-    return f"{words} " + ("Less is gained than on the slow links." if less else "It gains there, too.")
+def faster_rows(benchmark: Benchmark) -> list[BenchmarkRow]:
+    """Those faster than DDP by more than noise."""
+    return [row for row in benchmark.rows if row.name not in (COMPUTE, BASELINE) and benchmark.is_faster(row)]
+
+
+def gains_less(found: DemoDocument) -> bool:
+    """Whether all that are faster on fast links gain less there than on slow ones."""
+    slow, fast = found.benchmark, found.fast
+    return fast is not None and all(
+        fast.ratio_to_ddp(row) > slow.ratio_to_ddp(slow.row(row.name)) for row in faster_rows(fast)
+    )
+
+
+SENTENCES = (gain, best_gain, compared_steps, exposed_share, is_limited, reached, faster_rows, gains_less)
 
 
 def demo_table(found: DemoDocument) -> Table:
@@ -180,14 +139,10 @@ def demo_table(found: DemoDocument) -> Table:
 def demo_report(found: DemoDocument) -> RenderableType:
     """The terminal's summary: the table, what was chosen, and what it means."""
     chosen = [Text(f"{one.name}: {plain(one.chosen)}") for one in found.trainings if one.chosen]
-    words = [headline(found), network_limit(found), compressed(found)]
-    if found.replayed is not None:
-        replayed = found.replayed
-        words.append(f"A dense plan ({replayed.model}, {replayed.network}): {dense_plan(replayed)}")
-    if found.fast is not None:
-        words.append(f"On faster links ({found.fast.network}): {fast_links(found, found.fast)}")
+    lines = environment(*SENTENCES).get_template("demo.txt").render(found=found).split("\n")
+    words = [Text(plain(" ".join(line.split()))) for line in lines if line.strip()]
     heading = Text("What was chosen:", style="bold")
-    return Group(terminal(demo_table(found)), Text(), heading, *chosen, Text(), *(Text(plain(line)) for line in words))
+    return Group(terminal(demo_table(found)), Text(), heading, *chosen, Text(), *words)
 
 
 def loss_chart(key: str, found: DemoDocument) -> Chart:

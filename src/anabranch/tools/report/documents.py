@@ -17,7 +17,6 @@ from anabranch.values.checks import MAX_NBYTES, MAX_SECONDS
 from anabranch.values.plan import MAX_LANES
 
 MAX_NUMBER = 1e30  # a larger one may leave the range of an axis once it is multiplied by a unit
-READ = {"extra": "ignore", "strict": True, "allow_inf_nan": False}  # pydantic's settings for every document
 
 Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 StepSeconds = Annotated[float, Field(ge=1e-9, le=MAX_SECONDS)]  # of a whole step: the ratio of two stays finite
@@ -35,17 +34,22 @@ COMPUTE, BASELINE, OURS = "compute only", "DDP", "DataParallel"
 COMPILED = ", compiled"  # ends the name of a contestant's twin under torch.compile
 
 
+class _Read:
+    """pydantic's settings for every document and its parts."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar = {"extra": "ignore", "strict": True, "allow_inf_nan": False}
+
+
 # ------------------------------------------------------------------------------------------------ plan and simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedBucket:
+class PlannedBucket(_Read):
     """One bucket of a predicted step; times count from the start of backward.
 
     ``sent_nbytes``: what one rank sends for it, None where that is not known.
     """
-
-    __pydantic_config__: ClassVar = READ
 
     index: Count
     lane: Annotated[int, Field(ge=0, lt=MAX_LANES)]
@@ -64,7 +68,7 @@ class PlannedBucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Durations:
+class Durations(_Read):
     """The durations of one step; ``overlap`` is the share of communication, 0 to 1, that computation hides."""
 
     forward_s: Seconds
@@ -90,8 +94,6 @@ class PredictedStep(Durations):
 class PlanDocument(PredictedStep):
     """``plan --json``. Speed-ups are ratios of iteration times."""
 
-    __pydantic_config__: ClassVar = READ
-
     command: Literal["plan"] = "plan"
     planner: str
     options: Mapping[str, Any]
@@ -105,8 +107,6 @@ class PlanDocument(PredictedStep):
 class SimulateDocument(PredictedStep):
     """``simulate --json``. Either ``plan`` is the file of a plan, or ``planner`` made one."""
 
-    __pydantic_config__: ClassVar = READ
-
     command: Literal["simulate"] = "simulate"
     plan: str | None = None
     planner: str | None = None
@@ -117,7 +117,7 @@ class SimulateDocument(PredictedStep):
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedPlanner:
+class ComparedPlanner(_Read):
     """One planner's plan, or the plan for one way to compress, and what is predicted of it.
 
     ``speedup`` is over DDP's default. ``lower_bound_s`` is what no plan on as many lanes that sends everything in full
@@ -126,8 +126,6 @@ class ComparedPlanner:
     measured. ``kinds`` is the share of all values that travels by each kind of exchange, and ``error`` the expected
     squared error of a step's averages, relative to them; without them in files of earlier versions.
     """
-
-    __pydantic_config__: ClassVar = READ
 
     name: str
     planner: str
@@ -148,13 +146,11 @@ class ComparedPlanner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareDocument:
+class CompareDocument(_Read):
     """``compare --json``; ``trace`` and ``network`` as they were named on the command line.
 
     ``compressed``: the plan for each way to compress, which ``assumptions`` are for. ``best`` is of ``rows``.
     """
-
-    __pydantic_config__: ClassVar = READ
 
     command: Literal["compare"] = "compare"
     trace: str | None = None
@@ -172,13 +168,11 @@ class CompareDocument:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryMode:
+class MemoryMode(_Read):
     """The peak of one way to train: bytes by kind of object, their sum, and when in a step it occurs (``at``).
 
     ``measured_nbytes`` is printed with --measure only.
     """
-
-    __pydantic_config__: ClassVar = READ
 
     kinds: Mapping[str, Count]
     predicted_nbytes: Count
@@ -188,10 +182,9 @@ class MemoryMode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryDocument:
+class MemoryDocument(_Read):
     """``memory --json``. Batches are per rank; the last three fields are printed only where they were asked for."""
 
-    __pydantic_config__: ClassVar = READ
     OPTIONAL: ClassVar = frozenset({"measured_nbytes", "within_nbytes", "largest_batch", "samples_per_s"})
 
     command: Literal["memory"] = "memory"
@@ -212,14 +205,12 @@ class MemoryDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class BenchmarkRow:
+class BenchmarkRow(_Read):
     """One contestant: seconds per step in each of its turns, and the predicted step where there is a prediction.
 
     ``sent_nbytes``: what the busiest rank's host sent in a step, where that is known. ``compile_s``: on rank 0, each
     step in which torch compiled something, of a compiled contestant.
     """
-
-    __pydantic_config__: ClassVar = READ
 
     name: str
     turns_s: Annotated[tuple[StepSeconds, ...], Field(min_length=1)]
@@ -245,13 +236,11 @@ class BenchmarkRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Benchmark:
+class Benchmark(_Read):
     """Everything measured on one model.
 
     ``bound_s``: a step that sends every gradient in full cannot be shorter.
     """
-
-    __pydantic_config__: ClassVar = READ
 
     model: str
     batch: Positive
@@ -300,10 +289,8 @@ class Benchmark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchDocument:
+class BenchDocument(_Read):
     """``bench --json``; it also prints what follows from the turns, which is computed anew on reading."""
-
-    __pydantic_config__: ClassVar = READ
 
     command: Literal["bench"] = "bench"
     benchmarks: tuple[Benchmark, ...]
@@ -313,15 +300,13 @@ class BenchDocument:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoTraining:
+class DemoTraining(_Read):
     """One training: its loss, averaged over the ranks, at each step, and the seconds since its start, search included.
 
     code      what a user writes for it
     memory    bytes of parameters, gradients, the optimizer's state and residuals of a rank
     chosen    what DataParallel found, in a sentence or two; empty for stock DDP, as is ``explanation``
     """
-
-    __pydantic_config__: ClassVar = READ
 
     name: Name
     code: str
@@ -339,7 +324,7 @@ class DemoTraining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoDocument:
+class DemoDocument(_Read):
     """``demo --json``: trainings of one model in several ways, those that send less for more steps than DDP.
 
     link         the network between the ranks, in words
@@ -347,8 +332,6 @@ class DemoDocument:
     fast         the same of some of them on faster links; None where nothing was slowed down
     replayed     DDP and DataParallel on the same faster links, for a model that just about keeps them busy
     """
-
-    __pydantic_config__: ClassVar = READ
 
     command: Literal["demo"] = "demo"
     link: str
@@ -365,14 +348,14 @@ class DemoDocument:
                 f"a demo has the trainings {', '.join(trained)} and the steps of {', '.join(timed)}: expected "
                 f"{BASELINE} among the trainings, and the steps of {COMPUTE} and of each training in the same order"
             )
-
-        of_fast = {row.name for row in self.fast.rows} if self.fast is not None else {COMPUTE}
-        of_replayed = {row.name for row in self.replayed.rows} if self.replayed is not None else {OURS}
-        if COMPUTE not in of_fast or not of_fast <= set(timed) or OURS not in of_replayed:
+        fast = {row.name for row in self.fast.rows} if self.fast is not None else {COMPUTE}
+        if COMPUTE not in fast or not fast <= set(timed):
             raise ValueError(
-                f"a demo has the steps of {', '.join(sorted(of_fast))} on fast links, and replayed those of "
-                f"{', '.join(sorted(of_replayed))}: expected {COMPUTE} and some of the trainings, and {OURS}"
+                f"a demo has the steps of {', '.join(sorted(fast))} on fast links: expected {COMPUTE} and some of the "
+                "trainings"
             )
+        if self.replayed is not None and OURS not in {row.name for row in self.replayed.rows}:
+            raise ValueError(f"a demo's replayed steps are not those of {OURS}")
 
     def training(self, name: str) -> DemoTraining:
         """The training of this name."""
@@ -400,13 +383,10 @@ def printed(document: Document) -> dict[str, Any]:
     if isinstance(document, BenchDocument):
         fields["benchmarks"] = [_with_ratios(benchmark) for benchmark in document.benchmarks]
     if isinstance(document, MemoryDocument):
-        fields = _without_unasked(fields, document.OPTIONAL)
-        fields["modes"] = {mode: _without_unasked(peak, document.OPTIONAL) for mode, peak in fields["modes"].items()}
+        for part in (fields, *fields["modes"].values()):
+            for name in [name for name in document.OPTIONAL if part.get(name, 0) is None]:
+                del part[name]
     return fields
-
-
-def _without_unasked(fields: dict[str, Any], optional: frozenset[str]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None or name not in optional}
 
 
 def _with_ratios(benchmark: Benchmark) -> dict[str, Any]:

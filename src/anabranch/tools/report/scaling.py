@@ -1,16 +1,15 @@
 """A scaling study as terminal tables and as charts: who is best at each world size, and what every strategy reaches."""
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from math import inf
 from typing import Any
 
-import rich.table
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from anabranch.tools.predict.scaling.answer import BestAtSize, Gain, best_at_sizes, has_dense
-from anabranch.tools.predict.scaling.line_up import DDP_DEFAULT
+from anabranch.tools.predict.scaling.answer import Gain, best_at_sizes, has_dense
+from anabranch.tools.predict.scaling.named_planners import DDP_DEFAULT
 from anabranch.tools.predict.scaling.result import Curves, NetworkUsed, ScalePoint, Scaling
 from anabranch.tools.report.chart import Chart, Series, axis, band, curve, hover_text, layout, log_ticks, plotly_text
 from anabranch.tools.report.comparison import MEANING, error_of
@@ -37,108 +36,88 @@ def scaling_report(scaling: Scaling) -> RenderableType:
         curves = scaling.on(network.name)
         if len(scaling.networks) == 1:
             parts += _all_strategies(curves)
-        parts += [*_winners(scaling, network, curves), _origin(network), Text()]
+        parts += _winners(scaling, network, curves)
     parts += [Text(plain(said) + "\n") for said in scaling.answer]
     return Group(*parts, Text(plain(f"Assumed: {'; '.join(scaling.assumptions)}.")))
 
 
 def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[RenderableType]:
-    """DDP and the best dense strategy side by side, with the band of each step; then the best compressed ones."""
+    """DDP and the best dense strategy with the band of each step; then the best that round values or send some."""
     found = best_at_sizes(scaling, curves)
     # In the unit of the best: what differs little between good strategies must not drown in what a bad one takes.
     scale = time_scale(row.best.iteration_s for row in found)
     base = "DDP" if found[0].ddp.planner == DDP_DEFAULT else plain(found[0].ddp.planner)
     best = "best dense" if has_dense(scaling) else "best"
-    headers = ["ranks", f"{base}\n{scale.unit}", f"{best}\n{scale.unit}", f"over\n{base}", "effi-\nciency"]
-    table = columns(plain(network.name), *headers)
+    name = plain(network.name)
+    table = columns(
+        name, "ranks", *(f"{what}\n{scale.unit}" for what in (base, best)), f"over\n{base}", "effi-\nciency"
+    )
     for row in found:
         cells = [f"{row.world_size:,}", _banded(row.ddp, scale), *_best_cells(row.dense, row.ddp, scale)]
         table.add_row(*map(Text, cells))
-    return [table, Text(), *_compressed_winners(found, network, scale), *_errors(scaling, curves)]
+    parts: list[RenderableType] = [table, Text()]
+    kinds = [kind for kind in ("quantised", "sparse") if getattr(found[0], kind) is not None]
+    if kinds:
+        words = {"quantised": "best rounded", "sparse": "best sparse"}
+        headers = [(f"{words[kind]}\n{scale.unit}", "over\ndense", "effi-\nciency") for kind in kinds]
+        table = columns(f"{name}, compressed", "ranks", *chain.from_iterable(headers))
+        for row in found:
+            best_of = [_best_cells(getattr(row, kind), row.dense, scale) for kind in kinds]
+            table.add_row(*map(Text, [f"{row.world_size:,}", *chain.from_iterable(best_of)]))
+        parts += [table, Text()]
+    if said := _errors(scaling, curves):
+        parts += [Text(plain(f"Error, {MEANING}: {'; '.join(said)}.")), Text()]
+    about = f"{label(name).plain} is {network.source}. Band: {network.spread}. Costs: {network.extrapolation}."
+    return [*parts, Text(plain(about)), Text()]
 
 
-def _compressed_winners(found: Sequence[BestAtSize], network: NetworkUsed, scale: Scale) -> list[RenderableType]:
-    """The best strategies that round every value, and those that send some, where there are any."""
-    headers = ["ranks"]
-    for what, point in (("rounded", found[0].quantised), ("sparse", found[0].sparse)):
-        if point is not None:
-            headers += [f"best {what}\n{scale.unit}", "over\ndense", "effi-\nciency"]
-    if len(headers) == 1:
-        return []
-    table = columns(f"{plain(network.name)}, compressed", *headers)
-    for row in found:
-        points = [point for point in (row.quantised, row.sparse) if point is not None]
-        cells = [cell for point in points for cell in _best_cells(point, row.dense, scale)]
-        table.add_row(*map(Text, [f"{row.world_size:,}", *cells]))
-    return [table, Text()]
-
-
-def _errors(scaling: Scaling, curves: Curves) -> list[RenderableType]:
-    """How lossy the plan of every strategy with compressed buckets is, in a line; nothing where no error is known."""
+def _errors(scaling: Scaling, curves: Curves) -> list[str]:
+    """How lossy the plan of every strategy with compressed buckets is; nothing where no error is known."""
     said = []
     for strategy in scaling.strategies:
         points = curves[strategy.name].values()
         if strategy.sends == "dense" or any(point.error is None for point in points):
             continue
         alike = [(shown, [point.world_size for point in some]) for shown, some in groupby(points, error_of)]
-        where = [shown + (f" at {_sizes(sizes)}" if len(alike) > 1 else "") for shown, sizes in alike]
-        said.append(f"{label(strategy.name).plain} {', '.join(where)}")
-    return [Text(plain(f"Error, {MEANING}: {'; '.join(said)}.")), Text()] if said else []
-
-
-def _sizes(sizes: Sequence[int]) -> str:
-    """4 ranks, or 4 to 64 ranks."""
-    return " to ".join(f"{size:,}" for size in dict.fromkeys((sizes[0], sizes[-1]))) + " ranks"
+        ranges = [" to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1]))) for _, sizes in alike]
+        where = [f"{shown} at {sizes} ranks" for (shown, _), sizes in zip(alike, ranges, strict=True)]
+        said.append(f"{label(strategy.name).plain} {', '.join(where) if len(alike) > 1 else alike[0][0]}")
+    return said
 
 
 def _best_cells(point: ScalePoint, other: ScalePoint, scale: Scale) -> list[str]:
     """The step of a strategy, its gain over another, and its efficiency."""
-    return [_banded(point, scale, named=True), factor(Gain.over(point, other).middle), percent(point.efficiency)]
+    named = f"{label(point.planner).plain} {_banded(point, scale)}"
+    return [named, factor(Gain.over(point, other).middle), percent(point.efficiency)]
 
 
-def _banded(point: ScalePoint, scale: Scale, named: bool = False) -> str:
+def _banded(point: ScalePoint, scale: Scale) -> str:
     """The step, and under it its band where there is one."""
     low, high = scale(point.iteration_low_s), scale(point.iteration_high_s)
-    name = f"{label(point.planner).plain} " if named else ""
-    return name + scale(point.iteration_s) + (f"\n{low}–{high}" if low != high else "")
-
-
-def _origin(network: NetworkUsed) -> Text:
-    name = label(network.name).plain
-    return Text(plain(f"{name} is {network.source}. Band: {network.spread}. Costs: {network.extrapolation}."))
+    return scale(point.iteration_s) + (f"\n{low}–{high}" if low != high else "")
 
 
 def _all_strategies(curves: Curves) -> list[RenderableType]:
     """One table each for iteration time, speed-up over one rank, and efficiency; the best of a row has a star."""
-    scale = time_scale(
-        min(p.iteration_s for p in points)
-        for points in zip(*(curve.values() for curve in curves.values()), strict=True)
-    )
+    sizes = list(next(iter(curves.values())))
+    scale = time_scale(min(curve[ranks].iteration_s for curve in curves.values()) for ranks in sizes)
+    views: list[tuple[str, str, Callable[[float], str], Callable[..., float]]] = [
+        (f"Iteration, {scale.unit}", "iteration_s", scale, min),
+        ("Speed-up over one rank", "speedup", "{:.2f}".format, max),
+        ("Efficiency (speed-up / ranks)", "efficiency", percent, max),
+    ]
     parts: list[RenderableType] = []
     for low in range(0, len(curves), STRATEGIES_PER_TABLE):
         names = list(curves)[low : low + STRATEGIES_PER_TABLE]
-        parts += [
-            _table(f"Iteration, {scale.unit}", curves, names, lambda p: p.iteration_s, scale, min), Text(),
-            _table("Speed-up over one rank", curves, names, lambda p: p.speedup, "{:.2f}".format, max), Text(),
-            _table("Efficiency (speed-up / ranks)", curves, names, lambda p: p.efficiency, percent, max), Text(),
-        ]  # fmt: skip
+        for title, field, show, choose in views:
+            table = columns(title, "ranks", *names)
+            for ranks in sizes:
+                values = {name: getattr(curve[ranks], field) for name, curve in curves.items()}
+                top = choose(values.values())
+                shown = (("* " if values[name] == top else "") + show(values[name]) for name in names)
+                table.add_row(Text(f"{ranks:,}"), *map(Text, shown))
+            parts += [table, Text()]
     return [*parts, Text("* best of all strategies at that world size."), Text()]
-
-
-def _table(
-    title: str,
-    curves: Curves,
-    names: Sequence[str],
-    value: Callable[[ScalePoint], float],
-    show: Callable[[float], str],
-    choose: Callable[..., float],
-) -> rich.table.Table:
-    table = columns(title, "ranks", *names)
-    for ranks in next(iter(curves.values())):
-        top = choose(value(own[ranks]) for own in curves.values())
-        values = [value(curves[name][ranks]) for name in names]
-        table.add_row(Text(f"{ranks:,}"), *(Text(("* " if v == top else "") + show(v)) for v in values))
-    return table
 
 
 # ----------------------------------------------------------------------------------------------------------- charts

@@ -2,14 +2,15 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from anabranch.tools.predict.scaling.compression import about_sent, sent_nbytes
 from anabranch.tools.report.chart import (
     Chart,
-    Layout,
     Series,
     axis,
     bar_style,
@@ -47,7 +48,7 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "hidden": ("communication, hidden", "--wire", ""),
     "exposed": ("communication, exposed", "--exposed", "/"),
 }
-MESSAGES = ("waiting", "hidden", "exposed")  # kinds that the arrow keys go through
+MESSAGES = [KINDS[kind][0] for kind in ("waiting", "hidden", "exposed")]  # which the arrow keys go through
 
 
 @dataclass(frozen=True)  # no slots: cached_property needs a __dict__
@@ -184,6 +185,14 @@ def plan_table(name: str, plan: Plan) -> Table:
 # ------------------------------------------------------------------------------------------------------------- chart
 
 
+class _Bar(NamedTuple):
+    base: float
+    length: float
+    row: float
+    inside: str
+    hover: str
+
+
 class _Drawing:
     """The rows of a chart from top to bottom, and the bars and marks on them; ``depth`` is the next free row."""
 
@@ -191,11 +200,10 @@ class _Drawing:
         self.scale = scale
         self.bars: dict[str, list[_Bar]] = {kind: [] for kind in KINDS}
         self.rows: list[tuple[float, str]] = []
-        self.titles: list[tuple[float, str]] = []
+        self.titles: list[dict[str, Any]] = []  # plotly's annotations
+        self.ends: list[dict[str, Any]] = []  # of backward: plotly's shapes
         self.ticks: list[tuple[float, float, str]] = []
-        self.ends: list[tuple[float, float, float]] = []  # of backward: instant, from row, to row
         self.depth = 0.0
-        self.crowded = False  # whether the step being drawn has more than MAX_EDGED messages
 
     def row(self, label: str) -> float:
         """The next row."""
@@ -206,27 +214,26 @@ class _Drawing:
     def title(self, text: str) -> None:
         """A title above the next row."""
         self.depth += TITLE_ROWS if self.rows else 0.2
-        self.titles.append((self.depth - 0.75, text))
+        self.titles.append({
+            "xref": "paper", "x": 0, "y": self.depth - 0.75, "yref": "y", "xanchor": "left", "yanchor": "middle",
+            "showarrow": False, "text": f"<b>{plotly_text(text, 80)}</b>",
+        })  # fmt: skip
+
+    def end(self, at_s: float, top: float) -> None:
+        """The end of backward, a line from row ``top`` down to here."""
+        x, style = self.drawn(at_s), {"color": "--ink", "width": 1.5, "dash": "dot"}
+        ends = {"x0": x, "x1": x, "y0": top - 0.5, "y1": self.depth - 0.5}
+        self.ends.append({"type": "line", **ends, "line": style})
 
     def bar(self, kind: str, row: float, interval: Interval, inside: str, hover: str) -> None:
         """A bar with a text in it."""
         start, length = self.drawn(interval[0]), self.drawn(interval[1] - interval[0])
-        self.bars[kind].append(_Bar(start, length, row, inside, hover, self.crowded))
+        self.bars[kind].append(_Bar(start, length, row, inside, hover))
 
     def drawn(self, at_s: float) -> float:
         """A time in the unit of the chart, with seven digits."""
         value = at_s * self.scale.per_second
         return float(f"{value:.7g}") if abs(value) > SMALLEST else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    base: float
-    length: float
-    row: float
-    inside: str
-    hover: str
-    crowded: bool
 
 
 def step_chart(key: str, label: str, steps: Sequence[StepView], caption: str, gradients: bool = False) -> Chart:
@@ -239,108 +246,103 @@ def step_chart(key: str, label: str, steps: Sequence[StepView], caption: str, gr
         if len(steps) > 1:
             drawing.title(f"{'Measured' if view.measured else 'Predicted'}: {view.title}")
         _draw(drawing, view, gradients)
-    data = [_series(kind, drawn) for kind, drawn in drawing.bars.items() if drawn]
-    kinds = [kind for kind, drawn in drawing.bars.items() if drawn]
-    keys = [kinds.index(kind) for kind in MESSAGES if kind in kinds]
+    edged = all(len(view.timeline.communication) <= MAX_EDGED for view in steps)
+    data = [_series(kind, drawn, edged) for kind, drawn in drawing.bars.items() if drawn]
+    keys = [at for at, series in enumerate(data) if series["name"] in MESSAGES]
     if drawing.ticks:
         x, rows, hovers = zip(*drawing.ticks, strict=True)
-        edge = {"width": 1, "color": "--ink"}
-        data.append(points("gradient ready", x, rows, hovers,
-                           {"symbol": "line-ns-open", "size": 16, "color": "--ink", "line": edge}))  # fmt: skip
-    height = int(drawing.depth * ROW_PX) + EDGE_PX
-    return Chart(key, label, data, _layout(drawing), height, caption, arrow_key_series=keys)
+        style = {"symbol": "line-ns-open", "size": 16, "color": "--ink", "line": {"width": 1, "color": "--ink"}}
+        data.append(points("gradient ready", x, rows, hovers, style))
+    axis_of_rows = rows_axis([label for _, label in drawing.rows], 14, [row for row, _ in drawing.rows])
+    shown = [drawing.depth - 0.4, -0.9 if drawing.titles else -0.6]
+    shape = layout(
+        axis(f"time from the start of backward, {drawing.scale.unit}", zeroline=True, showgrid=True),
+        {**axis_of_rows, "autorange": False, "range": shown}, barmode="overlay", shapes=drawing.ends,
+        uniformtext={"mode": "hide", "minsize": 9}, annotations=drawing.titles,
+    )  # fmt: skip
+    shape["legend"]["y"] = 1.0
+    return Chart(key, label, data, shape, int(drawing.depth * ROW_PX) + EDGE_PX, caption, arrow_key_series=keys)
+
+
+def _series(kind: str, drawn: Sequence[_Bar], edged: bool) -> Series:
+    name, colour, pattern = KINDS[kind]
+    # Narrow bars would be all edge: neighbours differ by shade instead.
+    shades = [0.75 if at % 2 and not edged else 1.0 for at in range(len(drawn))]
+    style = {**bar_style(colour, pattern), "opacity": shades, "line": {"color": "--page", "width": 0.7 * edged}}
+    base, length, row, inside, hover = zip(*drawn, strict=True)
+    return bars(
+        name, length, row, hover, style, base=base, text=inside, width=0.72, textposition="inside", textangle=0,
+        insidetextanchor="middle", insidetextfont={"color": "--on-bar"}, constraintext="inside",
+    )  # fmt: skip
 
 
 def _draw(drawing: _Drawing, view: StepView, gradients: bool) -> None:
-    top = drawing.depth
-    drawing.crowded = len(view.timeline.communication) > MAX_EDGED
-    row = drawing.row("compute")
-    for kind, interval in _computing(view.timeline):
-        hover = hover_text(f"{kind}", f"{seconds(interval[1] - interval[0])}, to {seconds(interval[1])}")
-        drawing.bar(kind, row, interval, kind, hover)
+    top, row = drawing.depth, drawing.row("compute")
+    for kind in ("forward", "backward"):
+        own = [span for span in view.timeline.compute if span.name.startswith("forward") == (kind == "forward")]
+        for start_s, end_s in union(own):  # a simulated backward has a span per gradient
+            hover = hover_text(kind, f"{seconds(end_s - start_s)}, to {seconds(end_s)}")
+            drawing.bar(kind, row, (start_s, end_s), kind, hover)
     if gradients and view.trace is not None:
-        _draw_gradients(drawing, view)
+        _draw_gradients(drawing, view, view.trace)
     computing = union(view.timeline.compute)
-    tracks: dict[str, list[Span]] = {}
-    for span in view.timeline.communication:
-        tracks.setdefault(span.track, []).append(span)
-    for track in sorted(tracks, key=_natural):
+    spans = sorted(view.timeline.communication, key=lambda span: (len(span.track), span.track))  # lane 2 before 10
+    for track, own_spans in groupby(spans, key=lambda span: span.track):
         row = drawing.row(track)
-        for span in tracks[track]:
+        for span in own_spans:
             _draw_message(drawing, view, span, row, computing)
-    drawing.ends.append((max(end for _, end in computing), top - 0.5, drawing.depth - 0.5))
+    drawing.end(computing[-1][1], top)
 
 
-def _draw_gradients(drawing: _Drawing, view: StepView) -> None:
-    assert view.trace is not None
+def _draw_gradients(drawing: _Drawing, view: StepView, trace: Trace) -> None:
+    """When each gradient is ready; and each bucket while backward computes its gradients, one after the other."""
     row = drawing.row("gradients")
-    for tensor in view.trace.tensors[:MAX_TICKS]:
-        hover = hover_text(
-            f"<b>{plotly_text(tensor.name, 48)}</b>", f"{size(tensor.nbytes)}, ready at {seconds(tensor.ready_s)}"
-        )
+    for tensor in trace.tensors[:MAX_TICKS]:
+        what = f"{size(tensor.nbytes)}, ready at {seconds(tensor.ready_s)}"
+        hover = hover_text(f"<b>{plotly_text(tensor.name, 48)}</b>", what)
         drawing.ticks.append((drawing.drawn(tensor.ready_s), row, hover))
-    row, computed_in = drawing.row("buckets"), _computed_in(view.trace)
+    before_s = [0.0, *(tensor.ready_s for tensor in trace.tensors)]
+    computed_in = {tensor.name: (at_s, tensor.ready_s) for at_s, tensor in zip(before_s, trace.tensors, strict=False)}
+    row = drawing.row("buckets")
     for at, bucket in view.buckets.items():
         own = [computed_in[name] for name in bucket.names if name in computed_in]
         if own:
-            interval = (min(start for start, _ in own), max(end for _, end in own))
+            interval = (min(start_s for start_s, _ in own), max(end_s for _, end_s in own))
             times = f"fills from {seconds(interval[0])} to {seconds(interval[1])}"
-            hover = hover_text(*_bucket_summary(view, at), times, *_names(view, at))
+            hover = hover_text(_bucket_words(view, at), times, *name_lines(bucket.names))
             drawing.bar("filling", row, interval, str(at), hover)
-
-
-def _computed_in(trace: Trace) -> dict[str, Interval]:
-    """For each gradient, from when to when backward computes it: since the previous one was ready."""
-    before = [0.0, *(tensor.ready_s for tensor in trace.tensors)]
-    return {tensor.name: (start, tensor.ready_s) for start, tensor in zip(before, trace.tensors, strict=False)}
 
 
 def _draw_message(drawing: _Drawing, view: StepView, span: Span, row: float, computing: Sequence[Interval]) -> None:
     """A message: waiting, hidden and exposed parts; its bucket's number is written into the longest of the last two."""
     number, wait = view.number(span), view.waits.get(span.name)
+    about = f"<b>{plotly_text(span.name, 48)}</b>" if number is None else _bucket_words(view, number)
     begin_s = span.start_s
     if wait is not None:
         begin_s = min(wait.until_s, span.end_s)
         words = f"waits for rank {wait.rank}"
-        hover = hover_text(*_about(view, span), f"{words}: {seconds(begin_s - span.start_s)}, to {seconds(begin_s)}")
+        hover = hover_text(about, f"{words}: {seconds(begin_s - span.start_s)}, to {seconds(begin_s)}")
         drawing.bar("waiting", row, (span.start_s, begin_s), words, hover)
     parts = _parts((begin_s, span.end_s), computing)
     exposed_s = sum(end - start for kind, (start, end) in parts if kind == "exposed")
     times = f"{seconds(begin_s)} to {seconds(span.end_s)}: {seconds(span.end_s - begin_s)}"
     bare = f", {seconds(exposed_s)} of it exposed" if exposed_s > 0 else ", all of it hidden"
-    hover = hover_text(*_about(view, span), times + bare, *(_names(view, number) if number is not None else ()))
+    bucket = None if number is None else view.buckets.get(number)
+    hover = hover_text(about, times + bare, *name_lines(bucket.names if bucket else ()))
     longest = max(range(len(parts)), key=lambda at: parts[at][1][1] - parts[at][1][0])
     for at, (kind, interval) in enumerate(parts):
         drawing.bar(kind, row, interval, str(number) if at == longest and number is not None else "", hover)
 
 
-def _about(view: StepView, span: Span) -> list[str]:
-    number = view.number(span)
-    return _bucket_summary(view, number) if number is not None else [f"<b>{plotly_text(span.name, 48)}</b>"]
-
-
-def _bucket_summary(view: StepView, number: int) -> list[str]:
+def _bucket_words(view: StepView, number: int) -> str:
     bucket = view.buckets.get(number)
     if bucket is None:
-        return [f"<b>bucket {number}</b>"]
-    known = view.gradients(bucket)
+        return f"<b>bucket {number}</b>"
+    known, sent_nbytes = view.gradients(bucket), view.sent_nbytes(bucket)
     much = f", {size(sum(tensor.nbytes for tensor in known))}" if known else ""
-    sent_nbytes = view.sent_nbytes(bucket)
     sent = f", a rank sends {size(sent_nbytes)}" if sent_nbytes is not None else ""
     by = plotly_text(bucket.collective, 24)
-    return [f"<b>bucket {number}</b>: {count(len(bucket.names), 'tensor')}{much}, {by}{sent}"]
-
-
-def _names(view: StepView, number: int) -> list[str]:
-    bucket = view.buckets.get(number)
-    return name_lines(bucket.names) if bucket is not None else []
-
-
-def _computing(timeline: Timeline) -> Iterable[tuple[str, Interval]]:
-    """Forward and backward, each joined: a simulated backward has a span per gradient."""
-    for kind in ("forward", "backward"):
-        own = [span for span in timeline.compute if span.name.startswith("forward") == (kind == "forward")]
-        yield from ((kind, interval) for interval in union(own))
+    return f"<b>bucket {number}</b>: {count(len(bucket.names), 'tensor')}{much}, {by}{sent}"
 
 
 def _parts(whole: Interval, hiding: Sequence[Interval]) -> list[tuple[str, Interval]]:
@@ -359,44 +361,3 @@ def _parts(whole: Interval, hiding: Sequence[Interval]) -> list[tuple[str, Inter
             start = high
         at += 1
     return [*parts, ("exposed", (start, end))] if start < end else parts
-
-
-def _natural(track: str) -> tuple[int, str]:
-    """Lane 2 before lane 10."""
-    digits = "".join(letter for letter in track if letter.isdecimal())
-    return (int(digits) if digits.isascii() and 0 < len(digits) < 9 else -1, track)
-
-
-def _series(kind: str, drawn: Sequence[_Bar]) -> Series:
-    name, colour, pattern = KINDS[kind]
-    # Narrow bars would be all edge: neighbours differ by shade instead.
-    edge = {"color": "--page", "width": [0 if bar.crowded else 0.7 for bar in drawn]}
-    shades = [0.75 if bar.crowded and at % 2 else 1.0 for at, bar in enumerate(drawn)]
-    style = {**bar_style(colour, pattern), "opacity": shades, "line": edge}
-    return bars(
-        name, [bar.length for bar in drawn], [bar.row for bar in drawn], [bar.hover for bar in drawn], style,
-        base=[bar.base for bar in drawn], text=[bar.inside for bar in drawn], width=0.72, textposition="inside",
-        insidetextanchor="middle", textangle=0, insidetextfont={"color": "--on-bar"}, constraintext="inside",
-    )  # fmt: skip
-
-
-def _layout(drawing: _Drawing) -> Layout:
-    ends = [(drawing.drawn(instant_s), low, high) for instant_s, low, high in drawing.ends]
-    rows = rows_axis([label for _, label in drawing.rows], 14, [row for row, _ in drawing.rows])
-    shape = layout(
-        axis(f"time from the start of backward, {drawing.scale.unit}", zeroline=True, showgrid=True),
-        {**rows, "autorange": False, "range": [drawing.depth - 0.4, -0.9 if drawing.titles else -0.6]},
-        barmode="overlay", uniformtext={"mode": "hide", "minsize": 9},
-        shapes=[
-            {"type": "line", "x0": x, "x1": x, "y0": low, "y1": high,
-             "line": {"color": "--ink", "width": 1.5, "dash": "dot"}}
-            for x, low, high in ends
-        ],
-        annotations=[
-            {"xref": "paper", "x": 0, "y": row, "yref": "y", "xanchor": "left", "yanchor": "middle",
-             "showarrow": False, "text": f"<b>{plotly_text(text, 80)}</b>"}
-            for row, text in drawing.titles
-        ],
-    )  # fmt: skip
-    shape["legend"]["y"] = 1.0
-    return shape

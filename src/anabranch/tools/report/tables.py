@@ -71,7 +71,7 @@ def terminal(table: Table) -> rich.table.Table:
     for name, *cells in table.rows:
         best = name.text == table.best
         first = label(("* " if best else "") + name.text)
-        shown.add_row(first, *(Text(plain(cell.text)) for cell in cells), style="bold" if best else None)
+        shown.add_row(first, *(Text(plain_lines(cell.text)) for cell in cells), style="bold" if best else None)
     shown.caption = Text(plain(table.caption)) if table.caption else None
     return shown
 
@@ -168,11 +168,9 @@ def network_report(network: Network) -> RenderableType:
 
 def plan_report(plan: Plan) -> RenderableType:
     """A plan by itself: it has names but no sizes and no times."""
-    tensors = sum(len(bucket.names) for bucket in plan.buckets)
-    pairs = [
-        ("buckets", f"{len(plan):,}, on {count(plan.lanes, 'lane')}, of {count(tensors, 'tensor')}"),
-        ("fingerprint", plan.fingerprint),
-    ]
+    tensors = count(sum(len(bucket.names) for bucket in plan.buckets), "tensor")
+    buckets = f"{len(plan):,}, on {count(plan.lanes, 'lane')}, of {tensors}"
+    pairs = [("buckets", buckets), ("fingerprint", plan.fingerprint)]
     table = columns("Launch order", "#", "lane", "tensors", "by", "first", "last", left=["by", "first", "last"])
     rows: Iterable[Cells] = (
         [str(i), str(b.lane), str(len(b.names)), label(b.collective), label(b.names[0]), label(b.names[-1])]

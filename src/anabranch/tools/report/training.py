@@ -1,16 +1,16 @@
 """Trainings: files of JSON lines (metrics of ``ab.JsonLines``, losses, or both), as curves and as a table of stages."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from anabranch.tools.report.chart import Chart, Layout, Series, axis, band, curve, layout, plotly_text
-from anabranch.tools.report.documents import MAX_NUMBER, Count, Instant, Number
+from anabranch.tools.report.documents import LEAST_GAIN, MAX_NUMBER, Count, Instant, Number
 from anabranch.tools.report.formatting import shortened, time_scale
 from anabranch.tools.report.tables import Cell, Table, number
 from anabranch.values.errors import FileError
@@ -18,10 +18,11 @@ from anabranch.values.files import complaint, parse_json
 
 MAX_LINES = 500_000  # which take about 1 GB of memory and 15 s
 MAX_STAGES = 60
+FEWEST_STEPS = 3  # whose median says something
 MAX_RUNS = 8  # as many as there are colours and dashes
 MAX_POINTS = 2000  # a curve with more steps is downsampled
 BINS = 800  # of a downsampled curve: about as many as a wide screen has pixel columns
-PANEL_PX, EDGE_PX, GAP = 160, 120, 0.07
+PANEL_PX, EDGE_PX = 160, 120
 MIB = 1 << 20
 PREDICTED = "predicted"
 SMALLEST = 1e-30  # drawn as 0 below this: plotly draws no axis that ends below 1e-300
@@ -200,169 +201,157 @@ def stage_table(training: Training) -> Table | None:
     return Table(f"Stages of tuning ({training.name})", headers, rows, more)
 
 
+class LayoutGain(NamedTuple):
+    """Median steps of a training: under DDP's own buckets and under the layout in force at its end, None if DDP's."""
+
+    name: str
+    plan: str | None
+    own_s: float
+    kept_s: float
+
+    @property
+    def faster(self) -> bool:
+        """Whether the layout at the end is so by more than noise."""
+        return self.kept_s <= (1 - LEAST_GAIN) * self.own_s
+
+
+def layout_gain(run: Training) -> LayoutGain | None:
+    """What the search gained; None where too few steps tell."""
+    timed = [line for line in run.lines if line.measured_s is not None]
+    if not timed:
+        return None
+    own, kept = ([line.measured_s or 0.0 for line in timed if line.plan == plan] for plan in (None, timed[-1].plan))
+    if min(len(own), len(kept)) < FEWEST_STEPS:
+        return None
+    return LayoutGain(run.name, timed[-1].plan, median(own), median(kept))
+
+
 # -------------------------------------------------------------------------------------------------------------- chart
 
 
 @dataclass(frozen=True, slots=True)
 class Downsampled:
-    """A curve in bins of ``per_point`` steps: first and last step, median, minimum, maximum and its step.
+    """A curve in bins of ``per_point`` steps, 1 where every step is kept: the first and last step of each bin, its
+    median, its minimum, its maximum, and the step of its maximum."""
 
-    ``per_point`` is 1 where every step is kept.
-    """
-
-    steps: tuple[int, ...]
-    median: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    high_at: tuple[int, ...]
-    last: tuple[int, ...]
+    steps: Sequence[int]
+    median: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    high_at: Sequence[int]
+    last: Sequence[int]
     per_point: int
 
 
 def downsample(steps: Sequence[int], values: Sequence[float]) -> Downsampled:
     """A curve of at most ``MAX_POINTS`` points; no minimum and no maximum is lost."""
     if len(steps) <= MAX_POINTS:
-        kept = tuple(values)
-        return Downsampled(tuple(steps), kept, kept, kept, tuple(steps), tuple(steps), 1)
+        return Downsampled(steps, values, values, values, steps, steps, 1)
     per_point = -(-len(steps) // BINS)
     bins = [range(low, min(low + per_point, len(steps))) for low in range(0, len(steps), per_point)]
     highest = [max(part, key=values.__getitem__) for part in bins]
     return Downsampled(
-        tuple(steps[part[0]] for part in bins),
-        tuple(median(values[at] for at in part) for part in bins),
-        tuple(min(values[at] for at in part) for part in bins),
-        tuple(values[at] for at in highest),
-        tuple(steps[at] for at in highest),
-        tuple(steps[part[-1]] for part in bins),
+        [steps[part[0]] for part in bins],
+        [median(values[at] for at in part) for part in bins],
+        [min(values[at] for at in part) for part in bins],
+        [values[at] for at in highest],
+        [steps[at] for at in highest],
+        [steps[part[-1]] for part in bins],
         per_point,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One row of the chart, a curve per run; ``measured`` and ``predicted`` give the value of a line, if it has one."""
+    """One row of the chart: a quantity of a line, if it has it, and its prediction; times its factor in ``scale``."""
 
     title: str
-    measured: Callable[[StepLine], float | None]
+    measured: str
+    predicted: str = ""
+    scale: float = 1.0
     digits: str = ".4g"
-    from_zero: bool = True
-    predicted: Callable[[StepLine], float | None] | None = None
+
+    def known(self, run: Training, name: str) -> list[tuple[int, float]]:
+        """The steps that have the quantity, and its values; those next to zero are zero."""
+        pairs = [(line.step, getattr(line, name, None)) for line in run.lines]
+        return [
+            (step, value * self.scale if abs(value) > SMALLEST else 0.0) for step, value in pairs if value is not None
+        ]
 
 
 def training_chart(runs: Sequence[Training]) -> Chart | None:
     """A panel for every quantity that any of the runs logged; None where there is none."""
     shown = runs[:MAX_RUNS]
+    scale = time_scale(at.measured_s for run in shown for at in run.lines if at.measured_s is not None)
     panels = [
-        panel for panel in _panels(shown) if any(panel.measured(at) is not None for run in shown for at in run.lines)
+        _Panel("loss", "loss", digits=".5g"),
+        _Panel(f"step time, {scale.unit}", "measured_s", "predicted_s", scale.per_second),
+        _Panel(f"exposed communication, {scale.unit}", "exposed_s", scale=scale.per_second),
+        _Panel("sent per step, MiB", "sent_nbytes", scale=1 / MIB),
+        _Panel("elements exchanged (density), %", "density", scale=100),
     ]
+    panels = [panel for panel in panels if any(panel.known(run, panel.measured) for run in shown)]
     if not panels:
         return None
-    data: list[Series] = []
-    most_per_point = 1
     names = list(dict.fromkeys(run.name for run in shown))  # losses and metrics of one file look alike
-    in_legend: set[str] = set()
+    data: list[Series] = []
+    per_point = 1
     for place, panel in enumerate(panels):
         for run in shown:
-            drawn, per_point = _measured(panel, run, names.index(run.name), place, len(names) > 1)
-            drawn += _predicted(panel, run, place)
-            most_per_point = max(most_per_point, per_point)
-            for series in drawn:
-                if series["name"] not in in_legend and (len(names) > 1 or series["name"] == PREDICTED):
-                    series["showlegend"] = bool(series["name"])
-                    in_legend.add(series["name"])
-            data += drawn
+            for what in (panel.measured, panel.predicted):
+                if known := panel.known(run, what):
+                    found = downsample(*zip(*known, strict=True))
+                    per_point = max(per_point, found.per_point)
+                    is_prediction = what == panel.predicted
+                    data += _series(panel, found, None if is_prediction else names.index(run.name), run.name, place)
+    in_legend = {PREDICTED, *(map(plotly_text, names) if len(names) > 1 else ())}
+    for series in data:
+        series["showlegend"] = series["name"] in in_legend
+        in_legend.discard(series["name"])
     label = "Curves over the steps of the training: " + ", ".join(panel.title for panel in panels)
-    height = PANEL_PX * len(panels) + EDGE_PX
-    caption = _caption(runs, most_per_point)
+    height, caption = PANEL_PX * len(panels) + EDGE_PX, _caption(runs, per_point)
     return Chart("training-chart", label, data, _layout(panels), height, caption, one_curve_at_a_time=True)
 
 
-def _panels(runs: Sequence[Training]) -> list[_Panel]:
-    scale = time_scale(at.measured_s for run in runs for at in run.lines if at.measured_s is not None)
-
-    def timed(value_s: float | None) -> float | None:
-        return None if value_s is None else value_s * scale.per_second
-
-    return [
-        _Panel("loss", lambda at: at.loss, ".5g", from_zero=False),
-        _Panel(f"step time, {scale.unit}", lambda at: timed(at.measured_s), predicted=lambda at: timed(at.predicted_s)),
-        _Panel(f"exposed communication, {scale.unit}", lambda at: timed(at.exposed_s)),
-        _Panel("sent per step, MiB", lambda at: None if at.sent_nbytes is None else at.sent_nbytes / MIB),
-        _Panel("elements exchanged (density), %", lambda at: None if at.density is None else 100 * at.density),
-    ]
+def _series(panel: _Panel, found: Downsampled, index: int | None, name: str, place: int) -> list[Series]:
+    """A run's curve, with a band from minimum to maximum where it was downsampled; a prediction where index is None."""
+    where = {"yaxis": f"y{place + 1}" if place else "y"}
+    hovers = [_hover(panel, found, at, "predicted " if index is None else "") for at in range(len(found.steps))]
+    if index is None:  # holds until the layout changes
+        style = {"color": "--ink", "dash": "dot", "width": 2, "shape": "hv"}
+        return [curve(PREDICTED, found.steps, found.median, hovers, 0, mode="lines", line=style, **where)]
+    hovers = [f"<b>{plotly_text(name, 40)}</b><br>{hover}" for hover in hovers]
+    drawn = [curve(name, found.steps, found.median, hovers, index, mode="lines", legendgroup=str(index), **where)]
+    return [*([band(found.steps, found.low, found.high, index, 1, **where)] if found.per_point > 1 else []), *drawn]
 
 
-def _measured(panel: _Panel, run: Training, index: int, place: int, named: bool) -> tuple[list[Series], int]:
-    """One run's curve, with a band from minimum to maximum where it was downsampled; and its steps per point."""
-    known = [(at.step, value) for at in run.lines if (value := panel.measured(at)) is not None]
-    if not known:
-        return [], 1
-    found = downsample([step for step, _ in known], [value for _, value in known])
-    where = {"yaxis": _axis_name(place)}
-    who = f"<b>{plotly_text(run.name, 40)}</b><br>" if named else ""
-    hovers = [who + _hover(panel, found, at) for at in range(len(found.steps))]
-    drawn = [curve(run.name, found.steps, _rounded(found.median), hovers, index, mode="lines", legendgroup=str(index),
-                   showlegend=False, **where)]  # fmt: skip
-    if found.per_point > 1:
-        drawn.insert(0, band(found.steps, _rounded(found.low), _rounded(found.high), index, edge=1, **where))
-    return drawn, found.per_point
-
-
-def _predicted(panel: _Panel, run: Training, place: int) -> list[Series]:
-    """The predicted curve, drawn as steps: a prediction holds until the layout changes."""
-    predicted = panel.predicted or (lambda _: None)
-    known = [(at.step, value) for at in run.lines if (value := predicted(at)) is not None]
-    stairs = [
-        (step, value)
-        for at, (step, value) in enumerate(known)
-        if at in (0, len(known) - 1) or value != known[at - 1][1] or value != known[at + 1][1]
-    ]
-    if not stairs:
-        return []
-    if len(stairs) > MAX_POINTS:  # one that changes at nearly every step
-        thin = downsample(*zip(*stairs, strict=True))
-        stairs = list(zip(thin.steps, thin.median, strict=True))
-    hovers = [f"step {step:,}: predicted {value:{panel.digits}}" for step, value in stairs]
-    values = _rounded([value for _, value in stairs])
-    style = {"color": "--ink", "dash": "dot", "width": 2, "shape": "hv"}
-    return [curve(PREDICTED, [step for step, _ in stairs], values, hovers, 0, mode="lines", line=style,
-                  legendgroup=PREDICTED, showlegend=False, yaxis=_axis_name(place))]  # fmt: skip
-
-
-def _axis_name(place: int) -> str:
-    return f"y{place + 1}" if place else "y"
-
-
-def _hover(panel: _Panel, curve: Downsampled, at: int) -> str:
-    value = format(curve.median[at], panel.digits)
-    if curve.per_point == 1:
-        return f"step {curve.steps[at]:,}: {panel.title} {value}"
-    low, high = format(curve.low[at], panel.digits), format(curve.high[at], panel.digits)
+def _hover(panel: _Panel, found: Downsampled, at: int, what: str) -> str:
+    value, low, high = (format(each[at], panel.digits) for each in (found.median, found.low, found.high))
+    if found.per_point == 1:
+        return f"step {found.steps[at]:,}: {what}{panel.title} {value}"
     return (
-        f"steps {curve.steps[at]:,} – {curve.last[at]:,}<br>{panel.title}: median {value}"
-        f"<br>{low} to {high} (step {curve.high_at[at]:,})"
+        f"steps {found.steps[at]:,} – {found.last[at]:,}<br>{what}{panel.title}: median {value}"
+        f"<br>{low} to {high} (step {found.high_at[at]:,})"
     )
 
 
 def _layout(panels: Sequence[_Panel]) -> Layout:
-    height = (1 - GAP * (len(panels) - 1)) / len(panels)
-    shape = layout(axis("step", anchor=_axis_name(len(panels) - 1)), {}, annotations=[])
+    grid = {"rows": len(panels), "columns": 1, "pattern": "coupled", "ygap": 0.35}
+    shape = layout(axis("step"), {}, grid=grid, annotations=[])
     shape["legend"]["y"] = 1.0 + 26 / (PANEL_PX * len(panels))
     for place, panel in enumerate(panels):
-        top = 1 - place * (height + GAP)
-        shape[_axis_name(place).replace("y", "yaxis")] = {
-            "domain": [max(0.0, top - height), top], "fixedrange": True, "nticks": 5,
-            "rangemode": "tozero" if panel.from_zero else "normal",
-        }  # fmt: skip
+        number = place + 1 if place else ""
+        lowest = {"rangemode": "normal" if panel.measured == "loss" else "tozero"}
+        shape[f"yaxis{number}"] = {"fixedrange": True, "nticks": 5, **lowest}
         shape["annotations"].append({
-            "xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom",
+            "xref": "paper", "yref": f"y{number} domain", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom",
             "showarrow": False, "text": f"<b>{panel.title}</b>",
         })  # fmt: skip
     return shape
 
 
 def _caption(runs: Sequence[Training], per_point: int) -> str:
-    parts = []
+    parts = ["Step time: from the start of forward to averaged gradients, without the optimizer."]
     if per_point > 1:
         parts.append(
             f"Each point of a line is the median of up to {per_point} steps; the band shows their minimum and maximum, "
@@ -370,10 +359,4 @@ def _caption(runs: Sequence[Training], per_point: int) -> str:
         )
     if len(runs) > MAX_RUNS:
         parts.append(f"The first {MAX_RUNS} of {len(runs)} runs are drawn.")
-    parts.append("Step time: from the start of forward to averaged gradients, without the optimizer.")
-    parts += dict.fromkeys(f"Note: {note}." for run in runs for note in run.notes)
-    return " ".join(parts)
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [float(f"{value:.6g}") if abs(value) > SMALLEST else 0.0 for value in values]
+    return " ".join([*parts, *dict.fromkeys(f"Note: {note}." for run in runs for note in run.notes)])

@@ -121,12 +121,9 @@ def test_grouped_attention_in_bfloat16_keeps_neither_probabilities_nor_copies_of
     assert repeated - found == more_nbytes
 
 
-def test_offloaded_and_recomputed_activations_take_less() -> None:
+def test_recomputed_activations_take_less() -> None:
     kept, recomputed = peak_nbytes(probe(SUBJECTS["language"])), peak_nbytes(probe(SUBJECTS["recomputed"]))
-    offloaded = peak_nbytes(probe(SUBJECTS["language"], offload=True))
-    assert offloaded < 0.6 * kept and recomputed < 0.75 * kept
-    with pytest.raises(ValueError, match="offload is asked for on cpu: expected the meta device"):
-        probe(SUBJECTS["language"], offload=True, device=CPU)
+    assert recomputed < 0.75 * kept
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from anabranch.exchange.contracts import Scaler
 from anabranch.lean.optimizers import stepping
 from anabranch.observe.step_timer import tensors_in
 
@@ -74,6 +75,23 @@ def scaler_of_this_pass() -> torch.amp.GradScaler | None:
     """The GradScaler that has scaled the loss of the backward pass that is running; None if none has."""
     task = torch._C._current_graph_task_id()
     return next((scaler() for one, scaler in reversed(_scaled_passes) if one == task), None)
+
+
+def check_followed(followed: Scaler | None) -> None:
+    """Raise RuntimeError if the loss of this backward pass was scaled by a GradScaler that the model does not follow.
+
+    ``followed``: the one that it follows; another class may have a GradScaler inside.
+    """
+    scaler = scaler_of_this_pass()
+    if scaler is None or scaler is followed:
+        return
+    if followed is None or isinstance(followed, torch.amp.GradScaler):
+        raise RuntimeError(
+            f"the loss was scaled by a GradScaler whose scale is {scaler.get_scale()}, and this DataParallel under "
+            f"Lean follows {'none' if followed is None else 'another one'}: its updates would be as much too "
+            "large. Nothing was updated. Call follow(scaler) on the model once, on every rank, before training; "
+            "then only scaler.scale(loss).backward()"
+        )
 
 
 def _install() -> None:
