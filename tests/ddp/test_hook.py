@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, Plan
-from anabranch.ddp.hook import PlanHook
+from anabranch.ddp.layout import PlanHook
 from anabranch.ddp.reducer import Reduction, reduced_parameters, relayout
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges

@@ -160,7 +160,7 @@ class Engine(StepObserver):
         self._residual_slots = Slots(self._device)  # for residuals in float32 that are stored rounded
         self._dense_slots = Slots(self._device, at_once=None) if self.updates.holds_updates else self._slots
 
-    # The way of a gradient.
+    # From the end of forward to the update of every bucket.
 
     def on_forward_end(self, averaged: bool) -> Callable[[], None]:
         if averaged:

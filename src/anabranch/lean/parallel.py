@@ -31,7 +31,7 @@ from anabranch.exchange.compression import (
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.parameters import ignored_names, model_parts
 from anabranch.lean.activations.cost_model import BlockCosts
-from anabranch.lean.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations, choose_activations
+from anabranch.lean.activations.managed import PROFILED_STEPS, ChoiceMessage, ManagedActivations, choose_activations
 from anabranch.lean.engine import Engine, PassState, in_backward
 from anabranch.lean.memory_budget import (
     Held,
@@ -299,7 +299,7 @@ class LeanDataParallel(Tuned, nn.Module):
         self._running_tuner().after_forward(output, averaged)
 
     def _held(self) -> Held:
-        """What this rank holds beside activations, now that the optimizer has its state."""
+        """What this rank holds besides activations, now that the optimizer has its state."""
         tensors = {tensor.data_ptr(): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         runner = self._running_tuner().runner
         parameters = runner.parameters  # as wrapped: one that is frozen now may be unfrozen later

@@ -20,10 +20,10 @@ from anabranch.tuning.live_trials import LiveTrials
 from anabranch.tuning.trial import Trial
 from anabranch.values.kinds.names import kind_of
 from ddp.compiled import residual
-from ddp.compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
+from ddp.compiled.models import LAYERS, ORDERS, Log, compiled, forget_compiled, furthest, inputs, pair
 from observe.trace_events import check_format, of_rank
 from parallel.twins import SCENARIOS, ring, steps
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 
 def in_pairs(trace: Trace, network: Network) -> Plan:
@@ -49,6 +49,7 @@ def trained(
     decisions: int = 1,
 ) -> dict[str, Any]:
     """Train beside an eager DDP, until there are so many choices and some steps more."""
+    forget_compiled()
     if backend:
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
     log = Log(name=backend, part_s=part_s)
@@ -74,12 +75,11 @@ def trained(
     }
 
 
-@pytest.mark.campaign_but_first
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scenario", ["keeps the plan", "goes back"])
-def test_the_weights_of_ddp_with_one_recompilation(order: str, scenario: str) -> None:
-    for answer in on_ranks(trained, 2, order, scenario, "", {}):
-        assert answer["apart"] < 1e-6
+def test_the_weights_of_ddp_with_one_recompilation(scenario: str) -> None:
+    found = cases_on_ranks({order: (trained, order, scenario, "", {}) for order in ORDERS}, 2, timeout_s=120)
+    for order, answer in ((order, answer) for order, answers in found.items() for answer in answers):
+        assert answer["apart"] < 1e-6, order
         assert not answer["symbolic"], "shapes stay known: code for any shape is slow"
         first = answer["compiled"].count(0)
         assert first == LAYERS, "at first every layer is a part"
@@ -265,6 +265,7 @@ def test_a_search_that_may_take_no_more_steps_still_compiles_for_its_plan() -> N
 
 def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:
     """Train with a plan of one kind of exchange, compiled and eager; how far they are apart."""
+    forget_compiled()
     _, net = pair()
     plan = planners.using(pairs_of([name for name, _ in net.named_parameters()]), kind)
     compress = OkTopk(density=0.25, warmup_steps=0) if kind.startswith("oktopk") else None if kind == "dense" else kind
@@ -285,11 +286,12 @@ def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:
 
 @pytest.mark.campaign_but_first
 @pytest.mark.parametrize("lean", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "bf16", "int8", "int4", kind_of(0.25)])
-def test_every_kind_of_exchange(kind: str, lean: bool) -> None:
-    for answer in on_ranks(compressed, 2, kind, lean):
-        assert answer["apart"] < 1e-6
-        assert answer["compiled"] == [0] * (LAYERS // 2)
+def test_every_kind_of_exchange(lean: bool) -> None:
+    kinds = ["dense", "bf16", "int8", "int4", kind_of(0.25)]
+    found = cases_on_ranks({kind: (compressed, kind, lean) for kind in kinds}, 2, timeout_s=120)
+    for kind, answer in ((kind, answer) for kind, answers in found.items() for answer in answers):
+        assert answer["apart"] < 1e-6, kind
+        assert answer["compiled"] == [0] * (LAYERS // 2), kind
 
 
 def test_auto() -> None:
@@ -300,6 +302,7 @@ def test_auto() -> None:
 
 def lean(rank: int, order: str) -> dict[str, Any]:
     """Train under Lean, beside an eager DDP."""
+    forget_compiled()
     log = Log()
     theirs, net = pair()
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05)
@@ -316,13 +319,12 @@ def lean(rank: int, order: str) -> dict[str, Any]:
     return {"apart": furthest(theirs, made), "compiled": log.compiled, "parts": log.parts()}
 
 
-@pytest.mark.campaign_but_first
-@pytest.mark.parametrize("order", ORDERS)
-def test_lean(order: str) -> None:
-    for answer in on_ranks(lean, 2, order):
-        assert answer["apart"] < 1e-6
-        assert answer["compiled"] == [0] * (LAYERS // 2)
-        assert len(answer["parts"]) == LAYERS // 2
+def test_lean() -> None:
+    found = cases_on_ranks({order: (lean, order) for order in ORDERS}, 2, timeout_s=120)
+    for order, answer in ((order, answer) for order, answers in found.items() for answer in answers):
+        assert answer["apart"] < 1e-6, order
+        assert answer["compiled"] == [0] * (LAYERS // 2), order
+        assert len(answer["parts"]) == LAYERS // 2, order
 
 
 def compiled_before(rank: int) -> dict[str, Any]:
