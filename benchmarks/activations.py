@@ -18,7 +18,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.lean.activations.blocks import blocks_of
-from anabranch.lean.activations.policy import ManagedActivations, Mode, choose_activations
+from anabranch.lean.activations.managed import ManagedActivations, choose_activations
+from anabranch.lean.options import Mode
 from anabranch.tools.bench.zoo import model_and_step
 
 WARM, ROUNDS = 6, 10  # the mix is chosen after two steps

@@ -56,7 +56,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # not exported to type checkers
 
 import anabranch as ab
-from anabranch.lean.activations.policy import Mode
+from anabranch.lean.options import Mode
 from anabranch.tools.predict.memory.modes import (
     DDP,
     LEAN,

@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, Plan
-from anabranch.ddp.hook import PlanHook
+from anabranch.ddp.layout import PlanHook
 from anabranch.ddp.reducer import Reduction, reduced_parameters, relayout
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
 from anabranch.exchange.lanes import Lane, Lanes
 from anabranch.exchange.launcher import BucketLauncher
-from anabranch.exchange.quantised.exchanges import QuantisedExchanges
+from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepTimer
 from parallel.twins import WIDTH, batch, bits

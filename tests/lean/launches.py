@@ -1,9 +1,11 @@
-"""One function with several arguments, in one launch of ranks."""
+"""Scenarios in one launch of ranks: several of a file, or one with several arguments."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ranks import cases_on_ranks
+
+Answers = Mapping[str, list[Any]]  # by scenario: what it returned on each rank
 
 
 def each_on_ranks(

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 import anabranch as ab
 from anabranch.lean.update import NonzeroValues
 from anabranch.values.errors import UpdateError
-from lean.launches import each_on_ranks
+from lean.launches import Answers, each_on_ranks
 from lean.test_parallel import OPTIMIZERS, made, planned, tokens
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 STEPS = 6
 CLIP = 0.05  # below all norms of these trainings
@@ -55,21 +55,16 @@ def beside_ddp(
     lean.close()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "accumulate", "norm_type", "dtype", "lanes"),
-    [
+def test_dense_training_is_that_of_ddp() -> None:
+    scenarios = [
         ("momentum", 1, 2.0, "float32", 1),
         ("adamw", 2, 2.0, "float32", 1),
         ("two groups", 1, math.inf, "float32", 1),
         ("fused", 1, 2.0, "float32", 3),
         ("adamw", 2, math.inf, "float32", 3),
         ("momentum", 1, 1.0, "bfloat16", 1),
-    ],
-)
-def test_dense_training_is_that_of_ddp(
-    optimizer: str, accumulate: int, norm_type: float, dtype: str, lanes: int
-) -> None:
-    on_ranks(beside_ddp, 2, optimizer, accumulate, norm_type, dtype, lanes)
+    ]
+    each_on_ranks(beside_ddp, 2, scenarios, timeout_s=120.0)
 
 
 def step_both(lean: Any, ddp: nn.Module, stepped: torch.optim.Optimizer, *given: Any) -> None:
@@ -116,8 +111,8 @@ def through_the_course(rank: int) -> None:
     lean.close()
 
 
-def test_clipping_does_not_depend_on_the_buckets() -> None:
-    on_ranks(through_the_course, 2)
+def test_clipping_does_not_depend_on_the_buckets(launched: Answers) -> None:
+    assert "through_the_course" in launched  # its own assertions hold on every rank
 
 
 class Either(nn.Module):
@@ -146,8 +141,8 @@ def unused(rank: int) -> None:
     lean.close()
 
 
-def test_unused_parameters_are_left_alone() -> None:
-    on_ranks(unused, 2)
+def test_unused_parameters_are_left_alone(launched: Answers) -> None:
+    assert "unused" in launched  # its own assertions hold on every rank
 
 
 class Failing(torch.optim.SGD):
@@ -240,8 +235,8 @@ def scaled(rank: int) -> list[float]:
     return scales
 
 
-def test_a_scaler_skips_the_same_steps_as_under_ddp() -> None:
-    for ours, theirs in on_ranks(scaled, 2):
+def test_a_scaler_skips_the_same_steps_as_under_ddp(launched: Answers) -> None:
+    for ours, theirs in launched["scaled"]:
         assert ours == theirs == 2.0**8
 
 
@@ -306,8 +301,8 @@ def refused(rank: int) -> str:
     return said
 
 
-def test_a_norm_that_is_not_finite_is_an_error_where_asked_for() -> None:
-    for said in on_ranks(refused, 2):
+def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(launched: Answers) -> None:
+    for said in launched["refused"]:
         assert "the norm of order 2.0 over all gradients is nan: expected a finite one" in said
 
 
@@ -329,8 +324,8 @@ def overflowing(rank: int) -> None:
     lean.close()
 
 
-def test_a_norm_that_overflows_clips_as_torch_does() -> None:
-    on_ranks(overflowing, 2)
+def test_a_norm_that_overflows_clips_as_torch_does(launched: Answers) -> None:
+    assert "overflowing" in launched  # its own assertions hold on every rank
 
 
 def only_measured(rank: int) -> None:
@@ -347,8 +342,8 @@ def only_measured(rank: int) -> None:
     plain.close()
 
 
-def test_the_norm_can_be_known_without_clipping() -> None:
-    on_ranks(only_measured, 2)
+def test_the_norm_can_be_known_without_clipping(launched: Answers) -> None:
+    assert "only_measured" in launched  # its own assertions hold on every rank
 
 
 # torch's own function, by which programs and frameworks clip.
@@ -398,8 +393,8 @@ def by_torch(rank: int) -> list[str]:
     return answers
 
 
-def test_clipping_after_backward_leads_to_lean_or_is_refused() -> None:
-    for limit, norm_type, some, mixed, two, not_finite, without in on_ranks(by_torch, 2):
+def test_clipping_after_backward_leads_to_lean_or_is_refused(launched: Answers) -> None:
+    for limit, norm_type, some, mixed, two, not_finite, without in launched["by_torch"]:
         assert "of max_norm 1.0 and norm_type 2.0 under Lean, with clip_norm 0.5" in limit
         assert "so give Lean(clip_norm=1.0), which clips there" in limit
         assert "give Lean(clip_norm=0.5, norm_type=inf)" in norm_type
@@ -440,6 +435,24 @@ def freed(rank: int) -> list[int]:
     return [most, left, sum(p.nbytes for p in model.parameters() if p.requires_grad)]
 
 
-def test_averages_are_freed_when_they_are_applied() -> None:
-    for most, left, expected in on_ranks(freed, 2):
+def test_averages_are_freed_when_they_are_applied(launched: Answers) -> None:
+    for most, left, expected in launched["freed"]:
         assert most == expected and left == 0
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    through_the_course,
+    unused,
+    scaled,
+    refused,
+    overflowing,
+    only_measured,
+    by_torch,
+    freed,
+)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 from anabranch.values.errors import CollectiveError
-from lean.launches import each_on_ranks
-from ranks import on_ranks
+from lean.launches import Answers, each_on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 WIDTH = 16
 
@@ -101,8 +101,8 @@ def asked_beside(rank: int) -> int:
     return made
 
 
-def test_only_a_backward_is_a_step() -> None:
-    assert on_ranks(asked_beside, 2) == [1, 1]
+def test_only_a_backward_is_a_step(launched: Answers) -> None:
+    assert launched["asked_beside"] == [1, 1]
 
 
 def permuted(rank: int, kind: str, fused: bool) -> None:
@@ -147,8 +147,8 @@ def frozen(rank: int) -> float:
     return 0.0
 
 
-def test_frozen_parameters_are_not_updated() -> None:
-    on_ranks(frozen, 2)
+def test_frozen_parameters_are_not_updated(launched: Answers) -> None:
+    assert "frozen" in launched  # its own assertions hold on every rank
 
 
 def broken_off(rank: int) -> list[str]:
@@ -231,8 +231,8 @@ def as_programs_are(rank: int) -> float:
     return float(scheduler.get_last_lr()[0])
 
 
-def test_ordinary_programs_work_unchanged() -> None:
-    assert on_ranks(as_programs_are, 2) == [0.05, 0.05]
+def test_ordinary_programs_work_unchanged(launched: Answers) -> None:
+    assert launched["as_programs_are"] == [0.05, 0.05]
 
 
 class Failing(torch.optim.SGD):
@@ -277,8 +277,8 @@ def with_nothing(rank: int) -> None:
     lean.close()
 
 
-def test_a_parameter_without_elements() -> None:
-    on_ranks(with_nothing, 2)
+def test_a_parameter_without_elements(launched: Answers) -> None:
+    assert "with_nothing" in launched  # its own assertions hold on every rank
 
 
 def own_affair(rank: int) -> None:
@@ -302,8 +302,8 @@ def own_affair(rank: int) -> None:
     lean.close()
 
 
-def test_a_backward_through_the_module_alone_is_no_step() -> None:
-    on_ranks(own_affair, 2)
+def test_a_backward_through_the_module_alone_is_no_step(launched: Answers) -> None:
+    assert "own_affair" in launched  # its own assertions hold on every rank
 
 
 def frozen_later(rank: int) -> list[int]:
@@ -330,5 +330,21 @@ def frozen_later(rank: int) -> list[int]:
     return alive
 
 
-def test_what_is_frozen_later_keeps_no_gradient_alive() -> None:
-    assert on_ranks(frozen_later, 2) == [[0, 0], [0, 0]]
+def test_what_is_frozen_later_keeps_no_gradient_alive(launched: Answers) -> None:
+    assert launched["frozen_later"] == [[0, 0], [0, 0]]
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    asked_beside,
+    frozen,
+    as_programs_are,
+    with_nothing,
+    own_affair,
+    frozen_later,
+)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from lean.launches import each_on_ranks
-from ranks import on_ranks
+from lean.launches import Answers, each_on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 WIDTH = 24
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -141,9 +141,8 @@ def against_ddp(rank: int, made_by: str) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_dense_trains_as_ddp(optimizer: str) -> None:
-    on_ranks(against_ddp, 2, optimizer)
+def test_dense_trains_as_ddp() -> None:
+    each_on_ranks(against_ddp, 2, [(optimizer,) for optimizer in OPTIMIZERS])
 
 
 def through_the_course(rank: int) -> str:
@@ -167,8 +166,8 @@ def through_the_course(rank: int) -> str:
     return answers
 
 
-def test_all_stages_of_tuning() -> None:
-    answers = on_ranks(through_the_course, 2)
+def test_all_stages_of_tuning(launched: Answers) -> None:
+    answers = launched["through_the_course"]
     assert "running" in answers[0] and "speed-up" in answers[0]
 
 
@@ -291,8 +290,8 @@ def unfrozen(rank: int) -> str:
     return str(caught.value)
 
 
-def test_what_is_unfrozen_later_is_not_silently_left_out() -> None:
-    assert all("frozen.weight was unfrozen" in answers for answers in on_ranks(unfrozen, 2))
+def test_what_is_unfrozen_later_is_not_silently_left_out(launched: Answers) -> None:
+    assert all("frozen.weight was unfrozen" in answers for answers in launched["unfrozen"])
 
 
 def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -317,8 +316,8 @@ def scaled_windows(rank: int) -> list[float]:
     return moved
 
 
-def test_gradients_accumulated_for_one_step_have_one_scale() -> None:
-    for moved in on_ranks(scaled_windows, 2):
+def test_gradients_accumulated_for_one_step_have_one_scale(launched: Answers) -> None:
+    for moved in launched["scaled_windows"]:
         assert moved == pytest.approx([4.0] * 6, rel=1e-5)
 
 
@@ -334,3 +333,16 @@ def at_the_limit(rank: int) -> None:
         scaler.scale(lean(torch.ones(1, 4)).sum() * 2.0**-100).backward()
     assert scaler.get_scale() == 2.0**127
     lean.close()
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    through_the_course,
+    unfrozen,
+    scaled_windows,
+)

@@ -113,18 +113,16 @@ def test_clipping_holds_averages_until_the_end() -> None:
     assert predict(early, "lean, dense", Setting(clips=True)) == predict(early, "lean, dense"), "none at its peak"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
+def test_wrong_requests_are_told() -> None:
+    cases: list[tuple[Callable[[], object], str]] = [
         (lambda: predict(small(), "ddpp"), "mode is 'ddpp': expected one of ddp, naive sparse"),
         (lambda: Setting(ranks=0), "ranks is 0: expected a whole number from 1 on"),
         (lambda: Setting(density=2.0), r"density is 2.0: expected a share of the elements in \(0, 1\]"),
         (lambda: Footprint({"gravel": 1}, ""), "a footprint has the kind 'gravel': expected some of weights"),
-    ],
-)
-def test_wrong_requests_are_told(wrong: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        wrong()
+    ]
+    for wrong, words in cases:
+        with pytest.raises(ValueError, match=words):
+            wrong()
 
 
 def test_every_mode_grows_with_the_batch() -> None:

@@ -118,9 +118,9 @@ class Recording(StepObserver):
             },
             "policy": {name: getattr(tuner._policy, name) for name in TuningPolicy.__dataclass_fields__},
             "parameters": {name: list(p.shape) for name, p in tuner.runner.parameters.items()},
-            "warmup_steps": collectives.warmup_steps,
-            "keep_memory": collectives.keep_memory,
-            "with_residual": [kind for kind in kinds if collectives.keeps_residual(kind)],
+            "warmup_steps": collectives.residuals.warmup_steps,
+            "keep_memory": collectives.residuals.keeps_any,
+            "with_residual": [kind for kind in kinds if collectives.residuals.keeps(kind)],
             "has_cache": tuner._cache is not None,
             "is_compiled": type(graphs).__name__ == "CompiledGraphs",
         }  # fmt: skip
@@ -256,17 +256,29 @@ class _World:
         parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in given["parameters"].items()}
         self.layout: Any = SimpleNamespace(
             default_label="DDP's own buckets", default_plan=None,
-            exchange=SimpleNamespace(on_side_stream=lambda _: False),
             trained=lambda: parameters, report_averaged=lambda _: None, may_change=lambda _: True,
             can_rebuild=lambda: True, before_forward=lambda: None, before_change=lambda: None, use=lambda _: None,
             close=lambda: None,
         )  # fmt: skip
+        residuals = SimpleNamespace(
+            warmup_steps=given["warmup_steps"],
+            keeps_any=given["keep_memory"],
+            keeps=lambda kind: kind in given["with_residual"],
+            on_step_end=lambda: None,
+            loaded=list,
+            summary=list,
+        )
         self.collectives = SimpleNamespace(
-            max_ctas=None, kinds=tuple(given["options"]["kinds"]), warmup_steps=given["warmup_steps"],
-            keep_memory=given["keep_memory"], keeps_residual=lambda kind: kind in given["with_residual"],
-            supports=lambda *_: True, on_step_end=lambda: None, postpone_samples=lambda: None, use_plan=lambda _: None,
-            probe=lambda _: None, loaded=list, close=lambda: None, summary=list, relative_errors=dict,
-        )  # fmt: skip
+            residuals=residuals,
+            errors=SimpleNamespace(postpone=lambda: None, relative_errors=dict),
+            max_ctas=None,
+            kinds=tuple(given["options"]["kinds"]),
+            supports=lambda *_: True,
+            on_side_stream=lambda _: False,
+            use_plan=lambda _: None,
+            probe=lambda _: None,
+            close=lambda: None,
+        )
 
     @contextmanager
     def patched(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import nn
 import anabranch as ab
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
-from anabranch.exchange.quantised.exchanges import QuantisedExchanges
+from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.observe import environment
 from anabranch.tools.lab import environment as lab_environment
 from anabranch.tuning.options import TuningOptions

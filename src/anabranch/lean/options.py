@@ -4,17 +4,52 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from anabranch.lean.activations.policy import Activations, Mode
 from anabranch.planning.memory import ResidualPlacement
 from anabranch.values.quantities import size_nbytes
 
-KEPT = Activations(mode="keep")
 GIVEN_CLASSES = "torch.optim."  # where classes are defined whose optimizers can be taken over
+Mode = Literal["keep", "recompute", "auto"]  # what happens to activations
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What happens to activations between forward and backward.
+
+    mode            "keep" them, "recompute" every block, or "auto": a mix within a budget
+    budget_nbytes   what "auto" may have on the device at once
+    """
+
+    mode: Mode = "auto"
+    budget_nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if str(self.mode) == "offload":
+            raise ValueError(
+                "Activations mode is 'offload': moving activations to the host is retired; use 'recompute', 'auto' "
+                "with a budget, or torch.autograd.graph.save_on_cpu() around forward"
+            )
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"Activations mode is {self.mode!r}: expected one of {', '.join(get_args(Mode))}")
+        budget = self.budget_nbytes
+        if budget is not None and (not isinstance(budget, int) or budget < 1):
+            raise ValueError(f"Activations budget_nbytes is {budget!r}: expected a whole number from 1 on, or None")
+        if self.mode != "auto" and budget is not None:
+            raise ValueError(
+                f"Activations mode is {self.mode!r} with budget_nbytes={budget}: expected one with 'auto' only"
+            )
+        if self.mode == "auto" and budget is None:
+            raise ValueError(
+                "Activations mode is 'auto' without budget_nbytes: expected a budget, since recomputing takes time; or "
+                'use Lean(within="16GiB"), which chooses for all memory of a rank'
+            )
+
+
+KEPT = Activations(mode="keep")
 
 
 @dataclass(frozen=True)

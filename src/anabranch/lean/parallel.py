@@ -19,7 +19,6 @@ from anabranch.ddp.compiled.graphs import CompiledGraphs
 from anabranch.ddp.reducer import compiled_as_ddp
 from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.exchange.agree import all_or_none, check_same, from_rank_0
-from anabranch.exchange.collectives import Scaler
 from anabranch.exchange.compression import (
     Compress,
     Settings,
@@ -28,10 +27,11 @@ from anabranch.exchange.compression import (
     may_be_sparse,
     settings_of,
 )
+from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.parameters import ignored_names, model_parts
 from anabranch.lean.activations.cost_model import BlockCosts
-from anabranch.lean.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations, choose_activations
+from anabranch.lean.activations.managed import PROFILED_STEPS, ChoiceMessage, ManagedActivations, choose_activations
 from anabranch.lean.engine import Engine, PassState, in_backward
 from anabranch.lean.memory_budget import (
     Held,
@@ -299,7 +299,7 @@ class LeanDataParallel(Tuned, nn.Module):
         self._running_tuner().after_forward(output, averaged)
 
     def _held(self) -> Held:
-        """What this rank holds beside activations, now that the optimizer has its state."""
+        """What this rank holds besides activations, now that the optimizer has its state."""
         tensors = {tensor.data_ptr(): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         runner = self._running_tuner().runner
         parameters = runner.parameters  # as wrapped: one that is frozen now may be unfrozen later
@@ -320,7 +320,7 @@ class LeanDataParallel(Tuned, nn.Module):
         if self._activations.choice is None:
             self._activations.choose(self._own_choice, self._agreed_choice)
             if "residuals" in self._activations.agreed:
-                self.layout.exchange.store_residuals(self._activations.agreed["residuals"])
+                self.layout.residuals.store_as(self._activations.agreed["residuals"])
 
     def _own_choice(self, blocks: Sequence[BlockCosts]) -> ChoiceMessage:
         """What this rank would choose; BudgetError if nothing fits."""

@@ -145,7 +145,7 @@ def _calibrations(plan: Plan, network: Network) -> str:
 
 def warm_up_kinds(kinds: Sequence[str], collectives: Collectives, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Kinds for plans that run while training warms up: those without residuals, or if there are none, bf16."""
-    asked = [kind for kind in kinds if not collectives.keeps_residual(kind)]
+    asked = [kind for kind in kinds if not collectives.residuals.keeps(kind)]
     dtypes = {parameter.dtype for parameter in parameters.values()}
     may_round = all(collectives.supports(WARM_UP_KIND, dtype) for dtype in dtypes)
     return asked or ([WARM_UP_KIND] if may_round else [])
@@ -153,9 +153,9 @@ def warm_up_kinds(kinds: Sequence[str], collectives: Collectives, parameters: Ma
 
 def may_run(plan: Plan | None, steps_done: int, collectives: Collectives) -> bool:
     """Whether a plan may run after this many steps: exchanges with residuals wait for the end of the warm-up."""
-    if plan is None or steps_done >= collectives.warmup_steps:
+    if plan is None or steps_done >= collectives.residuals.warmup_steps:
         return True
-    return not any(collectives.keeps_residual(bucket.collective) for bucket in plan.buckets)
+    return not any(collectives.residuals.keeps(bucket.collective) for bucket in plan.buckets)
 
 
 class BackgroundPlanner:

@@ -143,7 +143,7 @@ class Search:
     def profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """The same, and record the trace."""
         self.failure = ""
-        self._collectives.postpone_samples()
+        self._collectives.errors.postpone()
         with Recorder(self.runner.timer, self.runner.parameters) as recorder:
             trial = yield from self.begin_with(label, plan, self.options.profile_steps)
         self.budget.step_s = self.budget.step_s or trial.step_s
@@ -181,7 +181,7 @@ class Search:
             return
         self.stage = "measuring the network"
         kinds = ["dense", *self.options.kinds]
-        if self._collectives.warmup_steps > self._steps_done:
+        if self._collectives.residuals.warmup_steps > self._steps_done:
             kinds += self._kinds_for_warm_up()
         lanes = self.runner.lanes
         lanes.grow(min(self.options.lanes or 2, lanes.max_lanes))
@@ -213,12 +213,12 @@ class Search:
     def warm_up(self) -> Schedule[None]:
         """While an exchange with residuals must wait, search among those without, so that these steps are fast, too."""
         assert self.network.known is not None
-        if self._steps_done >= self._collectives.warmup_steps:
+        if self._steps_done >= self._collectives.residuals.warmup_steps:
             return
         kinds = [kind for kind in self._kinds_for_warm_up() if kind in self.network.known.curves]
         yield from self.run(replace(self.options, kinds=tuple(kinds)))
         self.stage = f"running {self.best.label} while training warms up"
-        waited = self._collectives.warmup_steps - self._steps_done
+        waited = self._collectives.residuals.warmup_steps - self._steps_done
         yield from steps(waited)
         self._began_at += waited  # steps of training, not of the search
 

@@ -161,7 +161,9 @@ class TrainingCache:
         if choice.plan.lanes > max_lanes:
             raise PlanError(f"its plan needs {choice.plan.lanes} lanes: expected at most {max_lanes}")
         kinds, collectives = options.kinds, self._collectives
-        while_waiting = warm_up_kinds(kinds, collectives, self._parameters) if collectives.warmup_steps else ()
+        while_waiting = (
+            warm_up_kinds(kinds, collectives, self._parameters) if collectives.residuals.warmup_steps else ()
+        )
         for bucket in choice.plan.buckets:
             if bucket.collective not in (DENSE, *kinds, *while_waiting):
                 raise PlanError(f"its plan sends gradients by {bucket.collective}, which this training did not ask for")

@@ -170,8 +170,8 @@ class Tuner:
             kept=self.kept if self.kept is not None and self.kept.plan == runner.plan else None,
             plan=runner.plan,
             network_note=network_note() if runner.device.type == "cpu" else None,  # only Gloo is emulated
-            exchange_lines=self.collectives.summary(),
-            errors=self.collectives.relative_errors(),
+            exchange_lines=self.collectives.residuals.summary(),
+            errors=self.collectives.errors.relative_errors(),
             cost=search.budget.summary() if search.trials else "",
             graph_lines=[*self._graphs.lines(), *search.cut_lines],
         )
@@ -184,7 +184,7 @@ class Tuner:
         began_s, stage = perf_counter(), self.stage
         self._graphs.step_ended()
         self.runner.check_loaded()
-        self.collectives.on_step_end()
+        self.collectives.residuals.on_step_end()
         if self.runner.stale:
             self._schedule.close()
             search.stage = f"no longer planning: {FROZEN}"
@@ -209,7 +209,7 @@ class Tuner:
 
     def _call_after(self, count: int) -> None:
         """Call ``_step_ended`` again after ``count`` steps; where nothing needs more, time those before coarsely."""
-        if not self.collectives.keep_memory:
+        if not self.collectives.residuals.keeps_any:
             self.runner.timer.call_after(count)
 
     def _watched(self, count: int) -> Schedule[None]:

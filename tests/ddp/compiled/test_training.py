@@ -20,10 +20,10 @@ from anabranch.tuning.search import HELD_EARLY
 from anabranch.tuning.trial import Trial
 from anabranch.values.kinds.names import kind_of
 from ddp.compiled import residual
-from ddp.compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
+from ddp.compiled.models import LAYERS, ORDERS, Log, compiled, forget_compiled, furthest, inputs, pair
 from observe.trace_events import check_format, of_rank
 from parallel.twins import SCENARIOS, ring, steps
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 from tuning.given_times import give_times, note_comparisons
 
 
@@ -50,6 +50,7 @@ def trained(
     decisions: int = 1,
 ) -> dict[str, Any]:
     """Train beside an eager DDP, until there are so many choices and some steps more."""
+    forget_compiled()
     if backend:
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
     log = Log(name=backend, part_s=part_s)
@@ -75,12 +76,11 @@ def trained(
     }
 
 
-@pytest.mark.campaign_but_first
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scenario", ["keeps the plan", "goes back"])
-def test_the_weights_of_ddp_with_one_recompilation(order: str, scenario: str) -> None:
-    for answer in on_ranks(trained, 2, order, scenario, "", {}):
-        assert answer["apart"] < 1e-6
+def test_the_weights_of_ddp_with_one_recompilation(scenario: str) -> None:
+    found = cases_on_ranks({order: (trained, order, scenario, "", {}) for order in ORDERS}, 2, timeout_s=120)
+    for order, answer in ((order, answer) for order, answers in found.items() for answer in answers):
+        assert answer["apart"] < 1e-6, order
         assert not answer["symbolic"], "shapes stay known: code for any shape is slow"
         first = answer["compiled"].count(0)
         assert first == LAYERS, "at first every layer is a part"
@@ -108,12 +108,14 @@ def believed(rank: int) -> tuple[str, str]:
     return labels[-1], explained
 
 
+@pytest.mark.slow
 def test_predictions_are_made_with_the_cuts_in_force() -> None:
     for label, explained in on_ranks(believed, 2):
         assert label == "in_pairs, graphs cut for it"
         assert f"* {label}" in explained
 
 
+@pytest.mark.slow
 def test_later_searches_compile_nothing() -> None:
     for answer in on_ranks(trained, 2, "compile(DP)", "plans again and again", "", {}, 0.0, 4):
         assert answer["apart"] < 1e-6
@@ -127,6 +129,7 @@ def with_equal_times(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     return trained(rank, "compile(DP)", "keeps the plan", "", options)
 
 
+@pytest.mark.slow
 def test_a_policy_may_allow_more_versions() -> None:
     dear = {"policy": replace(SCENARIOS["keeps the plan"], cut_share=1e6, recompilations=3)}  # keeps whatever it tries
     for answer in on_ranks(with_equal_times, 2, dear):
@@ -136,6 +139,7 @@ def test_a_policy_may_allow_more_versions() -> None:
         assert 2 <= answer["explained"].count(" cuts computing takes ") <= 3, "which ones depends on times"
 
 
+@pytest.mark.slow
 def test_recorded_gradients_are_spread_over_backward() -> None:
     for answer in on_ranks(trained, 2, "compile(DP)", "goes back", "", {}, 0.02):
         assert [sorted({name.split(".")[1] for name in part if "layers" in name}) for part in answer["parts"]] == [
@@ -192,6 +196,7 @@ def launches(rank: int, path: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_given_plan_is_compiled_once_and_each_bucket_leaves_when_its_part_ends(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     for answer in on_ranks(launches, 2, str(path)):
@@ -229,6 +234,7 @@ def doubtful(rank: int) -> dict[str, Any]:
     return {"decided": decided, "explained": made.explain()}
 
 
+@pytest.mark.slow
 def test_a_doubtful_plan_wins_again_before_graphs_are_compiled_for_it() -> None:
     for answer in on_ranks(doubtful, 2):
         tried, again, cut = answer["decided"]
@@ -253,6 +259,7 @@ def ended_early(rank: int, planner: str, held: bool) -> dict[str, Any]:
     return {"compiled": log.compiled, "explained": made.explain()}
 
 
+@pytest.mark.slow
 @pytest.mark.campaign_but_first
 @pytest.mark.parametrize("planner", ["in_pairs", "per_tensor"])
 def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) -> None:
@@ -264,6 +271,7 @@ def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) 
         assert ("parts, cut finely." in answer["explained"]) == needs_fewer, "per_tensor needs every cut"
 
 
+@pytest.mark.slow
 def test_a_search_that_may_take_no_more_steps_still_compiles_for_its_plan() -> None:
     for answer in on_ranks(ended_early, 2, "in_pairs", False):
         assert "running in_pairs, graphs cut for it" in answer["explained"]
@@ -272,6 +280,7 @@ def test_a_search_that_may_take_no_more_steps_still_compiles_for_its_plan() -> N
 
 def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:
     """Train with a plan of one kind of exchange, compiled and eager; how far they are apart."""
+    forget_compiled()
     _, net = pair()
     plan = planners.using(pairs_of([name for name, _ in net.named_parameters()]), kind)
     compress = OkTopk(density=0.25, warmup_steps=0) if kind.startswith("oktopk") else None if kind == "dense" else kind
@@ -292,13 +301,15 @@ def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:
 
 @pytest.mark.campaign_but_first
 @pytest.mark.parametrize("lean", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "bf16", "int8", "int4", kind_of(0.25)])
-def test_every_kind_of_exchange(kind: str, lean: bool) -> None:
-    for answer in on_ranks(compressed, 2, kind, lean):
-        assert answer["apart"] < 1e-6
-        assert answer["compiled"] == [0] * (LAYERS // 2)
+def test_every_kind_of_exchange(lean: bool) -> None:
+    kinds = ["dense", "bf16", "int8", "int4", kind_of(0.25)]
+    found = cases_on_ranks({kind: (compressed, kind, lean) for kind in kinds}, 2, timeout_s=120)
+    for kind, answer in ((kind, answer) for kind, answers in found.items() for answer in answers):
+        assert answer["apart"] < 1e-6, kind
+        assert answer["compiled"] == [0] * (LAYERS // 2), kind
 
 
+@pytest.mark.slow
 def test_auto() -> None:
     for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", {"compress": "auto", "network": None}):
         assert answer["apart"] < 0.02  # kinds round
@@ -307,6 +318,7 @@ def test_auto() -> None:
 
 def lean(rank: int, order: str) -> dict[str, Any]:
     """Train under Lean, beside an eager DDP."""
+    forget_compiled()
     log = Log()
     theirs, net = pair()
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05)
@@ -323,13 +335,12 @@ def lean(rank: int, order: str) -> dict[str, Any]:
     return {"apart": furthest(theirs, made), "compiled": log.compiled, "parts": log.parts()}
 
 
-@pytest.mark.campaign_but_first
-@pytest.mark.parametrize("order", ORDERS)
-def test_lean(order: str) -> None:
-    for answer in on_ranks(lean, 2, order):
-        assert answer["apart"] < 1e-6
-        assert answer["compiled"] == [0] * (LAYERS // 2)
-        assert len(answer["parts"]) == LAYERS // 2
+def test_lean() -> None:
+    found = cases_on_ranks({order: (lean, order) for order in ORDERS}, 2, timeout_s=120)
+    for order, answer in ((order, answer) for order, answers in found.items() for answer in answers):
+        assert answer["apart"] < 1e-6, order
+        assert answer["compiled"] == [0] * (LAYERS // 2), order
+        assert len(answer["parts"]) == LAYERS // 2, order
 
 
 def compiled_before(rank: int) -> dict[str, Any]:
@@ -355,6 +366,7 @@ def compiled_before(rank: int) -> dict[str, Any]:
     return {"before": before, "parts": parts}
 
 
+@pytest.mark.slow
 def test_a_model_that_was_compiled_before_it_was_wrapped_is_cut() -> None:
     for answer in on_ranks(compiled_before, 2):
         assert answer["before"] == 1, "torch keeps one graph for both models"
@@ -372,6 +384,7 @@ def with_cache(rank: int, folder: str, count: int, rows: int) -> dict[str, Any]:
     return {"compiled": log.compiled, "explained": made.explain()}
 
 
+@pytest.mark.slow
 def test_a_cached_plan_is_compiled_once_with_its_cuts(tmp_path: Path) -> None:
     on_ranks(with_cache, 2, str(tmp_path), 45, 8)  # a choice is kept once a doubtful win was repeated
     for answer in on_ranks(with_cache, 2, str(tmp_path), 6, 8):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anabranch.lean.activations.cost_model import BlockCosts
-from anabranch.lean.activations.policy import ManagedActivations, choose_activations
+from anabranch.lean.activations.managed import ManagedActivations, choose_activations
 from anabranch.lean.activations.profiler import BlockProfiler
 
 Around = Callable[[nn.Module], AbstractContextManager[object]]

@@ -126,22 +126,18 @@ def test_recomputed_activations_take_less() -> None:
     assert recomputed < 0.75 * kept
 
 
-@pytest.mark.parametrize(
-    ("factory", "state", "workspace"),
-    [
+def test_optimizers_are_counted() -> None:
+    cases: list[tuple[Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None, int, int]] = [
         (lambda p: torch.optim.SGD(p, lr=0.1, foreach=True), 0, 0),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True), 1, 0),
         (lambda p: torch.optim.AdamW(p, foreach=True), 2, 1),
         (None, 0, 0),
-    ],
-)
-def test_optimizers_are_counted(
-    factory: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None, state: int, workspace: int
-) -> None:
-    profile = probe(SUBJECTS["images"], factory)
-    n = profile.gradients_nbytes
-    assert profile.optimizer.state_nbytes == state * n
-    assert profile.optimizer.workspace_nbytes == pytest.approx(workspace * n, abs=0.02 * n)
+    ]
+    for factory, state, workspace in cases:
+        profile = probe(SUBJECTS["images"], factory)
+        n = profile.gradients_nbytes
+        assert profile.optimizer.state_nbytes == state * n
+        assert profile.optimizer.workspace_nbytes == pytest.approx(workspace * n, abs=0.02 * n)
 
 
 class Asking(nn.Linear):

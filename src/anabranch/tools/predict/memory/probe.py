@@ -156,7 +156,7 @@ def _ready_gradients(
 
 
 def optimizer_memory(model: nn.Module, optimizer: OptimizerFactory | None) -> OptimizerMemory:
-    """Return what an optimizer of the model's parameters keeps, and what a step needs beside it once it has state."""
+    """Return what an optimizer of the model's parameters keeps, and the workspace of a step once it has state."""
     if optimizer is None:
         return OptimizerMemory()
     trained = [

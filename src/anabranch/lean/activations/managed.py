@@ -2,8 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import nn
 
@@ -11,49 +10,15 @@ from anabranch.lean.activations.cost_model import Action, BlockCosts, Forecast
 from anabranch.lean.activations.profiler import BlockProfiler
 from anabranch.lean.activations.recompute import PatchedModel, recompute
 from anabranch.lean.activations.solver import BudgetError, Choice, choose, smallest_budget
+from anabranch.lean.options import Mode
 
 log = logging.getLogger("anabranch")
 
-Mode = Literal["keep", "recompute", "auto"]
-OFFLOADING = (
-    "moving activations to the host is retired: use 'recompute', 'auto' with a budget, or "
-    "torch.autograd.graph.save_on_cpu() around forward"
-)
 PROFILED_STEPS = 2  # the first also warms up
 
 ChoiceMessage = dict[str, Any]  # a choice, or why there is none yet or at all, as a JSON document
 Agree = Callable[[ChoiceMessage], ChoiceMessage]
 Choosing = Callable[[Sequence[BlockCosts]], ChoiceMessage]
-
-
-@dataclass(frozen=True)
-class Activations:
-    """What happens to activations between forward and backward.
-
-    mode            "keep" them, "recompute" every block, or "auto": a mix within a budget
-    budget_nbytes   what "auto" may have on the device at once
-    """
-
-    mode: Mode = "auto"
-    budget_nbytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if str(self.mode) == "offload":
-            raise ValueError(f"Activations mode is 'offload': {OFFLOADING}")
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"Activations mode is {self.mode!r}: expected one of {', '.join(get_args(Mode))}")
-        budget = self.budget_nbytes
-        if budget is not None and (not isinstance(budget, int) or budget < 1):
-            raise ValueError(f"Activations budget_nbytes is {budget!r}: expected a whole number from 1 on, or None")
-        if self.mode != "auto" and budget is not None:
-            raise ValueError(
-                f"Activations mode is {self.mode!r} with budget_nbytes={budget}: expected one with 'auto' only"
-            )
-        if self.mode == "auto" and budget is None:
-            raise ValueError(
-                "Activations mode is 'auto' without budget_nbytes: expected a budget, since recomputing takes time; or "
-                'use Lean(within="16GiB"), which chooses for all memory of a rank'
-            )
 
 
 class ManagedActivations:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from anabranch.lean.activations.cost_model import Action
-from anabranch.lean.activations.policy import PROFILED_STEPS, Activations, ManagedActivations, choose_activations
+from anabranch.lean.activations.managed import PROFILED_STEPS, ManagedActivations, choose_activations
 from anabranch.lean.activations.solver import BudgetError
+from anabranch.lean.options import Activations
 from lean.activations.networks import (
     Attention,
     Net,
@@ -197,7 +198,7 @@ def test_hooks_of_the_program_go_on_while_blocks_are_profiled() -> None:
     ("options", "message"),
     [
         ({"mode": "maybe"}, "mode is 'maybe': expected one of keep, recompute, auto"),
-        ({"mode": "offload"}, "retired: use 'recompute', 'auto' with a budget, or torch.autograd.graph.save_on_cpu"),
+        ({"mode": "offload"}, "retired; use 'recompute', 'auto' with a budget, or torch.autograd.graph.save_on_cpu"),
         ({"mode": "recompute", "budget_nbytes": 1}, "mode is 'recompute' with budget_nbytes=1: expected one with"),
         ({"mode": "auto", "budget_nbytes": 0}, "budget_nbytes is 0"),
         ({"mode": "auto"}, "'auto' without budget_nbytes: expected a budget"),
